@@ -1,0 +1,44 @@
+# `make demo` and `make test` are all a fresh machine needs: each makes the virtual environment if it has to.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: demo test lint types layers unit test-slow bench clean help
+
+help:  ## show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+# torch goes first: whatever follows finds its requirement met and brings no CUDA packages along.
+$(STAMP): setup.cfg constraints.txt tools/torchvision_cpu_ops/setup.cfg tools/torchvision_cpu_ops/torchvision_cpu_ops.py
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check ./tools/torchvision_cpu_ops
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+demo: $(STAMP)  ## generate images, train with torch's loader and with ours, print one table
+	$(BIN)/python -m examples.demo
+
+test: $(STAMP) lint types layers unit  ## format, lint, types, layers, tests
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+layers: $(STAMP)
+	$(BIN)/lint-imports --no-cache
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
+
+test-slow: $(STAMP)  ## the long tests: uniformity over 10,000 epochs, long soaks
+	$(BIN)/python -m pytest -m slow --timeout 3600
+
+clean:  ## remove the virtual environment and every cache
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -1,0 +1,7 @@
+"""remote"""
+
+if __name__ != "torch_dpflow.remote":
+    raise ImportError(
+        f"{__name__!r} was imported from the repository's root; import 'torch_dpflow.remote' instead "
+        "(a second copy of its classes would unpickle nowhere)"
+    )
