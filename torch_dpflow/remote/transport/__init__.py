@@ -1,0 +1,52 @@
+"""How bytes get from one process to another: `listen` and `connect`, by URL scheme.
+
+``ipc://PATH`` on one host, ``tcp://HOST:PORT`` between hosts, ``inproc://NAME`` inside one process.
+Implementations are loaded when an address asks for them.
+"""
+
+from __future__ import annotations
+
+from torch_dpflow.errors import OptionError
+from torch_dpflow.remote.transport.base import Connection, Frame, Listener, TransportOptions
+
+__all__ = ["Connection", "Frame", "Listener", "TransportOptions", "connect", "listen"]
+
+_DEFAULT = TransportOptions()
+
+
+def listen(address: str, *, options: TransportOptions = _DEFAULT) -> Listener:
+    """Listen at `address`; tcp port 0 takes a free one, which the listener's `address` then names.
+
+    Raises OptionError for an address that is not allowed, TransportError for one that cannot be had.
+    """
+    if _scheme(address) == "inproc":
+        from torch_dpflow.remote.transport.inproc import InprocListener
+
+        return InprocListener(address, options)
+    from torch_dpflow.remote.transport.zeromq import ZeroMQListener
+
+    return ZeroMQListener(address, options)
+
+
+def connect(
+    address: str, *, identity: bytes | None = None, options: TransportOptions = _DEFAULT
+) -> Connection:
+    """Connect to the listener at `address`, which need not be there yet.
+
+    identity: by what the listener knows this connection, 1 to 255 bytes, unique among its peers; drawn when
+    None.
+    """
+    if _scheme(address) == "inproc":
+        from torch_dpflow.remote.transport.inproc import InprocConnection
+
+        return InprocConnection(address, identity, options)
+    from torch_dpflow.remote.transport.zeromq import ZeroMQConnection
+
+    return ZeroMQConnection(address, identity, options)
+
+
+def _scheme(address: str) -> str:
+    scheme, separator, rest = address.partition("://")
+    if not separator or not rest or scheme not in ("ipc", "tcp", "inproc"):
+        raise OptionError(f"address={address!r}: must be ipc://PATH, tcp://HOST:PORT or inproc://NAME")
+    return scheme

@@ -1,0 +1,133 @@
+"""The contract of a transport: many connections talk to one listener in multipart messages.
+
+A listener is a ROUTER: it knows every peer by an identity of bytes and can answer any of them. A connection
+is a DEALER: it talks to one listener and comes back by itself after the listener was away. A message is a
+list of binary frames that arrives whole or not at all. Messages of one connection keep their order; a message
+may be lost when its connection breaks, and then whoever waits for an answer asks again.
+
+Listener and connection belong to one thread; only `wake` may be called from any. After a fork they belong to
+the parent: in the child every call but `close` raises StateError, and `close` touches nothing of the
+parent's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from torch_dpflow.errors import MessageError, OptionError
+
+if TYPE_CHECKING:
+    from torch_dpflow.remote.transport.curve import ClientKeys, ServerKeys
+
+Frame: TypeAlias = "bytes | bytearray | memoryview"
+
+#: ZeroMQ's longest peer identity, bytes.
+MAX_IDENTITY_BYTES = 255
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportOptions:
+    """Limits and habits of one listener or connection; checked once, here."""
+
+    #: Longest frame that is taken from a peer, bytes. A longer one costs the peer its connection.
+    max_frame_bytes: int = 1 << 31
+    #: Most frames in one message, in either direction. A received message with more is dropped and counted.
+    max_frames: int = 4096
+    #: Most messages waiting in either direction, per peer.
+    queue_messages: int = 1000
+    #: How long `Connection.send` waits for room in a full queue before it calls the peer lost, seconds.
+    send_timeout_s: float = 10.0
+    #: First and longest pause between attempts to reconnect, seconds.
+    reconnect_s: tuple[float, float] = (0.02, 1.0)
+    #: tcp only: a peer that has been silent this long is disconnected, seconds.
+    silence_s: float = 30.0
+    #: Whom to trust over tcp: keys make CURVE mandatory; without them tcp is for loopback addresses only.
+    keys: ServerKeys | ClientKeys | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_frame_bytes", "max_frames", "queue_messages"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise OptionError(f"{name}={value!r}: must be an int of at least 1")
+        first, longest = self.reconnect_s
+        if not 0 < first <= longest:
+            raise OptionError(
+                f"reconnect_s={self.reconnect_s!r}: must be (first, longest) with 0 < first <= longest"
+            )
+        if self.send_timeout_s < 0 or self.silence_s <= 0:
+            raise OptionError(
+                f"send_timeout_s={self.send_timeout_s!r}: at least 0; silence_s={self.silence_s!r}: above 0"
+            )
+
+
+class Listener(Protocol):
+    """The side that others connect to."""
+
+    #: Where connections reach this listener: the address given, with tcp port 0 replaced by the real port.
+    address: str
+    #: Messages thrown away because they broke `max_frames`.
+    dropped: int
+
+    def receive(self, timeout_s: float | None) -> tuple[bytes, list[memoryview]] | None:
+        """The next message as (identity of the peer, frames); None on a timeout or after `wake`.
+
+        The frames are writable and own their memory. `timeout_s=None` waits without end, 0 does not wait.
+        """
+
+    def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
+        """Queue a message for `peer`; False where the peer is unknown, gone, or its queue full. Never waits.
+
+        Large frames are not copied: their memory must not change until the peer has them.
+        """
+
+    def wake(self) -> None:
+        """Make the receive that waits now, else the next one to wait, return None. Any thread may call."""
+
+    def close(self) -> None:
+        """Stop at once; what is not sent yet is lost. May be called twice."""
+
+
+class Connection(Protocol):
+    """The side that connects; it reconnects by itself for as long as it is open."""
+
+    #: By what the listener knows this connection, across reconnects.
+    identity: bytes
+    #: Messages thrown away because they broke `max_frames`.
+    dropped: int
+
+    def receive(self, timeout_s: float | None) -> list[memoryview] | None:
+        """The next message's frames; None on a timeout or after `wake`. As `Listener.receive` otherwise."""
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Queue a message, whether or not the listener is there yet.
+
+        Raises PeerLostError when the queue stays full for `send_timeout_s` or the connection is closed. Large
+        frames are not copied: their memory must not change until the peer has them.
+        """
+
+    def wake(self) -> None:
+        """Make the receive that waits now, else the next one to wait, return None. Any thread may call."""
+
+    def close(self) -> None:
+        """Stop at once; what is not sent yet is lost. May be called twice."""
+
+
+def check_frames(frames: Sequence[Frame], max_frames: int) -> None:
+    """Raise MessageError unless `frames` is a message that a transport can send whole."""
+    if not 1 <= len(frames) <= max_frames:
+        raise MessageError(
+            f"a message of {len(frames)} frames: max_frames allows 1 to {max_frames}; join small frames"
+        )
+    for frame in frames:
+        if isinstance(frame, memoryview) and not frame.c_contiguous:
+            raise MessageError("a frame is a memoryview that is not contiguous; copy it first")
+
+
+def check_identity(identity: bytes) -> None:
+    """Raise OptionError unless `identity` may name a peer: 1 to 255 bytes, the first not zero."""
+    if not 1 <= len(identity) <= MAX_IDENTITY_BYTES or identity[0] == 0:
+        raise OptionError(
+            f"identity={identity!r}: must be 1 to {MAX_IDENTITY_BYTES} bytes, the first of them not zero"
+        )
