@@ -1,0 +1,123 @@
+"""Lookahead: what a sampler can tell a cache of one job's future.
+
+Samplers make it and caches read it, so it stands below both. The four parts are those of the thesis (3.4.3):
+of an epoch of `length` samples, `position` have been handed out (S_v); the next ones are `certain` (S_c); some
+of the rest are `likely` soon, with weights (S_uc); nothing is known of the others (S_uk).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_dpflow.errors import OptionError
+
+Keys = npt.NDArray[np.integer[Any]]
+Weights = npt.NDArray[np.floating[Any]]
+
+_NO_KEYS: Keys = np.empty(0, dtype=np.int64)
+_NO_WEIGHTS: Weights = np.empty(0, dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lookahead:
+    """One job's future, from the moment that the sampler has handed out `position` samples of an epoch.
+
+    All arrays hold sample indices (keys, not negative), are one-dimensional and must not be written to
+    afterwards: they are kept without a copy. A later lookahead of the same `epoch` replaces what was said of
+    positions from its own `position` on; what was announced before that stays due until the job reads it. A
+    lookahead of another epoch starts the job afresh.
+
+    Raises OptionError for arrays of the wrong shape or type, and for parts that do not fit into `length`.
+    """
+
+    epoch: int
+    """Which epoch of the job this is about; only its being new or not matters."""
+    length: int
+    """N: how many samples the job reads in this epoch, those already read included."""
+    position: int = 0
+    """k: how many samples of the epoch the sampler has handed out already."""
+    certain: Keys = field(default=_NO_KEYS)
+    """S_c in reading order: `certain[i]` is read at absolute position `position + i` of the epoch."""
+    likely: Keys = field(default=_NO_KEYS)
+    """S_uc, the likeliest first; no key of `certain` among them."""
+    weights: Weights = field(default=_NO_WEIGHTS)
+    """One positive weight for each of `likely`, of any scale; empty means equal weights."""
+    members: Keys | None = None
+    """Every key that the job reads in an epoch. None: the keys of `certain` if they are the whole rest of the
+    epoch, else every key there is."""
+    following: Keys | None = None
+    """The whole order of the next epoch, where the sampler knows it."""
+    speed: float | None = None
+    """Samples per second that the job reads, as measured. None: not measured."""
+
+    def __post_init__(self) -> None:
+        for name in ("certain", "likely", "members", "following"):
+            _check_keys(name, getattr(self, name))
+        if self.length < 0 or not 0 <= self.position <= self.length:
+            raise OptionError(
+                f"length={self.length}, position={self.position}: 0 <= position <= length is required"
+            )
+        if self.position + len(self.certain) + len(self.likely) > self.length:
+            raise OptionError(
+                f"{len(self.certain)} certain and {len(self.likely)} likely samples do not fit into the "
+                f"{self.length - self.position} that are left of the epoch; pass fewer, or a larger length"
+            )
+        if len(self.weights) not in (0, len(self.likely)) or not np.all(self.weights > 0):
+            raise OptionError(
+                f"{len(self.weights)} weights for {len(self.likely)} likely samples: "
+                "give one positive weight for each, or none at all"
+            )
+        if self.speed is not None and not 0 < self.speed < float("inf"):
+            raise OptionError(
+                f"speed={self.speed!r}: a positive number of samples per second, or None, is allowed"
+            )
+
+    @classmethod
+    def of_order(
+        cls,
+        order: Keys,
+        *,
+        epoch: int,
+        position: int = 0,
+        following: Keys | None = None,
+        speed: float | None = None,
+    ) -> Lookahead:
+        """The future of a job at `position` of an epoch whose whole order, `order`, is known."""
+        return cls(
+            epoch=epoch,
+            length=len(order),
+            position=position,
+            certain=order[position:],
+            members=order,
+            following=following,
+            speed=speed,
+        )
+
+    @classmethod
+    def unknown(
+        cls, length: int, *, epoch: int, members: Keys | None = None, speed: float | None = None
+    ) -> Lookahead:
+        """The future of a job of which only the number (or the set, `members`) of its samples is known."""
+        return cls(epoch=epoch, length=length, members=members, speed=speed)
+
+    @property
+    def complete(self) -> bool:
+        """Whether `certain` is the whole rest of the epoch, so that nothing is likely or unknown."""
+        return self.position + len(self.certain) == self.length
+
+
+def _check_keys(name: str, keys: Keys | None) -> None:
+    if keys is None:
+        return
+    if not isinstance(keys, np.ndarray) or keys.ndim != 1 or keys.dtype.kind not in "iu":
+        shape = getattr(keys, "shape", "")
+        raise OptionError(
+            f"{name}: a one-dimensional integer numpy array is required, got {type(keys).__name__} "
+            f"{getattr(keys, 'dtype', '')} {shape}"
+        )
+    if len(keys) and int(keys.min()) < 0:
+        raise OptionError(f"{name}: keys must not be negative, got {int(keys.min())}")
