@@ -1,0 +1,228 @@
+"""Every header that crosses a process boundary: one typed struct each, encoded with msgpack.
+
+A message is one header frame followed by payload frames that no header code looks into. Headers are
+validated when they are decoded: types, ranges, lengths, and no field that is not known. Nothing is allocated
+on a peer's word: msgspec grows lists as it reads, and a header frame is at most `MAX_HEADER_BYTES` long.
+
+The version is checked once per connection (`Hello`, `Welcome`), not in every message.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+
+from torch_dpflow.errors import MessageError
+
+#: What this release speaks. Raised by every change that an older release would misread.
+PROTOCOL_VERSION = 1
+#: Longest header frame, bytes. Whatever can be larger travels in payload frames.
+MAX_HEADER_BYTES = 8 * 1024 * 1024
+#: Longest name of a method or an error type, and longest text of an error, characters.
+MAX_NAME, MAX_TEXT = 200, 32 * 1024
+
+# --- field types --------------------------------------------------------------------------------------------
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+#: Each payload frame's size once decompressed, bytes, or 0 where it travels as it is; empty: all as they are.
+Sizes: TypeAlias = Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
+EMPTY_BODY = msgspec.Raw(b"\xc0")
+
+
+class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """What all headers share: arrays on the wire, led by the integer tag; too many fields are an error."""
+
+
+# --- connection ---------------------------------------------------------------------------------------------
+
+
+class Hello(_Header, tag=1):
+    """Client to server, first on every connection and again after `Stranger`."""
+
+    version: Count
+    #: Whether replies may come compressed: the two are on different hosts.
+    compress: bool = False
+
+
+class Welcome(_Header, tag=2):
+    """Server to client: the answer to `Hello`. A client of another version goes away."""
+
+    version: Count
+    #: Drawn when the server starts, 16 bytes: another one means that it has forgotten everything.
+    incarnation: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+
+class Stranger(_Header, tag=3):
+    """Server to client: I do not know you (any more); say Hello, then repeat what is still open."""
+
+
+class Ping(_Header, tag=4):
+    """Either way: are you there? Answered with `Pong` when the peer next reads."""
+
+
+class Pong(_Header, tag=5):
+    """Either way: yes."""
+
+
+# --- calls --------------------------------------------------------------------------------------------------
+
+
+class Request(_Header, tag=10):
+    """Client to server: call `method`. Payload frames follow."""
+
+    #: Counts the client's calls from 1 on.
+    call: Count
+    method: Name
+    #: Every lower call is answered or given up: its reply may be forgotten.
+    settled: Count
+    #: How long the client goes on waiting from now on, seconds.
+    patience_s: Seconds
+    body: msgspec.Raw = EMPTY_BODY
+    sizes: Sizes = []
+
+
+class Reply(_Header, tag=11):
+    """Server to client: the call's result. Payload frames follow."""
+
+    call: Count
+    body: msgspec.Raw = EMPTY_BODY
+    sizes: Sizes = []
+
+
+class Failure(_Header, tag=12):
+    """Server to client: the call ended with an error."""
+
+    call: Count
+    #: The error's type name.
+    kind: Name
+    text: Text
+
+
+class Inquiry(_Header, tag=13):
+    """Client to server: what about these calls? Each is answered again, or `Missing`, or still running."""
+
+    calls: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
+
+
+class Missing(_Header, tag=14):
+    """Server to client: this call never came; send it again."""
+
+    call: Count
+
+
+# --- streams ------------------------------------------------------------------------------------------------
+
+
+class Open(_Header, tag=20):
+    """Client to server: begin a stream to `method`. Payload frames follow."""
+
+    #: Counts the client's streams from 1 on.
+    stream: Count
+    method: Name
+    #: How many items the server may send.
+    credit: Count
+    body: msgspec.Raw = EMPTY_BODY
+    sizes: Sizes = []
+
+
+class Item(_Header, tag=21):
+    """Either way: one item of a stream. Payload frames follow."""
+
+    stream: Count
+    #: Counts the items of this direction from 0 on; a gap means that some were lost.
+    position: Count
+    body: msgspec.Raw = EMPTY_BODY
+    sizes: Sizes = []
+
+
+class Credit(_Header, tag=22):
+    """Either way: the peer may send up to `items` items, counted from the stream's beginning."""
+
+    stream: Count
+    items: Count
+
+
+class End(_Header, tag=23):
+    """Either way: no more items in this direction; `position` of them were sent."""
+
+    stream: Count
+    position: Count
+
+
+class Abort(_Header, tag=24):
+    """Either way: the stream is over in both directions, with an error."""
+
+    stream: Count
+    kind: Name
+    text: Text
+
+
+# --- all of them --------------------------------------------------------------------------------------------
+
+Header: TypeAlias = (
+    Hello
+    | Welcome
+    | Stranger
+    | Ping
+    | Pong
+    | Request
+    | Reply
+    | Failure
+    | Inquiry
+    | Missing
+    | Open
+    | Item
+    | Credit
+    | End
+    | Abort
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Header] = msgspec.msgpack.Decoder(Header)
+
+T = TypeVar("T")
+
+
+def encode(header: Header) -> bytes:
+    """The header frame of `header`. Raises MessageError above `MAX_HEADER_BYTES`."""
+    frame = _encoder.encode(header)
+    if len(frame) > MAX_HEADER_BYTES:
+        raise MessageError(
+            f"a {type(header).__name__} header of {len(frame)} bytes: {MAX_HEADER_BYTES} are allowed; "
+            "let bulk travel in payload frames"
+        )
+    return frame
+
+
+def decode(frame: bytes | bytearray | memoryview) -> Header:
+    """The header in `frame`, which may hold anything. Raises MessageError unless it is a valid header."""
+    return _decode(_decoder, frame)
+
+
+def encode_body(body: object) -> msgspec.Raw:
+    """A call's arguments, its result or an item's value, as msgpack; None is one byte."""
+    return EMPTY_BODY if body is None else msgspec.Raw(_encoder.encode(body))
+
+
+def decode_body(body: msgspec.Raw, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    """What `body` holds, as the decoder's type. Raises MessageError for anything else."""
+    return _decode(decoder, body)
+
+
+def body_decoder(body_type: Any) -> msgspec.msgpack.Decoder[Any]:
+    """A decoder for bodies of `body_type`: a struct, a builtin, or Any."""
+    return msgspec.msgpack.Decoder(body_type)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: msgspec.Raw | bytes | bytearray | memoryview) -> T:
+    size = memoryview(data).nbytes
+    if size > MAX_HEADER_BYTES:
+        raise MessageError(f"a header of {size} bytes: {MAX_HEADER_BYTES} are allowed")
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+        raise MessageError(f"not a valid message: {error}") from error
