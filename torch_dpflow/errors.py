@@ -15,6 +15,7 @@
     └── TransportError             a peer or the network
         ├── MessageError           (ValueError)  malformed or unknown bytes
         ├── PeerLostError          (ConnectionError)  the other side is gone
+        ├── SegmentLostError       (ConnectionError)  shared memory whose writer is gone
         ├── DeadlineError          (TimeoutError)  no answer in time
         └── RemoteCallError        (RuntimeError)  the other side answered with an error
 
@@ -75,6 +76,10 @@ class MessageError(TransportError, ValueError):
 
 class PeerLostError(TransportError, ConnectionError):
     """The peer went away."""
+
+
+class SegmentLostError(TransportError, ConnectionError):
+    """Shared memory can no longer be opened because the process that wrote it is gone."""
 
 
 class DeadlineError(TransportError, TimeoutError):

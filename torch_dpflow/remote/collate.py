@@ -1,0 +1,67 @@
+"""In a worker, torch's default collate stacks straight into shared memory.
+
+torch's `default_collate_fn_map` is its public place for collate functions of one's own. Ours differs from
+torch's only in where the result lies: whatever it does not handle, and whatever fails, goes to torch's
+function, so that results and errors are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+
+from torch_dpflow.remote.arena import Arena
+from torch_dpflow.remote.memory import storage_over, tensor_over
+from torch_dpflow.remote.parcel import ARENA_BYTES
+
+_arena: Arena | None = None
+
+
+def install(arena: Arena) -> None:
+    """Let torch's default collate stack into blocks of `arena`, unless the user has put in a function
+    already."""
+    global _arena
+    if default_collate_fn_map.get(torch.Tensor) in (collate_tensor_fn, _collate_tensors):
+        _arena = arena
+        default_collate_fn_map[torch.Tensor] = _collate_tensors
+
+
+def uninstall() -> None:
+    """Put torch's own function back."""
+    global _arena
+    _arena = None
+    if default_collate_fn_map.get(torch.Tensor) is _collate_tensors:
+        default_collate_fn_map[torch.Tensor] = collate_tensor_fn
+
+
+def _collate_tensors(
+    batch: Sequence[torch.Tensor], *, collate_fn_map: dict[Any, Callable[..., Any]] | None = None
+) -> Any:
+    first = batch[0]
+    if _is_dense(first) and set(map(type, batch)) == {torch.Tensor}:
+        # torch's function, in a worker, stacks with `out=` as well; so unequal shapes, mixed dtypes that do
+        # not fit and tensors that require grad fail here as they do there, and then torch's function tells of
+        # it.
+        try:
+            return torch.stack(list(batch), 0, out=_room_for(first, len(batch)))
+        except RuntimeError:
+            pass
+    return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.is_cpu and not (tensor.is_nested or tensor.is_quantized)
+
+
+def _room_for(first: torch.Tensor, count: int) -> torch.Tensor:
+    shape = (count, *first.shape)
+    nbytes = first.numel() * first.itemsize * count
+    block = _arena.allocate(nbytes) if _arena is not None and nbytes >= ARENA_BYTES else None
+    if block is None:
+        # Not torch's shared memory: its file would be made for nothing, the parcel copies small buffers
+        # anyway.
+        return torch.empty(shape, dtype=first.dtype)
+    return tensor_over(storage_over(block.memory), first.dtype, shape)

@@ -1,0 +1,59 @@
+"""Plain memory under tensors and arrays: the few ways in and out that parcels and arenas share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+#: One-dimensional bytes.
+Memory: TypeAlias = npt.NDArray[np.uint8]
+
+#: Vector instructions and cache lines want it.
+ALIGNMENT = 64
+
+
+def storage_over(memory: Memory) -> torch.UntypedStorage:
+    """A storage over `memory`, which it keeps alive."""
+    return torch.from_numpy(memory).untyped_storage()
+
+
+def memory_of(storage: Any, start: int = 0, nbytes: int | None = None) -> Memory:
+    """The bytes of a CPU storage, or a part of them; not a copy."""
+    empty: Any = torch.empty(0, dtype=torch.uint8)
+    if nbytes is None:
+        nbytes = storage.nbytes()
+    memory: Memory = empty.set_(storage, start, (nbytes,), (1,)).numpy()
+    return memory
+
+
+def tensor_over(
+    storage: Any,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    stride: Sequence[int] | None = None,
+    offset: int = 0,
+) -> torch.Tensor:
+    """A tensor over `storage`, contiguous without `stride`; a base and not a view of another tensor."""
+    empty: Any = torch.empty(0, dtype=dtype)
+    if stride is None:
+        tensor: torch.Tensor = empty.set_(storage, offset, shape)
+    else:
+        tensor = empty.set_(storage, offset, shape, stride)
+    return tensor
+
+
+def address_of(array: npt.NDArray[Any]) -> int:
+    """Where the array's first element lies."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def aligned_copy(memory: memoryview) -> Memory:
+    """A writable copy that begins at a multiple of ALIGNMENT."""
+    copy: Memory = torch.empty(len(memory), dtype=torch.uint8).numpy()
+    copy.data[:] = memory
+    return copy

@@ -1,0 +1,199 @@
+"""How tensors, storages and arrays are taken apart for a parcel and put together again.
+
+A tensor becomes its storage, dtype, shape, strides and offset; two tensors of one storage meet again through
+pickle's memo. A storage or an array becomes a stand-in for a buffer, and its memory goes to `sources`. All
+other layouts and subclasses go torch's own way, which ends at storages. Nothing registered with `copyreg` by
+others or with multiprocessing's ForkingPickler takes part, so no descriptor is passed behind our back.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch.storage import TypedStorage
+
+from torch_dpflow.remote.memory import Memory, address_of, memory_of, storage_over, tensor_over
+
+#: A view of less than this share of its storage, and of so much less, travels without the rest of the
+#: storage.
+_SPAN_SHARE = 0.5
+_SPAN_SLACK_BYTES = 4096
+#: Kinds of numpy dtype that lie flat in memory and are told whole by `dtype.str`.
+_PLAIN_KINDS = frozenset("biufcSUmM")
+
+_DTYPE_NAMES = {value: name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+class Source(NamedTuple):
+    """Memory that a parcel refers to."""
+
+    address: int
+    nbytes: int
+    #: Keeps the memory alive.
+    owner: Any
+
+    def view(self) -> memoryview:
+        """The memory itself, not a copy."""
+        owner = self.owner
+        if isinstance(owner, torch.UntypedStorage):
+            owner = memory_of(owner)
+        if isinstance(owner, np.ndarray):
+            owner = owner.reshape(-1, order="A").view(np.uint8).data
+        return memoryview(owner)
+
+
+class _Span(NamedTuple):
+    """A part of a storage that travels alone."""
+
+    memory: Memory
+
+
+#: What pickle sees in the place of memory. Writable, or it would have the decoded memory made read-only.
+_STAND_IN = pickle.PickleBuffer(bytearray(1))
+
+
+class ParcelPickler(pickle.Pickler):
+    """Pickles into `chunks`, the memory of tensors and arrays apart in `sources`, in the order of their
+    use."""
+
+    def __init__(self) -> None:
+        self.chunks: list[bytes] = []
+        self.sources: list[Source] = []
+        super().__init__(self, protocol=5, buffer_callback=self._take_buffer)
+
+    def write(self, chunk: bytes) -> None:
+        """Pickle's output; a big bytes object comes as itself, without a copy."""
+        self.chunks.append(chunk)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Pickle's hook for every object that is not a plain builtin."""
+        reduce = _REDUCERS.get(type(obj))
+        if reduce is not None:
+            return reduce(self, obj)
+        if isinstance(obj, torch.Tensor):
+            _refuse_graph(obj)
+        return NotImplemented
+
+    def _take_buffer(self, buffer: pickle.PickleBuffer) -> None:
+        if buffer is _STAND_IN:
+            return
+        memory = np.frombuffer(buffer.raw(), np.uint8)
+        self.sources.append(Source(address_of(memory), memory.nbytes, memory))
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        if not _is_plain(tensor):
+            _refuse_graph(tensor)
+            return NotImplemented
+        storage: Any = tensor.untyped_storage()
+        offset = int(tensor.storage_offset())
+        if tensor.numel() * tensor.itemsize != storage.nbytes():
+            storage, offset = _narrow(tensor, storage, offset)
+        name = _DTYPE_NAMES[tensor.dtype]
+        if offset == 0 and tensor.is_contiguous():
+            return rebuild_tensor, (storage, name, tuple(tensor.shape))
+        return rebuild_tensor, (storage, name, tuple(tensor.shape), tensor.stride(), offset)
+
+    def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
+        if storage.device.type != "cpu":
+            return rebuild_storage_on, (cast(Any, storage).cpu(), str(storage.device))
+        self.sources.append(Source(storage.data_ptr(), storage.nbytes(), storage))
+        return rebuild_storage, (_STAND_IN,)
+
+    def _reduce_typed_storage(self, storage: TypedStorage) -> Any:
+        return rebuild_typed_storage, (storage._untyped_storage, storage.dtype)
+
+    def _reduce_span(self, span: _Span) -> Any:
+        memory = span.memory
+        self.sources.append(Source(address_of(memory), memory.nbytes, memory))
+        return rebuild_storage, (_STAND_IN,)
+
+    def _reduce_array(self, array: np.ndarray[Any, Any]) -> Any:
+        dtype = array.dtype
+        plain = dtype.kind in _PLAIN_KINDS and dtype.metadata is None
+        if dtype.hasobject or not (plain or dtype.kind == "V"):
+            return NotImplemented
+        order = "F" if array.flags.fnc else "C"
+        if not array.flags.forc:
+            array = np.ascontiguousarray(array)
+        self.sources.append(Source(address_of(array), array.nbytes, array))
+        return rebuild_array, (_STAND_IN, dtype.str if plain else dtype, array.shape, order)
+
+
+def rebuild_storage(memory: Memory) -> torch.UntypedStorage:
+    """A storage over a parcel's memory."""
+    return storage_over(memory)
+
+
+def rebuild_storage_on(storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
+    """A storage on the device that it came from."""
+    return tensor_over(storage, torch.uint8, (storage.nbytes(),)).to(device).untyped_storage()
+
+
+def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> TypedStorage:
+    """The typed face of a storage, as torch's own rebuilding functions want it."""
+    typed: Any = TypedStorage
+    face: TypedStorage = typed(wrap_storage=storage, dtype=dtype, _internal=True)
+    return face
+
+
+def rebuild_tensor(
+    storage: torch.UntypedStorage,
+    dtype: str,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...] | None = None,
+    offset: int = 0,
+) -> torch.Tensor:
+    """A dense tensor over `storage`; contiguous without `stride`."""
+    return tensor_over(storage, _DTYPES[dtype], shape, stride, offset)
+
+
+def rebuild_array(memory: Memory, dtype: Any, shape: tuple[int, ...], order: Any) -> np.ndarray[Any, Any]:
+    """An array over a parcel's memory."""
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, memory, order=order)
+    return array
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether storage, dtype, shape, strides and offset are all there is to an exact torch.Tensor."""
+    return not (
+        tensor.layout is not torch.strided
+        or not tensor.is_cpu
+        or tensor.requires_grad
+        or tensor.is_nested
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor.__dict__
+    )
+
+
+def _refuse_graph(tensor: torch.Tensor) -> None:
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise TypeError(
+            "a tensor that requires grad and is not a leaf: gradients do not flow from one process to "
+            "another; call .detach() on it first"
+        )
+
+
+def _narrow(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> tuple[Any, int]:
+    """The part of the storage that has to travel with `tensor`, and the tensor's offset in it."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    nbytes = (last + 1) * tensor.itemsize if tensor.numel() else 0
+    if nbytes > storage.nbytes() * _SPAN_SHARE or storage.nbytes() - nbytes < _SPAN_SLACK_BYTES:
+        return storage, offset
+    start = offset * tensor.itemsize if nbytes else 0
+    return _Span(memory_of(storage, start, nbytes)), 0
+
+
+_REDUCERS: dict[type, Callable[[ParcelPickler, Any], Any]] = {
+    torch.Tensor: ParcelPickler._reduce_tensor,
+    torch.UntypedStorage: ParcelPickler._reduce_storage,
+    TypedStorage: ParcelPickler._reduce_typed_storage,
+    _Span: ParcelPickler._reduce_span,
+    np.ndarray: ParcelPickler._reduce_array,
+}
