@@ -28,8 +28,6 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
-#: Each payload frame's size once decompressed, bytes, or 0 where it travels as it is; empty: all as they are.
-Sizes: TypeAlias = Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
 EMPTY_BODY = msgspec.Raw(b"\xc0")
 
 
@@ -37,15 +35,40 @@ class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=Fa
     """What all headers share: arrays on the wire, led by the integer tag; too many fields are an error."""
 
 
+# --- payload ------------------------------------------------------------------------------------------------
+
+
+class Packing(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """How payload frames travel, where they do not all travel as they are. Part of other headers."""
+
+    #: One number for each payload frame, in order. 0: the next frame on the socket. n > 0: the next frame on
+    #: the socket, snappy's form of n bytes. n < 0: the next -n bytes of the shared block, from a 64-byte
+    #: boundary on.
+    frames: Annotated[list[int], msgspec.Meta(max_length=1 << 16)]
+    #: An `arena.BlockRef`, msgpack-encoded, or None.
+    block: msgspec.Raw = EMPTY_BODY
+
+
 # --- connection ---------------------------------------------------------------------------------------------
+
+
+class Reach(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """What one side offers the other for large payload frames. Part of `Hello` and `Welcome`."""
+
+    #: The side's process.
+    pid: Count
+    #: Compress what you send: we are on different hosts.
+    compress: bool = False
+    #: An `arena.ProbeRef` of this side's shared memory, msgpack-encoded, or None where it shares none.
+    probe: msgspec.Raw = EMPTY_BODY
 
 
 class Hello(_Header, tag=1):
     """Client to server, first on every connection and again after `Stranger`."""
 
     version: Count
-    #: Whether replies may come compressed: the two are on different hosts.
-    compress: bool = False
+    #: How the server's payload may travel.
+    reach: Reach
 
 
 class Welcome(_Header, tag=2):
@@ -54,6 +77,8 @@ class Welcome(_Header, tag=2):
     version: Count
     #: Drawn when the server starts, 16 bytes: another one means that it has forgotten everything.
     incarnation: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    #: How the client's payload may travel.
+    reach: Reach
 
 
 class Stranger(_Header, tag=3):
@@ -64,8 +89,25 @@ class Ping(_Header, tag=4):
     """Either way: are you there? Answered with `Pong` when the peer next reads."""
 
 
+class Reading(_Header, tag=6):
+    """Either way: your probe is readable here, so large frames may come in your shared memory."""
+
+
+class StreamPosition(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """How many items the sender has sent on a stream. Part of `Inquiry` and `Pong`."""
+
+    stream: Count
+    position: Count
+
+
+#: Every open stream of the sender; the other side finds out whether an item was lost.
+Positions: TypeAlias = Annotated[list[StreamPosition], msgspec.Meta(max_length=1 << 16)]
+
+
 class Pong(_Header, tag=5):
-    """Either way: yes."""
+    """Either way: yes. The answer to `Ping` and, after all others, to `Inquiry`."""
+
+    streams: Positions
 
 
 # --- calls --------------------------------------------------------------------------------------------------
@@ -79,10 +121,12 @@ class Request(_Header, tag=10):
     method: Name
     #: Every lower call is answered or given up: its reply may be forgotten.
     settled: Count
+    #: So are these, since the request before.
+    answered: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
     #: How long the client goes on waiting from now on, seconds.
     patience_s: Seconds
     body: msgspec.Raw = EMPTY_BODY
-    sizes: Sizes = []
+    packing: Packing | None = None
 
 
 class Reply(_Header, tag=11):
@@ -90,7 +134,7 @@ class Reply(_Header, tag=11):
 
     call: Count
     body: msgspec.Raw = EMPTY_BODY
-    sizes: Sizes = []
+    packing: Packing | None = None
 
 
 class Failure(_Header, tag=12):
@@ -103,9 +147,13 @@ class Failure(_Header, tag=12):
 
 
 class Inquiry(_Header, tag=13):
-    """Client to server: what about these calls? Each is answered again, or `Missing`, or still running."""
+    """Client to server: what about these? A call is answered again, or `Missing`, or running still.
+
+    A stream that the server does not know, or on which an item was lost, is aborted.
+    """
 
     calls: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
+    streams: Positions
 
 
 class Missing(_Header, tag=14):
@@ -126,7 +174,7 @@ class Open(_Header, tag=20):
     #: How many items the server may send.
     credit: Count
     body: msgspec.Raw = EMPTY_BODY
-    sizes: Sizes = []
+    packing: Packing | None = None
 
 
 class Item(_Header, tag=21):
@@ -136,7 +184,7 @@ class Item(_Header, tag=21):
     #: Counts the items of this direction from 0 on; a gap means that some were lost.
     position: Count
     body: msgspec.Raw = EMPTY_BODY
-    sizes: Sizes = []
+    packing: Packing | None = None
 
 
 class Credit(_Header, tag=22):
@@ -169,6 +217,7 @@ Header: TypeAlias = (
     | Stranger
     | Ping
     | Pong
+    | Reading
     | Request
     | Reply
     | Failure
