@@ -88,3 +88,12 @@ class DeadlineError(TransportError, TimeoutError):
 
 class RemoteCallError(TransportError, RuntimeError):
     """The peer answered a call with an error."""
+
+    def __init__(self, text: str, kind: str = "") -> None:
+        super().__init__(text, kind)
+        #: The type name of the error on the other side.
+        self.kind = kind
+
+    def __str__(self) -> str:
+        text, kind = self.args
+        return f"{kind}: {text}" if kind else str(text)
