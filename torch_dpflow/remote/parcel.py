@@ -15,15 +15,16 @@ import ctypes
 import pickle
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 
-from torch_dpflow.errors import MessageError, NotPicklableError, TransportError
+from torch_dpflow.errors import MessageError, TransportError
 from torch_dpflow.remote.arena import Arena, ArenaReader, BlockRef
 from torch_dpflow.remote.memory import ALIGNMENT, Memory, address_of, aligned_copy
 from torch_dpflow.remote.reduction import ParcelPickler, Source
+from torch_dpflow.remote.unpicklable import explain
 
 Frame: TypeAlias = "bytes | bytearray | memoryview"
 
@@ -33,8 +34,11 @@ ARENA_BYTES = 1 << 15
 FRAME_BYTES = 1 << 15
 
 
-class Place(msgspec.Struct, array_like=True, frozen=True):
-    """Where one piece of a parcel lies: `size` bytes at `offset` of a frame, or a block of shared memory."""
+class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Where one piece of a parcel lies: `size` bytes at `offset` of a frame, or a block of shared memory.
+
+    A frame other than the first is one piece, whole.
+    """
 
     frame: int
     offset: int
@@ -42,7 +46,7 @@ class Place(msgspec.Struct, array_like=True, frozen=True):
     block: BlockRef | None = None
 
 
-class ParcelTable(msgspec.Struct, array_like=True, frozen=True):
+class ParcelTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What is in the frames of a parcel."""
 
     #: How many frames the parcel takes in a message.
@@ -50,8 +54,11 @@ class ParcelTable(msgspec.Struct, array_like=True, frozen=True):
     head: Place
     #: One for each use of a buffer in the head, in order; the same place twice is the same memory.
     buffers: tuple[Place, ...]
-    #: How the frames are compressed; empty for not at all. `decode` takes uncompressed parcels only.
-    codec: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the object, in frames and in shared memory."""
+        return self.head.size + sum(place.size for place in set(self.buffers))
 
 
 def encode(obj: Any, *, arena: Arena | None = None) -> tuple[ParcelTable, list[Frame]]:
@@ -67,7 +74,7 @@ def encode(obj: Any, *, arena: Arena | None = None) -> tuple[ParcelTable, list[F
     try:
         pickler.dump(obj)
     except Exception as error:
-        raise NotPicklableError(str(error)) from error
+        raise explain(obj, error) from error
     return _Packing(arena).pack(pickler.chunks, pickler.sources)
 
 
@@ -165,72 +172,77 @@ class _Packing:
 
 
 class _Unpacking:
-    """Finds the memory of every piece of one parcel; believes nothing that the table says."""
+    """Finds the memory of every piece of one parcel.
+
+    Believes nothing that the table says, and allocates no more than the frames hold: one copy of each.
+    """
 
     def __init__(self, table: ParcelTable, frames: Sequence[Frame], reader: ArenaReader | None) -> None:
         self._table = table
         self._reader = reader
-        self._frames = [memoryview(frame) for frame in frames]
-        self._places: dict[Place, Memory] = {}
-        #: The coalesced buffers, copied so that they are aligned and writable, and where the copy begins.
+        self._frames = [memoryview(frame).cast("B") for frame in frames]
+        self._found: dict[Place, memoryview] = {}
+        #: The coalesced buffers, copied so that they are aligned and writable; where in the frame the copy
+        #: begins.
         self._coalesced: Memory | None = None
         self._start = 0
 
     def unpack(self) -> Any:
         table = self._table
-        if table.codec:
-            raise MessageError(f"parcel is compressed ({table.codec!r}); decompress it before decoding")
         if table.frames != len(self._frames):
             raise MessageError(f"parcel of {table.frames} frames came with {len(self._frames)}")
-        head = self._memory(table.head) if table.head.block is not None else self._slice(table.head)
+        head = self._head(table.head)
         buffers = [self._memory(place) for place in table.buffers]
         try:
-            return pickle.loads(cast(Any, head), buffers=buffers)
+            return pickle.loads(head, buffers=buffers)
         except Exception as error:
             raise MessageError(f"the head of a parcel cannot be opened: {error!r}") from error
 
-    def _memory(self, place: Place) -> Memory:
-        memory = self._places.get(place)
+    def _head(self, place: Place) -> memoryview:
+        if place.block is not None:
+            return self._open(place, place.block)
+        if place.frame or place.offset or not 0 <= place.size <= self._size(0):
+            raise MessageError(f"{place}: not at the start of a first frame of {self._size(0)} bytes")
+        return self._frames[0][: place.size]
+
+    def _memory(self, place: Place) -> memoryview:
+        memory = self._found.get(place)
         if memory is None:
-            memory = self._places[place] = self._find(place)
+            memory = self._found[place] = self._find(place)
         return memory
 
-    def _find(self, place: Place) -> Memory:
+    def _find(self, place: Place) -> memoryview:
         if place.block is not None:
             return self._open(place, place.block)
         if place.frame == 0:
             return self._cut(place)
-        memory = np.frombuffer(self._slice(place), np.uint8)
-        if memory.flags.writeable and address_of(memory) % ALIGNMENT == 0:
-            return memory
-        return aligned_copy(memory.data)
+        if place.offset or place.size != self._size(place.frame):
+            raise MessageError(f"{place}: not a whole frame of {len(self._frames)}")
+        frame = self._frames[place.frame]
+        aligned = not frame.readonly and address_of(np.frombuffer(frame, np.uint8)) % ALIGNMENT == 0
+        return frame if aligned else aligned_copy(frame).data
 
-    def _open(self, place: Place, block: BlockRef) -> Memory:
+    def _open(self, place: Place, block: BlockRef) -> memoryview:
         if self._reader is None:
-            raise MessageError(
-                "parcel lies in shared memory of another process; decoding it takes its ArenaReader"
-            )
+            raise MessageError("parcel lies in a worker's shared memory; decoding it takes its ArenaReader")
         if place.size != block.nbytes:
             raise MessageError(f"{place}: size and block disagree")
-        return self._reader.view(block)
+        return self._reader.view(block).data
 
-    def _cut(self, place: Place) -> Memory:
+    def _cut(self, place: Place) -> memoryview:
         if self._coalesced is None:
-            frame = self._slice(Place(0, 0, len(self._frames[0]) if self._frames else 0))
-            head = self._table.head
-            self._start = 0 if head.block is not None else min(head.size, len(frame)) // ALIGNMENT * ALIGNMENT
-            self._coalesced = aligned_copy(frame[self._start :])
+            self._copy_coalesced()
+            assert self._coalesced is not None
         start = place.offset - self._start
-        if start < 0 or start % ALIGNMENT or place.size < 0 or start + place.size > len(self._coalesced):
-            raise MessageError(
-                f"{place}: not in the first frame of {len(self._frames[0])} bytes, or not aligned"
-            )
-        return self._coalesced[start : start + place.size]
+        if start < 0 or start % ALIGNMENT or not 0 <= place.size <= len(self._coalesced) - start:
+            raise MessageError(f"{place}: not aligned or not in the first frame of {self._size(0)} bytes")
+        return self._coalesced[start : start + place.size].data
 
-    def _slice(self, place: Place) -> memoryview:
-        if not 0 <= place.frame < len(self._frames):
-            raise MessageError(f"{place}: there are {len(self._frames)} frames")
-        frame = self._frames[place.frame]
-        if place.offset < 0 or place.size < 0 or place.offset + place.size > frame.nbytes:
-            raise MessageError(f"{place}: the frame has {frame.nbytes} bytes")
-        return frame[place.offset : place.offset + place.size]
+    def _copy_coalesced(self) -> None:
+        head = self._table.head
+        if head.block is None:
+            self._start = head.size + -head.size % ALIGNMENT
+        self._coalesced = aligned_copy(self._frames[0][self._start :])
+
+    def _size(self, frame: int) -> int:
+        return len(self._frames[frame]) if 0 <= frame < len(self._frames) else -1

@@ -25,8 +25,9 @@ _SPAN_SLACK_BYTES = 4096
 #: Kinds of numpy dtype that lie flat in memory and are told whole by `dtype.str`.
 _PLAIN_KINDS = frozenset("biufcSUmM")
 
-_DTYPE_NAMES = {value: name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+#: A dtype by itself is pickled by reference, which takes longer than the rest of a small tensor.
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class Source(NamedTuple):
@@ -115,7 +116,7 @@ class ParcelPickler(pickle.Pickler):
     def _reduce_array(self, array: np.ndarray[Any, Any]) -> Any:
         dtype = array.dtype
         plain = dtype.kind in _PLAIN_KINDS and dtype.metadata is None
-        if dtype.hasobject or not (plain or dtype.kind == "V"):
+        if dtype.hasobject or not dtype.itemsize or not (plain or dtype.kind == "V"):
             return NotImplemented
         order = "F" if array.flags.fnc else "C"
         if not array.flags.forc:
@@ -124,9 +125,9 @@ class ParcelPickler(pickle.Pickler):
         return rebuild_array, (_STAND_IN, dtype.str if plain else dtype, array.shape, order)
 
 
-def rebuild_storage(memory: Memory) -> torch.UntypedStorage:
+def rebuild_storage(memory: memoryview) -> torch.UntypedStorage:
     """A storage over a parcel's memory."""
-    return storage_over(memory)
+    return storage_over(np.frombuffer(memory, np.uint8))
 
 
 def rebuild_storage_on(storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
@@ -175,8 +176,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _refuse_graph(tensor: torch.Tensor) -> None:
     if tensor.requires_grad and not tensor.is_leaf:
         raise TypeError(
-            "a tensor that requires grad and is not a leaf: gradients do not flow from one process to "
-            "another; call .detach() on it first"
+            "it requires grad and is not a leaf, and gradients do not flow from one process to another"
         )
 
 
