@@ -5,19 +5,27 @@ the same draws. It is not thread-safe: one thread at a time may call it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from torch_dpflow.errors import OptionError, OptionTypeError, StateError, UsageError
 from torch_dpflow.lookahead import Lookahead
+from torch_dpflow.samplers.indices import (
+    MAX_SEED,
+    BoolArray,
+    IndexArray,
+    Indices,
+    check_indices,
+    check_number,
+    check_speed,
+    check_whole,
+)
+from torch_dpflow.samplers.member import Member
 
-IndexArray: TypeAlias = NDArray[np.int64]
-BoolArray: TypeAlias = NDArray[np.bool_]
-#: What a caller may pass as a set of sample numbers.
-Indices: TypeAlias = Sequence[int] | NDArray[np.integer[Any]] | Iterable[int]
+STATE_VERSION = 1
+_NOTHING: IndexArray = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -28,10 +36,9 @@ class Draw:
     indices: IndexArray
     #: True where the sample has to be loaded, False where it is resident; shape (n,). None where the strategy
     #: keeps no directory of residents, so that the cache policy decides.
-    led: BoolArray | None
-    #: Samples that the directory gave up to make room for this draw; shape (m,). A sample that was given up
-    #: and loaded again by the same draw is not among them.
-    evicted: IndexArray
+    led: BoolArray | None = None
+    #: Samples that the directory gives up for good once this draw is loaded; shape (m,).
+    evicted: IndexArray = _NOTHING
 
 
 class SamplingGroup(ABC):
@@ -39,20 +46,32 @@ class SamplingGroup(ABC):
 
     A job's life is ``join``, then for every epoch ``start_epoch`` and ``draw`` until nothing is left, then
     ``leave``. Every epoch that is drawn to its end is a permutation of the job's set, whatever the other jobs
-    do meanwhile.
+    do meanwhile. A call that raises leaves the group as it was.
 
     Args:
         size: number of samples that the jobs choose from; at least 1.
-        capacity: number of samples that the caches together may hold. Only strategies with a directory use it.
+        capacity: number of samples that the caches together may hold, at least 1; None: a tenth of them. Only
+            strategies with a directory use it.
         seed: decides whatever the group itself draws by chance.
     """
 
     #: The name in the registry.
-    strategy: str
+    strategy: ClassVar[str]
 
-    def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None: ...
+    def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
+        self.size = check_whole("size", size, minimum=1)
+        self.capacity = (
+            max(1, self.size // 10) if capacity is None else check_whole("capacity", capacity, minimum=1)
+        )
+        self.seed = check_whole("seed", seed, minimum=0, maximum=MAX_SEED)
+        self._members: dict[str, Member] = {}
 
     # -- membership ------------------------------------------------------------------------------------------
+
+    @property
+    def jobs(self) -> tuple[str, ...]:
+        """The members' names, in the order in which they joined."""
+        return tuple(self._members)
 
     def join(
         self,
@@ -75,50 +94,205 @@ class SamplingGroup(ABC):
         Raises:
             UsageError: the job is a member already.
             OptionError: an index is negative, too large or there twice; a number is out of range.
+            OptionTypeError: an argument is of the wrong type.
         """
+        if not isinstance(job, str):
+            raise OptionTypeError(f"job={job!r} is a {type(job).__name__}; a job is named by a str")
+        if job in self._members:
+            raise UsageError(f"job {job!r} is a member already; leave() first, or choose another name")
+        checked = None if indices is None else check_indices(indices, self.size)
+        member = Member(
+            name=job,
+            indices=checked,
+            length=self.size if checked is None else len(checked),
+            seed=check_whole("seed", seed, minimum=0, maximum=MAX_SEED),
+            batch_size=check_whole("batch_size", batch_size, minimum=1),
+            independence=check_number("independence", independence, low=0, high=1),
+            speed=None if speed is None else check_speed(speed),
+        )
+        self._members[job] = member
+        self._joined(member)
 
     def leave(self, job: str) -> None:
-        """Forget a job that ended or died, at any time; nobody else's epoch is touched."""
+        """Forget a job that ended or died, at any time; nobody else's epoch is touched.
+
+        Raises:
+            UsageError: the job is no member.
+        """
+        member = self._member(job)
+        self._left(member)
+        del self._members[job]
 
     def start_epoch(self, job: str, epoch: int, *, done: Indices | None = None) -> None:
-        """Begin the job's epoch, dropping what was left of one that it was in.
+        """Begin the job's epoch, dropping what was left of the one that it was in.
 
-        `done`: samples that the job has read in this epoch already (a resume); they are not drawn again.
+        Args:
+            epoch: its number, which with the job's seed decides the private permutation.
+            done: samples that the job has read in this epoch already (a resume); they are not drawn again.
+
+        Raises:
+            UsageError: the job is no member.
+            OptionError: `epoch` is negative; a sample of `done` is not in the job's set or is there twice.
         """
+        member = self._member(job)
+        epoch = check_whole("epoch", epoch, minimum=0, maximum=MAX_SEED - member.seed)
+        read = _NOTHING if done is None else self._check_done(member, done)
+        member.epoch, member.position = epoch, len(read)
+        member.drew_at, member.drew = None, 0
+        self._started(member, epoch, read)
 
     # -- drawing ---------------------------------------------------------------------------------------------
 
     def draw(self, job: str, n: int, now: float | None = None) -> Draw:
         """Decide the job's next `n` samples; fewer, finally none, at the end of its epoch.
 
-        `now`: seconds on any steady clock, from which strategies that need speeds measure them.
+        Args:
+            now: seconds on any steady clock, from which the job's speed is measured.
 
         Raises:
             UsageError: unknown job (never joined, or it left), or its epoch was not started.
             OptionError: `n` is below 1.
         """
+        member = self._member(job)
+        n = check_whole("n", n, minimum=1)
+        if member.epoch is None:
+            raise UsageError(f"job {job!r} has no epoch to draw from; call start_epoch({job!r}, 0) first")
+        n = min(n, member.length - member.position)
+        if not n:
+            return Draw(_NOTHING, None if self.keeps_directory is False else np.empty(0, np.bool_))
+        if now is not None:
+            member.measure(n, now)
+        drawn = self._draw(member, n)
+        member.position += n
+        return drawn
 
     def next(self, job: str, n: int, now: float | None = None) -> IndexArray:
         """The indices of `draw`, for callers without use for the rest."""
         return self.draw(job, n, now).indices
 
     def remaining(self, job: str) -> int:
-        """Number of samples left in the job's epoch; 0 before its first."""
+        """Number of samples left in the job's epoch; 0 before its first.
+
+        Raises:
+            UsageError: the job is no member.
+        """
+        member = self._member(job)
+        return 0 if member.epoch is None else member.length - member.position
 
     def lookahead(self, job: str) -> Lookahead:
-        """What can be said now of the job's coming reads, for cache policies. Draws nothing."""
+        """What can be said now of the job's coming reads, for cache policies. Draws nothing.
+
+        Raises:
+            UsageError: the job is no member, or its first epoch was not started.
+        """
+        member = self._member(job)
+        if member.epoch is None:
+            raise UsageError(f"job {job!r} has no epoch to look ahead in; call start_epoch({job!r}, 0) first")
+        return self._lookahead(member, member.epoch)
 
     def set_speed(self, job: str, speed: float) -> None:
-        """Tell the job's speed, samples per second, to strategies that weigh by it; others ignore it."""
+        """Tell the job's speed, samples per second, to strategies that weigh by it; others ignore it.
 
-    @property
-    def jobs(self) -> tuple[str, ...]:
-        """The members' names, in the order in which they joined."""
+        Raises:
+            UsageError: the job is no member.
+            OptionError: the speed is not a finite number above 0.
+        """
+        self._member(job).speed = check_speed(speed)
 
     # -- state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on exactly here, as plain data and arrays. No side effect."""
+        """Everything needed to go on exactly here, as plain data and arrays of its own. No side effect."""
+        return {
+            "version": STATE_VERSION,
+            "strategy": self.strategy,
+            "size": self.size,
+            "capacity": self.capacity,
+            "seed": self.seed,
+            "members": [asdict(member) for member in self._members.values()],
+            "details": self._details(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state of a group of the same strategy and size; raises StateError where it does not fit."""
+        """Take up the state of a group of the same strategy, size and capacity, members included.
+
+        Raises:
+            StateError: it is another strategy's or another group's, or it is damaged.
+        """
+        self._check_state(state)
+        try:
+            members = [
+                Member(**{f.name: entry[f.name] for f in fields(Member)}) for entry in state["members"]
+            ]
+            restored = {member.name: member for member in members}
+            self._take_details(restored, state["details"])
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise StateError(f"the state of the sampling group is damaged: {error!r}") from error
+        self._members, self.seed = restored, state["seed"]
+
+    # -- what a strategy does --------------------------------------------------------------------------------
+
+    #: Whether draws say what is to be loaded and what is given up.
+    keeps_directory: ClassVar[bool] = False
+
+    @abstractmethod
+    def _joined(self, member: Member) -> None:
+        """`member` was just registered."""
+
+    @abstractmethod
+    def _left(self, member: Member) -> None:
+        """`member` is about to be forgotten."""
+
+    @abstractmethod
+    def _started(self, member: Member, epoch: int, done: IndexArray) -> None:
+        """`member` begins an epoch, of which it has read `done`; an unfinished one is dropped."""
+
+    @abstractmethod
+    def _draw(self, member: Member, n: int) -> Draw:
+        """Exactly `n` of the samples that are left, n >= 1; the caller moves `member.position`."""
+
+    @abstractmethod
+    def _lookahead(self, member: Member, epoch: int) -> Lookahead:
+        """See `lookahead`."""
+
+    @abstractmethod
+    def _details(self) -> dict[str, Any]:
+        """The strategy's part of `state_dict`, sharing no array with the group."""
+
+    @abstractmethod
+    def _take_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
+        """Take up what `_details` gave, for these members; changes nothing if it raises."""
+
+    # -- checks ----------------------------------------------------------------------------------------------
+
+    def _member(self, job: str) -> Member:
+        try:
+            return self._members[job]
+        except (KeyError, TypeError):
+            known = ", ".join(map(repr, self._members)) or "none"
+            raise UsageError(
+                f"job {job!r} is no member of this group (members: {known}); it never joined, or it left: "
+                "join() first"
+            ) from None
+
+    def _check_done(self, member: Member, done: Indices) -> IndexArray:
+        read = check_indices(done, self.size, name="done", allow_empty=True)
+        if member.indices is not None and not (known := np.isin(read, member.indices)).all():
+            raise OptionError(
+                f"done has {int(read[~known][0])}, which is not in the set of job {member.name!r}"
+            )
+        return read
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        if not isinstance(state, dict) or "strategy" not in state or "version" not in state:
+            raise StateError("this is no state of a sampling group; pass what its state_dict() returned")
+        if state["version"] != STATE_VERSION:
+            raise StateError(
+                f"the state is of version {state['version']!r}; this release reads {STATE_VERSION}"
+            )
+        for name in ("strategy", "size", "capacity"):
+            if state.get(name) != getattr(self, name):
+                raise StateError(
+                    f"the state is of a group with {name} {state.get(name)!r}, this one has "
+                    f"{getattr(self, name)!r}; make the group as the one that it was taken from"
+                )

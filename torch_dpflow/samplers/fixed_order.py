@@ -1,0 +1,81 @@
+"""Groups in which a job's epoch is settled when it begins, whatever the others do."""
+
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+
+from torch_dpflow.lookahead import Lookahead
+from torch_dpflow.samplers.group import Draw, SamplingGroup
+from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact
+from torch_dpflow.samplers.member import Member
+
+
+class FixedOrderGroup(SamplingGroup):
+    """A subclass names the order; this hands it out, and tells caches all of it and of the next epoch's."""
+
+    def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
+        super().__init__(size, capacity=capacity, seed=seed)
+        #: By job: the order of its epoch, what it had read before a resume in front.
+        self._orders: dict[str, CompactArray] = {}
+        #: By job: what it had read when its epoch was resumed; empty for one that was not.
+        self._done: dict[str, IndexArray] = {}
+        #: By job: an epoch's number and its order, drawn for a lookahead and kept for when that epoch begins.
+        self._foreseen: dict[str, tuple[int, CompactArray]] = {}
+
+    @abstractmethod
+    def _epoch_order(self, member: Member, epoch: int) -> IndexArray:
+        """The order of an epoch that is not resumed."""
+
+    def _joined(self, member: Member) -> None:
+        pass
+
+    def _left(self, member: Member) -> None:
+        for by_job in (self._orders, self._done, self._foreseen):
+            by_job.pop(member.name, None)
+
+    def _started(self, member: Member, epoch: int, done: IndexArray) -> None:
+        self._orders[member.name] = self._resumed_order(member, epoch, done)
+        self._done[member.name] = done
+
+    def _draw(self, member: Member, n: int) -> Draw:
+        order = self._orders[member.name]
+        return Draw(order[member.position : member.position + n].astype(np.int64))
+
+    def _lookahead(self, member: Member, epoch: int) -> Lookahead:
+        return Lookahead.of_order(
+            self._orders[member.name],
+            epoch=epoch,
+            position=member.position,
+            following=self._order_of(member, epoch + 1),
+            speed=member.speed,
+        )
+
+    def _details(self) -> dict[str, Any]:
+        return {"done": {name: done.copy() for name, done in self._done.items()}}
+
+    def _take_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
+        done = {name: np.array(read, dtype=np.int64) for name, read in details["done"].items()}
+        epochs = {name: members[name].epoch for name in done}
+        self._foreseen = {}
+        self._orders = {
+            name: self._resumed_order(members[name], epoch, done[name])
+            for name, epoch in epochs.items()
+            if epoch is not None
+        }
+        self._done = done
+
+    def _order_of(self, member: Member, epoch: int) -> CompactArray:
+        known = self._foreseen.get(member.name)
+        if known is None or known[0] != epoch:
+            known = epoch, self._epoch_order(member, epoch).astype(compact(self.size))
+            self._foreseen[member.name] = known
+        return known[1]
+
+    def _resumed_order(self, member: Member, epoch: int, done: IndexArray) -> CompactArray:
+        order = self._order_of(member, epoch)
+        if not len(done):
+            return order
+        read = np.zeros(self.size, np.bool_)
+        read[done] = True
+        return np.concatenate([done.astype(order.dtype), order[~read[order]]])

@@ -1,0 +1,118 @@
+"""Sets of sample numbers: what a caller may pass, how it is checked, and an epoch's permutation."""
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from torch_dpflow.errors import OptionError, OptionTypeError
+
+IndexArray: TypeAlias = NDArray[np.int64]
+BoolArray: TypeAlias = NDArray[np.bool_]
+#: Sample numbers as the strategies store them: int32 where that is wide enough, else int64.
+CompactArray: TypeAlias = NDArray[np.signedinteger[Any]]
+#: What a caller may pass as a set of sample numbers.
+Indices: TypeAlias = Iterable[int] | NDArray[np.integer[Any]] | torch.Tensor
+
+#: torch.Generator.manual_seed takes what fits into 64 bits.
+MAX_SEED = 2**63 - 1
+
+
+def check_indices(
+    indices: Indices, size: int | None = None, *, name: str = "indices", allow_empty: bool = False
+) -> IndexArray:
+    """The sample numbers as a new int64 array, in the order given.
+
+    Raises:
+        OptionTypeError: they are not whole numbers in one dimension.
+        OptionError: one is negative, is not below `size`, or is there twice; or there are none.
+    """
+    array = _whole_numbers(indices, name)
+    if not len(array):
+        if allow_empty:
+            return array
+        raise OptionError(f"{name} is empty; a job needs at least one sample")
+    lowest, highest = int(array.min()), int(array.max())
+    if lowest < 0:
+        raise OptionError(f"{name} has {lowest}; sample numbers start at 0")
+    if size is not None and highest >= size:
+        raise OptionError(f"{name} has {highest}; with {size} samples, 0 to {size - 1} are allowed")
+    if (repeated := _first_repeated(array)) is not None:
+        raise OptionError(f"{name} has {repeated} more than once; an epoch reads every sample once")
+    return array
+
+
+def _whole_numbers(indices: Indices, name: str) -> IndexArray:
+    if isinstance(indices, torch.Tensor):
+        indices = indices.numpy(force=True)
+    elif not isinstance(indices, np.ndarray):
+        if isinstance(indices, str | bytes) or not isinstance(indices, Iterable):
+            raise OptionTypeError(f"{name}={indices!r} is a {type(indices).__name__}; give sample numbers")
+        indices = np.asarray(list(indices) or np.empty(0, np.int64))
+    if indices.ndim != 1 or indices.dtype.kind not in "iu":
+        raise OptionTypeError(
+            f"{name}: one dimension of whole numbers is required, got dtype {indices.dtype} and shape "
+            f"{indices.shape}"
+        )
+    return indices.astype(np.int64)
+
+
+def _first_repeated(array: IndexArray) -> int | None:
+    ordered = np.sort(array)
+    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+    return int(repeated[0]) if len(repeated) else None
+
+
+def compact(size: int) -> type[np.signedinteger[Any]]:
+    """The narrowest type that holds the sample numbers below `size`; below four bytes torch gains nothing."""
+    return np.int32 if size <= np.iinfo(np.int32).max else np.int64
+
+
+def permutation(length: int, seed: int, epoch: int) -> CompactArray:
+    """What torch's RandomSampler and DistributedSampler draw for a generator seeded with `seed + epoch`."""
+    generator = torch.Generator()
+    generator.manual_seed(seed + epoch)
+    # The width changes the memory that is written, not the numbers that are drawn.
+    dtype = torch.int32 if compact(length) is np.int32 else torch.int64
+    drawn: CompactArray = torch.randperm(length, generator=generator, dtype=dtype).numpy()
+    return drawn
+
+
+def check_whole(name: str, value: object, *, minimum: int, maximum: int | None = None) -> int:
+    """`value` as an int within the limits.
+
+    Raises:
+        OptionTypeError: it is not a whole number.
+        OptionError: it is out of range.
+    """
+    limits = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give a whole number {limits}")
+    if value < minimum or (maximum is not None and value > maximum):
+        raise OptionError(f"{name}={value!r} is out of range; give a whole number {limits}")
+    return int(value)
+
+
+def check_number(name: str, value: object, *, low: float, high: float, open_low: bool = False) -> float:
+    """`value` as a float with low <= value <= high, or low < value where `open_low`.
+
+    Raises:
+        OptionTypeError: it is not a number.
+        OptionError: it is out of range.
+    """
+    limits = f"a finite number {'above' if open_low else 'from'} {low:g}"
+    if high != float("inf"):
+        limits += f" to {high:g}"
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give {limits}")
+    number = float(value)
+    if not (low < number if open_low else low <= number) or not number <= high or number == float("inf"):
+        raise OptionError(f"{name}={value!r} is out of range; give {limits}")
+    return number
+
+
+def check_speed(speed: object) -> float:
+    """A speed in samples per second; OptionError unless it is finite and above 0."""
+    return check_number("speed", speed, low=0, high=float("inf"), open_low=True)

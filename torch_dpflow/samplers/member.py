@@ -1,0 +1,52 @@
+"""What a sampling group knows of one job, whatever the strategy."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from torch_dpflow.samplers.indices import IndexArray, permutation
+
+#: Weight of the latest interval in a job's measured speed; one batch alone says little.
+_SPEED_WEIGHT = 0.2
+
+
+@dataclass(kw_only=True)
+class Member:
+    """One job: what it asked for when it joined, and where it is."""
+
+    name: str
+    #: Its set in the order given; None: every sample of the group.
+    indices: IndexArray | None
+    #: Number of samples in its set.
+    length: int
+    seed: int
+    batch_size: int
+    independence: float
+    #: Samples per second as told or measured; None until then.
+    speed: float | None = None
+    #: None before the first epoch.
+    epoch: int | None = None
+    #: Samples of this epoch that were drawn; `length` when it is over.
+    position: int = 0
+    #: When it drew last, on the caller's clock, and how many samples.
+    drew_at: float | None = None
+    drew: int = 0
+
+    def measure(self, n: int, now: float) -> None:
+        """Learn its speed: it draws `n` samples at `now`, and has used up by then what it drew before."""
+        if self.drew_at is None or now > self.drew_at:
+            if self.drew_at is not None:
+                latest = self.drew / (now - self.drew_at)
+                known = latest if self.speed is None else self.speed
+                self.speed = known + _SPEED_WEIGHT * (latest - known)
+            self.drew_at, self.drew = now, 0
+        self.drew += n
+
+    def samples(self) -> IndexArray:
+        """Its set as an array, in the order given."""
+        return np.arange(self.length) if self.indices is None else self.indices
+
+    def order(self, epoch: int) -> IndexArray:
+        """The private permutation of its set in an epoch: that of torch's RandomSampler for its seed."""
+        drawn = permutation(self.length, self.seed, epoch)
+        return drawn.astype(np.int64) if self.indices is None else self.indices[drawn]

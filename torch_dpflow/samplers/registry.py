@@ -1,0 +1,28 @@
+"""Strategies by name."""
+
+from torch_dpflow.errors import OptionError
+from torch_dpflow.samplers.coordl import CoorDLGroup
+from torch_dpflow.samplers.group import SamplingGroup
+from torch_dpflow.samplers.independent import IndependentGroup
+
+#: Every strategy by its name.
+STRATEGIES: dict[str, type[SamplingGroup]] = {
+    group.strategy: group for group in (IndependentGroup, CoorDLGroup)
+}
+
+
+def sampling_group(strategy: str, size: int, *, capacity: int | None = None, seed: int = 0) -> SamplingGroup:
+    """A new, empty group that follows a strategy.
+
+    Args:
+        strategy: one of `STRATEGIES`.
+        size, capacity, seed: see `SamplingGroup`.
+
+    Raises:
+        OptionError: no strategy has that name, or a number is out of range.
+    """
+    if strategy not in STRATEGIES:
+        raise OptionError(
+            f"strategy={strategy!r} is unknown; choose one of {', '.join(map(repr, STRATEGIES))}"
+        )
+    return STRATEGIES[strategy](size, capacity=capacity, seed=seed)
