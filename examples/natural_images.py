@@ -14,6 +14,7 @@ until then the work lies in `DIR.partial`, and a run that was cut off is taken u
 """
 
 import argparse
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -25,7 +26,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -233,14 +234,15 @@ def _described(specification: Specification) -> dict[str, int]:
 
 
 def _write_all(todo: list[Task], processes: int, progress: bool) -> None:
-    bar = tqdm(total=len(todo), desc="generating JPEGs", unit="image", disable=not progress)
-    with bar, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        written: Iterable[None]
         if processes == 1:
-            results: Iterator[None] = map(_write, todo)
+            written = map(_write, todo)
         else:
-            results = stack.enter_context(_pool(processes)).map(_write, todo, chunksize=8)
-        for _ in results:
-            bar.update()
+            written = stack.enter_context(_pool(processes)).map(_write, todo, chunksize=8)
+        if progress:
+            written = tqdm(written, total=len(todo), desc="generating JPEGs", unit="image")
+        collections.deque(written, maxlen=0)
 
 
 @contextlib.contextmanager
