@@ -6,25 +6,19 @@ import gc
 import multiprocessing
 import os
 import shutil
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker, util
-from pathlib import Path
+from multiprocessing import util
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.holdings import Holdings
+
 #: How long a test's threads, processes and files may take to go after its end; seconds.
 GRACE_S = 10.0
-#: What a new descriptor may point to without being a leak: opened once a process, by Python or a library.
-HARMLESS_FILES = ("/dev/null", "/dev/urandom", "/proc/", "/sys/")
-#: Temporary files that live as long as the process: those of multiprocessing (fork server) and of pytest.
-HARMLESS_TEMPORARIES = ("pymp-", "pytest-of-")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,9 +31,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A spawned worker imports the datasets of these tests by name, from the root.
-    if str(ROOT) not in sys.path:
-        sys.path.insert(0, str(ROOT))
     # Other test processes work in /tmp too; in a directory of our own, whatever is left over is ours.
     shared = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     own = tempfile.mkdtemp(prefix="t-", dir=shared)
@@ -59,38 +50,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 _PASSED = pytest.StashKey[bool]()
 
 
-@dataclass(frozen=True)
-class Holdings:
-    """What this process holds: each entry names one thing."""
-
-    threads: frozenset[Any]
-    descriptors: frozenset[tuple[int, str]]
-    processes: frozenset[int]
-    shared_memory: frozenset[str]
-    temporaries: frozenset[str]
-
-    @classmethod
-    def now(cls) -> Holdings:
-        return cls(
-            threads=frozenset(threading.enumerate()),
-            descriptors=frozenset(_descriptors()),
-            processes=frozenset(_descendants()),
-            shared_memory=frozenset(_shared_memory()),
-            temporaries=frozenset(_temporaries()),
-        )
-
-    def beyond(self, before: Holdings) -> list[str]:
-        """What is held now and was not before."""
-        found = [f"thread {thread.name!r}" for thread in self.threads - before.threads]
-        found += [
-            f"descriptor {number} -> {target}" for number, target in self.descriptors - before.descriptors
-        ]
-        found += [f"process {pid}: {_command(pid)}" for pid in self.processes - before.processes]
-        found += [f"shared memory {name}" for name in self.shared_memory - before.shared_memory]
-        found += [f"temporary {name}" for name in self.temporaries - before.temporaries]
-        return sorted(found)
-
-
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that passes leaves no thread, descriptor, process, shared memory or temporary file behind."""
@@ -106,65 +65,6 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         threading.Event().wait(0.02)
         leaked = Holdings.now().beyond(before)
     assert not leaked, "left behind by the test:\n  " + "\n  ".join(leaked)
-
-
-def _descriptors() -> Iterator[tuple[int, str]]:
-    singletons = {resource_tracker._resource_tracker._fd, forkserver._forkserver._forkserver_alive_fd}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:
-            continue  # the listing's own
-        if int(name) not in singletons and not target.startswith(HARMLESS_FILES):
-            yield int(name), target
-
-
-def _descendants() -> Iterator[int]:
-    singletons = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}
-    pending = list(_children(os.getpid()))
-    while pending:
-        pid = pending.pop()
-        pending += _children(pid)
-        if pid not in singletons:
-            yield pid
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    for thread in _listing(f"/proc/{pid}/task"):
-        try:
-            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
-    return found
-
-
-def _shared_memory() -> Iterator[str]:
-    mine = str(os.getpid())
-    yield from (name for name in _listing("/dev/shm") if mine in name)
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "/memfd:" in line or "/dev/shm/" in line:
-            yield line.split(maxsplit=1)[0] + " " + line.split(maxsplit=5)[-1]
-
-
-def _temporaries() -> Iterator[str]:
-    for name in _listing(tempfile.gettempdir()):
-        if not name.startswith(HARMLESS_TEMPORARIES):
-            yield name
-
-
-def _listing(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return "gone"
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,108 @@
+"""What a process holds, to see what is left of it: threads, descriptors, processes, memory, files."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import Any
+
+#: What a new descriptor may point to without being a leak: opened once a process, by Python or a library.
+HARMLESS_FILES = ("/dev/null", "/dev/urandom", "/proc/", "/sys/")
+#: Temporary files that live as long as the process: those of multiprocessing (fork server) and of pytest.
+HARMLESS_TEMPORARIES = ("pymp-", "pytest-of-")
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What this process holds: each entry names one thing."""
+
+    threads: frozenset[Any]
+    descriptors: frozenset[tuple[int, str]]
+    processes: frozenset[int]
+    shared_memory: frozenset[str]
+    temporaries: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Holdings:
+        return cls(
+            threads=frozenset(threading.enumerate()),
+            descriptors=frozenset(_descriptors()),
+            processes=frozenset(_descendants()),
+            shared_memory=frozenset(_shared_memory()),
+            temporaries=frozenset(_temporaries()),
+        )
+
+    def beyond(self, before: Holdings) -> list[str]:
+        """What is held now and was not before."""
+        found = [f"thread {thread.name!r}" for thread in self.threads - before.threads]
+        found += [
+            f"descriptor {number} -> {target}" for number, target in self.descriptors - before.descriptors
+        ]
+        found += [f"process {pid}: {_command(pid)}" for pid in self.processes - before.processes]
+        found += [f"shared memory {name}" for name in self.shared_memory - before.shared_memory]
+        found += [f"temporary {name}" for name in self.temporaries - before.temporaries]
+        return sorted(found)
+
+
+def _descriptors() -> Iterator[tuple[int, str]]:
+    singletons = {resource_tracker._resource_tracker._fd, forkserver._forkserver._forkserver_alive_fd}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue  # the listing's own
+        if int(name) not in singletons and not target.startswith(HARMLESS_FILES):
+            yield int(name), target
+
+
+def _descendants() -> Iterator[int]:
+    singletons = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}
+    pending = list(_children(os.getpid()))
+    while pending:
+        pid = pending.pop()
+        pending += _children(pid)
+        if pid not in singletons:
+            yield pid
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for thread in _listing(f"/proc/{pid}/task"):
+        try:
+            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended meanwhile
+    return found
+
+
+def _shared_memory() -> Iterator[str]:
+    mine = str(os.getpid())
+    yield from (name for name in _listing("/dev/shm") if mine in name)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/memfd:" in line or "/dev/shm/" in line:
+            yield line.split(maxsplit=1)[0] + " " + line.split(maxsplit=5)[-1]
+
+
+def _temporaries() -> Iterator[str]:
+    for name in _listing(tempfile.gettempdir()):
+        if not name.startswith(HARMLESS_TEMPORARIES):
+            yield name
+
+
+def _listing(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return "gone"

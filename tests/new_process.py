@@ -1,0 +1,65 @@
+"""Run a function in another process, where nothing of this one's loaders is left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from torch._utils import ExceptionWrapper
+
+ROOT = Path(__file__).resolve().parent.parent
+FORK = multiprocessing.get_context("fork")
+
+
+def in_fork(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function` returns in a forked child, which may start workers; its exception is raised here."""
+    here, there = FORK.Pipe(duplex=False)
+    child = FORK.Process(target=_call, args=(there, function, arguments))
+    child.start()
+    there.close()
+    with here:
+        result = here.recv()
+    child.join()
+    if isinstance(result, ExceptionWrapper):
+        result.reraise()
+    assert child.exitcode == 0
+    return result
+
+
+def _call(there: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        result = function(*arguments)
+    except BaseException:
+        result = ExceptionWrapper(where="in the new process")
+    there.send(result)
+
+
+def interpreter(program: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """Start a fresh Python on `program`, which can import the library and the tests' modules."""
+    path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        **options,
+    )
+
+
+def run_interpreter(program: str, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    """A fresh Python on `program`, run to its end."""
+    with interpreter(program, *arguments) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+            raise AssertionError(f"it hangs; so far it said:\n{out}\n{err}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
