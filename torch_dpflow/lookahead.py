@@ -40,11 +40,11 @@ class Lookahead:
     """N: how many samples the job reads in this epoch, those already read included."""
     position: int = 0
     """k: how many samples of the epoch the sampler has handed out already."""
-    certain: Keys = field(default=_NO_KEYS)
+    certain: Keys = field(default_factory=lambda: _NO_KEYS)
     """S_c in reading order: `certain[i]` is read at absolute position `position + i` of the epoch."""
-    likely: Keys = field(default=_NO_KEYS)
+    likely: Keys = field(default_factory=lambda: _NO_KEYS)
     """S_uc, the likeliest first; no key of `certain` among them."""
-    weights: Weights = field(default=_NO_WEIGHTS)
+    weights: Weights = field(default_factory=lambda: _NO_WEIGHTS)
     """One positive weight for each of `likely`, of any scale; empty means equal weights."""
     members: Keys | None = None
     """Every key that the job reads in an epoch. None: the keys of `certain` if they are the whole rest of the
