@@ -5,7 +5,7 @@ the same draws. It is not thread-safe: one thread at a time may call it.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -38,7 +38,7 @@ class Draw:
     #: keeps no directory of residents, so that the cache policy decides.
     led: BoolArray | None = None
     #: Samples that the directory gives up for good once this draw is loaded; shape (m,).
-    evicted: IndexArray = _NOTHING
+    evicted: IndexArray = field(default_factory=lambda: _NOTHING)
 
 
 class SamplingGroup(ABC):

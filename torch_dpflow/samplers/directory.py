@@ -1,0 +1,130 @@
+"""Which samples the caches hold together, in load order, and which they give up."""
+
+from typing import Any
+
+import numpy as np
+
+from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, compact
+
+#: Above this many residents per eviction a search pays for several evictions at once.
+_RESIDENTS_PER_VICTIM = 16
+
+
+class Directory:
+    """Residents of caches for `capacity` samples, of which the latest `protected` loads are safe.
+
+    When room is needed, those go first whom the fewest jobs still need in their epochs, the oldest load among
+    equals. The latest loads are spared while anybody needs them, because whoever follows closely has had no
+    chance to read them. A search costs O(capacity), and serves several evictions.
+    """
+
+    def __init__(self, size: int, capacity: int) -> None:
+        self.capacity = capacity
+        #: Number of latest loads that are safe while a job needs them; the owner sets it.
+        self.protected = 0
+        #: For each sample, how many jobs still need it in their epochs; the owner counts.
+        self.needed = np.zeros(size, np.uint16)
+        #: For each sample, the number of its load, or -1 if it is not resident.
+        self._loaded = np.full(size, -1, np.int64)
+        #: Loads so far.
+        self._loads = 0
+        self._residents = 0
+        #: Loads in order, samples and numbers side by side; those that are not resident any more linger.
+        self._samples = np.empty(0, compact(size))
+        self._numbers = np.empty(0, np.int64)
+        self._length = 0
+        #: Who goes next, and under which load numbers they were chosen.
+        self._victims: CompactArray = self._samples[:0]
+        self._chosen_as: IndexArray = self._numbers[:0]
+
+    def resident(self, samples: CompactArray) -> BoolArray:
+        """Whether each sample is held."""
+        return self._loaded[samples] >= 0
+
+    def load(self, samples: CompactArray) -> tuple[BoolArray, CompactArray]:
+        """Record that these distinct samples are read anew, in this order; all count as the latest loads.
+
+        Returns which of them were not resident, so have to be loaded, and who is given up for them.
+        """
+        absent = self._loaded[samples] < 0
+        numbers = np.arange(self._loads, self._loads + len(samples))
+        self._loaded[samples] = numbers
+        self._append(samples, numbers)
+        self._loads += len(samples)
+        self._residents += int(np.count_nonzero(absent))
+        excess = self._residents - self.capacity
+        return absent, self._evict(excess) if excess > 0 else samples[:0]
+
+    def needs_changed(self) -> None:
+        """To be called when `needed` grew, as when an epoch starts: who goes next is open again."""
+        self._victims, self._chosen_as = self._victims[:0], self._chosen_as[:0]
+
+    def _evict(self, count: int) -> CompactArray:
+        gone: list[CompactArray] = []
+        while count:
+            if not len(self._victims):
+                self._choose(max(count, self.capacity // _RESIDENTS_PER_VICTIM))
+            batch, numbers = self._victims[:count], self._chosen_as[:count]
+            self._victims, self._chosen_as = self._victims[count:], self._chosen_as[count:]
+            batch = batch[self._loaded[batch] == numbers]
+            self._loaded[batch] = -1
+            gone.append(batch)
+            count -= len(batch)
+            self._residents -= len(batch)
+        return np.concatenate(gone)
+
+    def _choose(self, count: int) -> None:
+        """Line up the next `count` victims, or all that may go."""
+        self._compact()
+        samples, numbers = self._samples[: self._length], self._numbers[: self._length]
+        needed = self.needed[samples]
+        free = np.flatnonzero((numbers < self._loads - self.protected) | (needed == 0))
+        order = free[np.argsort(needed[free], kind="stable")[:count]]
+        if not len(order):
+            # Everybody is protected: one draw brought more than the caches hold.
+            order = np.arange(min(count, self._length))
+        self._victims, self._chosen_as = samples[order], numbers[order]
+
+    def _append(self, samples: CompactArray, numbers: IndexArray) -> None:
+        end = self._length + len(samples)
+        if end > len(self._samples):
+            self._compact()
+            end = self._length + len(samples)
+            room = max(end, self._length + self.capacity) + len(samples)
+            self._samples, self._numbers = (
+                np.concatenate([old[: self._length], np.empty(room - self._length, old.dtype)])
+                for old in (self._samples, self._numbers)
+            )
+        self._samples[self._length : end] = samples
+        self._numbers[self._length : end] = numbers
+        self._length = end
+
+    def _compact(self) -> None:
+        samples, numbers = self._samples[: self._length], self._numbers[: self._length]
+        held = self._loaded[samples] == numbers
+        kept = int(np.count_nonzero(held))
+        self._samples[:kept], self._numbers[:kept] = samples[held], numbers[held]
+        self._length = kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residents, counts and who goes next, as arrays of their own."""
+        self._compact()
+        return {
+            "protected": self.protected,
+            "needed": self.needed.copy(),
+            "loads": self._loads,
+            "samples": self._samples[: self._length].copy(),
+            "numbers": self._numbers[: self._length].copy(),
+            "victims": self._victims.copy(),
+            "chosen_as": self._chosen_as.copy(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` of a directory of the same size and capacity gave."""
+        self.protected, self._loads = state["protected"], state["loads"]
+        self.needed = state["needed"].copy()
+        self._samples, self._numbers = state["samples"].copy(), state["numbers"].copy()
+        self._length = self._residents = len(self._samples)
+        self._loaded[:] = -1
+        self._loaded[self._samples] = self._numbers
+        self._victims, self._chosen_as = state["victims"].copy(), state["chosen_as"].copy()

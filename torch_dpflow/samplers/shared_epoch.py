@@ -1,0 +1,227 @@
+"""One job's epoch in a shared log: what it still needs, in which order it leads, and what it may follow."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_dpflow.samplers.classes import Partition
+from torch_dpflow.samplers.directory import Directory
+from torch_dpflow.samplers.indices import CompactArray, IndexArray
+
+#: States of a sample in `SharedEpoch.need`.
+_READ, _NEEDED, _LISTED = 0, 1, 2
+#: Residents that are compared for each one due. More would find more that few jobs need, but take longer.
+_CHOICE = 4
+#: As many times that are looked through for a class that falls short among the latest residents.
+_DEPTH = 4
+
+
+class SharedEpoch:
+    """The rest of one epoch of one job.
+
+    Position p of the epoch reads a sample of the class of the job's private permutation at p. Which sample of
+    the class is open until the position is drawn: a resident that the job *follows*, or the next one of the
+    permutation that it needs, by which it *leads*.
+    """
+
+    def __init__(self, order: CompactArray, partition: Partition, size: int) -> None:
+        #: For each sample: read or not in the set, needed, or needed and in the backlog.
+        self.need: NDArray[np.uint8] = np.zeros(size, np.uint8)
+        self.need[order] = _NEEDED
+        #: Samples loaded by others since this epoch began, in load order; those read or given up linger.
+        self._backlog: CompactArray = order[:0]
+        self._backlog_length = 0
+        self._split(order, partition)
+
+    def _split(self, order: CompactArray, partition: Partition) -> None:
+        #: Positions that were drawn since `order` was split into classes.
+        self._drawn = 0
+        labels = partition.of(order)
+        if labels is None:
+            self._sequence, self._pile = None, order
+            counts = np.array([len(order)])
+        else:
+            self._sequence, self._pile = labels, order[np.argsort(labels, kind="stable")]
+            counts = np.bincount(labels, minlength=partition.count)
+        #: Of each class, where in the pile its next candidate to lead is, and where the class ends.
+        self._ends: IndexArray = np.cumsum(counts)
+        self._heads: IndexArray = self._ends - counts
+
+    def unread(self) -> CompactArray:
+        """What is left, in the order in which the job would read it if it only led from here on."""
+        rest: CompactArray = self._pile[self.need[self._pile] != _READ]
+        if self._sequence is None:
+            return rest
+        order = np.empty_like(rest)
+        order[np.argsort(self._sequence[self._drawn :], kind="stable")] = rest
+        return order
+
+    def relabel(self, partition: Partition) -> None:
+        """Go on under other classes: what is left keeps its class sequence under those that were."""
+        self._split(self.unread(), partition)
+
+    def due(self, n: int) -> IndexArray:
+        """How many of the next n samples are of each class."""
+        if self._sequence is None:
+            return np.array([n])
+        return np.bincount(self._sequence[self._drawn : self._drawn + n], minlength=len(self._ends))
+
+    def arrange(self, labels: CompactArray | None, n: int) -> tuple[IndexArray, IndexArray] | None:
+        """Move on by n picks of these classes: which of the next positions take which picks.
+
+        Returns two arrays of shape (n,), places among the positions and among the picks; None: each its own.
+        """
+        start, self._drawn = self._drawn, self._drawn + n
+        if labels is None or self._sequence is None:
+            return None
+        slots = np.argsort(self._sequence[start : self._drawn], kind="stable")
+        return slots, np.argsort(labels, kind="stable")
+
+    # -- follow ----------------------------------------------------------------------------------------------
+
+    def offer(self, samples: CompactArray) -> None:
+        """Somebody loaded these, which makes those that this job needs ones to follow."""
+        fresh = samples[self.need[samples] == _NEEDED]
+        if not len(fresh):
+            return
+        self.need[fresh] = _LISTED
+        end = self._backlog_length + len(fresh)
+        if end > len(self._backlog):
+            grown = np.empty(max(end, 2 * len(self._backlog)), fresh.dtype)
+            grown[: self._backlog_length] = self._backlog[: self._backlog_length]
+            self._backlog = grown
+        self._backlog[self._backlog_length : end] = fresh
+        self._backlog_length = end
+
+    def follow(self, due: IndexArray, directory: Directory, partition: Partition) -> CompactArray:
+        """Take residents to follow, up to `due` of each class, and mark them as read.
+
+        Those that the fewest jobs need go first, so that samples are finished and their room is free; among
+        equals the latest load, because that is what jobs close by are reading.
+        """
+        if not due.any():
+            return self._backlog[:0]
+        start, candidates = self._latest(due, directory, partition)
+        chosen = _select(candidates, due, directory.needed[candidates], partition.of(candidates))
+        left = np.ones(len(candidates), np.bool_)
+        left[chosen] = False
+        kept = candidates[left]
+        self._backlog_length = start + len(kept)
+        self._backlog[start : self._backlog_length] = kept
+        picks = candidates[chosen]
+        self.need[picks] = _READ
+        return picks
+
+    def followable(self, directory: Directory) -> CompactArray:
+        """All residents that could be followed now, the latest load first."""
+        backlog = self._backlog[: self._backlog_length][::-1]
+        current: CompactArray = backlog[(self.need[backlog] == _LISTED) & directory.resident(backlog)]
+        return current
+
+    def _latest(
+        self, due: IndexArray, directory: Directory, partition: Partition
+    ) -> tuple[int, CompactArray]:
+        """Enough of the backlog's latest residents to choose from, in load order, and where they start."""
+        window = _CHOICE * int(due.sum())
+        start, found = self._backlog_length, 0
+        short = due.copy()
+        pieces: list[CompactArray] = []
+        while start and (found < window or (found < _DEPTH * window and (short > 0).any())):
+            end, start = start, max(0, start - window)
+            piece = self._current(self._backlog[start:end], directory)
+            pieces.append(piece)
+            found += len(piece)
+            labels = partition.of(piece)
+            short -= len(piece) if labels is None else np.bincount(labels, minlength=len(due))
+        return start, np.concatenate(pieces[::-1]) if pieces else self._backlog[:0]
+
+    def _current(self, listed: CompactArray, directory: Directory) -> CompactArray:
+        """Those of a piece of the backlog that are still needed and held; the others leave it."""
+        listed = listed[self.need[listed] == _LISTED]
+        held = directory.resident(listed)
+        if held.all():
+            return listed
+        self.need[listed[~held]] = _NEEDED
+        return listed[held]
+
+    # -- lead ------------------------------------------------------------------------------------------------
+
+    def lead(self, due: IndexArray) -> CompactArray:
+        """Take the next of the job's own permutation that it needs, exactly `due` of each class."""
+        due = due.copy()
+        picks = [self._pile[:0]]
+        short = np.flatnonzero(due)
+        while len(short):
+            picks.append(self._lead_from(short, due))
+            short = short[due[short] > 0]
+        return np.concatenate(picks)
+
+    def _lead_from(self, classes: IndexArray, due: IndexArray) -> CompactArray:
+        """One stretch of the pile for each of these classes; lowers `due` by what it yields."""
+        starts = self._heads[classes]
+        lengths = np.minimum(self._ends[classes] - starts, 2 * due[classes] + 16)
+        places = _ranges(starts, lengths)
+        owners = np.repeat(np.arange(len(classes)), lengths)
+        needed = np.flatnonzero(self.need[self._pile[places]])
+        owners = owners[needed]
+        ranks = np.arange(len(needed)) - np.searchsorted(owners, np.arange(len(classes)))[owners]
+        taken = ranks < due[classes][owners]
+        places, owners = places[needed[taken]], owners[taken]
+        counts = np.bincount(owners, minlength=len(classes))
+        full = counts == due[classes]
+        self._heads[classes] = starts + lengths
+        self._heads[classes[full]] = places[np.cumsum(counts)[full] - 1] + 1
+        due[classes] -= counts
+        picks = self._pile[places]
+        self.need[picks] = _READ
+        return picks
+
+    # -- state -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Arrays of its own, from which `restored` makes an equal epoch."""
+        return {
+            "need": self.need.copy(),
+            "backlog": self._backlog[: self._backlog_length].copy(),
+            "drawn": self._drawn,
+            "sequence": None if self._sequence is None else self._sequence.copy(),
+            "pile": self._pile.copy(),
+            "ends": self._ends.copy(),
+            "heads": self._heads.copy(),
+        }
+
+    @classmethod
+    def restored(cls, state: dict[str, Any]) -> "SharedEpoch":
+        """An epoch equal to the one whose state this is."""
+        epoch = cls.__new__(cls)
+        epoch.need, epoch._pile = state["need"].copy(), state["pile"].copy()
+        epoch._backlog, epoch._backlog_length = state["backlog"].copy(), len(state["backlog"])
+        epoch._sequence = None if state["sequence"] is None else state["sequence"].copy()
+        epoch._drawn = state["drawn"]
+        epoch._ends, epoch._heads = state["ends"].copy(), state["heads"].copy()
+        return epoch
+
+
+def _select(
+    candidates: CompactArray, due: IndexArray, needed: NDArray[np.uint16], labels: CompactArray | None
+) -> IndexArray:
+    """Places of up to `due` candidates of each class: least needed first, then the latest."""
+    latest_first = np.arange(len(candidates) - 1, -1, -1)
+    if labels is None:
+        if len(candidates) <= due[0]:
+            return latest_first
+        return latest_first[np.argsort(needed[::-1], kind="stable")[: due[0]]]
+    needs = int(needed.max(initial=0)) + 1
+    # Radix sort, which is for two bytes at most, is several times as fast as any other here.
+    keys = (labels.astype(np.int64) * needs + needed).astype(np.min_scalar_type(len(due) * needs))
+    order = latest_first[np.argsort(keys[::-1], kind="stable")]
+    classes = labels[order]
+    ranks = np.arange(len(order)) - np.searchsorted(classes, np.arange(len(due)))[classes]
+    return order[ranks < due[classes]]
+
+
+def _ranges(starts: IndexArray, lengths: IndexArray) -> IndexArray:
+    """The ranges start … start+length-1, one after another."""
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1])

@@ -1,0 +1,166 @@
+"""The shared log: jobs follow what others have just loaded, or lead; every epoch stays uniformly random."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from torch_dpflow.lookahead import Lookahead
+from torch_dpflow.samplers.classes import Partition
+from torch_dpflow.samplers.directory import Directory
+from torch_dpflow.samplers.group import Draw, SamplingGroup
+from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, compact
+from torch_dpflow.samplers.member import Member
+from torch_dpflow.samplers.shared_epoch import SharedEpoch
+
+#: Rounds of all jobs' batches for which a load is protected: whoever follows has had its turn by then.
+_PROTECTED_ROUNDS = 4
+
+
+class SharedLogGroup(SamplingGroup):
+    """The default strategy: it groups by intersection and adapts to start and speed, as the thesis's DynaGCS
+    (3.4.4) aims to, and is uniform where that is not.
+
+    Guarantee: if arrivals, sets and request times do not depend on which sample is which, each epoch of each
+    job is uniform over all orders of its set. For what is picked depends on classes, residence, need and load
+    order alone, and so is the same under any renaming of the samples within a class; and which class a
+    position reads is settled by the job's private permutation.
+
+    What follows from sharing: the order of a job depends on when others ask, so a run can be repeated only by
+    the same calls (or with ``independence=1``); the jobs' orders are correlated with each other; and with a
+    periodic stagger so are one job's epochs, the less the higher `independence` is.
+
+    A draw's `led` and `evicted` are the directory of what the caches hold. A job that is alone leads all the
+    way: its order is then its private permutation.
+
+    Cost: O(n) for a draw of n, for any number of classes; O(size) for the start of an epoch and for a new
+    set. About 20 bytes for each sample of each job's set.
+    """
+
+    strategy = "shared-log"
+    keeps_directory: ClassVar[bool] = True
+
+    def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
+        super().__init__(size, capacity=capacity, seed=seed)
+        self._partition = Partition(self.size)
+        self._directory = Directory(self.size, self.capacity)
+        #: By job: the epoch that it is in.
+        self._epochs: dict[str, SharedEpoch] = {}
+        #: By job: decides which picks ignore the directory, where only some do.
+        self._chance: dict[str, np.random.Generator] = {}
+
+    def _joined(self, member: Member) -> None:
+        if self._partition.register(self._mask(member)):
+            for epoch in self._epochs.values():
+                epoch.relabel(self._partition)
+        self._protect()
+
+    def _left(self, member: Member) -> None:
+        self._drop_epoch(member)
+        self._partition.unregister(self._mask(member))
+        self._protect(without=member)
+
+    def _started(self, member: Member, epoch: int, done: IndexArray) -> None:
+        self._drop_epoch(member)
+        begun = SharedEpoch(self._order(member, epoch, done), self._partition, self.size)
+        self._epochs[member.name] = begun
+        self._chance[member.name] = np.random.default_rng((member.seed, epoch))
+        self._directory.needed += begun.need != 0
+        self._directory.needs_changed()
+
+    def _draw(self, member: Member, n: int) -> Draw:
+        epoch = self._epochs[member.name]
+        due = epoch.due(n)
+        followed = epoch.follow(due - self._ignoring(member, due), self._directory, self._partition)
+        labels = self._partition.of(followed)
+        missing = due - (len(followed) if labels is None else np.bincount(labels, minlength=len(due)))
+        led = epoch.lead(missing)
+        self._directory.needed[followed] -= 1
+        self._directory.needed[led] -= 1
+        loaded, evicted = self._directory.load(led)
+        for name, other in self._epochs.items():
+            if name != member.name:
+                other.offer(led)
+        picks = np.concatenate([followed, led])
+        to_load = np.concatenate([np.zeros(len(followed), np.bool_), loaded])
+        return self._arranged(epoch, picks, to_load, evicted)
+
+    def _arranged(
+        self, epoch: SharedEpoch, picks: CompactArray, to_load: BoolArray, evicted: CompactArray
+    ) -> Draw:
+        slots = epoch.arrange(self._partition.of(picks), len(picks))
+        if slots is None:
+            return Draw(picks.astype(np.int64), to_load, evicted.astype(np.int64))
+        indices, led = np.empty(len(picks), np.int64), np.empty(len(picks), np.bool_)
+        indices[slots[0]], led[slots[0]] = picks[slots[1]], to_load[slots[1]]
+        return Draw(indices, led, evicted.astype(np.int64))
+
+    def _lookahead(self, member: Member, epoch: int) -> Lookahead:
+        reading = self._epochs[member.name]
+        likely = reading.followable(self._directory)
+        alone = len(self._members) == 1 and not len(likely)
+        return Lookahead(
+            epoch=epoch,
+            length=member.length,
+            position=member.position,
+            certain=reading.unread() if alone else likely[:0],
+            likely=likely,
+            members=member.indices,
+            speed=member.speed,
+        )
+
+    def _ignoring(self, member: Member, due: IndexArray) -> IndexArray:
+        """How many of the picks due in each class ignore what others have loaded."""
+        if member.independence == 0:
+            return np.zeros_like(due)
+        return self._chance[member.name].binomial(due, member.independence)
+
+    def _order(self, member: Member, epoch: int, done: IndexArray) -> CompactArray:
+        """What is left of the job's private permutation after `done`.
+
+        A resumed job that has read just the head of its permutation goes on in it. Otherwise the rest is
+        shuffled anew: in the order of the permutation, what others made it skip would come first.
+        """
+        order = member.order(epoch).astype(compact(self.size))
+        if not len(done):
+            return order
+        read = np.zeros(self.size, np.bool_)
+        read[done] = True
+        if read[order[: len(done)]].all():
+            return order[len(done) :]
+        rest = order[~read[order]]
+        return np.random.default_rng((member.seed, epoch, len(done))).permutation(rest)
+
+    def _drop_epoch(self, member: Member) -> None:
+        self._chance.pop(member.name, None)
+        if (left := self._epochs.pop(member.name, None)) is not None:
+            self._directory.needed -= left.need != 0
+
+    def _protect(self, without: Member | None = None) -> None:
+        batches = sum(m.batch_size for m in self._members.values() if m is not without)
+        low, high = self.capacity // 10, self.capacity // 2
+        self._directory.protected = min(max(_PROTECTED_ROUNDS * batches, low), high)
+
+    def _mask(self, member: Member) -> BoolArray | None:
+        if member.indices is None:
+            return None
+        mask = np.zeros(self.size, np.bool_)
+        mask[member.indices] = True
+        return mask
+
+    def _details(self) -> dict[str, Any]:
+        return {
+            "partition": self._partition.state_dict(),
+            "directory": self._directory.state_dict(),
+            "epochs": {name: epoch.state_dict() for name, epoch in self._epochs.items()},
+            "chance": {name: rng.bit_generator.state for name, rng in self._chance.items()},
+        }
+
+    def _take_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
+        partition, directory = Partition(self.size), Directory(self.size, self.capacity)
+        partition.load_state_dict(details["partition"])
+        directory.load_state_dict(details["directory"])
+        epochs = {name: SharedEpoch.restored(state) for name, state in details["epochs"].items()}
+        chance = {name: np.random.default_rng() for name in details["chance"]}
+        for name, rng in chance.items():
+            rng.bit_generator.state = details["chance"][name]
+        self._partition, self._directory, self._epochs, self._chance = partition, directory, epochs, chance
