@@ -21,13 +21,15 @@ PROTOCOL_VERSION = 1
 MAX_HEADER_BYTES = 8 * 1024 * 1024
 #: Longest name of a method or an error type, and longest text of an error, characters.
 MAX_NAME, MAX_TEXT = 200, 32 * 1024
+#: Longest time that a header may name, seconds.
+MAX_SECONDS = 1e9
 
 # --- field types --------------------------------------------------------------------------------------------
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
-Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 EMPTY_BODY = msgspec.Raw(b"\xc0")
 
 

@@ -7,9 +7,9 @@ Implementations are loaded when an address asks for them.
 from __future__ import annotations
 
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.transport.base import Connection, Frame, Listener, TransportOptions
+from torch_dpflow.remote.transport.base import Connection, Frame, Listener, TransportOptions, is_loopback
 
-__all__ = ["Connection", "Frame", "Listener", "TransportOptions", "connect", "listen"]
+__all__ = ["Connection", "Frame", "Listener", "TransportOptions", "connect", "is_loopback", "listen"]
 
 _DEFAULT = TransportOptions()
 

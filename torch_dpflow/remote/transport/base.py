@@ -12,6 +12,7 @@ parent's.
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -114,15 +115,31 @@ class Connection(Protocol):
         """Stop at once; what is not sent yet is lost. May be called twice."""
 
 
-def check_frames(frames: Sequence[Frame], max_frames: int) -> None:
+def is_loopback(address: str) -> bool:
+    """Whether a tcp address cannot be reached from, and does not reach, another host."""
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_frames(frames: Sequence[Frame], options: TransportOptions) -> None:
     """Raise MessageError unless `frames` is a message that a transport can send whole."""
-    if not 1 <= len(frames) <= max_frames:
+    if not 1 <= len(frames) <= options.max_frames:
         raise MessageError(
-            f"a message of {len(frames)} frames: max_frames allows 1 to {max_frames}; join small frames"
+            f"a message of {len(frames)} frames: max_frames allows 1 to {options.max_frames}; join small ones"
         )
     for frame in frames:
-        if isinstance(frame, memoryview) and not frame.c_contiguous:
-            raise MessageError("a frame is a memoryview that is not contiguous; copy it first")
+        size = len(frame)
+        if isinstance(frame, memoryview):
+            size = frame.nbytes
+            if not frame.c_contiguous:
+                raise MessageError("a frame is a memoryview that is not contiguous; copy it first")
+        if size > options.max_frame_bytes:
+            raise MessageError(
+                f"a frame of {size} bytes: max_frame_bytes allows {options.max_frame_bytes}; split it"
+            )
 
 
 def check_identity(identity: bytes) -> None:

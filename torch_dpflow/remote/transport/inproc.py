@@ -109,7 +109,7 @@ class InprocListener(_Endpoint):
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
         self._check_usable()
-        check_frames(frames, self._options.max_frames)
+        check_frames(frames, self._options)
         exchange = self._exchange
         with exchange.changed:
             connection = exchange.peers.get(peer)
@@ -154,7 +154,7 @@ class InprocConnection(_Endpoint):
 
     def send(self, frames: Sequence[Frame]) -> None:
         self._check_usable()
-        check_frames(frames, self._options.max_frames)
+        check_frames(frames, self._options)
         exchange, limit = self._exchange, self._options.queue_messages
         with exchange.changed:
             has_room = exchange.changed.wait_for(

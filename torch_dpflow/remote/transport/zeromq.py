@@ -225,7 +225,7 @@ class ZeroMQListener(_Endpoint):
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
         self._check_usable()
-        check_frames(frames, self._options.max_frames)
+        check_frames(frames, self._options)
         try:
             self._socket.send(peer, zmq.NOBLOCK | zmq.SNDMORE)
         except zmq.ZMQError as error:
@@ -262,7 +262,7 @@ class ZeroMQConnection(_Endpoint):
 
     def send(self, frames: Sequence[Frame]) -> None:
         self._check_usable()
-        check_frames(frames, self._options.max_frames)
+        check_frames(frames, self._options)
         if not self._socket.poll(math.ceil(self._options.send_timeout_s * 1000), zmq.POLLOUT):
             raise PeerLostError(
                 f"{self.address} took nothing for {self._options.send_timeout_s} s and "

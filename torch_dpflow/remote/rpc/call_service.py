@@ -1,0 +1,148 @@
+"""The server's side of calls: methods by name, execution, and answers that can be had again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+
+from torch_dpflow.errors import MessageError
+from torch_dpflow.remote import messages
+from torch_dpflow.remote.messages import body_decoder, decode_body, encode_body
+from torch_dpflow.remote.rpc.incoming import Handler, IncomingCall, Later, Outcome, Result, describe
+from torch_dpflow.remote.rpc.replies import ReplyMemory, Verdict
+from torch_dpflow.remote.rpc.sessions import ServerStats, Session, SessionTable
+from torch_dpflow.remote.transport.base import Frame
+
+#: Has a function called in the server's thread, soon.
+Post: TypeAlias = Callable[[Callable[[], None]], None]
+
+_REFUSALS = {
+    Verdict.FORGOTTEN: (
+        "ForgottenReplyError",
+        "the call was executed, but its reply had to make room for others",
+    ),
+    Verdict.OVERLOADED: ("OverloadedError", "too many calls of this client are open; wait for some answers"),
+}
+
+
+@dataclass(frozen=True)
+class _Method:
+    handler: Handler
+    decoder: msgspec.msgpack.Decoder[Any]
+    remembered: bool
+
+
+@dataclass(frozen=True)
+class _Reply:
+    """A call's result, ready to be sent any number of times."""
+
+    body: msgspec.Raw
+    frames: Sequence[Frame] = ()
+    failure: tuple[str, str] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return len(bytes(self.body)) + sum(memoryview(frame).nbytes for frame in self.frames)
+
+
+class CallService:
+    """Executes calls. Belongs to the server's thread, into which `post` leads."""
+
+    def __init__(
+        self, sessions: SessionTable, replies: ReplyMemory[Any], stats: ServerStats, post: Post
+    ) -> None:
+        self._sessions = sessions
+        self._replies: ReplyMemory[_Reply] = replies
+        self._stats = stats
+        self._post = post
+        self._methods: dict[str, _Method] = {}
+
+    def register(self, name: str, handler: Handler, *, body_type: Any, remembered: bool) -> None:
+        """Serve calls of `name`."""
+        self._methods[name] = _Method(handler, body_decoder(body_type), remembered)
+
+    def on_request(self, session: Session, header: messages.Request, frames: list[memoryview]) -> None:
+        """A client calls."""
+        verdict, reply = self._replies.admit(
+            session.client, header.call, settled=header.settled, answered=header.answered
+        )
+        if verdict is Verdict.EXECUTE:
+            self._execute(session, header, frames)
+            return
+        self._stats.repeats += verdict is not Verdict.OVERLOADED
+        self._respond(session, header.call, verdict, reply)
+        session.carrier.unpack(frames, header.packing)  # whoever opens shared memory gives it back
+
+    def on_inquiry(self, session: Session, calls: Sequence[int]) -> None:
+        """A client has waited for the answers to `calls`."""
+        for call in calls:
+            verdict, reply = self._replies.look_up(session.client, call)
+            self._respond(session, call, verdict, reply)
+
+    def _respond(self, session: Session, call: int, verdict: Verdict, reply: _Reply | None) -> None:
+        if reply is not None:
+            self._send(session, call, reply)
+        elif verdict in _REFUSALS:
+            session.send(messages.Failure(call, *_REFUSALS[verdict]))
+        elif verdict is Verdict.EXECUTE:
+            session.send(messages.Missing(call))
+
+    def _execute(self, session: Session, header: messages.Request, frames: list[memoryview]) -> None:
+        self._stats.calls += 1
+        method = self._methods.get(header.method)
+        remembered = method is None or method.remembered
+
+        def finish(outcome: Outcome) -> None:
+            self._finish(session.client, header.call, remembered, outcome)
+
+        try:
+            payload = session.carrier.unpack(frames, header.packing)
+            if method is None:
+                raise LookupError(f"no method {header.method!r} here, only {sorted(self._methods)}")
+            body = decode_body(header.body, method.decoder)
+            call = IncomingCall(
+                session.client,
+                header.method,
+                body,
+                payload,
+                header.patience_s,
+                lambda outcome: self._post(lambda: finish(outcome)),
+            )
+            result = method.handler(call)
+        except Exception as error:
+            finish(error)
+        else:
+            if not isinstance(result, Later):
+                finish(Result() if result is None else result)
+
+    def _finish(self, client: bytes, call: int, remembered: bool, outcome: Outcome) -> None:
+        reply = _prepare(outcome)
+        if not self._replies.finish(client, call, reply, nbytes=reply.nbytes, keep=remembered):
+            return  # answered before, or the client has given it up
+        self._stats.failures += reply.failure is not None
+        session = self._sessions.get(client)
+        if session is not None:
+            self._send(session, call, reply)
+
+    def _send(self, session: Session, call: int, reply: _Reply) -> None:
+        try:
+            if reply.failure is not None:
+                session.send(messages.Failure(call, *reply.failure))
+            else:
+                session.send_payload(messages.Reply(call, reply.body), reply.frames)
+        except MessageError as error:  # larger than a message may be
+            session.send(messages.Failure(call, *describe(error)))
+
+
+def _prepare(outcome: object) -> _Reply:
+    if isinstance(outcome, Result):
+        try:
+            return _Reply(encode_body(outcome.body), outcome.frames)
+        except (TypeError, ValueError, OverflowError) as error:
+            outcome = error
+    if not isinstance(outcome, Exception):
+        outcome = TypeError(f"the method returned a {type(outcome).__name__}; return Result, LATER or None")
+    return _Reply(messages.EMPTY_BODY, failure=describe(outcome))

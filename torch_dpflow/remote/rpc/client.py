@@ -1,0 +1,270 @@
+"""The calling side: calls and streams over one connection, from any thread, without a thread of its own.
+
+Whoever waits reads the socket for all who wait, and hands the turn on when its own answer has come. So a
+single caller pays for no hand-over between threads, which would cost more than the rest of a small call.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from torch_dpflow.errors import OptionError, PeerLostError, StateError
+from torch_dpflow.remote.messages import body_decoder, encode_body
+from torch_dpflow.remote.rpc.client_session import Answer, Awaited, ClientSession, ClientStats
+from torch_dpflow.remote.rpc.client_stream import ClientStream
+from torch_dpflow.remote.rpc.payload import Carrier
+from torch_dpflow.remote.transport import Frame, TransportOptions, connect, is_loopback
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientOptions:
+    """How long a client waits, and for how much."""
+
+    #: How long a call waits for its answer where it does not say itself, seconds.
+    timeout_s: float = 60.0
+    #: A call that has waited so long asks the server about itself, and again after as long, seconds.
+    inquire_s: float = 0.5
+    #: A stream whose server says nothing for so long while somebody waits for it is lost, seconds.
+    silence_s: float = 30.0
+    #: Most bytes that the frames of one message may hold once they are decompressed.
+    max_payload_bytes: int = 1 << 31
+    #: Most shared memory lent to a server on this host, bytes; 0 sends everything through the socket.
+    shared_bytes: int = 1 << 28
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "inquire_s", "silence_s", "max_payload_bytes"):
+            if getattr(self, name) <= 0:
+                raise OptionError(f"{name}={getattr(self, name)!r}: must be above 0")
+        if self.shared_bytes < 0:
+            raise OptionError(f"shared_bytes={self.shared_bytes!r}: must be at least 0")
+
+
+class PendingCall:
+    """A call on its way; `result` waits for it. Any thread may."""
+
+    def __init__(self, client: RpcClient, awaited: Awaited) -> None:
+        self._client = client
+        self._awaited = awaited
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` would not wait. It becomes true only while some thread waits on this client."""
+        return self._awaited.known
+
+    def result(self) -> Answer:
+        """Wait for the answer until the call's deadline.
+
+        Raises RemoteCallError where the server answered with an error, DeadlineError where it did not answer,
+        PeerLostError where the client was closed, MessageError where the answer is not what was asked for.
+        """
+        return self._client._result(self._awaited)
+
+
+class RpcClient:
+    """Calls the methods of one server, and opens streams to it. Thread-safe; not to be used after a fork.
+
+    A call is repeated until it is answered or its deadline passes, across reconnects and restarts of the
+    server; one server process executes it at most once. Frames that a call carries must not change before it
+    is answered.
+
+    Args:
+        address: where the server listens; it need not be there yet.
+        transport: limits, and the keys for tcp between hosts.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        options: ClientOptions | None = None,
+        transport: TransportOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.address = address
+        self.options = options or ClientOptions()
+        self._clock = clock
+        self._pid = os.getpid()
+        self._connection = connect(address, options=transport or TransportOptions())
+        #: Guards everything below, and the connection while nobody leads.
+        self._changed = threading.Condition(threading.Lock())
+        #: Whether a thread is at the socket. It owns the connection then, without the lock.
+        self._leading = False
+        self._closed = False
+        self._session = ClientSession(address, self._make_carrier)
+        self._heard = self._inquire_at = clock()
+
+    def call(
+        self,
+        method: str,
+        body: Any = None,
+        frames: Sequence[Frame] = (),
+        *,
+        reply_type: Any = Any,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        """Call `method` and wait for its answer. As `begin` and `PendingCall.result`."""
+        return self.begin(method, body, frames, reply_type=reply_type, timeout_s=timeout_s).result()
+
+    def begin(
+        self,
+        method: str,
+        body: Any = None,
+        frames: Sequence[Frame] = (),
+        *,
+        reply_type: Any = Any,
+        timeout_s: float | None = None,
+    ) -> PendingCall:
+        """Send a call without waiting for its answer.
+
+        body: anything that msgpack can carry; small. frames: bulk. reply_type: what the answer's body must
+        be. Raises MessageError where the call exceeds a limit, PeerLostError where the connection takes no
+        more.
+        """
+        timeout_s = self.options.timeout_s if timeout_s is None else timeout_s
+        packed, decoder = encode_body(body), _decoder(reply_type)
+        with self._usable:
+            awaited = self._session.begin_call(
+                method, packed, frames, decoder, now=self._clock(), timeout_s=timeout_s
+            )
+            self._push()
+        return PendingCall(self, awaited)
+
+    def open_stream(
+        self,
+        method: str,
+        body: Any = None,
+        frames: Sequence[Frame] = (),
+        *,
+        item_type: Any = Any,
+        window: int = 16,
+    ) -> ClientStream:
+        """Open a stream to `method`: ordered, in both directions. A refusal shows when it is first used.
+
+        window: most items that the server may send ahead of the reader. item_type: what their bodies must be.
+        """
+        if window < 1:
+            raise OptionError(f"window={window!r}: must be at least 1")
+        packed, decoder = encode_body(body), _decoder(item_type)
+        with self._usable:
+            end = self._session.open_stream(method, packed, frames, decoder, window=window)
+            self._push()
+        return ClientStream(self, end)
+
+    def stats(self) -> ClientStats:
+        """A snapshot of the counters."""
+        with self._changed:
+            return replace(self._session.stats)
+
+    def close(self) -> None:
+        """Give up what is open and disconnect. May be called twice."""
+        if os.getpid() != self._pid:
+            self._connection.close()
+            return
+        with self._changed:
+            self._closed = True
+            self._session.fail_all(PeerLostError(f"the client of {self.address} was closed"))
+            if self._leading:
+                self._connection.wake()
+                self._changed.wait_for(lambda: not self._leading)
+            self._connection.close()
+            self._session.close()
+
+    def __enter__(self) -> RpcClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- with the lock held, except around the socket ---
+
+    @property
+    def _usable(self) -> threading.Condition:
+        if os.getpid() != self._pid:
+            raise StateError(f"the client of {self.address} was made before a fork; make one in the child")
+        if self._closed:
+            raise PeerLostError(f"the client of {self.address} was closed")
+        return self._changed
+
+    def _result(self, awaited: Awaited) -> Answer:
+        if not awaited.known:
+            with self._usable:
+                if not self._wait(lambda: awaited.known, awaited.call.deadline):
+                    self._session.give_up(awaited, self._session.late(awaited.call))
+        if awaited.error is not None:
+            raise awaited.error
+        assert awaited.answer is not None
+        return awaited.answer
+
+    def _wait(self, done: Callable[[], bool], deadline: float | None) -> bool:
+        """Wait until `done`; False where the deadline passes first. Reads the socket if nobody else does."""
+        began = now = self._clock()
+        while not done():
+            if deadline is not None and now >= deadline:
+                return False
+            if self._leading:
+                self._changed.wait(None if deadline is None else deadline - now)
+            else:
+                self._inquire(now, began)
+                until = self._inquire_at if deadline is None else min(deadline, self._inquire_at)
+                self._take_turn(max(0.0, until - now))
+            now = self._clock()
+        return True
+
+    def _push(self) -> None:
+        """Get the outbox sent without waiting for anything."""
+        if self._leading:
+            self._connection.wake()
+        else:
+            self._take_turn(None)
+
+    def _take_turn(self, wait_s: float | None) -> None:
+        """Send what is queued; then read a message, unless `wait_s` is None."""
+        outbox, self._session.outbox = self._session.outbox, []
+        received = None
+        self._leading = True
+        self._changed.release()
+        try:
+            for frames in outbox:
+                self._connection.send(frames)
+            if wait_s is not None:
+                received = self._connection.receive(wait_s)
+        finally:
+            self._changed.acquire()
+            self._leading = False
+            self._changed.notify_all()
+        if received is not None:
+            self._heard = self._clock()
+            self._session.on_message(received, self._heard)
+
+    def _inquire(self, now: float, began: float) -> None:
+        if now < self._inquire_at:
+            return
+        self._inquire_at = now + self.options.inquire_s
+        if now - max(self._heard, began) > self.options.silence_s:
+            self._session.fail_streams(
+                PeerLostError(f"{self.address} has said nothing for {self.options.silence_s} s; is it up?")
+            )
+        self._session.inquire(now, self.options.inquire_s)
+
+    def _make_carrier(self) -> Carrier:
+        return Carrier(
+            max_bytes=self.options.max_payload_bytes,
+            shared_bytes=self.options.shared_bytes if self.address.startswith("ipc://") else 0,
+            compress=self.address.startswith("tcp://") and not is_loopback(self.address),
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _decoder(body_type: Any) -> msgspec.msgpack.Decoder[Any]:
+    return body_decoder(body_type)

@@ -1,0 +1,359 @@
+"""What a client knows of its server, and what it says to it: no socket, no lock, no clock.
+
+Messages go in through `on_message`, messages to be sent come out in `outbox`, in order. The server may start
+anew or forget this client at any time: then it answers `Stranger`, the client greets it again and asks about
+everything that is open, and the answers say what to send again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from torch_dpflow.errors import DeadlineError, DPFlowError, MessageError, PeerLostError, RemoteCallError
+from torch_dpflow.remote import messages
+from torch_dpflow.remote.messages import Header, decode, decode_body, encode
+from torch_dpflow.remote.rpc.calls import CallTable, OpenCall
+from torch_dpflow.remote.rpc.payload import Carrier
+from torch_dpflow.remote.rpc.streams import StreamState
+from torch_dpflow.remote.transport.base import Frame
+
+
+class Answer(NamedTuple):
+    """What a call brings back, or one item of a stream."""
+
+    body: Any
+    frames: list[memoryview]
+
+
+@dataclass(slots=True, eq=False)
+class Awaited:
+    """The answer to one call, from its beginning on."""
+
+    call: OpenCall
+    decoder: msgspec.msgpack.Decoder[Any]
+    answer: Answer | None = None
+    error: DPFlowError | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether the call is over."""
+        return self.answer is not None or self.error is not None
+
+
+@dataclass(slots=True, eq=False)
+class StreamEnd:
+    """The client's end of one stream."""
+
+    id: int
+    state: StreamState
+    decoder: msgspec.msgpack.Decoder[Any]
+    #: Items received and not consumed, at most the window.
+    inbox: deque[Answer] = field(default_factory=deque)
+
+
+@dataclass(kw_only=True)
+class ClientStats:
+    """What a client has seen since it was made."""
+
+    calls: int = 0
+    #: Calls sent again because the server had not got them.
+    repeats: int = 0
+    #: Messages that were no valid headers, or whose payload did not fit them.
+    malformed: int = 0
+    #: Answers and items for calls and streams that were over.
+    late: int = 0
+    #: How often the server was found to have started anew.
+    server_restarts: int = 0
+
+
+class ClientSession:
+    """The calls and streams of one client. Not thread-safe; times are seconds of the caller's clock.
+
+    Args:
+        address: of the server, for messages.
+        make_carrier: a fresh carrier for a server that is met anew.
+    """
+
+    def __init__(self, address: str, make_carrier: Callable[[], Carrier]) -> None:
+        self.address = address
+        self.outbox: list[Sequence[Frame]] = []
+        self.awaiteds: dict[int, Awaited] = {}
+        self.streams: dict[int, StreamEnd] = {}
+        self.stats = ClientStats()
+        self._calls = CallTable()
+        self._last_stream = 0
+        self._incarnation: bytes | None = None
+        self._make_carrier = make_carrier
+        self._carrier = make_carrier()
+        self._greeted = False
+        self._handlers: dict[type, Callable[[Any, list[memoryview], float], None]] = {
+            messages.Welcome: self._on_welcome,
+            messages.Stranger: self._on_stranger,
+            messages.Reading: self._on_reading,
+            messages.Ping: self._on_ping,
+            messages.Pong: self._on_pong,
+            messages.Reply: self._on_reply,
+            messages.Failure: self._on_failure,
+            messages.Missing: self._on_missing,
+            messages.Item: self._on_item,
+            messages.Credit: self._on_credit,
+            messages.End: self._on_end,
+            messages.Abort: self._on_abort,
+        }
+        self._hello()
+
+    # --- what the caller does ---
+
+    def begin_call(
+        self,
+        method: str,
+        body: msgspec.Raw,
+        frames: Sequence[Frame],
+        decoder: msgspec.msgpack.Decoder[Any],
+        *,
+        now: float,
+        timeout_s: float,
+    ) -> Awaited:
+        """Open a call. Raises MessageError where it exceeds a limit."""
+        call = self._calls.begin(method, body, frames, now=now, timeout_s=timeout_s)
+        awaited = self.awaiteds[call.id] = Awaited(call, decoder)
+        self.stats.calls += 1
+        try:
+            self._send_request(call, now)
+        except MessageError:
+            self._finish(call.id)
+            raise
+        return awaited
+
+    def give_up(self, awaited: Awaited, error: DPFlowError) -> None:
+        """Close a call that is not answered."""
+        if not awaited.known:
+            awaited.error = error
+            self._finish(awaited.call.id)
+
+    def open_stream(
+        self,
+        method: str,
+        body: msgspec.Raw,
+        frames: Sequence[Frame],
+        decoder: msgspec.msgpack.Decoder[Any],
+        *,
+        window: int,
+    ) -> StreamEnd:
+        """Open a stream. Raises MessageError where its first message exceeds a limit."""
+        self._last_stream += 1
+        stream = StreamEnd(self._last_stream, StreamState(window=window), decoder)
+        packed, packing = self._carrier.pack(frames)
+        self.send(messages.Open(stream.id, method, window, body, packing), packed)
+        self.streams[stream.id] = stream
+        return stream
+
+    def send_item(self, stream: StreamEnd, body: msgspec.Raw, frames: Sequence[Frame]) -> None:
+        """Send one item. Raises StateError without credit or after the end."""
+        packed, packing = self._carrier.pack(frames)
+        self.send(messages.Item(stream.id, stream.state.send(), body, packing), packed)
+
+    def take_item(self, stream: StreamEnd) -> Answer:
+        """The oldest item of a stream that has one."""
+        item = stream.inbox.popleft()
+        credit = stream.state.consume()
+        if credit is not None:
+            self.send(messages.Credit(stream.id, credit))
+        return item
+
+    def end_stream(self, stream: StreamEnd) -> None:
+        """Send no more items."""
+        position = stream.state.end()
+        if position is not None:
+            self.send(messages.End(stream.id, position))
+            self._drop_if_over(stream)
+
+    def abort_stream(self, stream: StreamEnd, error: DPFlowError, text: str) -> None:
+        """Break the stream for both sides."""
+        if stream.state.fail(error):
+            self.send(messages.Abort(stream.id, type(error).__name__, text[: messages.MAX_TEXT]))
+            self._drop_if_over(stream)
+
+    def inquire(self, now: float, patience_s: float) -> None:
+        """Ask about streams and about calls older than `patience_s`; drop calls past their deadline."""
+        for awaited in list(self.awaiteds.values()):
+            if awaited.call.deadline <= now:
+                self.give_up(awaited, self.late(awaited.call))
+        calls = self._calls.older_than(now - patience_s)
+        if not calls and not self.streams:
+            return
+        if not self._greeted:
+            self._hello()
+        self._send_inquiry(calls)
+
+    def fail_streams(self, error: DPFlowError) -> None:
+        """Break all streams on this side."""
+        for stream in self.streams.values():
+            stream.state.fail(error)
+        self.streams.clear()
+
+    def fail_all(self, error: DPFlowError) -> None:
+        """Break everything that is open."""
+        self.fail_streams(error)
+        for awaited in list(self.awaiteds.values()):
+            self.give_up(awaited, error)
+
+    def close(self) -> None:
+        """Give back shared memory."""
+        self._carrier.close()
+
+    def late(self, call: OpenCall) -> DeadlineError:
+        """The error of a call that was not answered in time."""
+        return DeadlineError(
+            f"{call.method!r} at {self.address} was not answered within {call.deadline - call.began:.3g} s; "
+            "is the server up, and is that long enough?"
+        )
+
+    def send(self, header: Header, frames: Sequence[Frame] = ()) -> None:
+        """Queue a message."""
+        self.outbox.append([encode(header), *frames])
+
+    # --- what the server says ---
+
+    def on_message(self, frames: list[memoryview], now: float) -> None:
+        """Take in one message, whatever it is. What is not valid is counted and dropped."""
+        try:
+            header = decode(frames[0])
+            handler = self._handlers.get(type(header))
+            if handler is None:
+                raise MessageError(f"a server does not send {type(header).__name__}")
+            handler(header, frames[1:], now)
+        except MessageError:
+            self.stats.malformed += 1
+
+    def _on_welcome(self, header: messages.Welcome, _: list[memoryview], now: float) -> None:
+        if header.version != messages.PROTOCOL_VERSION:
+            self.fail_all(
+                MessageError(
+                    f"{self.address} speaks version {header.version} of the protocol and this side "
+                    f"{messages.PROTOCOL_VERSION}; install the same release of torch_dpflow on both"
+                )
+            )
+            return
+        before, self._incarnation = self._incarnation, header.incarnation
+        self._greeted = True
+        if self._carrier.meet(header.reach):
+            self.send(messages.Reading())
+        if before is None:
+            return  # what was sent after the first Hello came after it
+        if before != header.incarnation:
+            self.stats.server_restarts += 1
+            self.fail_streams(PeerLostError(f"{self.address} was restarted; open the stream anew"))
+        self._send_inquiry(list(self.awaiteds))
+
+    def _on_stranger(self, *_: object) -> None:
+        if self._greeted:
+            self._hello()
+
+    def _on_reading(self, *_: object) -> None:
+        self._carrier.shares = True
+
+    def _on_ping(self, *_: object) -> None:
+        self.send(messages.Pong(self._positions()))
+
+    def _on_pong(self, header: messages.Pong, *_: object) -> None:
+        for theirs in header.streams:
+            stream = self.streams.get(theirs.stream)
+            error = None if stream is None else stream.state.on_position(theirs.position)
+            if stream is not None and error is not None:
+                self.abort_stream(stream, error, str(error))
+
+    def _on_reply(self, header: messages.Reply, frames: list[memoryview], now: float) -> None:
+        # Unpacked in any case: shared memory is given back by whoever has opened it.
+        awaited = self._finish(header.call)
+        try:
+            payload = self._carrier.unpack(frames, header.packing)
+            if awaited is not None:
+                awaited.answer = Answer(decode_body(header.body, awaited.decoder), payload)
+        except MessageError as error:
+            if awaited is None:
+                raise
+            awaited.error = error
+
+    def _on_failure(self, header: messages.Failure, *_: object) -> None:
+        awaited = self._finish(header.call)
+        if awaited is not None:
+            awaited.error = RemoteCallError(header.text, header.kind)
+
+    def _on_missing(self, header: messages.Missing, _: list[memoryview], now: float) -> None:
+        awaited = self.awaiteds.get(header.call)
+        if awaited is not None:
+            self.stats.repeats += 1
+            self._send_request(awaited.call, now)
+
+    def _on_item(self, header: messages.Item, frames: list[memoryview], now: float) -> None:
+        payload = self._carrier.unpack(frames, header.packing)
+        stream = self.streams.get(header.stream)
+        if stream is None:
+            self.stats.late += 1
+            return
+        try:
+            error = stream.state.on_item(header.position)
+            if error is None:
+                stream.inbox.append(Answer(decode_body(header.body, stream.decoder), payload))
+        except MessageError as malformed:
+            error = malformed
+        if error is not None:
+            self.abort_stream(stream, error, str(error))
+
+    def _on_credit(self, header: messages.Credit, *_: object) -> None:
+        stream = self.streams.get(header.stream)
+        if stream is not None:
+            stream.state.on_credit(header.items)
+
+    def _on_end(self, header: messages.End, *_: object) -> None:
+        stream = self.streams.get(header.stream)
+        if stream is None:
+            return
+        error = stream.state.on_end(header.position)
+        if error is not None:
+            self.abort_stream(stream, error, str(error))
+        self._drop_if_over(stream)
+
+    def _on_abort(self, header: messages.Abort, *_: object) -> None:
+        stream = self.streams.pop(header.stream, None)
+        if stream is not None:
+            stream.state.fail(RemoteCallError(header.text, header.kind))
+
+    # --- sending ---
+
+    def _hello(self) -> None:
+        self._carrier.close()
+        self._carrier = self._make_carrier()
+        self._greeted = False
+        self.send(messages.Hello(messages.PROTOCOL_VERSION, self._carrier.reach()))
+
+    def _send_request(self, call: OpenCall, now: float) -> None:
+        packed, packing = self._carrier.pack(call.frames)
+        patience_s = min(max(0.0, call.deadline - now), messages.MAX_SECONDS)
+        settled, answered = self._calls.settled, self._calls.take_answered()
+        self.send(
+            messages.Request(call.id, call.method, settled, answered, patience_s, call.body, packing), packed
+        )
+
+    def _send_inquiry(self, calls: list[int]) -> None:
+        self.send(messages.Inquiry(calls, self._positions()))
+
+    def _positions(self) -> list[messages.StreamPosition]:
+        return [messages.StreamPosition(stream.id, stream.state.sent) for stream in self.streams.values()]
+
+    def _finish(self, call_id: int) -> Awaited | None:
+        self._calls.finish(call_id)
+        awaited = self.awaiteds.pop(call_id, None)
+        if awaited is None:
+            self.stats.late += 1
+        return awaited
+
+    def _drop_if_over(self, stream: StreamEnd) -> None:
+        if stream.state.over:
+            self.streams.pop(stream.id, None)

@@ -1,0 +1,141 @@
+"""How payload frames travel between two sides: as they are, compressed, or in shared memory.
+
+Each side has one `Carrier` for each peer. On one host large frames are copied into an arena and only a
+reference crosses the socket, once the peer has shown that it can read the arena. Between hosts frames are
+compressed where that pays. Without either they go out as they are, without a copy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from torch_dpflow.errors import MessageError
+from torch_dpflow.remote import compression
+from torch_dpflow.remote.arena import Arena, ArenaReader, BlockRef, ProbeRef
+from torch_dpflow.remote.messages import EMPTY_BODY, Packing, Reach, body_decoder, decode_body, encode_body
+from torch_dpflow.remote.transport.base import Frame
+
+#: From this size on a frame goes through shared memory where it can, bytes: below it the socket is as quick.
+SHARED_BYTES = 32 * 1024
+_ALIGNMENT = 64
+
+_probe_decoder = body_decoder(ProbeRef | None)
+_block_decoder = body_decoder(BlockRef | None)
+
+
+class Carrier:
+    """Packs frames for one peer and unpacks that peer's. Belongs to one thread.
+
+    Args:
+        max_bytes: most bytes that one message's frames may hold once they are decompressed.
+        shared_bytes: most shared memory to lend this peer, bytes; 0 for a peer that may be on another host.
+        compress: whether this side asks for compressed payload.
+    """
+
+    def __init__(self, *, max_bytes: int, shared_bytes: int, compress: bool) -> None:
+        self._max_bytes = max_bytes
+        self._asks_compression = compress
+        self._arena = Arena(budget_bytes=shared_bytes) if shared_bytes else None
+        self._reader: ArenaReader | None = None
+        #: Whether the peer asked for compressed payload.
+        self.compresses = False
+        #: Whether the peer has shown that it reads the arena.
+        self.shares = False
+
+    def reach(self) -> Reach:
+        """What this side offers, for `Hello` or `Welcome`."""
+        probe = None if self._arena is None else self._arena.probe_ref()
+        return Reach(os.getpid(), self._asks_compression, encode_body(probe))
+
+    def meet(self, reach: Reach) -> bool:
+        """Take note of what the peer offers; whether this side can read the peer's shared memory.
+
+        Raises MessageError where the offer is malformed.
+        """
+        self.compresses = reach.compress
+        probe = decode_body(reach.probe, _probe_decoder)
+        if probe is None or self._arena is None:
+            return False
+        reader = ArenaReader(reach.pid)
+        self._reader = reader if reader.probe(probe) else None
+        return self._reader is not None
+
+    def pack(self, frames: Sequence[Frame]) -> tuple[Sequence[Frame], Packing | None]:
+        """What goes onto the socket, and how the other side makes the frames of it."""
+        if self.shares:
+            return self._share(frames)
+        if self.compresses:
+            packed, sizes = compression.compress(frames)
+            return packed, Packing(sizes) if sizes else None
+        return frames, None
+
+    def unpack(self, frames: list[memoryview], packing: Packing | None) -> list[memoryview]:
+        """The frames that the peer packed. Raises MessageError where they do not fit the packing."""
+        if packing is None:
+            return frames
+        block = self._open(packing)
+        unpacked: list[memoryview] = []
+        offset, arrived, room = 0, iter(frames), self._max_bytes
+        try:
+            for size in packing.frames:
+                if size < 0:
+                    unpacked.append(_slice(block, offset, -size))
+                    offset += _padded(-size)
+                elif size == 0:
+                    unpacked.append(next(arrived))
+                else:
+                    unpacked.append(compression.decompress(next(arrived), size, limit=room))
+                    room -= size
+        except StopIteration:
+            raise MessageError(
+                f"{len(frames)} frames came, and {len(packing.frames)} were announced"
+            ) from None
+        if next(arrived, None) is not None:
+            raise MessageError(f"{len(frames)} frames came, more than the {len(packing.frames)} announced")
+        return unpacked
+
+    def close(self) -> None:
+        """Give the shared memory back; what is in use stays valid until its last user is gone."""
+        if self._arena is not None:
+            self._arena.close()
+        if self._reader is not None:
+            self._reader.close()
+
+    def _share(self, frames: Sequence[Frame]) -> tuple[Sequence[Frame], Packing | None]:
+        sizes = [memoryview(frame).nbytes for frame in frames]
+        needed = sum(_padded(size) for size in sizes if size >= SHARED_BYTES)
+        block = self._arena.allocate(needed) if needed and self._arena is not None else None
+        if self._arena is None or block is None:
+            return frames, None
+        memory = block.memory.data
+        offset = 0
+        for frame, size in zip(frames, sizes):
+            if size >= SHARED_BYTES:
+                memory[offset : offset + size] = memoryview(frame).cast("B")
+                offset += _padded(size)
+        rest = [frame for frame, size in zip(frames, sizes) if size < SHARED_BYTES]
+        packing = [-size if size >= SHARED_BYTES else 0 for size in sizes]
+        return rest, Packing(packing, msgspec.Raw(msgspec.msgpack.encode(self._arena.publish(block))))
+
+    def _open(self, packing: Packing) -> memoryview:
+        if packing.block == EMPTY_BODY:
+            return memoryview(b"")
+        ref = decode_body(packing.block, _block_decoder)
+        if ref is None or self._reader is None:
+            raise MessageError(
+                "frames in shared memory came from a peer whose shared memory is not read here"
+            )
+        return self._reader.view(ref).data
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _slice(block: memoryview, offset: int, size: int) -> memoryview:
+    if offset + size > block.nbytes:
+        raise MessageError(f"a shared block of {block.nbytes} bytes has no {size} bytes at {offset}")
+    return block[offset : offset + size]

@@ -1,0 +1,154 @@
+"""The server's memory of calls, without socket or clock: a repeated call is executed once."""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Verdict(enum.Enum):
+    """What to do about a call."""
+
+    #: It is new: execute it.
+    EXECUTE = enum.auto()
+    #: It is being executed; its reply will come.
+    RUNNING = enum.auto()
+    #: It was executed; here is the reply again.
+    REPEAT = enum.auto()
+    #: It was executed, and its reply had to make room for others.
+    FORGOTTEN = enum.auto()
+    #: Its client has said that it is over.
+    SETTLED = enum.auto()
+    #: Its client has too many calls open.
+    OVERLOADED = enum.auto()
+
+
+@dataclass(slots=True)
+class _Remembered(Generic[T]):
+    reply: T
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Client(Generic[T]):
+    #: Every lower call is over.
+    settled: int = 0
+    #: RUNNING, FORGOTTEN, or the reply, by call.
+    calls: dict[int, Verdict | _Remembered[T]] = field(default_factory=dict)
+
+
+class ReplyMemory(Generic[T]):
+    """Remembers each client's calls until the client settles them. Not thread-safe.
+
+    A call is executed at most once while its client is remembered. The replies' bytes are bounded: the oldest
+    go first, and what was executed but cannot be answered again is FORGOTTEN, never executed anew.
+
+    Args:
+        capacity_bytes: most bytes of replies, of all clients together; one reply alone may be larger.
+        max_open: most unsettled calls of one client.
+    """
+
+    def __init__(self, *, capacity_bytes: int, max_open: int) -> None:
+        self._capacity = capacity_bytes
+        self._max_open = max_open
+        self._clients: dict[bytes, _Client[T]] = {}
+        #: Remembered replies, oldest first.
+        self._by_age: OrderedDict[tuple[bytes, int], None] = OrderedDict()
+        #: Bytes of all remembered replies.
+        self.nbytes = 0
+
+    def admit(
+        self, client: bytes, call: int, *, settled: int = 0, answered: Iterable[int] = ()
+    ) -> tuple[Verdict, T | None]:
+        """Judge a call that has come in, and note that it runs if the verdict is EXECUTE.
+
+        The reply is given with the verdict REPEAT.
+        """
+        record = self._clients.get(client)
+        if record is None:
+            record = self._clients[client] = _Client()
+        self._settle(client, record, settled, answered)
+        if call < record.settled:
+            return Verdict.SETTLED, None
+        if call in record.calls:
+            return self._recall(record, call)
+        if len(record.calls) >= self._max_open:
+            return Verdict.OVERLOADED, None
+        record.calls[call] = Verdict.RUNNING
+        return Verdict.EXECUTE, None
+
+    def look_up(self, client: bytes, call: int) -> tuple[Verdict, T | None]:
+        """Judge a call that its client asks about. EXECUTE means that it never came."""
+        record = self._clients.get(client)
+        if record is None or (call >= record.settled and call not in record.calls):
+            return Verdict.EXECUTE, None
+        return (Verdict.SETTLED, None) if call < record.settled else self._recall(record, call)
+
+    def finish(self, client: bytes, call: int, reply: T, *, nbytes: int, keep: bool = True) -> bool:
+        """Note that a running call is over; False where nobody waits for it any more.
+
+        keep: remember the reply. Without it, the call is executed again when it is repeated.
+        """
+        record = self._clients.get(client)
+        if record is None or record.calls.get(call) is not Verdict.RUNNING:
+            return False
+        if not keep:
+            del record.calls[call]
+            return True
+        record.calls[call] = _Remembered(reply, nbytes)
+        self._by_age[client, call] = None
+        self.nbytes += nbytes
+        self._make_room()
+        return True
+
+    def drop(self, client: bytes) -> None:
+        """Forget a client and all its calls."""
+        record = self._clients.pop(client, None)
+        for call in () if record is None else record.calls:
+            self._by_age.pop((client, call), None)
+        for entry in () if record is None else record.calls.values():
+            self.nbytes -= entry.nbytes if isinstance(entry, _Remembered) else 0
+
+    def validate(self) -> None:
+        """Raise AssertionError unless the books agree."""
+        remembered = {
+            (name, call): entry.nbytes
+            for name, record in self._clients.items()
+            for call, entry in record.calls.items()
+            if isinstance(entry, _Remembered)
+        }
+        assert set(remembered) == set(self._by_age)
+        assert sum(remembered.values()) == self.nbytes
+        assert self.nbytes <= self._capacity or len(remembered) == 1
+        for record in self._clients.values():
+            assert len(record.calls) <= self._max_open
+            assert all(call >= record.settled for call in record.calls)
+
+    def _settle(self, client: bytes, record: _Client[T], settled: int, answered: Iterable[int]) -> None:
+        over = list(answered)
+        if settled > record.settled:
+            record.settled = settled
+            over += [call for call in record.calls if call < settled]
+        for call in over:
+            entry = record.calls.pop(call, None)
+            if isinstance(entry, _Remembered):
+                self.nbytes -= entry.nbytes
+                del self._by_age[client, call]
+
+    def _recall(self, record: _Client[T], call: int) -> tuple[Verdict, T | None]:
+        entry = record.calls[call]
+        return (Verdict.REPEAT, entry.reply) if isinstance(entry, _Remembered) else (entry, None)
+
+    def _make_room(self) -> None:
+        while self.nbytes > self._capacity and len(self._by_age) > 1:
+            (client, call), _ = self._by_age.popitem(last=False)
+            calls = self._clients[client].calls
+            entry = calls[call]
+            assert isinstance(entry, _Remembered)
+            calls[call] = Verdict.FORGOTTEN
+            self.nbytes -= entry.nbytes

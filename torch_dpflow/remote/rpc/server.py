@@ -1,0 +1,247 @@
+"""The serving side: one thread that reads the socket, and whatever registered for what comes."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch_dpflow.errors import MessageError, OptionError
+from torch_dpflow.remote import messages
+from torch_dpflow.remote.messages import decode, encode
+from torch_dpflow.remote.rpc.call_service import CallService
+from torch_dpflow.remote.rpc.incoming import Handler
+from torch_dpflow.remote.rpc.payload import Carrier
+from torch_dpflow.remote.rpc.replies import ReplyMemory
+from torch_dpflow.remote.rpc.sessions import ServerStats, Session, SessionTable
+from torch_dpflow.remote.rpc.stream_service import StreamFactory, StreamService
+from torch_dpflow.remote.transport import Listener
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """What a server grants its clients."""
+
+    #: Most clients; the one that has been silent longest makes room for a new one.
+    max_clients: int = 4096
+    #: Most calls of one client that it may still ask about.
+    max_open_calls: int = 1024
+    #: Most streams of one client, and most items of each that the client may send ahead.
+    max_streams: int = 256
+    window: int = 16
+    #: Most bytes of replies that are remembered for repeated calls, of all clients together.
+    reply_memory_bytes: int = 1 << 28
+    #: Most bytes that the frames of one message may hold once they are decompressed.
+    max_payload_bytes: int = 1 << 31
+    #: Most shared memory lent to each client on this host, bytes; 0 sends everything through the socket.
+    shared_bytes: int = 1 << 28
+    #: A client with streams that is silent for so long is asked whether it is there, seconds.
+    ping_s: float = 5.0
+    #: A client without streams that is silent for so long is forgotten, seconds.
+    idle_s: float = 900.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_clients", "max_open_calls", "max_streams", "window", "max_payload_bytes"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name}={getattr(self, name)!r}: must be at least 1")
+        if min(self.reply_memory_bytes, self.shared_bytes) < 0 or min(self.ping_s, self.idle_s) <= 0:
+            raise OptionError(f"{self}: bytes must be at least 0 and times above 0")
+
+
+class RpcServer:
+    """Serves calls and streams at a listener, which it owns.
+
+    The thread that calls `step` or `serve` is the server's: handlers run in it and must not wait. `post` and
+    `stop` may be called from any thread. Whatever one client sends can at most harm itself: what is malformed
+    is counted and dropped, or answered with an error where it is clear which call it belongs to; what is too
+    much is refused.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        *,
+        options: ServerOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._listener = listener
+        self._options = options = options or ServerOptions()
+        self._clock = clock
+        self._incarnation = secrets.token_bytes(16)
+        self._posted: deque[Callable[[], None]] = deque()
+        self._thread = threading.get_ident()
+        self._stopped = False
+        self._tick_at = clock() + options.ping_s / 2
+        self._stats = ServerStats()
+        self._replies: ReplyMemory[Any] = ReplyMemory(
+            capacity_bytes=options.reply_memory_bytes, max_open=options.max_open_calls
+        )
+        self._sessions = SessionTable(
+            most=options.max_clients, idle_s=options.idle_s, ping_s=options.ping_s, drop=self._on_drop
+        )
+        self._calls = CallService(self._sessions, self._replies, self._stats, self.post)
+        self._streams = StreamService(self._stats, max_streams=options.max_streams, window=options.window)
+        self._actions: dict[type, Callable[[Session, Any, list[memoryview]], None]] = {
+            messages.Reading: self._on_reading,
+            messages.Ping: self._on_ping,
+            messages.Pong: self._on_pong,
+            messages.Request: self._calls.on_request,
+            messages.Inquiry: self._on_inquiry,
+            messages.Open: self._streams.on_open,
+            messages.Item: self._streams.on_item,
+            messages.Credit: self._streams.on_credit,
+            messages.End: self._streams.on_end,
+            messages.Abort: self._streams.on_abort,
+        }
+
+    @property
+    def address(self) -> str:
+        """Where clients connect."""
+        return self._listener.address
+
+    def register(
+        self, method: str, handler: Handler, *, body_type: Any = Any, remembered: bool = True
+    ) -> None:
+        """Serve calls of `method`.
+
+        body_type: what the arguments must be, e.g. a msgspec struct; anything else is answered with an error.
+        remembered: whether a repeated call gets the first one's reply. Without it a call may be executed
+        again,
+            and no reply is kept: for methods that only read.
+        """
+        _check_name(method)
+        self._calls.register(method, handler, body_type=body_type, remembered=remembered)
+
+    def register_stream(
+        self, method: str, factory: StreamFactory, *, body_type: Any = Any, item_type: Any = Any
+    ) -> None:
+        """Serve streams to `method` with a handler for each, made when a client opens it.
+
+        body_type, item_type: what the opening message and the items must be.
+        """
+        _check_name(method)
+        self._streams.register(method, factory, body_type=body_type, item_type=item_type)
+
+    def step(self, timeout_s: float | None) -> bool:
+        """Deal with one message, and with what is due; whether a message came."""
+        self._thread = threading.get_ident()
+        self._run_posted()
+        now = self._clock()
+        if now >= self._tick_at:
+            self._tick_at = now + self._options.ping_s / 2
+            self._sessions.tick(now)
+        until_tick = self._tick_at - now
+        message = self._listener.receive(until_tick if timeout_s is None else min(timeout_s, until_tick))
+        if message is not None:
+            self._on_message(*message)
+        self._run_posted()
+        return message is not None
+
+    def serve(self) -> None:
+        """Serve until `stop`."""
+        while not self._stopped:
+            self.step(None)
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Have `action` called in the server's thread: at once if this is it, else soon. Any thread may."""
+        if threading.get_ident() == self._thread:
+            action()
+        else:
+            self._posted.append(action)
+            self._listener.wake()
+
+    def stop(self) -> None:
+        """Make `serve` return. Any thread may."""
+        self._stopped = True
+        self._listener.wake()
+
+    def stats(self) -> ServerStats:
+        """A snapshot of the counters."""
+        return replace(
+            self._stats,
+            clients=len(self._sessions),
+            streams=self._sessions.streams,
+            reply_bytes=self._replies.nbytes,
+            malformed=self._stats.malformed + self._listener.dropped,
+        )
+
+    def close(self) -> None:
+        """Break all streams, forget all clients and stop listening. May be called twice."""
+        self._sessions.clear()
+        self._listener.close()
+
+    def _run_posted(self) -> None:
+        while self._posted:
+            action = self._posted.popleft()
+            try:
+                action()
+            except Exception:
+                logger.exception("an action posted to the server at %s failed", self.address)
+
+    def _on_message(self, client: bytes, frames: list[memoryview]) -> None:
+        self._stats.messages += 1
+        now = self._clock()
+        session = self._sessions.heard(client, now)
+        try:
+            header = decode(frames[0])
+            if isinstance(header, messages.Hello):
+                self._on_hello(client, session, header, now)
+            elif session is None:
+                self._stats.strangers += 1
+                self._listener.send(client, [encode(messages.Stranger())])
+            elif (action := self._actions.get(type(header))) is not None:
+                action(session, header, frames[1:])
+            else:
+                raise MessageError(f"a client does not send {type(header).__name__}")
+        except MessageError:
+            self._stats.malformed += 1
+
+    def _on_hello(self, client: bytes, session: Session | None, header: messages.Hello, now: float) -> None:
+        carrier = Carrier(
+            max_bytes=self._options.max_payload_bytes,
+            shared_bytes=self._options.shared_bytes if self.address.startswith("ipc://") else 0,
+            compress=header.reach.compress,
+        )
+        reads = carrier.meet(header.reach)
+        welcome = messages.Welcome(messages.PROTOCOL_VERSION, self._incarnation, carrier.reach())
+        self._listener.send(client, [encode(welcome)])
+        if header.version != messages.PROTOCOL_VERSION:
+            carrier.close()  # the client reads our version and goes away
+            return
+        if session is not None:  # it has lost track of us: its streams and shared memory are new
+            session.begin_anew(carrier)
+        else:
+            session = Session(client, carrier, self._listener.send, self._stats)
+            self._sessions.add(session, now)
+        if reads:
+            session.send(messages.Reading())
+
+    def _on_drop(self, session: Session) -> None:
+        self._replies.drop(session.client)
+        session.close()
+
+    def _on_reading(self, session: Session, *_: object) -> None:
+        session.carrier.shares = True
+
+    def _on_ping(self, session: Session, *_: object) -> None:
+        session.send(messages.Pong(session.positions()))
+
+    def _on_pong(self, session: Session, header: messages.Pong, *_: object) -> None:
+        self._streams.check_positions(session, header.streams)
+
+    def _on_inquiry(self, session: Session, header: messages.Inquiry, *_: object) -> None:
+        self._calls.on_inquiry(session, header.calls)
+        self._streams.check_positions(session, header.streams)
+        session.send(messages.Pong(session.positions()))
+
+
+def _check_name(method: str) -> None:
+    if not 1 <= len(method) <= messages.MAX_NAME:
+        raise OptionError(f"method={method!r}: must be 1 to {messages.MAX_NAME} characters")
