@@ -15,63 +15,91 @@ class Directory:
 
     When room is needed, those go first whom the fewest jobs still need in their epochs, the oldest load among
     equals. The latest loads are spared while anybody needs them, because whoever follows closely has had no
-    chance to read them. A search costs O(capacity), and serves several evictions.
+    chance to read them.
+
+    A sample that nobody needs any more is told by `finished` and goes at once when room is needed. Only where
+    there is none such is a search made; it costs O(capacity) and lines up several victims.
     """
 
     def __init__(self, size: int, capacity: int) -> None:
         self.capacity = capacity
-        #: Number of latest loads that are safe while a job needs them; the owner sets it.
+        #: How many of the latest loads are safe while a job needs them; the owner sets it.
         self.protected = 0
         #: For each sample, how many jobs still need it in their epochs; the owner counts.
         self.needed = np.zeros(size, np.uint16)
-        #: For each sample, the number of its load, or -1 if it is not resident.
-        self._loaded = np.full(size, -1, np.int64)
+        self._held = np.zeros(size, np.bool_)
+        self._residents = 0
+        #: For each sample, the number of its latest load.
+        self._loaded = np.zeros(size, np.int64)
         #: Loads so far.
         self._loads = 0
-        self._residents = 0
         #: Loads in order, samples and numbers side by side; those that are not resident any more linger.
         self._samples = np.empty(0, compact(size))
         self._numbers = np.empty(0, np.int64)
         self._length = 0
+        #: Residents that nobody needs, to go first.
+        self._finished: list[CompactArray] = []
         #: Who goes next, and under which load numbers they were chosen.
         self._victims: CompactArray = self._samples[:0]
         self._chosen_as: IndexArray = self._numbers[:0]
 
     def resident(self, samples: CompactArray) -> BoolArray:
         """Whether each sample is held."""
-        return self._loaded[samples] >= 0
+        return self._held[samples]
 
-    def load(self, samples: CompactArray) -> tuple[BoolArray, CompactArray]:
+    def load(self, samples: CompactArray) -> BoolArray:
         """Record that these distinct samples are read anew, in this order; all count as the latest loads.
 
-        Returns which of them were not resident, so have to be loaded, and who is given up for them.
+        Returns which of them were not resident, so have to be loaded. `shrink` is to follow.
         """
-        absent = self._loaded[samples] < 0
+        absent = ~self._held[samples]
         numbers = np.arange(self._loads, self._loads + len(samples))
+        self._held[samples] = True
         self._loaded[samples] = numbers
         self._append(samples, numbers)
         self._loads += len(samples)
         self._residents += int(np.count_nonzero(absent))
-        excess = self._residents - self.capacity
-        return absent, self._evict(excess) if excess > 0 else samples[:0]
+        return absent
+
+    def finished(self, samples: CompactArray) -> None:
+        """Among these distinct samples, which somebody just read, find those that nobody needs any more."""
+        done = samples[(self.needed[samples] == 0) & self._held[samples]]
+        if len(done):
+            self._finished.append(done)
 
     def needs_changed(self) -> None:
         """To be called when `needed` grew, as when an epoch starts: who goes next is open again."""
+        self._finished = []
         self._victims, self._chosen_as = self._victims[:0], self._chosen_as[:0]
 
-    def _evict(self, count: int) -> CompactArray:
-        gone: list[CompactArray] = []
-        while count:
-            if not len(self._victims):
-                self._choose(max(count, self.capacity // _RESIDENTS_PER_VICTIM))
-            batch, numbers = self._victims[:count], self._chosen_as[:count]
-            self._victims, self._chosen_as = self._victims[count:], self._chosen_as[count:]
-            batch = batch[self._loaded[batch] == numbers]
-            self._loaded[batch] = -1
-            gone.append(batch)
-            count -= len(batch)
+    def shrink(self) -> CompactArray:
+        """Give up what is held beyond the capacity, and return it."""
+        gone = [self._samples[:0]]
+        while (excess := self._residents - self.capacity) > 0:
+            if self._finished:
+                batch = self._next_finished(excess)
+            else:
+                batch = self._next_victims(excess)
+            self._held[batch] = False
             self._residents -= len(batch)
+            gone.append(batch)
         return np.concatenate(gone)
+
+    def _next_finished(self, count: int) -> CompactArray:
+        first = self._finished.pop(0)
+        if len(first) > count:
+            self._finished.insert(0, first[count:])
+        batch = first[:count]
+        held: CompactArray = batch[self._held[batch]]
+        return held
+
+    def _next_victims(self, count: int) -> CompactArray:
+        if not len(self._victims):
+            self._choose(max(count, self.capacity // _RESIDENTS_PER_VICTIM))
+        batch, numbers = self._victims[:count], self._chosen_as[:count]
+        self._victims, self._chosen_as = self._victims[count:], self._chosen_as[count:]
+        current: CompactArray = batch[self._held[batch] & (self._loaded[batch] == numbers)]
+        return current
 
     def _choose(self, count: int) -> None:
         """Line up the next `count` victims, or all that may go."""
@@ -101,7 +129,7 @@ class Directory:
 
     def _compact(self) -> None:
         samples, numbers = self._samples[: self._length], self._numbers[: self._length]
-        held = self._loaded[samples] == numbers
+        held = self._held[samples] & (self._loaded[samples] == numbers)
         kept = int(np.count_nonzero(held))
         self._samples[:kept], self._numbers[:kept] = samples[held], numbers[held]
         self._length = kept
@@ -115,6 +143,7 @@ class Directory:
             "loads": self._loads,
             "samples": self._samples[: self._length].copy(),
             "numbers": self._numbers[: self._length].copy(),
+            "finished": [samples.copy() for samples in self._finished],
             "victims": self._victims.copy(),
             "chosen_as": self._chosen_as.copy(),
         }
@@ -125,6 +154,8 @@ class Directory:
         self.needed = state["needed"].copy()
         self._samples, self._numbers = state["samples"].copy(), state["numbers"].copy()
         self._length = self._residents = len(self._samples)
-        self._loaded[:] = -1
+        self._held[:] = False
+        self._held[self._samples] = True
         self._loaded[self._samples] = self._numbers
+        self._finished = [samples.copy() for samples in state["finished"]]
         self._victims, self._chosen_as = state["victims"].copy(), state["chosen_as"].copy()

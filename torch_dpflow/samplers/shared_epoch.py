@@ -47,6 +47,8 @@ class SharedEpoch:
         #: Of each class, where in the pile its next candidate to lead is, and where the class ends.
         self._ends: IndexArray = np.cumsum(counts)
         self._heads: IndexArray = self._ends - counts
+        #: Of each class, how many samples are not read yet.
+        self._unread: IndexArray = counts
 
     def unread(self) -> CompactArray:
         """What is left, in the order in which the job would read it if it only led from here on."""
@@ -111,6 +113,7 @@ class SharedEpoch:
         self._backlog[start : self._backlog_length] = kept
         picks = candidates[chosen]
         self.need[picks] = _READ
+        self._unread -= _counts(partition.of(picks), len(picks), len(due))
         return picks
 
     def followable(self, directory: Directory) -> CompactArray:
@@ -132,8 +135,7 @@ class SharedEpoch:
             piece = self._current(self._backlog[start:end], directory)
             pieces.append(piece)
             found += len(piece)
-            labels = partition.of(piece)
-            short -= len(piece) if labels is None else np.bincount(labels, minlength=len(due))
+            short -= _counts(partition.of(piece), len(piece), len(due))
         return start, np.concatenate(pieces[::-1]) if pieces else self._backlog[:0]
 
     def _current(self, listed: CompactArray, directory: Directory) -> CompactArray:
@@ -160,7 +162,10 @@ class SharedEpoch:
     def _lead_from(self, classes: IndexArray, due: IndexArray) -> CompactArray:
         """One stretch of the pile for each of these classes; lowers `due` by what it yields."""
         starts = self._heads[classes]
-        lengths = np.minimum(self._ends[classes] - starts, 2 * due[classes] + 16)
+        ahead = self._ends[classes] - starts
+        # As many as hold what is due if those that are read lie evenly, and a little more.
+        expected = due[classes] * ahead // self._unread[classes]
+        lengths = np.minimum(ahead, expected + expected // 8 + 16)
         places = _ranges(starts, lengths)
         owners = np.repeat(np.arange(len(classes)), lengths)
         needed = np.flatnonzero(self.need[self._pile[places]])
@@ -173,6 +178,7 @@ class SharedEpoch:
         self._heads[classes] = starts + lengths
         self._heads[classes[full]] = places[np.cumsum(counts)[full] - 1] + 1
         due[classes] -= counts
+        self._unread[classes] -= counts
         picks = self._pile[places]
         self.need[picks] = _READ
         return picks
@@ -189,6 +195,7 @@ class SharedEpoch:
             "pile": self._pile.copy(),
             "ends": self._ends.copy(),
             "heads": self._heads.copy(),
+            "unread": self._unread.copy(),
         }
 
     @classmethod
@@ -199,7 +206,7 @@ class SharedEpoch:
         epoch._backlog, epoch._backlog_length = state["backlog"].copy(), len(state["backlog"])
         epoch._sequence = None if state["sequence"] is None else state["sequence"].copy()
         epoch._drawn = state["drawn"]
-        epoch._ends, epoch._heads = state["ends"].copy(), state["heads"].copy()
+        epoch._ends, epoch._heads, epoch._unread = (state[k].copy() for k in ("ends", "heads", "unread"))
         return epoch
 
 
@@ -219,6 +226,11 @@ def _select(
     classes = labels[order]
     ranks = np.arange(len(order)) - np.searchsorted(classes, np.arange(len(due)))[classes]
     return order[ranks < due[classes]]
+
+
+def _counts(labels: CompactArray | None, total: int, classes: int) -> IndexArray:
+    """How many samples, of `total` with these labels, are in each class."""
+    return np.array([total]) if labels is None else np.bincount(labels, minlength=classes)
 
 
 def _ranges(starts: IndexArray, lengths: IndexArray) -> IndexArray:

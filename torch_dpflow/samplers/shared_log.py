@@ -74,13 +74,14 @@ class SharedLogGroup(SamplingGroup):
         labels = self._partition.of(followed)
         missing = due - (len(followed) if labels is None else np.bincount(labels, minlength=len(due)))
         led = epoch.lead(missing)
-        self._directory.needed[followed] -= 1
-        self._directory.needed[led] -= 1
-        loaded, evicted = self._directory.load(led)
+        picks = np.concatenate([followed, led])
+        loaded = self._directory.load(led)
+        self._directory.needed[picks] -= 1
+        self._directory.finished(picks)
+        evicted = self._directory.shrink()
         for name, other in self._epochs.items():
             if name != member.name:
                 other.offer(led)
-        picks = np.concatenate([followed, led])
         to_load = np.concatenate([np.zeros(len(followed), np.bool_), loaded])
         return self._arranged(epoch, picks, to_load, evicted)
 
