@@ -1,8 +1,24 @@
-"""Who may talk to a cluster over tcp: CURVE keys and the 0600 file that carries them."""
+"""Who may talk to a cluster over tcp: CURVE keys, and the file that carries them.
+
+A cluster has a server key pair, by which clients know its services, and one client key pair, which is all
+that the services let in. Both lie in a connection file that only its owner may read; who can read it can run
+code on the cluster's workers.
+"""
 
 from __future__ import annotations
 
+import os
+import secrets
+import stat
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from torch_dpflow.errors import OptionError
+
+#: Length of a key in Z85 text, bytes.
+KEY_BYTES = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +29,9 @@ class ServerKeys:
     secret: bytes = field(repr=False)
     client_public: bytes
 
+    def __post_init__(self) -> None:
+        _check_keys(public=self.public, secret=self.secret, client_public=self.client_public)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClientKeys:
@@ -21,3 +40,102 @@ class ClientKeys:
     public: bytes
     secret: bytes = field(repr=False)
     server_public: bytes
+
+    def __post_init__(self) -> None:
+        _check_keys(public=self.public, secret=self.secret, server_public=self.server_public)
+
+
+class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the connection file of a cluster holds."""
+
+    #: Where the cluster's coordinator listens.
+    address: str
+    server_public: str
+    client_public: str
+    client_secret: str
+    #: For those who start services; jobs do without.
+    server_secret: str | None = None
+    version: int = 1
+
+    def client_keys(self) -> ClientKeys:
+        """The keys of a job or worker."""
+        return ClientKeys(
+            public=self.client_public.encode(),
+            secret=self.client_secret.encode(),
+            server_public=self.server_public.encode(),
+        )
+
+    def server_keys(self) -> ServerKeys:
+        """The keys of a service. Raises OptionError where the file is for jobs only."""
+        if self.server_secret is None:
+            raise OptionError(
+                "the connection file holds no server_secret, so nothing can listen with it; use the file "
+                "of the one who started the cluster"
+            )
+        return ServerKeys(
+            public=self.server_public.encode(),
+            secret=self.server_secret.encode(),
+            client_public=self.client_public.encode(),
+        )
+
+
+def create_cluster(address: str) -> ConnectionFile:
+    """Draw the keys of a new cluster whose coordinator listens at `address`."""
+    from torch_dpflow.remote.transport.zeromq import draw_key_pair
+
+    server_public, server_secret = draw_key_pair()
+    client_public, client_secret = draw_key_pair()
+    return ConnectionFile(
+        address=address,
+        server_public=server_public.decode(),
+        server_secret=server_secret.decode(),
+        client_public=client_public.decode(),
+        client_secret=client_secret.decode(),
+    )
+
+
+def write_connection_file(path: str | os.PathLike[str], connection: ConnectionFile) -> None:
+    """Write JSON that only the owner may read, in one step: nobody sees half of it, or sees it too early."""
+    target = Path(path)
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(connection), indent=2) + b"\n")
+        draft.replace(target)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def read_connection_file(path: str | os.PathLike[str]) -> ConnectionFile:
+    """Read and check a connection file.
+
+    Raises OptionError where it is not there, others may read it, or it holds something else.
+    """
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            content = file.read(1 << 16)
+    except OSError as error:
+        raise OptionError(
+            f"connection file {os.fspath(path)!r}: {error.strerror}; is the cluster up?"
+        ) from error
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077 or status.st_uid not in (os.getuid(), 0):
+        raise OptionError(
+            f"connection file {os.fspath(path)!r}: mode {mode:o}, owner {status.st_uid}; "
+            "it holds keys, so it must be yours and closed to others (chmod 600)"
+        )
+    try:
+        connection = msgspec.json.decode(content, type=ConnectionFile)
+        connection.client_keys()
+    except (msgspec.MsgspecError, OptionError) as error:
+        raise OptionError(f"connection file {os.fspath(path)!r} is not one of ours: {error}") from error
+    return connection
+
+
+def _check_keys(**keys: bytes) -> None:
+    for name, key in keys.items():
+        if len(key) != KEY_BYTES:
+            raise OptionError(f"{name} has {len(key)} bytes: a CURVE key is {KEY_BYTES} bytes of Z85 text")

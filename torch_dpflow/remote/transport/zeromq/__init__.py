@@ -1,0 +1,8 @@
+"""ZeroMQ's ROUTER and DEALER behind the transport contract: the only part of the library that imports zmq."""
+
+from __future__ import annotations
+
+from torch_dpflow.remote.transport.zeromq.contexts import draw_key_pair
+from torch_dpflow.remote.transport.zeromq.sockets import ZeroMQConnection, ZeroMQListener
+
+__all__ = ["ZeroMQConnection", "ZeroMQListener", "draw_key_pair"]

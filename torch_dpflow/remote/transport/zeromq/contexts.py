@@ -1,0 +1,121 @@
+"""The zmq contexts of a process, who is let into them, and what becomes of them in a fork."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import threading
+import weakref
+from typing import Protocol
+
+import zmq
+from zmq.utils import z85
+
+from torch_dpflow.remote.transport.curve import ServerKeys
+
+ZAP_DOMAIN = b"dpflow"
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+#: Just below the size from which on glibc always gives freed memory back at once (32 MiB), bytes.
+_LARGEST_KEPT = 31 * 1024 * 1024
+
+
+class SharedContext:
+    """One zmq context, alive while something uses it. Thread-safe; a forked child starts from nothing."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._context: zmq.SyncContext | None = None
+        self._users = 0
+
+    def take(self) -> zmq.SyncContext:
+        """The context, for one more user, who gives it back."""
+        with self._lock:
+            if self._context is None:
+                keep_freed_memory()
+                self._context = zmq.Context(io_threads=1)
+            self._users += 1
+            return self._context
+
+    def give_back(self) -> None:
+        """One user less, whose socket is closed."""
+        with self._lock:
+            self._users -= 1
+            if self._users or self._context is None:
+                return
+            context, self._context = self._context, None
+        context.term()
+
+    def leave_behind(self) -> zmq.SyncContext | None:
+        """In a forked child: the parent's context, which nobody uses here."""
+        context, self._context = self._context, None
+        self._lock = threading.Lock()
+        self._users = 0
+        return context
+
+
+class Inheritable(Protocol):
+    """Something with a socket, which a fork copies although it belongs to the parent."""
+
+    def disown(self) -> list[object]:
+        """In a forked child: become unusable; what must never be collected."""
+
+
+shared = SharedContext()
+_inheritables: weakref.WeakSet[Inheritable] = weakref.WeakSet()
+#: What a forked child holds of its parent's, for ever: collecting a pyzmq object would call into libzmq.
+_inherited: list[object] = []
+
+
+def disown_after_fork(inheritable: Inheritable) -> None:
+    """Have `inheritable` disowned in every forked child."""
+    _inheritables.add(inheritable)
+
+
+def guarded_context(keys: ServerKeys) -> zmq.SyncContext:
+    """A context whose listener lets in one client key: libzmq asks before a byte of a peer gets further.
+
+    libzmq has one authenticator for each context, hence a context of its own for each listener with keys.
+    """
+    context = zmq.Context(io_threads=1)
+    gate = context.socket(zmq.REP)
+    gate.bind(_ZAP_ADDRESS)
+    admitted = z85.decode(keys.client_public)
+    threading.Thread(target=_guard, args=(gate, admitted), name="dpflow-zap", daemon=True).start()
+    return context
+
+
+def draw_key_pair() -> tuple[bytes, bytes]:
+    """A new CURVE key pair: (public, secret), Z85 text."""
+    return zmq.curve_keypair()
+
+
+def keep_freed_memory() -> None:
+    """Have glibc reuse freed frames instead of giving them back to the kernel page by page.
+
+    glibc raises its thresholds for that by itself, once for the process, when a large buffer is freed; the
+    pages of this one are never touched. Before that, receiving 2.5 MB costs 600 page faults, which take as
+    long as the rest of it.
+    """
+    bytes(_LARGEST_KEPT)
+
+
+def _guard(gate: zmq.SyncSocket, admitted: bytes) -> None:
+    """Answer ZAP requests until the context ends."""
+    with gate:
+        while True:
+            try:
+                version, request, _domain, _address, _identity, mechanism, *keys = gate.recv_multipart()
+                known = mechanism == b"CURVE" and hmac.compare_digest(b"".join(keys), admitted)
+                code, text = (b"200", b"OK") if known else (b"400", b"not the key of this cluster")
+                gate.send_multipart([version, request, code, text, b"", b""])
+            except zmq.ContextTerminated:
+                return
+
+
+def _after_fork_in_child() -> None:
+    _inherited.append(shared.leave_behind())
+    for inheritable in list(_inheritables):
+        _inherited.extend(inheritable.disown())
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
