@@ -1,0 +1,359 @@
+"""The scheduler: one method per event, and the filling of windows that ends each of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.remote.scheduler.events import (
+    Assign,
+    Cancel,
+    Deliver,
+    Discard,
+    Event,
+    Exchange,
+    Instruction,
+    Join,
+    Lose,
+    Poison,
+    Revoke,
+    Starved,
+    Submit,
+    TaskId,
+    Tick,
+    WorkerId,
+)
+from torch_dpflow.remote.scheduler.tasks import Backlog, Task
+from torch_dpflow.remote.scheduler.windows import Mirror, Windows
+
+
+class Counters(msgspec.Struct):
+    """What has happened since the scheduler was made; each only grows."""
+
+    submitted: int = 0
+    delivered: int = 0
+    cancelled: int = 0
+    poisoned: int = 0
+    #: Results not handed on: copies that came second, and results of tasks that nobody wants any more.
+    duplicates: int = 0
+    #: Waiting tasks moved from one worker to an idle one.
+    steals: int = 0
+    #: Running tasks copied to an idle worker.
+    speculated: int = 0
+    #: Tasks named in Revoke instructions.
+    revoked: int = 0
+    #: Tasks taken back from lost workers.
+    requeues: int = 0
+    #: Workers lost.
+    losses: int = 0
+
+
+class WorkerSnapshot(msgspec.Struct, frozen=True):
+    """One mirror at one moment."""
+
+    held: tuple[TaskId, ...]
+    running: TaskId | None
+    #: Tasks pinned to the worker and not assigned yet.
+    reserved: int
+
+
+class SchedulerSnapshot(msgspec.Struct, frozen=True):
+    """A scheduler at one moment; shares nothing with it."""
+
+    counters: Counters
+    #: Tasks in the global queue.
+    queued: int
+    #: Tasks pinned to a worker, joined or not, and not assigned yet.
+    reserved: int
+    #: Tasks submitted and not yet delivered, cancelled or poisoned.
+    unfinished: int
+    workers: Mapping[WorkerId, WorkerSnapshot]
+
+
+class Scheduler:
+    """Decides which worker loads which task, and whose result counts. The package's docstring says how.
+
+    What it promises: a task is delivered at most once; as long as workers exchange, every task is delivered,
+    cancelled or poisoned; while a worker is idle, no task is queued and none waits that it could steal.
+
+    Not thread-safe: one thread owns it. An event costs O(tasks that it names), amortised; stealing adds one
+    look at each worker. Input is checked before anything changes, so a refused event leaves no trace.
+
+    window: the tasks a worker holds at most (K of the thesis), at least 1.
+    poison_limit: how many workers a task may take down before it is given up, at least 1.
+    speculate_after_s: seconds after which a running task may be copied to an idle worker; None: never.
+    Raises OptionError or OptionTypeError.
+    """
+
+    def __init__(self, *, window: int, poison_limit: int = 3, speculate_after_s: float | None = None) -> None:
+        self._windows = Windows(_at_least_one("window", window))
+        self._poison_limit = _at_least_one("poison_limit", poison_limit)
+        self._speculate_after_s = _seconds("speculate_after_s", speculate_after_s)
+        self.counters = Counters()
+        #: Every task that is submitted and not delivered, cancelled or poisoned.
+        self._tasks: dict[TaskId, Task] = {}
+        self._queue = Backlog()
+        #: Pinned, unassigned tasks of each worker id, whether or not it has joined.
+        self._reserved: dict[WorkerId, Backlog] = {}
+        #: Decided in the present event and not yet written down.
+        self._assigned: dict[WorkerId, list[TaskId]] = {}
+        self._revoked: dict[WorkerId, list[TaskId]] = {}
+        self._handlers: dict[type, Callable[[Any, list[Instruction]], None]] = {
+            Submit: self._submit,
+            Cancel: self._cancel,
+            Join: self._join,
+            Exchange: self._exchange,
+            Lose: self._lose,
+            Tick: self._tick,
+        }
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take in one event; return what to do about it, in order. Raises OptionError, OptionTypeError."""
+        handler = self._handlers.get(type(event))
+        if handler is None:
+            allowed = ", ".join(kind.__name__ for kind in self._handlers)
+            raise OptionTypeError(f"a scheduler handles {allowed}; got {type(event).__name__}: {event!r}")
+        out: list[Instruction] = []
+        handler(event, out)
+        starved = self._fill_windows(event.now)
+        if self._revoked:
+            out.extend(Revoke(worker, tasks) for worker, tasks in self._revoked.items())
+            self._revoked = {}
+        if self._assigned:
+            out.extend(Assign(worker, tasks) for worker, tasks in self._assigned.items())
+            self._assigned = {}
+        if starved:
+            out.append(Starved(starved))
+        return out
+
+    # -- events ------------------------------------------------------------------------------------------
+
+    def _submit(self, event: Submit, out: list[Instruction]) -> None:
+        tasks = self._tasks
+        if len(set(event.tasks)) != len(event.tasks):
+            raise OptionError(f"a task is submitted once; got one twice in {list(event.tasks)!r}")
+        for task_id in event.tasks:
+            if task_id in tasks:
+                raise OptionError(f"task {task_id!r} is submitted and unfinished; give each task a new id")
+        backlog = self._queue if event.pinned_to is None else self._reserved_for(event.pinned_to)
+        for order, task_id in enumerate(event.tasks, self.counters.submitted):
+            task = tasks[task_id] = Task(task_id, order, event.pinned_to)
+            backlog.append(task)
+        self.counters.submitted += len(event.tasks)
+        if event.pinned_to is not None and event.pinned_to in self._windows.mirrors:
+            self._windows.freed.append(self._windows.mirrors[event.pinned_to])
+
+    def _cancel(self, event: Cancel, out: list[Instruction]) -> None:
+        for task_id in event.tasks:
+            task = self._tasks.get(task_id)
+            if task is not None:
+                self.counters.cancelled += 1
+                self._forget(task, None)
+
+    def _join(self, event: Join, out: list[Instruction]) -> None:
+        if event.worker in self._windows.mirrors:
+            self._lose(Lose(event.worker, event.now), out)
+        self._windows.add(Mirror(event.worker, self._reserved_for(event.worker), event.now))
+
+    def _exchange(self, event: Exchange, out: list[Instruction]) -> None:
+        mirror = self._windows.mirrors.get(event.worker)
+        for task_id in event.finished:
+            task = self._tasks.get(task_id)
+            if task is None:
+                self.counters.duplicates += 1
+                out.append(Discard(task_id, event.worker))
+            else:
+                self.counters.delivered += 1
+                out.append(Deliver(task_id, event.worker))
+                self._forget(task, mirror)
+        if mirror is None:
+            return
+        running = event.started
+        if running is None or running in event.finished:
+            running = next(iter(mirror.held), None)
+        mirror.believe(running, event.now)
+        self._windows.place(mirror)
+        if mirror.level > 1:
+            self._windows.wake_idle()
+
+    def _lose(self, event: Lose, out: list[Instruction]) -> None:
+        mirror = self._windows.mirrors.get(event.worker)
+        if mirror is None:
+            return
+        self.counters.losses += 1
+        self._windows.remove(mirror)
+        for task in mirror.held.values():
+            task.holders = tuple(holder for holder in task.holders if holder is not mirror)
+        running = None if mirror.running is None else self._tasks.get(mirror.running)
+        if running is not None and running.pinned_to in (None, event.worker):
+            self._suspect(running, event.worker, out)
+        for task in mirror.held.values():
+            if not task.holders and task.id in self._tasks:
+                self.counters.requeues += 1
+                home = self._queue if task.pinned_to is None else mirror.reserved
+                home.give_back(task)
+        self._windows.wake_idle()
+
+    def _tick(self, event: Tick, out: list[Instruction]) -> None:
+        if self._speculate_after_s is not None:
+            self._windows.wake_idle()
+
+    # -- tasks -------------------------------------------------------------------------------------------
+
+    def _reserved_for(self, worker: WorkerId) -> Backlog:
+        reserved = self._reserved.get(worker)
+        if reserved is None:
+            reserved = self._reserved[worker] = Backlog()
+        return reserved
+
+    def _suspect(self, task: Task, worker: WorkerId, out: list[Instruction]) -> None:
+        """Hold a lost worker against the task that it ran."""
+        self._windows.suspects += not task.losses
+        task.losses += (worker,)
+        if len(task.losses) >= self._poison_limit:
+            self.counters.poisoned += 1
+            out.append(Poison(task.id, task.losses))
+            self._forget(task, None)
+            return
+        for holder in task.holders:
+            self._windows.place(holder)
+
+    def _forget(self, task: Task, finisher: Mirror | None) -> None:
+        """Drop a task that has ended; its holders, except the one that finished it, are told."""
+        del self._tasks[task.id]
+        self._windows.suspects -= bool(task.losses)
+        if task.backlog is not None:
+            task.backlog.discard(task)
+            if task.pinned_to is not None and task.pinned_to in self._windows.mirrors:
+                self._windows.place(self._windows.mirrors[task.pinned_to])
+        for holder in task.holders:
+            del holder.held[task.id]
+            if holder is not finisher:
+                self._revoke(task, holder)
+                self._windows.wake_idle()
+
+    def _give(self, mirror: Mirror, task: Task, now: float) -> None:
+        mirror.held[task.id] = task
+        task.holders += (mirror,)
+        if mirror.running is None:
+            mirror.believe(task.id, now)
+        mirror.starved = False
+        self._assigned.setdefault(mirror.worker, []).append(task.id)
+        self._windows.place(mirror)
+
+    def _revoke(self, task: Task, mirror: Mirror) -> None:
+        self.counters.revoked += 1
+        self._revoked.setdefault(mirror.worker, []).append(task.id)
+        self._windows.place(mirror)
+
+    # -- windows -----------------------------------------------------------------------------------------
+
+    def _fill_windows(self, now: float) -> list[WorkerId]:
+        """Fill every window that has room; return the workers that have just found nothing."""
+        freed = self._windows.freed
+        for mirror in freed:
+            self._fill_from_reserved(mirror, now)
+        self._fill_from_queue(now)
+        starved = []
+        found = True
+        for mirror in freed:
+            if mirror.level == 0:
+                found = found and (self._steal(mirror, now) or self._copy(mirror, now))
+                if not found and not mirror.starved:
+                    mirror.starved = True
+                    starved.append(mirror.worker)
+        freed.clear()
+        return starved
+
+    def _fill_from_reserved(self, mirror: Mirror, now: float) -> None:
+        while mirror.reserved and self._windows.has_room(mirror):
+            self._give(mirror, mirror.reserved.take(), now)
+
+    def _fill_from_queue(self, now: float) -> None:
+        while self._queue:
+            mirror = self._windows.emptiest()
+            if mirror is None or (mirror.level and self._queue.oldest().losses):
+                return
+            self._give(mirror, self._queue.take(), now)
+
+    def _steal(self, thief: Mirror, now: float) -> bool:
+        task = self._windows.loot()
+        if task is None:
+            return False
+        self.counters.steals += 1
+        (victim,) = task.holders
+        del victim.held[task.id]
+        task.holders = ()
+        self._revoke(task, victim)
+        self._fill_from_reserved(victim, now)
+        self._give(thief, task, now)
+        return True
+
+    def _copy(self, thief: Mirror, now: float) -> bool:
+        if self._speculate_after_s is None:
+            return False
+        task = self._windows.overdue(now - self._speculate_after_s)
+        if task is None:
+            return False
+        self.counters.speculated += 1
+        self._give(thief, task, now)
+        return True
+
+    # -- inspection --------------------------------------------------------------------------------------
+
+    def snapshot(self) -> SchedulerSnapshot:
+        """Counters, depths and mirrors as they are now; O(workers x window)."""
+        return SchedulerSnapshot(
+            counters=msgspec.structs.replace(self.counters),
+            queued=len(self._queue),
+            reserved=sum(map(len, self._reserved.values())),
+            unfinished=len(self._tasks),
+            workers={
+                worker: WorkerSnapshot(tuple(mirror.held), mirror.running, len(mirror.reserved))
+                for worker, mirror in self._windows.mirrors.items()
+            },
+        )
+
+    def validate(self) -> None:
+        """Check every invariant; O(everything), for tests. Raises AssertionError."""
+        self._windows.validate()
+        assert not self._assigned
+        assert not self._revoked
+        queued = list(self._queue)
+        backlogs = [queued, *map(list, self._reserved.values())]
+        assert [len(self._queue), *map(len, self._reserved.values())] == [len(tasks) for tasks in backlogs]
+        assert all(sorted(tasks, key=lambda task: task.order) == tasks for tasks in backlogs)
+        for task_id, task in self._tasks.items():
+            assert task_id == task.id
+            assert (task.backlog is None) == bool(task.holders), "a task is lost, or waits while it is held"
+            assert len(task.holders) <= 2
+            assert all(task_id in holder.held for holder in task.holders)
+            assert len(task.losses) < self._poison_limit
+        waiting = {task.id for tasks in backlogs for task in tasks}
+        held = {task_id for mirror in self._windows.mirrors.values() for task_id in mirror.held}
+        assert waiting | held == self._tasks.keys()
+        assert self._windows.suspects == sum(bool(task.losses) for task in self._tasks.values())
+        emptiest = self._windows.emptiest() if queued else None
+        assert emptiest is None or (emptiest.level and queued[0].losses), "a task waits beside room"
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionTypeError(f"{name} must be an int, at least 1; got {value!r}")
+    if value < 1:
+        raise OptionError(f"{name} must be at least 1; got {value!r}")
+    return value
+
+
+def _seconds(name: str, value: float | None) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise OptionTypeError(f"{name} must be a number of seconds, at least 0, or None; got {value!r}")
+    if not math.isfinite(value) or value < 0:
+        raise OptionError(f"{name} must be a finite number of seconds, at least 0, or None; got {value!r}")
+    return float(value)

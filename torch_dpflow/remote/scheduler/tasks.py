@@ -1,0 +1,117 @@
+"""Tasks, and the backlog that they wait in until a worker takes them."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch_dpflow.remote.scheduler.events import TaskId, WorkerId
+
+if TYPE_CHECKING:
+    from torch_dpflow.remote.scheduler.windows import Mirror
+
+#: Gaps that a backlog tolerates beyond its length before it closes them.
+_MAX_GAPS = 64
+
+
+class Task:
+    """One task from its submission until it is delivered, cancelled or poisoned. Then it is forgotten."""
+
+    __slots__ = ("backlog", "holders", "id", "losses", "order", "pinned_to")
+
+    def __init__(self, task_id: TaskId, order: int, pinned_to: WorkerId | None) -> None:
+        self.id = task_id
+        #: Position in the order of submission. Smaller is older.
+        self.order = order
+        self.pinned_to = pinned_to
+        #: Where it waits for a worker; None while workers hold it.
+        self.backlog: Backlog | None = None
+        #: The mirrors that hold it: at most two, and two only if it was copied.
+        self.holders: tuple[Mirror, ...] = ()
+        #: The workers that were lost while they ran it. Not empty: the task is a suspect, and runs alone.
+        self.losses: tuple[WorkerId, ...] = ()
+
+    def is_movable(self) -> bool:
+        """Whether another worker may take it over: it is not pinned, and only one has it."""
+        return self.pinned_to is None and len(self.holders) == 1
+
+
+class Backlog:
+    """Tasks that no worker holds, oldest first.
+
+    Adding a new task and taking the oldest are O(1), giving one back is O(log r) with r tasks given back.
+    Every task given back is older than every new one, because tasks leave in order: so two queues do, and
+    not all need be in a heap. A task that leaves from the middle leaves a gap that is skipped later.
+    """
+
+    __slots__ = ("_fresh", "_gaps", "_length", "_returned")
+
+    def __init__(self) -> None:
+        self._fresh: deque[Task] = deque()
+        self._returned: list[tuple[int, Task]] = []
+        self._length = 0
+        self._gaps = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Task]:
+        """Yield the tasks, oldest first; O(n log n), for validation."""
+        for _, task in sorted(self._returned, key=lambda entry: entry[0]):
+            if task.backlog is self:
+                yield task
+        for task in self._fresh:
+            if task.backlog is self:
+                yield task
+
+    def append(self, task: Task) -> None:
+        """Add a task that is younger than every one before it."""
+        task.backlog = self
+        self._fresh.append(task)
+        self._length += 1
+
+    def give_back(self, task: Task) -> None:
+        """Take in again a task that had been taken."""
+        task.backlog = self
+        heapq.heappush(self._returned, (task.order, task))
+        self._length += 1
+
+    def discard(self, task: Task) -> None:
+        """Remove a task from anywhere; amortised O(1)."""
+        task.backlog = None
+        self._length -= 1
+        self._gaps += 1
+        if self._gaps > self._length + _MAX_GAPS:
+            self._close_gaps()
+
+    def oldest(self) -> Task:
+        """The task that `take` would return. The backlog must not be empty."""
+        while self._returned:
+            task = self._returned[0][1]
+            if task.backlog is self:
+                return task
+            heapq.heappop(self._returned)
+            self._gaps -= 1
+        while self._fresh[0].backlog is not self:
+            self._fresh.popleft()
+            self._gaps -= 1
+        return self._fresh[0]
+
+    def take(self) -> Task:
+        """Remove and return the oldest task. The backlog must not be empty."""
+        task = self.oldest()
+        if self._returned:
+            heapq.heappop(self._returned)
+        else:
+            self._fresh.popleft()
+        task.backlog = None
+        self._length -= 1
+        return task
+
+    def _close_gaps(self) -> None:
+        self._fresh = deque(task for task in self._fresh if task.backlog is self)
+        self._returned = [entry for entry in self._returned if entry[1].backlog is self]
+        heapq.heapify(self._returned)
+        self._gaps = 0
