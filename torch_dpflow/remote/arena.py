@@ -23,6 +23,7 @@ import msgspec
 
 from torch_dpflow.errors import MessageError, OptionError, TransportError
 from torch_dpflow.remote import segment as segments
+from torch_dpflow.remote.headroom import Headroom
 from torch_dpflow.remote.memory import Memory
 from torch_dpflow.remote.segment import FREE, HAS_MEMFD, HEADER_BYTES, PUBLISHED, Segment
 
@@ -35,6 +36,8 @@ _LARGEST_EXCESS = 1.25
 _ASKED = 8
 #: A free segment that was not lent during this many allocations is given back to the system.
 _IDLE_ALLOCATIONS = 256
+#: Of the memory that is left, a new segment takes at most this share.
+_SHARE_OF_AVAILABLE = 0.5
 #: Most segments of one arena: each costs the writer a descriptor, and a process often has 1,024.
 MAX_SEGMENTS = 256
 #: Most segments that a reader maps for one writer, who is not trusted to keep to MAX_SEGMENTS.
@@ -95,6 +98,7 @@ class Arena:
         self._pid = os.getpid()
         self._token = secrets.token_bytes(segments.TOKEN_BYTES)
         self._lock = threading.Lock()
+        self._headroom = Headroom()
         self._classes: dict[int, deque[Segment]] = {}
         self._by_address: dict[int, Segment] = {}
         self._trimmed: list[int] = []
@@ -186,9 +190,10 @@ class Arena:
         if size > self._budget or not self._make_room(size):
             return None
         self._numbers += 1
-        capacity = size - HEADER_BYTES
         try:
-            segment = self._create_segment(capacity)
+            if size > self._headroom.available() * _SHARE_OF_AVAILABLE:
+                return None
+            segment = self._create_segment(size - HEADER_BYTES)
         except (OSError, RuntimeError):  # torch's mapping reports a refused mmap as RuntimeError
             return None
         self._classes.setdefault(size, deque()).append(segment)

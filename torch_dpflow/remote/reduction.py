@@ -95,8 +95,6 @@ class ParcelPickler(pickle.Pickler):
         if tensor.numel() * tensor.itemsize != storage.nbytes():
             storage, offset = _narrow(tensor, storage, offset)
         name = _DTYPE_NAMES[tensor.dtype]
-        if offset == 0 and tensor.is_contiguous():
-            return rebuild_tensor, (storage, name, tuple(tensor.shape))
         return rebuild_tensor, (storage, name, tuple(tensor.shape), tensor.stride(), offset)
 
     def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
@@ -143,13 +141,9 @@ def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> 
 
 
 def rebuild_tensor(
-    storage: torch.UntypedStorage,
-    dtype: str,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...] | None = None,
-    offset: int = 0,
+    storage: torch.UntypedStorage, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> torch.Tensor:
-    """A dense tensor over `storage`; contiguous without `stride`."""
+    """A dense tensor over `storage`."""
     return tensor_over(storage, _DTYPES[dtype], shape, stride, offset)
 
 

@@ -76,6 +76,6 @@ def _advice(culprit: Any) -> str:
     if isinstance(culprit, io.IOBase | types.GeneratorType):
         return "Keep it out of the batch and return what is read from it"
     return (
-        "Return tensors, arrays, numbers, strings or containers of them, or give the class a __getstate__ that "
-        "leaves out what belongs to one process"
+        "Return tensors, arrays, numbers, strings or containers of them, or give the class a __getstate__ "
+        "that leaves out what belongs to one process"
     )

@@ -1,0 +1,443 @@
+"""Shared memory between real processes: lending, reuse, trimming, and the death of either side."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tests.remote.arena_writer import writer
+from torch_dpflow.errors import MessageError, OptionError, SegmentLostError
+from torch_dpflow.remote.arena import MAX_SEGMENTS, Arena, ArenaReader, BlockRef
+from torch_dpflow.remote.headroom import Headroom
+from torch_dpflow.remote.segment import HEADER_BYTES
+
+SIZE = 300_000
+
+
+def mappings() -> int:
+    """Segments that this process has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum("memfd:torch_dpflow" in line or "/segment-" in line for line in lines)
+
+
+@pytest.fixture(params=["memfd", "file"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
+    return {"directory": str(tmp_path)} if request.param == "file" else {}
+
+
+def pair() -> tuple[Arena, ArenaReader]:
+    """Both ends in this process."""
+    return Arena(budget_bytes=1 << 28), ArenaReader(os.getpid())
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_bytes_cross_between_processes(method: str, place: dict[str, str]) -> None:
+    with writer(method, **place) as remote:
+        reader = ArenaReader(remote.pid, **place)
+        assert reader.probe(remote.probe())
+        view = reader.view(remote.write(SIZE, 7))
+        assert view.dtype == np.uint8
+        assert view.shape == (SIZE,)
+        assert bool(np.all(view == 7))
+        view[:] = 9
+        assert view.__array_interface__["data"][0] % 64 == 0
+
+
+def test_a_released_segment_is_lent_again(place: dict[str, str]) -> None:
+    with writer(**place) as remote:
+        reader = ArenaReader(remote.pid, **place)
+        first = remote.write(SIZE, 1)
+        view = reader.view(first)
+        second = remote.write(SIZE, 2)
+        assert second.segment != first.segment
+        assert view[0] == 1
+        del view
+        third = remote.write(SIZE, 3)
+        assert third.segment == first.segment
+        assert reader.view(third)[0] == 3
+        assert reader.view(second)[0] == 2
+        assert mappings() == 2
+
+
+def test_any_object_over_the_memory_holds_it() -> None:
+    with writer() as remote:
+        reader = ArenaReader(remote.pid)
+        tensor = torch.from_numpy(reader.view(remote.write(SIZE, 1)))
+        part = tensor.view(torch.int32)[5:7].numpy()[1:]
+        raw = memoryview(part)
+        for holder in (tensor, part):
+            del holder
+        del tensor, part
+        assert remote.write(SIZE, 2).segment != remote.write(SIZE, 3).segment
+        assert raw[0] == 0x01010101
+        used = remote.holdings()[0]
+        del raw
+        remote.write(SIZE, 4)
+        assert remote.holdings()[0] == used
+
+
+def test_the_writer_s_own_use_holds_a_segment() -> None:
+    with writer() as remote:
+        reader = ArenaReader(remote.pid)
+        kept = remote.write(SIZE, 1, keep=True)
+        reader.release(kept)
+        assert remote.write(SIZE, 2).segment != kept.segment
+        assert remote.look(1)
+        remote.drop()
+        assert remote.write(SIZE, 3).segment == kept.segment
+
+
+def test_unpublished_blocks_come_back_when_their_owner_is_gone() -> None:
+    with writer() as remote:
+        remote.waste(SIZE, 1000)
+        assert remote.holdings()[0] == 1
+
+
+@pytest.mark.parametrize("nbytes", [1, 5000, SIZE, 5_000_000])
+def test_steady_use_needs_no_new_memory(nbytes: int) -> None:
+    with writer() as remote:
+        reader = ArenaReader(remote.pid)
+        held = [reader.view(remote.write(nbytes, index)) for index in range(3)]
+        for index in range(3, 50):
+            held.pop(0)
+            held.append(reader.view(remote.write(nbytes, index)))
+            assert held[0][0] == index - 2
+        assert remote.holdings()[0] == 3
+
+
+def test_like_sizes_share_segments() -> None:
+    with writer() as remote:
+        reader = ArenaReader(remote.pid)
+        for nbytes in range(SIZE, int(SIZE * 0.85), -999):
+            reader.release(remote.write(nbytes, 1))
+        assert remote.holdings()[0] == 1
+
+
+def test_a_reader_that_keeps_everything_exhausts_the_budget_and_no_more() -> None:
+    with writer(budget_bytes=10 * SIZE) as remote:
+        reader = ArenaReader(remote.pid)
+        views = []
+        while (ref := remote.write(SIZE, len(views))) is not None:
+            views.append(reader.view(ref))
+        assert 8 <= len(views) <= 10
+        assert remote.holdings()[1] <= 10 * SIZE
+        assert [int(view[-1]) for view in views] == list(range(len(views)))
+        views.pop(0)
+        assert remote.write(SIZE, 0) is not None
+        assert remote.write(SIZE, 0) is None
+
+
+def test_free_segments_make_room_for_other_sizes() -> None:
+    with writer(budget_bytes=4 * SIZE) as remote:
+        reader = ArenaReader(remote.pid)
+        small = [remote.write(SIZE, 1) for _ in range(3)]
+        for ref in small:
+            reader.release(ref)
+        assert mappings() == 3
+        assert remote.write(3 * SIZE, 2) is not None
+        trimmed = remote.trimmed()
+        assert set(trimmed) == {ref.segment for ref in small}
+        reader.forget(trimmed)
+        assert mappings() == 0
+        assert remote.trimmed() == []
+
+
+def test_segments_that_lie_idle_are_given_back() -> None:
+    with writer() as remote:
+        reader = ArenaReader(remote.pid)
+        old = remote.write(5 * SIZE, 1)
+        reader.release(old)
+        remote.waste(SIZE, 600)
+        assert remote.trimmed() == [old.segment]
+        assert remote.holdings()[0] == 1
+
+
+def test_a_trimmed_segment_leaves_its_views_alone() -> None:
+    with writer(budget_bytes=3 * SIZE) as remote:
+        reader = ArenaReader(remote.pid)
+        ref = remote.write(2 * SIZE, 1)
+        view = reader.view(ref)
+        reader.forget([ref.segment, 12345])
+        assert bool(np.all(view == 1))
+        del view
+        assert mappings() == 0
+
+
+def test_small_blocks_leave_descriptors_to_the_dataset() -> None:
+    with writer() as remote:
+        before = remote.holdings()[2]
+        while remote.write(100, 1) is not None:
+            pass
+        segments, _, descriptors = remote.holdings()
+        assert segments == MAX_SEGMENTS
+        assert descriptors - before == MAX_SEGMENTS
+
+
+def test_the_reader_needs_no_descriptors() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with writer() as remote:
+        reader = ArenaReader(remote.pid)
+        views = [reader.view(remote.write(SIZE, 1)) for _ in range(20)]
+        assert len(os.listdir("/proc/self/fd")) - before < 10
+        assert mappings() == len(views)
+        assert reader.mapped_bytes > 20 * SIZE
+    reader.close()
+    del views
+    assert mappings() == 0
+
+
+def test_what_is_mapped_outlives_a_killed_writer(place: dict[str, str]) -> None:
+    with writer(**place) as remote:
+        reader = ArenaReader(remote.pid, **place)
+        view = reader.view(remote.write(SIZE, 5))
+        released, reused = remote.write(SIZE, 6), remote.write(SIZE, 7)
+        reader.view(released)
+        again = remote.write(SIZE, 8)
+        remote.kill()
+        assert bool(np.all(view == 5))
+        assert again.segment == released.segment
+        assert bool(np.all(reader.view(again) == 8))
+        if not place:
+            with pytest.raises(SegmentLostError, match="has to be loaded again"):
+                reader.view(reused)
+        del view
+    reader.close()
+    assert mappings() == 0
+
+
+def test_named_files_are_gone_once_both_have_them(tmp_path: Path) -> None:
+    with writer(directory=str(tmp_path), budget_bytes=3 * SIZE) as remote:
+        reader = ArenaReader(remote.pid, directory=str(tmp_path))
+        ref = remote.write(SIZE, 1)
+        assert len(list(tmp_path.iterdir())) == 1
+        reader.release(ref)
+        assert list(tmp_path.iterdir()) == []
+        remote.waste(2 * SIZE, 1)
+        assert remote.write(SIZE * 5 // 2, 1) is not None
+        assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_views_dropped_in_a_forked_child_release_nothing() -> None:
+    with writer() as remote:
+        reader = ArenaReader(remote.pid)
+        ref = remote.write(SIZE, 1)
+        view = reader.view(ref)
+        child = os.fork()
+        if child == 0:
+            del view
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert remote.write(SIZE, 2).segment != ref.segment
+        assert bool(np.all(view == 1))
+
+
+def test_a_forked_child_of_the_writer_gets_no_blocks() -> None:
+    with writer() as remote:
+        assert remote.in_child(SIZE)
+
+
+def test_views_may_be_dropped_in_any_thread() -> None:
+    with writer() as remote:
+        reader = ArenaReader(remote.pid)
+        for _ in range(20):
+            views = [reader.view(remote.write(SIZE, 1)) for _ in range(8)]
+            threads = [threading.Thread(target=views.pop) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert remote.holdings()[0] == 8
+
+
+def test_allocation_from_many_threads() -> None:
+    arena, reader = pair()
+    overlaps = []
+
+    def work(mark: int) -> None:
+        for _ in range(100):
+            block = arena.allocate(SIZE)
+            assert block is not None
+            block.memory[:] = mark
+            overlaps.append(not np.all(block.memory == mark))
+            reader.release(arena.publish(block))
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(overlaps) == 400
+    assert not any(overlaps)
+
+
+def test_views_that_are_left_at_exit_do_no_harm() -> None:
+    program = f"""
+import os, torch
+from torch_dpflow.remote.arena import Arena, ArenaReader
+arena, reader = Arena(budget_bytes={1 << 24}), ArenaReader(os.getpid())
+class Cycle: pass
+for index in range(5):
+    block = arena.allocate({SIZE})
+    holder = Cycle()
+    holder.me = holder
+    holder.view = torch.from_numpy(reader.view(arena.publish(block)))
+    globals()[f"view{{index}}"] = holder
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"nbytes": SIZE * 100},
+        {"nbytes": -1},
+        {"capacity": 1},
+        {"capacity": 1 << 60},
+        {"capacity": -5},
+        {"segment": 999},
+        {"segment": -1},
+        {"fd": 0},
+        {"fd": 1},
+        {"fd": -1},
+        {"fd": 1 << 40},
+    ],
+    ids=str,
+)
+def test_references_are_not_believed(change: dict[str, int]) -> None:
+    with writer() as remote:
+        reader = ArenaReader(remote.pid)
+        ref = remote.write(SIZE, 1)
+        wrong = msgspec.structs.replace(ref, **change)
+        with pytest.raises((MessageError, SegmentLostError)):
+            reader.view(wrong)
+        if set(change) <= {"nbytes", "capacity"}:
+            reader.release(ref)
+            ref = remote.write(SIZE, 1)
+            with pytest.raises(MessageError):
+                reader.view(msgspec.structs.replace(ref, **change))
+
+
+def test_a_reference_is_good_for_once() -> None:
+    arena, reader = pair()
+    block = arena.allocate(SIZE)
+    assert block is not None
+    ref = arena.publish(block)
+    view = reader.view(ref)
+    with pytest.raises(MessageError, match="opened before"):
+        reader.view(ref)
+    with pytest.raises(MessageError, match="opened before"):
+        reader.release(ref)
+    assert view.size == SIZE
+
+
+def test_a_block_is_published_once() -> None:
+    arena, reader = pair()
+    block = arena.allocate(SIZE)
+    assert block is not None
+    address = block.segment.address
+    assert arena.block_at(address, SIZE) is not None
+    assert arena.block_at(address, SIZE + 1) is None
+    assert arena.block_at(address + 64, SIZE - 64) is None
+    reader.release(arena.publish(block))
+    assert arena.block_at(address, SIZE) is None
+    with pytest.raises(OptionError, match="published before"):
+        arena.publish(block)
+
+
+def test_a_foreign_descriptor_is_refused(tmp_path: Path) -> None:
+    reader = ArenaReader(os.getpid())
+    capacity = 4096 - HEADER_BYTES
+    with open(tmp_path / "other", "w+b") as other:
+        other.truncate(4096)
+        with pytest.raises(MessageError, match="not sealed"):
+            reader.view(BlockRef(1, other.fileno(), capacity, 10, 1))
+    memory = os.memfd_create("other", os.MFD_ALLOW_SEALING)
+    os.truncate(memory, 4096)
+    with pytest.raises(MessageError, match="not sealed"):
+        reader.view(BlockRef(1, memory, capacity, 10, 1))
+    os.close(memory)
+    ends = os.pipe()
+    with pytest.raises(MessageError, match="not a segment"):
+        reader.view(BlockRef(1, ends[0], capacity, 10, 1))
+    for end in ends:
+        os.close(end)
+
+
+def test_another_arena_does_not_pass_for_this_one() -> None:
+    first, second = Arena(budget_bytes=1 << 26), Arena(budget_bytes=1 << 26)
+    reader = ArenaReader(os.getpid())
+    probe, other = first.probe_ref(), second.probe_ref()
+    assert probe is not None
+    assert other is not None
+    assert reader.probe(probe)
+    second_block = [second.allocate(SIZE), second.allocate(SIZE)][1]
+    assert second_block is not None
+    with pytest.raises(MessageError, match="another arena"):
+        reader.view(second.publish(second_block))
+
+
+def test_a_probe_that_cannot_work_says_so() -> None:
+    arena = Arena(budget_bytes=1 << 20)
+    probe = arena.probe_ref()
+    assert probe is not None
+    assert not ArenaReader(1 << 22).probe(probe)
+    assert not ArenaReader(os.getpid()).probe(msgspec.structs.replace(probe, token=bytes(16)))
+    assert Arena(budget_bytes=0).probe_ref() is None
+
+
+def test_without_descriptors_nothing_is_lent() -> None:
+    arena = Arena(budget_bytes=1 << 26)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+    try:
+        assert arena.allocate(SIZE) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert arena.allocate(SIZE) is not None
+
+
+def test_without_memory_nothing_is_lent() -> None:
+    assert Arena(budget_bytes=1 << 62).allocate(Headroom().available()) is None
+
+
+def test_a_closed_arena_lends_nothing() -> None:
+    arena, reader = pair()
+    block = arena.allocate(SIZE)
+    assert block is not None
+    view = reader.view(arena.publish(block))
+    arena.close()
+    block.memory[:] = 4
+    assert view[0] == 4
+    assert (arena.segments, arena.allocated_bytes) == (0, 0)
+    assert arena.allocate(SIZE) is None
+
+
+def test_a_negative_budget_is_refused() -> None:
+    with pytest.raises(OptionError, match="budget_bytes=-1"):
+        Arena(budget_bytes=-1)
+
+
+def test_nothing_is_left_behind() -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        arena, reader = Arena(budget_bytes=1 << 26), ArenaReader(os.getpid())
+        for nbytes in (SIZE, 2 * SIZE, 3 * SIZE):
+            block = arena.allocate(nbytes)
+            assert block is not None
+            reader.view(arena.publish(block))
+        del arena, reader, block
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert mappings() == 0

@@ -1,0 +1,87 @@
+"""How much memory may still be taken before the kernel starts to kill.
+
+Shared memory is reserved page by page, and where the machine's or the container's memory ends while that goes
+on, Linux does not answer with an error: it kills a process. So one has to ask first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+
+class _Files(NamedTuple):
+    """How a version of control groups calls what we need of it."""
+
+    limit: str
+    usage: str
+    #: Entries of memory.stat: what of the usage the kernel can drop.
+    droppable: tuple[str, ...]
+
+
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_V2 = _Files("memory.max", "memory.current", ("inactive_file", "active_file"))
+
+
+class Headroom:
+    """The memory left to this process: of the machine, and of the control groups that limit it.
+
+    Args:
+        memberships: names the groups of the process.
+        mount: where their files are.
+    """
+
+    def __init__(
+        self, *, memberships: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+    ) -> None:
+        total = psutil.virtual_memory().total
+        self._groups = [
+            (folder, files)
+            for folder, files in _groups(memberships, mount)
+            if _number(folder / files.limit, total) < total
+        ]
+
+    def available(self) -> int:
+        """Bytes. Raises OSError where the process has no descriptor left to look them up."""
+        machine = int(psutil.virtual_memory().available)
+        return min([machine, *(_left_in(folder, files) for folder, files in self._groups)])
+
+
+def _groups(memberships: Path, mount: Path) -> Iterator[tuple[Path, _Files]]:
+    """The memory control groups that the process is in, from the innermost outwards."""
+    try:
+        lines = memberships.read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from ((folder, _V2) for folder in _from(mount, path))
+        elif "memory" in controllers.split(","):
+            yield from ((folder, _V1) for folder in _from(mount / "memory", path))
+
+
+def _from(mount: Path, path: str) -> Iterator[Path]:
+    # In a container the path may be the host's, and only the container's own group is there, at the mount.
+    folder = mount / path.lstrip("/")
+    while folder != mount:
+        yield folder
+        folder = folder.parent
+    yield mount
+
+
+def _number(file: Path, otherwise: int) -> int:
+    try:
+        return int(file.read_text())
+    except (FileNotFoundError, ValueError):  # no such group here, or "max"
+        return otherwise
+
+
+def _left_in(folder: Path, files: _Files) -> int:
+    most = int((folder / files.limit).read_text())
+    used = int((folder / files.usage).read_text())
+    statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    return most - used + sum(int(statistics.get(name, 0)) for name in files.droppable)
