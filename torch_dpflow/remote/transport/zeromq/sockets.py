@@ -6,12 +6,15 @@ came in goes out again by reference, and small ones are copied, which is cheaper
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import secrets
 import threading
 import time
 from collections.abc import Sequence
+from socket import AF_UNIX
+from socket import socket as kernel_socket
 from typing import Any
 
 import zmq
@@ -38,6 +41,8 @@ DETACH_BYTES = 8 * 1024
 LOCAL_KERNEL_BYTES = 256 * 1024
 
 
+#: How long a listener that was closed just now may hold its address, seconds: libzmq closes in its own time.
+REBIND_S = 0.5
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 
 
@@ -185,13 +190,25 @@ class ZeroMQListener(_Endpoint):
             context = contexts.guarded_context(options.keys)
         super().__init__(zmq.ROUTER, address, options, context)
         try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
+            _refuse_taken_path(address)
+            self._bind()
+        except (zmq.ZMQError, OSError) as error:
             self.close()
             raise TransportError(
                 f"cannot listen at {address}: {error}; choose an address that is free"
             ) from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def _bind(self) -> None:
+        deadline = time.monotonic() + REBIND_S
+        while True:
+            try:
+                self._socket.bind(self.address)
+                return
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.01)
 
     def _configure(self) -> None:
         super()._configure()
@@ -277,9 +294,19 @@ class ZeroMQConnection(_Endpoint):
             if not self._socket.poll(math.ceil(self._options.send_timeout_s * 1000), zmq.POLLOUT):
                 raise PeerLostError(
                     f"{self.address} took nothing for {self._options.send_timeout_s} s and "
-                    f"{self._options.queue_messages} messages wait; is its process alive?"
+                    f"{self._options.queue_messages} messages wait; is its process alive, and does it know our key?"
                 ) from None
             self._send(frames)
+
+
+def _refuse_taken_path(address: str) -> None:
+    """Raise OSError where somebody listens at an ipc path: libzmq would take it away without a word."""
+    if not address.startswith("ipc:///"):
+        return
+    with kernel_socket(AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        if probe.connect_ex(address.removeprefix("ipc://")) == 0:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 def _view(frame: zmq.Frame) -> memoryview:

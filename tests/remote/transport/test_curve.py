@@ -1,0 +1,198 @@
+"""Who has not the cluster's client key gets nothing, and the service sees nothing of them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from torch_dpflow.errors import OptionError, PeerLostError
+from torch_dpflow.remote.transport import Connection, Listener, TransportOptions, connect, listen
+from torch_dpflow.remote.transport.curve import (
+    ClientKeys,
+    ConnectionFile,
+    create_cluster,
+    read_connection_file,
+    write_connection_file,
+)
+from torch_dpflow.testing.transports import answered, greet, heard
+
+CLUSTER = create_cluster("tcp://127.0.0.1:0")
+STRANGER = create_cluster("tcp://127.0.0.1:0")
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    listener = listen("tcp://127.0.0.1:0", options=TransportOptions(keys=CLUSTER.server_keys()))
+    yield listener
+    listener.close()
+
+
+def refused(listener: Listener, stranger: Connection) -> None:
+    """Whatever the stranger sends, a friend who comes later is the first whom the service hears."""
+    friend = connect(listener.address, options=TransportOptions(keys=CLUSTER.client_keys()))
+    try:
+        for _ in range(3):
+            with suppress(PeerLostError):  # it may have noticed
+                stranger.send([b"let me in"])
+            assert listener.receive(0.1) is None
+        friend.send([b"friend"])
+        peer, frames = heard(listener)
+        assert (peer, bytes(frames[0])) == (friend.identity, b"friend")
+        assert listener.send(peer, [b"welcome"])
+        assert bytes(answered(friend)[0]) == b"welcome"
+        assert not listener.send(stranger.identity, [b"secret"])
+        assert stranger.receive(0) is None
+    finally:
+        friend.close()
+        stranger.close()
+
+
+def test_stranger_without_keys_is_not_heard(listener: Listener) -> None:
+    refused(listener, connect(listener.address, options=TransportOptions(send_timeout_s=0.05)))
+
+
+def test_stranger_with_a_key_of_his_own_is_not_heard(listener: Listener) -> None:
+    theirs = STRANGER.client_keys()
+    keys = ClientKeys(
+        public=theirs.public, secret=theirs.secret, server_public=CLUSTER.server_public.encode()
+    )
+    refused(listener, connect(listener.address, options=TransportOptions(keys=keys, send_timeout_s=0.05)))
+
+
+def test_stranger_who_mistakes_the_server_is_not_heard(listener: Listener) -> None:
+    ours = CLUSTER.client_keys()
+    keys = ClientKeys(public=ours.public, secret=ours.secret, server_public=STRANGER.server_public.encode())
+    refused(listener, connect(listener.address, options=TransportOptions(keys=keys, send_timeout_s=0.05)))
+
+
+def test_client_with_keys_tells_nothing_to_a_server_without(listener: Listener) -> None:
+    naive = listen("tcp://127.0.0.1:0")
+    careful = connect(naive.address, options=TransportOptions(keys=CLUSTER.client_keys()))
+    try:
+        careful.send([b"secret"])
+        assert naive.receive(0.3) is None
+    finally:
+        careful.close()
+        naive.close()
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes(1000),
+        b"\xff" * 1000,
+        b"\xff" + struct.pack(">Q", 9) + b"\x7f\x03\x00NULL" + bytes(60) + b"\x04\x05\x05READY",
+        pickle.dumps(os.getpid),
+    ],
+)
+def test_noise_on_the_port_is_not_heard_and_does_no_harm(listener: Listener, noise: bytes) -> None:
+    host, _, port = listener.address.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(noise)
+        assert listener.receive(0.1) is None
+    friend = connect(listener.address, options=TransportOptions(keys=CLUSTER.client_keys()))
+    try:
+        greet(listener, friend)
+    finally:
+        friend.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "192.0.2.1", "[::]", "eth0", "example.org"])
+def test_tcp_beyond_the_host_needs_keys(host: str) -> None:
+    with pytest.raises(OptionError, match="reaches beyond this host"):
+        listen(f"tcp://{host}:0")
+    with pytest.raises(OptionError, match="reaches beyond this host"):
+        connect(f"tcp://{host}:5555")
+
+
+def test_tcp_beyond_the_host_is_allowed_with_keys() -> None:
+    listener = listen("tcp://0.0.0.0:0", options=TransportOptions(keys=CLUSTER.server_keys()))
+    port = listener.address.rpartition(":")[2]
+    friend = connect(f"tcp://127.0.0.1:{port}", options=TransportOptions(keys=CLUSTER.client_keys()))
+    try:
+        greet(listener, friend)
+    finally:
+        friend.close()
+        listener.close()
+
+
+def test_keys_of_the_wrong_side_are_refused() -> None:
+    with pytest.raises(OptionError, match="listener needs ServerKeys"):
+        listen("tcp://127.0.0.1:0", options=TransportOptions(keys=CLUSTER.client_keys()))
+    with pytest.raises(OptionError, match="connection needs ClientKeys"):
+        connect("tcp://127.0.0.1:5555", options=TransportOptions(keys=CLUSTER.server_keys()))
+
+
+def test_keys_do_not_show_their_secret() -> None:
+    assert CLUSTER.server_secret is not None
+    for keys in (CLUSTER.server_keys(), CLUSTER.client_keys()):
+        assert CLUSTER.server_secret not in repr(keys)
+        assert CLUSTER.client_secret not in repr(keys)
+
+
+# --- the connection file ---
+
+
+def test_connection_file_returns_what_was_written_and_is_private(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    os.umask(os.umask(0))
+    write_connection_file(path, CLUSTER)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read_connection_file(path) == CLUSTER
+    assert [entry.name for entry in tmp_path.iterdir()] == ["cluster.json"]
+    write_connection_file(path, STRANGER)
+    assert read_connection_file(path) == STRANGER
+
+
+def test_connection_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    write_connection_file(path, CLUSTER)
+    path.chmod(0o640)
+    with pytest.raises(OptionError, match="chmod 600"):
+        read_connection_file(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b'{"address": "tcp://127.0.0.1:1"}', b"\xff\xfe", b'{"version": "one"}'],
+)
+def test_connection_file_with_something_else_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "cluster.json"
+    write_connection_file(path, CLUSTER)
+    path.write_bytes(content)
+    with pytest.raises(OptionError, match="not one of ours"):
+        read_connection_file(path)
+
+
+def test_connection_file_with_a_short_key_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    broken = ConnectionFile(address="tcp://h:1", server_public="short", client_public="x", client_secret="y")
+    write_connection_file(path, broken)
+    with pytest.raises(OptionError, match="40 bytes"):
+        read_connection_file(path)
+
+
+def test_connection_file_that_is_missing_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="is the cluster up"):
+        read_connection_file(tmp_path / "absent.json")
+
+
+def test_connection_file_of_a_job_starts_no_service() -> None:
+    job = ConnectionFile(
+        address=CLUSTER.address,
+        server_public=CLUSTER.server_public,
+        client_public=CLUSTER.client_public,
+        client_secret=CLUSTER.client_secret,
+    )
+    assert job.client_keys() == CLUSTER.client_keys()
+    with pytest.raises(OptionError, match="nothing can listen"):
+        job.server_keys()

@@ -1,0 +1,33 @@
+"""Every transport of ours keeps the contract."""
+
+import uuid
+from pathlib import Path
+
+from torch_dpflow.remote.transport import TransportOptions
+from torch_dpflow.remote.transport.curve import create_cluster
+from torch_dpflow.testing.transports import TransportContract
+
+_CLUSTER = create_cluster("tcp://127.0.0.1:0")
+
+
+class TestIpc(TransportContract):
+    def new_address(self, tmp_path: Path) -> str:
+        return f"ipc://{tmp_path}/{uuid.uuid4().hex[:8]}"
+
+
+class TestTcp(TransportContract):
+    def new_address(self, tmp_path: Path) -> str:
+        return "tcp://127.0.0.1:0"
+
+
+class TestTcpWithCurve(TransportContract):
+    listener_options = TransportOptions(keys=_CLUSTER.server_keys())
+    connection_options = TransportOptions(keys=_CLUSTER.client_keys())
+
+    def new_address(self, tmp_path: Path) -> str:
+        return "tcp://127.0.0.1:0"
+
+
+class TestInproc(TransportContract):
+    def new_address(self, tmp_path: Path) -> str:
+        return f"inproc://{uuid.uuid4().hex}"
