@@ -17,8 +17,8 @@ worker forward, and two half-full workers would pass the same task to and fro. I
 the longest mirror, among equals of the one that has been stuck longest. That the last and not the oldest
 waiting task is taken surprises, since in-order consumers need the oldest first. But the oldest is the one
 that its holder starts next: moving it gains little, and too often the holder has started it by then. In
-simulation (skewed costs, bounded lookahead, in-order delivery) the time to the end differs by less than 1 %,
-the number of tasks loaded twice by a factor of four. `python -m benchmarks.scheduler` repeats it.
+simulation (skewed costs, bounded lookahead, in-order delivery) the time to the end is the same to about 1 %,
+but several times as many tasks are loaded twice. `python -m benchmarks.scheduler` repeats it.
 
 **Over-allocation.** The victim is told at once (the thesis tells it at its next exchange), but may have
 started the task meanwhile. Then it runs twice and the first result wins. With `speculate_after_s`, a task
@@ -48,7 +48,8 @@ from torch_dpflow.remote.scheduler.events import (
     Tick,
     WorkerId,
 )
-from torch_dpflow.remote.scheduler.machine import Counters, Scheduler, SchedulerSnapshot, WorkerSnapshot
+from torch_dpflow.remote.scheduler.machine import Scheduler
+from torch_dpflow.remote.scheduler.snapshots import Counters, SchedulerSnapshot, WorkerSnapshot
 
 __all__ = [
     "Assign",

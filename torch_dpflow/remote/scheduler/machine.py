@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -27,51 +27,9 @@ from torch_dpflow.remote.scheduler.events import (
     Tick,
     WorkerId,
 )
+from torch_dpflow.remote.scheduler.snapshots import Counters, SchedulerSnapshot, WorkerSnapshot
 from torch_dpflow.remote.scheduler.tasks import Backlog, Task
 from torch_dpflow.remote.scheduler.windows import Mirror, Windows
-
-
-class Counters(msgspec.Struct):
-    """What has happened since the scheduler was made; each only grows."""
-
-    submitted: int = 0
-    delivered: int = 0
-    cancelled: int = 0
-    poisoned: int = 0
-    #: Results not handed on: copies that came second, and results of tasks that nobody wants any more.
-    duplicates: int = 0
-    #: Waiting tasks moved from one worker to an idle one.
-    steals: int = 0
-    #: Running tasks copied to an idle worker.
-    speculated: int = 0
-    #: Tasks named in Revoke instructions.
-    revoked: int = 0
-    #: Tasks taken back from lost workers.
-    requeues: int = 0
-    #: Workers lost.
-    losses: int = 0
-
-
-class WorkerSnapshot(msgspec.Struct, frozen=True):
-    """One mirror at one moment."""
-
-    held: tuple[TaskId, ...]
-    running: TaskId | None
-    #: Tasks pinned to the worker and not assigned yet.
-    reserved: int
-
-
-class SchedulerSnapshot(msgspec.Struct, frozen=True):
-    """A scheduler at one moment; shares nothing with it."""
-
-    counters: Counters
-    #: Tasks in the global queue.
-    queued: int
-    #: Tasks pinned to a worker, joined or not, and not assigned yet.
-    reserved: int
-    #: Tasks submitted and not yet delivered, cancelled or poisoned.
-    unfinished: int
-    workers: Mapping[WorkerId, WorkerSnapshot]
 
 
 class Scheduler:
@@ -177,8 +135,7 @@ class Scheduler:
             running = next(iter(mirror.held), None)
         mirror.believe(running, event.now)
         self._windows.place(mirror)
-        if mirror.level > 1:
-            self._windows.wake_idle()
+        self._windows.offer(mirror)
 
     def _lose(self, event: Lose, out: list[Instruction]) -> None:
         mirror = self._windows.mirrors.get(event.worker)
@@ -196,7 +153,8 @@ class Scheduler:
                 self.counters.requeues += 1
                 home = self._queue if task.pinned_to is None else mirror.reserved
                 home.give_back(task)
-        self._windows.wake_idle()
+            for holder in task.holders:
+                self._windows.offer(holder)
 
     def _tick(self, event: Tick, out: list[Instruction]) -> None:
         if self._speculate_after_s is not None:
@@ -234,7 +192,7 @@ class Scheduler:
             del holder.held[task.id]
             if holder is not finisher:
                 self._revoke(task, holder)
-                self._windows.wake_idle()
+                self._windows.offer(holder)
 
     def _give(self, mirror: Mirror, task: Task, now: float) -> None:
         mirror.held[task.id] = task

@@ -126,8 +126,13 @@ class Windows:
         return None
 
     def wake_idle(self) -> None:
-        """Have idle workers look again for something to steal."""
+        """Have idle workers look again for work."""
         self.freed.extend(self.levels[0].values())
+
+    def offer(self, mirror: Mirror) -> None:
+        """`wake_idle` if this mirror, which has changed, has something to steal."""
+        if self.levels[0] and mirror.level > 1 and mirror.last_movable() is not None:
+            self.wake_idle()
 
     def loot(self) -> Task | None:
         """The task to steal: the last of the longest mirror, among equals of the longest running task."""
