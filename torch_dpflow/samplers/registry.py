@@ -2,13 +2,23 @@
 
 from torch_dpflow.errors import OptionError
 from torch_dpflow.samplers.coordl import CoorDLGroup
+from torch_dpflow.samplers.dynagcs_tree import DynaGCSGroup, DynaGCSLetterGroup
 from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.independent import IndependentGroup
+from torch_dpflow.samplers.joader import JoaderGroup
 from torch_dpflow.samplers.shared_log import SharedLogGroup
 
 #: Every strategy by its name.
 STRATEGIES: dict[str, type[SamplingGroup]] = {
-    group.strategy: group for group in (SharedLogGroup, CoorDLGroup, IndependentGroup)
+    group.strategy: group
+    for group in (
+        SharedLogGroup,
+        DynaGCSGroup,
+        DynaGCSLetterGroup,
+        JoaderGroup,
+        CoorDLGroup,
+        IndependentGroup,
+    )
 }
 
 

@@ -1,0 +1,152 @@
+"""Samples sorted into cells: two are in one cell while the same jobs still need them."""
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_dpflow.errors import OptionError
+from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, compact
+
+#: Bits of a mask.
+MAX_JOBS = 64
+#: Where a sample is: its cell and its slot there. Holds until the next sample of the cell is taken.
+Place: TypeAlias = tuple[int, int]
+
+
+class Cells:
+    """The sets of what each job still needs, stored as the partition that they make of the samples.
+
+    Any intersection, union or difference of the jobs' sets is a union of cells, so its size is a sum over
+    cells and a uniform draw from it takes two steps: a cell by its size, then a sample of the cell. A
+    cell is an array in no order, from which a sample is taken in O(1). There are never more cells than
+    samples, nor than 2^jobs.
+
+    Jobs are bits: a mask with bit j set means that job j needs the cell's samples.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        #: Of each cell, who needs it, shape (cells,). Empty cells linger until the next insertion or
+        #: deletion.
+        self.masks: NDArray[np.uint64] = np.empty(0, np.uint64)
+        #: Of each cell, the number of its samples, shape (cells,).
+        self.sizes: IndexArray = np.empty(0, np.int64)
+        self._place: dict[int, int] = {}
+        self._samples: list[CompactArray] = []
+        #: For each bit, the number of samples that the job needs.
+        self.needed: IndexArray = np.zeros(MAX_JOBS, np.int64)
+
+    def insert(self, job: int, members: BoolArray) -> None:
+        """Job number `job`, which needs nothing so far, needs the samples of this mask of shape (size,)."""
+        bit = 1 << job
+        rest = members.copy()
+        parts: list[tuple[int, CompactArray]] = []
+        for mask, samples in self.items():
+            inside = members[samples]
+            rest[samples] = False
+            parts += [(mask | bit, samples[inside]), (mask, samples[~inside])]
+        parts.append((bit, np.flatnonzero(rest).astype(compact(self.size))))
+        self._rebuild(parts)
+        self.needed[job] = int(np.count_nonzero(members))
+
+    def delete(self, job: int) -> None:
+        """Job number `job` needs nothing any more; the cells that only its need kept apart become one."""
+        merged: dict[int, list[CompactArray]] = {}
+        for mask, samples in self.items():
+            merged.setdefault(mask & ~(1 << job), []).append(samples)
+        merged.pop(0, None)
+        self._rebuild((mask, np.concatenate(parts)) for mask, parts in merged.items())
+        self.needed[job] = 0
+
+    def items(self) -> Iterable[tuple[int, CompactArray]]:
+        """Masks and samples of the cells; the arrays must not be kept or written to."""
+        for mask, place in self._place.items():
+            if self.sizes[place]:
+                yield mask, self._samples[place][: self.sizes[place]]
+
+    def needed_by(self, jobs: Iterable[int]) -> BoolArray:
+        """Which cells all of these jobs need, shape (cells,)."""
+        mask = np.uint64(sum(1 << job for job in jobs))
+        found: BoolArray = (self.masks & mask) == mask
+        return found
+
+    def pick(self, cells: IndexArray, rng: np.random.Generator, count: int = 1) -> list[Place]:
+        """`count` distinct samples, uniform over the union of these cells, which holds at least as many."""
+        ends = np.cumsum(self.sizes[cells])
+        total = int(ends[-1])
+        drawn = (
+            np.array([int(rng.random() * total)]) if count == 1 else rng.choice(total, count, replace=False)
+        )
+        found = np.searchsorted(ends, drawn, side="right")
+        slots = drawn - ends[found] + self.sizes[cells[found]]
+        return list(zip(cells[found].tolist(), slots.tolist()))
+
+    def take(self, place: Place, jobs: int) -> int:
+        """The sample in this place, which the jobs of the mask `jobs` have needed and need no more."""
+        cell, slot = place
+        samples = self._samples[cell]
+        sample = samples[slot]
+        self.sizes[cell] -= 1
+        samples[slot] = samples[self.sizes[cell]]
+        if left := int(self.masks[cell]) & ~jobs:
+            self._add(left, sample)
+        for job in bits_of(jobs):
+            self.needed[job] -= 1
+        return int(sample)
+
+    def _add(self, mask: int, sample: np.signedinteger[Any]) -> None:
+        place = self._place.get(mask)
+        if place is None:
+            place = self._place[mask] = len(self._samples)
+            self._samples.append(np.empty(8, compact(self.size)))
+            self.masks = np.append(self.masks, np.uint64(mask))
+            self.sizes = np.append(self.sizes, 0)
+        length = int(self.sizes[place])
+        if length == len(self._samples[place]):
+            self._samples[place] = np.concatenate([self._samples[place], np.empty_like(self._samples[place])])
+        self._samples[place][length] = sample
+        self.sizes[place] += 1
+
+    def _rebuild(self, parts: Iterable[tuple[int, CompactArray]]) -> None:
+        kept = [(mask, samples) for mask, samples in parts if len(samples)]
+        self.masks = np.array([mask for mask, _ in kept], np.uint64)
+        self.sizes = np.array([len(samples) for _, samples in kept], np.int64)
+        self._place = {mask: place for place, (mask, _) in enumerate(kept)}
+        # `take` swaps within a cell, so its array must be its own.
+        self._samples = [samples.copy() for _, samples in kept]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cells with their order, which decides what a draw finds, as arrays of its own."""
+        cells = [
+            (mask, self._samples[place][: self.sizes[place]].copy()) for mask, place in self._place.items()
+        ]
+        return {"cells": cells, "needed": self.needed.copy()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` of cells of the same size gave."""
+        self.masks = np.array([mask for mask, _ in state["cells"]], np.uint64)
+        self.sizes = np.array([len(samples) for _, samples in state["cells"]], np.int64)
+        self._place = {mask: place for place, (mask, _) in enumerate(state["cells"])}
+        self._samples = [samples.copy() for _, samples in state["cells"]]
+        self.needed = state["needed"].copy()
+
+
+def bits_of(mask: int) -> Iterable[int]:
+    """The numbers of the bits that are set, lowest first."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def free_bit(taken: Iterable[int]) -> int:
+    """The lowest job number that is not taken; OptionError if all are."""
+    used = set(taken)
+    for job in range(MAX_JOBS):
+        if job not in used:
+            return job
+    raise OptionError(
+        f"{MAX_JOBS} jobs are in the group, which is the limit of this strategy; use another group"
+    )

@@ -1,0 +1,112 @@
+"""DynaGCS as the thesis has it (3.4.4): top-down sampling from an intersection tree, in two readings.
+
+Both share well, and neither is uniform where sets overlap in part: what is shared comes first. They are
+here for comparison; the shared log does the same work without that fault.
+"""
+
+from typing import Any
+
+from torch_dpflow.samplers.buffered import BufferedGroup
+from torch_dpflow.samplers.cells import bits_of
+from torch_dpflow.samplers.indices import IndexArray
+from torch_dpflow.samplers.intersection_tree import IntersectionTree
+from torch_dpflow.samplers.member import Member
+
+
+class IntersectionTreeGroup(BufferedGroup):
+    """What both readings have in common. At most 64 jobs.
+
+    Cost: O(jobs² * cells) for a round, which gives the job that asks at least one sample; O(size) for the
+    start of an epoch.
+    """
+
+    def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
+        super().__init__(size, capacity=capacity, seed=seed)
+        self._speeds: dict[int, float | None] = {}
+        self._tree = IntersectionTree(self._cells, self._speeds)
+
+    def _left(self, member: Member) -> None:
+        self._leave_tree(self._bits[member.name])
+        super()._left(member)
+
+    def _started(self, member: Member, epoch: int, done: IndexArray) -> None:
+        bit = self._bits[member.name]
+        self._leave_tree(bit)
+        super()._started(member, epoch, done)
+        self._note_speeds()
+        if self._cells.needed[bit]:
+            self._tree.insert(bit)
+
+    def _leave_tree(self, bit: int) -> None:
+        self._note_speeds()
+        self._tree.remove(bit)
+
+    def _note_speeds(self) -> None:
+        self._speeds.update((self._bits[name], member.speed) for name, member in self._members.items())
+
+    def _give(self, node: int, count: int) -> None:
+        """Sample up to `count` of what all jobs of the node need into their buffers."""
+        cells = self._cells.needed_by(bits_of(node)).nonzero()[0]
+        count = min(count, int(self._cells.sizes[cells].sum()))
+        if not count:
+            return
+        places = self._cells.pick(cells, self._rng, count)
+        # From the end of each cell, because taking a sample moves the cell's last one into its slot.
+        taken = {place: self._cells.take(place, node) for place in sorted(places, reverse=True)}
+        for name, bit in self._bits.items():
+            if node >> bit & 1:
+                self._buffers[name].extend(taken[place] for place in places)
+                if not self._cells.needed[bit]:
+                    self._leave_tree(bit)
+
+    def _details(self) -> dict[str, Any]:
+        return super()._details() | {
+            "nodes": {count: list(level) for count, level in self._tree.nodes.items()}
+        }
+
+    def _take_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
+        nodes = {count: list(level) for count, level in details["nodes"].items()}
+        super()._take_details(members, details)
+        self._tree = IntersectionTree(self._cells, self._speeds)
+        self._tree.nodes = nodes
+
+
+class DynaGCSLetterGroup(IntersectionTreeGroup):
+    """Algorithm 3.11 word for word: a round samples from every node that the asking job is in.
+
+    The jobs of a node get the samples whether or not their buffers have room, and the round goes on to
+    groups of fewer jobs when the asking job has its batch. So buffers grow, jobs that are served by turns
+    drift apart, and much is loaded for few.
+    """
+
+    strategy = "dynagcs-letter"
+
+    def _fill(self, member: Member, n: int) -> None:
+        group = _group_size(self._hungry(member))
+        for node in list(self._tree.with_job(self._bits[member.name])):
+            self._give(node, group)
+
+
+class DynaGCSGroup(IntersectionTreeGroup):
+    """The reading that serves the thesis's purpose: a round fills jobs with room and ends with the batch.
+
+    Only nodes all of whose jobs can take samples are sampled from, and only until the asking job's buffer
+    holds what it asks for.
+    """
+
+    strategy = "dynagcs"
+
+    def _fill(self, member: Member, n: int) -> None:
+        hungry = self._hungry(member)
+        group, room = _group_size(hungry), sum(1 << self._bits[m.name] for m in hungry)
+        buffer = self._buffers[member.name]
+        for node in list(self._tree.with_job(self._bits[member.name])):
+            if len(buffer) >= n:
+                return
+            if not node & ~room:
+                self._give(node, min(group, n - len(buffer)))
+
+
+def _group_size(hungry: list[Member]) -> int:
+    """How many samples a round takes from a node: half of the smallest batch (eq. 3-8), at least one."""
+    return max(1, min(member.batch_size for member in hungry) // 2)

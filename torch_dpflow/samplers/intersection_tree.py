@@ -1,0 +1,79 @@
+"""The dynamic intersection tree of DynaGCS (thesis 3.4.4): which groups of jobs are worth sampling for."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from torch_dpflow.samplers.cells import Cells, bits_of
+
+
+class IntersectionTree:
+    """Sets of jobs, by level: on level l are nodes of l + 1 jobs, each standing for what all of them need.
+
+    Every level keeps at most as many nodes as there are jobs, those of the highest contribution, so the tree
+    has O(jobs²) nodes instead of 2^jobs. A node is a mask of job numbers, as in `Cells`.
+
+    Args:
+        cells: what the jobs need; read only.
+        speeds: samples per second of each job number, None where not known. Read whenever nodes are weighed.
+    """
+
+    def __init__(self, cells: Cells, speeds: Mapping[int, float | None]) -> None:
+        self._cells = cells
+        self._speeds = speeds
+        #: Nodes by number of jobs, which is the level plus one; on each level in order of contribution.
+        self.nodes: dict[int, list[int]] = {}
+
+    @property
+    def jobs(self) -> tuple[int, ...]:
+        """The jobs in the tree."""
+        return tuple(job for leaf in self.nodes.get(1, ()) for job in bits_of(leaf))
+
+    def insert(self, job: int) -> None:
+        """A job starts an epoch: it joins every node anew, and the nodes of least contribution go."""
+        bit = 1 << job
+        self._regroup([bit, *self._all(), *(node | bit for node in self._all())])
+
+    def remove(self, job: int) -> None:
+        """A job ends its epoch or leaves: its nodes go on without it, unless only one job would be left."""
+        bit = 1 << job
+        self._regroup(node & ~bit for node in self._all() if not node & bit or (node & ~bit).bit_count() > 1)
+
+    def with_job(self, job: int) -> Iterator[int]:
+        """The nodes that a job is in, the highest level first."""
+        for count in sorted(self.nodes, reverse=True):
+            yield from [node for node in self.nodes[count] if node >> job & 1]
+
+    def contribution(self, node: int) -> float:
+        """How much a node is worth: the size of what is shared over the sizes of the sets, times the
+        likeness of the speeds (eq. 3-6)."""
+        jobs = list(bits_of(node))
+        total = int(self._cells.needed[jobs].sum())
+        shared = int(self._cells.sizes[self._cells.needed_by(jobs)].sum())
+        return shared / total * speed_likeness([self._speeds.get(job) for job in jobs]) if total else 0.0
+
+    def _all(self) -> Iterator[int]:
+        for level in self.nodes.values():
+            yield from level
+
+    def _regroup(self, nodes: Iterable[int]) -> None:
+        levels: dict[int, list[int]] = {}
+        for node in dict.fromkeys(nodes):
+            levels.setdefault(node.bit_count(), []).append(node)
+        limit = len(levels.get(1, ()))
+        self.nodes = {
+            count: sorted(level, key=self.contribution, reverse=True)[:limit]
+            for count, level in levels.items()
+        }
+
+
+def speed_likeness(speeds: Sequence[float | None]) -> float:
+    """exp(-s), with s the standard deviation of the speeds over their mean: 1 for equal speeds (eq. 3-7).
+
+    A speed that is not known counts as the mean of those that are.
+    """
+    known = np.array([speed for speed in speeds if speed is not None])
+    if not len(known):
+        return 1.0
+    mean = known.mean()
+    return float(np.exp(-np.sqrt((((known - mean) / mean) ** 2).sum() / len(speeds))))

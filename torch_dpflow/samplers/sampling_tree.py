@@ -1,0 +1,71 @@
+"""The dependent sampling tree of JOADER (sections 3 and 4): rounds of draws that coincide as often as can be.
+
+The jobs that take part in a round, in ascending order of what they have left, span a tree: its root is
+what all of them need, the smallest set's difference to it is a leaf, and the other child is the tree of
+the other sets' differences. A round walks down from the root. At each vertex the first job takes the
+intersection with the probability that its set gives it, each next one with the ratio of the two sets'
+sizes if the one before did; who takes it reads the same sample, the rest go on below. Each job for itself
+draws uniformly from its set (theorem 2), and two draws coincide with the highest probability that this
+allows (theorem 1).
+
+A vertex is a union of cells: inserting a set splits cells, deleting one merges them, and a job that sits
+out a round, because it has samples enough, costs nothing and leaves the tree of the others as it is.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from torch_dpflow.samplers.cells import Cells, Place, bits_of
+from torch_dpflow.samplers.indices import BoolArray
+
+
+def sample_round(cells: Cells, jobs: Sequence[int], rng: np.random.Generator) -> dict[int, int]:
+    """One round: for each of these jobs, all of which need something, the sample that it reads now.
+
+    O(jobs * cells), no matter how many samples there are.
+    """
+    level = sorted(jobs, key=lambda job: (cells.needed[job], job))
+    left = {job: int(cells.needed[job]) for job in level}
+    above = np.zeros(len(cells.masks), np.bool_)
+    readers: dict[Place, int] = {}
+    while level:
+        vertex = cells.needed_by(level) & ~above
+        above |= vertex
+        size = int(cells.sizes[vertex].sum())
+        takers = _takers([left[job] for job in level], size, rng)
+        if takers:
+            place = _draw(cells, vertex, rng)
+        else:
+            place, takers = _draw(cells, cells.needed_by(level[:1]) & ~above, rng), 1
+        readers[place] = readers.get(place, 0) | sum(1 << job for job in level[:takers])
+        level = level[takers:]
+        for job in level:
+            left[job] -= size
+    return _take(cells, readers)
+
+
+def _takers(left: Sequence[int], size: int, rng: np.random.Generator) -> int:
+    """How many of the jobs, ascending by what they have left, take an intersection of this size."""
+    if size == 0 or rng.random() * left[0] >= size:
+        return 0
+    takers = 1
+    # Equal sizes follow for certain; not to ask for chance there saves most of the draws of jobs in step.
+    while takers < len(left) and (
+        left[takers] == left[takers - 1] or rng.random() * left[takers] < left[takers - 1]
+    ):
+        takers += 1
+    return takers
+
+
+def _draw(cells: Cells, vertex: BoolArray, rng: np.random.Generator) -> Place:
+    return cells.pick(np.flatnonzero(vertex), rng)[0]
+
+
+def _take(cells: Cells, readers: dict[Place, int]) -> dict[int, int]:
+    drawn: dict[int, int] = {}
+    # From the end of each cell, because taking a sample moves the cell's last one into its slot.
+    for place in sorted(readers, reverse=True):
+        sample = cells.take(place, readers[place])
+        drawn.update((job, sample) for job in bits_of(readers[place]))
+    return drawn
