@@ -207,6 +207,13 @@ def test_meta_tensors_have_no_memory_to_carry(carry: Carry) -> None:
     assert (carried.device.type, carried.shape) == ("meta", (1 << 40,))
 
 
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_the_default_device_plays_no_part(carry: Carry, device: str) -> None:
+    tensor = torch.randn(200, 200)
+    with torch.device(device):
+        assert torch.equal(carry([tensor, tensor[3]])[0], tensor)
+
+
 def test_attributes_and_subclasses_stay(carry: Carry) -> None:
     plain = torch.arange(3)
     plain.label = "seven"  # type: ignore[attr-defined]

@@ -38,7 +38,9 @@ def uninstall() -> None:
 
 
 def _collate_tensors(
-    batch: Sequence[torch.Tensor], *, collate_fn_map: dict[Any, Callable[..., Any]] | None = None
+    batch: tuple[torch.Tensor, ...] | list[torch.Tensor],
+    *,
+    collate_fn_map: dict[Any, Callable[..., Any]] | None = None,
 ) -> Any:
     first = batch[0]
     if _is_dense(first) and set(map(type, batch)) == {torch.Tensor}:
@@ -46,14 +48,18 @@ def _collate_tensors(
         # not fit and tensors that require grad fail here as they do there, and then torch's function tells of
         # it.
         try:
-            return torch.stack(list(batch), 0, out=_room_for(first, len(batch)))
+            return torch.stack(batch, 0, out=_room_for(first, len(batch)))
         except RuntimeError:
             pass
     return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.is_cpu and not (tensor.is_nested or tensor.is_quantized)
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
 
 
 def _room_for(first: torch.Tensor, count: int) -> torch.Tensor:
@@ -63,5 +69,5 @@ def _room_for(first: torch.Tensor, count: int) -> torch.Tensor:
     if block is None:
         # Not torch's shared memory: its file would be made for nothing, the parcel copies small buffers
         # anyway.
-        return torch.empty(shape, dtype=first.dtype)
+        return torch.empty(shape, dtype=first.dtype, device="cpu")
     return tensor_over(storage_over(block.memory), first.dtype, shape)

@@ -23,7 +23,7 @@ def storage_over(memory: Memory) -> torch.UntypedStorage:
 
 def memory_of(storage: Any, start: int = 0, nbytes: int | None = None) -> Memory:
     """The bytes of a CPU storage, or a part of them; not a copy."""
-    empty: Any = torch.empty(0, dtype=torch.uint8)
+    empty: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
     if nbytes is None:
         nbytes = storage.nbytes()
     memory: Memory = empty.set_(storage, start, (nbytes,), (1,)).numpy()
@@ -38,7 +38,7 @@ def tensor_over(
     offset: int = 0,
 ) -> torch.Tensor:
     """A tensor over `storage`, contiguous without `stride`; a base and not a view of another tensor."""
-    empty: Any = torch.empty(0, dtype=dtype)
+    empty: Any = torch.empty(0, dtype=dtype, device="cpu")
     if stride is None:
         tensor: torch.Tensor = empty.set_(storage, offset, shape)
     else:
@@ -54,6 +54,6 @@ def address_of(array: npt.NDArray[Any]) -> int:
 
 def aligned_copy(memory: memoryview) -> Memory:
     """A writable copy that begins at a multiple of ALIGNMENT."""
-    copy: Memory = torch.empty(len(memory), dtype=torch.uint8).numpy()
+    copy: Memory = torch.empty(len(memory), dtype=torch.uint8, device="cpu").numpy()
     copy.data[:] = memory
     return copy

@@ -201,9 +201,10 @@ class _Unpacking:
     def _head(self, place: Place) -> memoryview:
         if place.block is not None:
             return self._open(place, place.block)
-        if place.frame or place.offset or not 0 <= place.size <= self._size(0):
-            raise MessageError(f"{place}: not at the start of a first frame of {self._size(0)} bytes")
-        return self._frames[0][: place.size]
+        frame = self._frame(place)
+        if place.frame or place.offset or not 0 <= place.size <= len(frame):
+            raise MessageError(f"{place}: not at the start of a first frame of {len(frame)} bytes")
+        return frame[: place.size]
 
     def _memory(self, place: Place) -> memoryview:
         memory = self._found.get(place)
@@ -214,11 +215,11 @@ class _Unpacking:
     def _find(self, place: Place) -> memoryview:
         if place.block is not None:
             return self._open(place, place.block)
+        frame = self._frame(place)
         if place.frame == 0:
-            return self._cut(place)
-        if place.offset or place.size != self._size(place.frame):
-            raise MessageError(f"{place}: not a whole frame of {len(self._frames)}")
-        frame = self._frames[place.frame]
+            return self._cut(place, frame)
+        if place.offset or place.size != len(frame):
+            raise MessageError(f"{place}: not the whole of a frame of {len(frame)} bytes")
         aligned = not frame.readonly and address_of(np.frombuffer(frame, np.uint8)) % ALIGNMENT == 0
         return frame if aligned else aligned_copy(frame).data
 
@@ -229,20 +230,18 @@ class _Unpacking:
             raise MessageError(f"{place}: size and block disagree")
         return self._reader.view(block).data
 
-    def _cut(self, place: Place) -> memoryview:
+    def _cut(self, place: Place, frame: memoryview) -> memoryview:
         if self._coalesced is None:
-            self._copy_coalesced()
-            assert self._coalesced is not None
+            head = self._table.head
+            if head.block is None:
+                self._start = head.size + -head.size % ALIGNMENT
+            self._coalesced = aligned_copy(frame[self._start :])
         start = place.offset - self._start
         if start < 0 or start % ALIGNMENT or not 0 <= place.size <= len(self._coalesced) - start:
-            raise MessageError(f"{place}: not aligned or not in the first frame of {self._size(0)} bytes")
+            raise MessageError(f"{place}: not aligned or not in the first frame of {len(frame)} bytes")
         return self._coalesced[start : start + place.size].data
 
-    def _copy_coalesced(self) -> None:
-        head = self._table.head
-        if head.block is None:
-            self._start = head.size + -head.size % ALIGNMENT
-        self._coalesced = aligned_copy(self._frames[0][self._start :])
-
-    def _size(self, frame: int) -> int:
-        return len(self._frames[frame]) if 0 <= frame < len(self._frames) else -1
+    def _frame(self, place: Place) -> memoryview:
+        if not 0 <= place.frame < len(self._frames):
+            raise MessageError(f"{place}: there are {len(self._frames)} frames")
+        return self._frames[place.frame]
