@@ -1,0 +1,200 @@
+"""Who is there: heartbeats, leases and generations.
+
+A pure state machine: `handle(event)` returns what has changed; there is no socket, thread or clock inside.
+
+A peer is a member while it is heard at least once in every lease. Each time it starts, or starts over after
+it was lost, it comes with a higher generation. One generation is a member at most once: what was lost stays
+lost, however alive it may be, because its work has been given to others. It hears that it is stale, and comes
+back under a new generation.
+
+::
+
+    Heard, new generation ──> Joined ──> Heard, same generation: the lease is renewed
+                                 │
+                                 └─────> Tick after the lease, Leave, Heard of a newer generation ──> Lost
+    Heard of a generation that is lost or replaced ──> Stale
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from torch_dpflow.errors import OptionError, OptionTypeError
+
+#: Names a service, a job or a worker, the same over all its generations.
+Peer: TypeAlias = str
+
+
+class Heard(msgspec.Struct, frozen=True, gc=False):
+    """Something came from this peer; any message is a heartbeat."""
+
+    peer: Peer
+    generation: int
+    now: float
+
+
+class Leave(msgspec.Struct, frozen=True, gc=False):
+    """This generation of the peer says goodbye."""
+
+    peer: Peer
+    generation: int
+    now: float
+
+
+class Tick(msgspec.Struct, frozen=True, gc=False):
+    """Time has passed, and everything that had arrived by then has been told."""
+
+    now: float
+
+
+Event: TypeAlias = Heard | Leave | Tick
+
+
+class Joined(msgspec.Struct, frozen=True, gc=False):
+    """This generation of the peer is a member from now on."""
+
+    peer: Peer
+    generation: int
+
+
+class Lost(msgspec.Struct, frozen=True, gc=False):
+    """This generation, which had joined, is no member any more: give its work to others."""
+
+    peer: Peer
+    generation: int
+    reason: Literal["lapsed", "left", "replaced"]
+
+
+class Stale(msgspec.Struct, frozen=True, gc=False):
+    """A generation was heard that is gone: answer it so. A generation above `newest` would be welcome."""
+
+    peer: Peer
+    generation: int
+    newest: int
+
+
+Instruction: TypeAlias = Joined | Lost | Stale
+
+
+class _Lease(msgspec.Struct):
+    generation: int
+    #: Until when the entry stands, seconds.
+    until: float
+
+
+class Membership:
+    """Keeps the leases of all peers of one service.
+
+    Only a Tick ends a lease: a service that was held up itself first tells what has arrived meanwhile, and
+    loses nobody who was there. Not thread-safe: one thread owns it. Every event is amortised O(1).
+
+    lease_s: seconds of silence after which a peer is lost, above 0.
+    remember_s: seconds for which the generation of a peer that is gone is remembered, at least `lease_s`. It
+        bounds memory; a peer that falls silent for longer and comes back under its old generation joins.
+    Raises OptionError or OptionTypeError.
+    """
+
+    def __init__(self, *, lease_s: float, remember_s: float = 3600.0) -> None:
+        self._lease_s = _seconds("lease_s", lease_s)
+        self._remember_s = _seconds("remember_s", remember_s)
+        if remember_s < lease_s:
+            raise OptionError(f"remember_s must be at least lease_s={lease_s!r}; got {remember_s!r}")
+        #: The members, next to lapse first: every renewal moves to the end, and all leases are equally long.
+        self._members: OrderedDict[Peer, _Lease] = OrderedDict()
+        #: The newest generation of peers that are gone, next to be forgotten first.
+        self._gone: OrderedDict[Peer, _Lease] = OrderedDict()
+        self._now = -math.inf
+
+    @property
+    def members(self) -> Mapping[Peer, int]:
+        """The generation of every member: a copy."""
+        return MappingProxyType({peer: lease.generation for peer, lease in self._members.items()})
+
+    @property
+    def next_lapse(self) -> float | None:
+        """When the next lease lapses unless it is renewed, seconds; None while there are no members."""
+        return next(iter(self._members.values())).until if self._members else None
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take in one event; return what has changed, in order. Time that runs backwards stands still."""
+        match event:
+            case Heard(peer, generation, now):
+                self._now = max(self._now, now)
+                return self._heard(peer, generation)
+            case Leave(peer, generation, now):
+                self._now = max(self._now, now)
+                return self._leave(peer, generation)
+            case Tick(now):
+                self._now = max(self._now, now)
+                return self._tick()
+            case _:
+                raise OptionTypeError(f"a membership handles Heard, Leave and Tick; got {event!r}")
+
+    def _heard(self, peer: Peer, generation: int) -> list[Instruction]:
+        newest = self._newest(peer)
+        member = peer in self._members
+        if newest is not None and (generation < newest or (generation == newest and not member)):
+            return [Stale(peer, generation, newest)]
+        changes: list[Instruction] = []
+        if generation != newest:
+            if newest is not None and member:
+                changes.append(Lost(peer, newest, "replaced"))
+            changes.append(Joined(peer, generation))
+        self._gone.pop(peer, None)
+        self._members[peer] = _Lease(generation, self._now + self._lease_s)
+        self._members.move_to_end(peer)
+        return changes
+
+    def _leave(self, peer: Peer, generation: int) -> list[Instruction]:
+        newest = self._newest(peer)
+        if newest is not None and generation < newest:
+            return []
+        changes: list[Instruction] = []
+        if newest is not None and peer in self._members:
+            del self._members[peer]
+            changes.append(Lost(peer, newest, "left" if generation == newest else "replaced"))
+        self._remember(peer, generation)
+        return changes
+
+    def _tick(self) -> list[Instruction]:
+        changes: list[Instruction] = []
+        while self._members:
+            peer, lease = next(iter(self._members.items()))
+            if lease.until > self._now:
+                break
+            del self._members[peer]
+            changes.append(Lost(peer, lease.generation, "lapsed"))
+            self._remember(peer, lease.generation)
+        while self._gone and next(iter(self._gone.values())).until <= self._now:
+            self._gone.popitem(last=False)
+        return changes
+
+    def _newest(self, peer: Peer) -> int | None:
+        lease = self._members.get(peer) or self._gone.get(peer)
+        return None if lease is None else lease.generation
+
+    def _remember(self, peer: Peer, generation: int) -> None:
+        self._gone[peer] = _Lease(generation, self._now + self._remember_s)
+        self._gone.move_to_end(peer)
+
+    def validate(self) -> None:
+        """Check every invariant; O(peers), for tests. Raises AssertionError."""
+        assert self._members.keys().isdisjoint(self._gone)
+        for leases, length in ((self._members, self._lease_s), (self._gone, self._remember_s)):
+            ends = [lease.until for lease in leases.values()]
+            assert ends == sorted(ends)
+            assert all(end <= self._now + length for end in ends)
+
+
+def _seconds(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise OptionTypeError(f"{name} must be a number of seconds above 0; got {value!r}")
+    if not math.isfinite(value) or value <= 0:
+        raise OptionError(f"{name} must be a finite number of seconds above 0; got {value!r}")
+    return float(value)
