@@ -95,21 +95,26 @@ class Reading(_Header, tag=6):
     """Either way: your probe is readable here, so large frames may come in your shared memory."""
 
 
-class StreamPosition(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """How many items the sender has sent on a stream. Part of `Inquiry` and `Pong`."""
+class StreamReport(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Where the sender stands on one stream. Part of `Inquiry` and `Pong`."""
 
     stream: Count
-    position: Count
+    #: Items that it has sent, and whether those were all.
+    sent: Count
+    ended: bool
+    #: Items that it has granted in all.
+    granted: Count
 
 
-#: Every open stream of the sender; the other side finds out whether an item was lost.
-Positions: TypeAlias = Annotated[list[StreamPosition], msgspec.Meta(max_length=1 << 16)]
+#: Every open stream of the sender: the other side finds out what was lost on the way, and makes up for it
+#: where that can be done.
+Reports: TypeAlias = Annotated[list[StreamReport], msgspec.Meta(max_length=1 << 16)]
 
 
 class Pong(_Header, tag=5):
     """Either way: yes. The answer to `Ping` and, after all others, to `Inquiry`."""
 
-    streams: Positions
+    streams: Reports
 
 
 # --- calls --------------------------------------------------------------------------------------------------
@@ -155,7 +160,7 @@ class Inquiry(_Header, tag=13):
     """
 
     calls: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
-    streams: Positions
+    streams: Reports
 
 
 class Missing(_Header, tag=14):

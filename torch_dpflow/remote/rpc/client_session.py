@@ -82,7 +82,7 @@ class ClientSession:
     def __init__(self, address: str, make_carrier: Callable[[], Carrier]) -> None:
         self.address = address
         self.outbox: list[Sequence[Frame]] = []
-        self.awaiteds: dict[int, Awaited] = {}
+        self.waiting: dict[int, Awaited] = {}
         self.streams: dict[int, StreamEnd] = {}
         self.stats = ClientStats()
         self._calls = CallTable()
@@ -121,7 +121,7 @@ class ClientSession:
     ) -> Awaited:
         """Open a call. Raises MessageError where it exceeds a limit."""
         call = self._calls.begin(method, body, frames, now=now, timeout_s=timeout_s)
-        awaited = self.awaiteds[call.id] = Awaited(call, decoder)
+        awaited = self.waiting[call.id] = Awaited(call, decoder)
         self.stats.calls += 1
         try:
             self._send_request(call, now)
@@ -181,7 +181,7 @@ class ClientSession:
 
     def inquire(self, now: float, patience_s: float) -> None:
         """Ask about streams and about calls older than `patience_s`; drop calls past their deadline."""
-        for awaited in list(self.awaiteds.values()):
+        for awaited in list(self.waiting.values()):
             if awaited.call.deadline <= now:
                 self.give_up(awaited, self.late(awaited.call))
         calls = self._calls.older_than(now - patience_s)
@@ -200,7 +200,7 @@ class ClientSession:
     def fail_all(self, error: DPFlowError) -> None:
         """Break everything that is open."""
         self.fail_streams(error)
-        for awaited in list(self.awaiteds.values()):
+        for awaited in list(self.waiting.values()):
             self.give_up(awaited, error)
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ class ClientSession:
         if before != header.incarnation:
             self.stats.server_restarts += 1
             self.fail_streams(PeerLostError(f"{self.address} was restarted; open the stream anew"))
-        self._send_inquiry(list(self.awaiteds))
+        self._send_inquiry(list(self.waiting))
 
     def _on_stranger(self, *_: object) -> None:
         if self._greeted:
@@ -259,14 +259,14 @@ class ClientSession:
         self._carrier.shares = True
 
     def _on_ping(self, *_: object) -> None:
-        self.send(messages.Pong(self._positions()))
+        self.send(messages.Pong(self._reports()))
 
     def _on_pong(self, header: messages.Pong, *_: object) -> None:
         for theirs in header.streams:
             stream = self.streams.get(theirs.stream)
-            error = None if stream is None else stream.state.on_position(theirs.position)
-            if stream is not None and error is not None:
-                self.abort_stream(stream, error, str(error))
+            if stream is not None:
+                error = stream.state.on_report(sent=theirs.sent, ended=theirs.ended, granted=theirs.granted)
+                self._settle(stream, error)
 
     def _on_reply(self, header: messages.Reply, frames: list[memoryview], now: float) -> None:
         # Unpacked in any case: shared memory is given back by whoever has opened it.
@@ -286,7 +286,7 @@ class ClientSession:
             awaited.error = RemoteCallError(header.text, header.kind)
 
     def _on_missing(self, header: messages.Missing, _: list[memoryview], now: float) -> None:
-        awaited = self.awaiteds.get(header.call)
+        awaited = self.waiting.get(header.call)
         if awaited is not None:
             self.stats.repeats += 1
             self._send_request(awaited.call, now)
@@ -303,8 +303,7 @@ class ClientSession:
                 stream.inbox.append(Answer(decode_body(header.body, stream.decoder), payload))
         except MessageError as malformed:
             error = malformed
-        if error is not None:
-            self.abort_stream(stream, error, str(error))
+        self._settle(stream, error)
 
     def _on_credit(self, header: messages.Credit, *_: object) -> None:
         stream = self.streams.get(header.stream)
@@ -315,10 +314,7 @@ class ClientSession:
         stream = self.streams.get(header.stream)
         if stream is None:
             return
-        error = stream.state.on_end(header.position)
-        if error is not None:
-            self.abort_stream(stream, error, str(error))
-        self._drop_if_over(stream)
+        self._settle(stream, stream.state.on_end(header.position))
 
     def _on_abort(self, header: messages.Abort, *_: object) -> None:
         stream = self.streams.pop(header.stream, None)
@@ -342,17 +338,22 @@ class ClientSession:
         )
 
     def _send_inquiry(self, calls: list[int]) -> None:
-        self.send(messages.Inquiry(calls, self._positions()))
+        self.send(messages.Inquiry(calls, self._reports()))
 
-    def _positions(self) -> list[messages.StreamPosition]:
-        return [messages.StreamPosition(stream.id, stream.state.sent) for stream in self.streams.values()]
+    def _reports(self) -> list[messages.StreamReport]:
+        return [messages.StreamReport(stream.id, *stream.state.report()) for stream in self.streams.values()]
 
     def _finish(self, call_id: int) -> Awaited | None:
         self._calls.finish(call_id)
-        awaited = self.awaiteds.pop(call_id, None)
+        awaited = self.waiting.pop(call_id, None)
         if awaited is None:
             self.stats.late += 1
         return awaited
+
+    def _settle(self, stream: StreamEnd, error: DPFlowError | None) -> None:
+        if error is not None:
+            self.abort_stream(stream, error, str(error))
+        self._drop_if_over(stream)
 
     def _drop_if_over(self, stream: StreamEnd) -> None:
         if stream.state.over:

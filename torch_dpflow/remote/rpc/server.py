@@ -231,15 +231,15 @@ class RpcServer:
         session.carrier.shares = True
 
     def _on_ping(self, session: Session, *_: object) -> None:
-        session.send(messages.Pong(session.positions()))
+        session.send(messages.Pong(session.reports()))
 
     def _on_pong(self, session: Session, header: messages.Pong, *_: object) -> None:
-        self._streams.check_positions(session, header.streams)
+        self._streams.on_reports(session, header.streams)
 
     def _on_inquiry(self, session: Session, header: messages.Inquiry, *_: object) -> None:
         self._calls.on_inquiry(session, header.calls)
-        self._streams.check_positions(session, header.streams)
-        session.send(messages.Pong(session.positions()))
+        self._streams.on_reports(session, header.streams)
+        session.send(messages.Pong(session.reports()))
 
 
 def _check_name(method: str) -> None:

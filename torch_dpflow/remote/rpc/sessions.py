@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from torch_dpflow.errors import DPFlowError, PeerLostError
-from torch_dpflow.remote.messages import Header, Item, Ping, Reply, StreamPosition, encode
+from torch_dpflow.remote.messages import Header, Item, Ping, Reply, StreamReport, encode
 from torch_dpflow.remote.rpc.incoming import IncomingStream
 from torch_dpflow.remote.rpc.payload import Carrier
 from torch_dpflow.remote.transport.base import Frame
@@ -74,9 +74,9 @@ class Session:
         for stream in streams.values():
             stream.lose(error)
 
-    def positions(self) -> list[StreamPosition]:
-        """How much was sent on each stream."""
-        return [StreamPosition(stream.id, stream.state.sent) for stream in self.streams.values()]
+    def reports(self) -> list[StreamReport]:
+        """Where this side stands on each stream."""
+        return [StreamReport(stream.id, *stream.state.report()) for stream in self.streams.values()]
 
     def begin_anew(self, carrier: Carrier) -> None:
         """The client has lost track of this session, though not of its calls."""

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from torch_dpflow.errors import DPFlowError, MessageError, RemoteCallError
+from torch_dpflow.errors import DPFlowError, MessageError, PeerLostError, RemoteCallError
 from torch_dpflow.remote import messages
 from torch_dpflow.remote.messages import body_decoder, decode_body
 from torch_dpflow.remote.rpc.incoming import IncomingStream, StreamHandler, describe
@@ -81,10 +81,8 @@ class StreamService:
         error = stream.state.on_end(header.position)
         if error is not None:
             self._break(stream, error)
-            return
-        self._guard(stream, stream.handler.ended)
-        if stream.state.over:
-            session.forget(stream)
+        else:
+            self._on_end(session, stream)
 
     def on_abort(self, session: Session, header: messages.Abort, *_: object) -> None:
         """A client breaks a stream."""
@@ -92,18 +90,31 @@ class StreamService:
         if stream is not None:
             stream.lose(RemoteCallError(header.text, header.kind))
 
-    def check_positions(self, session: Session, positions: list[messages.StreamPosition]) -> None:
-        """A client says how much it has sent: break what has lost an item, or is not known here."""
-        for theirs in positions:
-            stream = session.streams.get(theirs.stream)
+    def on_reports(self, session: Session, reports: list[messages.StreamReport]) -> None:
+        """A client lists its open streams: make up for what was lost on the way, or break the stream."""
+        listed = {report.stream for report in reports}
+        for dropped in [stream for stream in session.streams.values() if stream.id not in listed]:
+            session.forget(dropped)
+            dropped.lose(PeerLostError("the client has dropped the stream"))
+        for report in reports:
+            stream = session.streams.get(report.stream)
             if stream is None:
-                session.send(
-                    messages.Abort(theirs.stream, "PeerLostError", "the server does not know this stream")
-                )
-                continue
-            error = stream.state.on_position(theirs.position)
-            if error is not None:
-                self._break(stream, error)
+                unknown = "the server does not know this stream"
+                session.send(messages.Abort(report.stream, "PeerLostError", unknown))
+            else:
+                self._on_report(session, stream, report)
+
+    def _on_report(self, session: Session, stream: IncomingStream, report: messages.StreamReport) -> None:
+        state = stream.state
+        could_send, had_ended = stream.credit > 0, state.peer_ended
+        error = state.on_report(sent=report.sent, ended=report.ended, granted=report.granted)
+        if error is not None:
+            self._break(stream, error)
+            return
+        if stream.credit and not could_send:
+            self._guard(stream, stream.handler.writable)
+        if state.peer_ended and not had_ended:
+            self._on_end(session, stream)
 
     def _open(self, session: Session, header: messages.Open, payload: list[memoryview]) -> IncomingStream:
         if header.stream in session.streams or len(session.streams) >= self._max_streams:
@@ -126,6 +137,11 @@ class StreamService:
         )
         stream.handler = method.factory(stream)
         return stream
+
+    def _on_end(self, session: Session, stream: IncomingStream) -> None:
+        self._guard(stream, stream.handler.ended)
+        if stream.state.over:
+            session.forget(stream)
 
     def _guard(self, stream: IncomingStream, action: Callable[[], None]) -> None:
         try:

@@ -69,9 +69,7 @@ class StreamState:
     def on_item(self, position: int) -> DPFlowError | None:
         """An item came in; the error that it breaks the stream with, if it does."""
         if position > self.received:
-            return PeerLostError(
-                f"{position - self.received} items of a stream were lost on the way; open it anew"
-            )
+            return self._lost_before(position)
         if position < self.received or self.peer_ended or self.received >= self.granted:
             return MessageError(
                 f"item {position} of a stream: expected {self.received}, with {self.granted} granted"
@@ -80,17 +78,9 @@ class StreamState:
         self.received += 1
         return None
 
-    def on_position(self, position: int) -> DPFlowError | None:
-        """The peer says how many items it has sent; an error where some of them did not arrive."""
-        if position == self.received:
-            return None
-        return PeerLostError(
-            f"{position - self.received} items of a stream were lost on the way; open it anew"
-        )
-
     def on_end(self, position: int) -> DPFlowError | None:
-        """The peer says that no more items come; an error where some of them did not arrive."""
-        error = self.on_position(position)
+        """The peer says that no more items come; the error that this breaks the stream with, if it does."""
+        error = self._lost_before(position)
         if error is None:
             self.peer_ended = True
         return error
@@ -98,6 +88,13 @@ class StreamState:
     def on_credit(self, items: int) -> None:
         """The peer grants `items` in all."""
         self.may_send = max(self.may_send, items)
+
+    def on_report(self, *, sent: int, ended: bool, granted: int) -> DPFlowError | None:
+        """The peer says where it stands: makes up for a lost end or credit; a lost item breaks the stream."""
+        self.on_credit(granted)
+        if ended and not self.peer_ended:
+            return self.on_end(sent)
+        return self._lost_before(sent)
 
     def consume(self) -> int | None:
         """One received item is used up; the total to grant, where it is time to say so.
@@ -112,6 +109,14 @@ class StreamState:
             return None
         self.granted = self.consumed + self.window
         return self.granted
+
+    def report(self) -> tuple[int, bool, int]:
+        """Where this side stands: what `on_report` of the peer takes."""
+        return self.sent, self.ended, self.granted
+
+    def _lost_before(self, position: int) -> DPFlowError | None:
+        lost = position - self.received
+        return PeerLostError(f"{lost} items of a stream were lost on the way; open it anew") if lost else None
 
     def validate(self) -> None:
         """Raise AssertionError unless the counts agree."""

@@ -1,0 +1,330 @@
+"""The pure parts of rpc: open calls, remembered replies, stream order and credit, sessions."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from torch_dpflow.errors import DPFlowError, MessageError, PeerLostError, StateError
+from torch_dpflow.remote.messages import EMPTY_BODY
+from torch_dpflow.remote.rpc.calls import CallTable, OpenCall
+from torch_dpflow.remote.rpc.payload import Carrier
+from torch_dpflow.remote.rpc.replies import ReplyMemory, Verdict
+from torch_dpflow.remote.rpc.sessions import ServerStats, Session, SessionTable
+from torch_dpflow.remote.rpc.streams import StreamState
+
+# --- open calls ---
+
+
+def begin(table: CallTable, now: float = 0.0) -> OpenCall:
+    return table.begin("m", msgspec.Raw(EMPTY_BODY), (), now=now, timeout_s=10)
+
+
+def test_settled_is_the_oldest_open_call() -> None:
+    table = CallTable()
+    assert table.settled == 1
+    first, second, third = (begin(table) for _ in range(3))
+    assert table.settled == first.id == 1
+    table.finish(second.id)
+    assert table.settled == 1
+    table.finish(first.id)
+    assert table.settled == third.id
+    table.finish(third.id)
+    assert table.settled == 4
+    assert len(table) == 0
+
+
+def test_answered_lists_once_what_settled_does_not_tell() -> None:
+    table = CallTable()
+    calls = [begin(table) for _ in range(5)]
+    table.finish(calls[3].id)
+    table.finish(calls[1].id)
+    assert sorted(table.take_answered()) == [2, 4]
+    assert table.take_answered() == []
+    table.finish(calls[2].id)
+    table.finish(calls[0].id)
+    assert table.take_answered() == []  # below settled, which is 5
+
+
+def test_calls_that_wait_for_long_are_found() -> None:
+    table = CallTable()
+    old, _young = begin(table, now=1.0), begin(table, now=3.0)
+    assert table.older_than(2.0) == [old.id]
+    assert table.finish(old.id) is old
+    assert table.finish(old.id) is None
+    assert table.older_than(2.0) == []
+
+
+# --- remembered replies ---
+
+
+class RepeatedCalls(RuleBasedStateMachine):
+    """Clients that repeat, settle and forget in any order, against a plain model."""
+
+    CAPACITY, MOST = 100, 6
+    clients = st.sampled_from([b"a", b"b"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: ReplyMemory[int] = ReplyMemory(capacity_bytes=self.CAPACITY, max_open=self.MOST)
+        self.executed: set[tuple[bytes, int]] = set()
+        self.running: list[tuple[bytes, int]] = []
+        self.open: dict[bytes, set[int]] = {b"a": set(), b"b": set()}
+        self.last = {b"a": 0, b"b": 0}
+        self.answered: dict[bytes, list[int]] = {b"a": [], b"b": []}
+
+    def settled(self, client: bytes) -> int:
+        return min(self.open[client], default=self.last[client] + 1)
+
+    def send(self, client: bytes, call: int) -> None:
+        answered, self.answered[client] = self.answered[client], []
+        verdict, reply = self.memory.admit(client, call, settled=self.settled(client), answered=answered)
+        if verdict is Verdict.EXECUTE:
+            assert (client, call) not in self.executed, "executed twice"
+            self.executed.add((client, call))
+            self.running.append((client, call))
+        elif verdict is Verdict.REPEAT:
+            assert reply == call
+        elif verdict is Verdict.RUNNING:
+            assert (client, call) in self.running
+        elif verdict is Verdict.FORGOTTEN:
+            assert (client, call) in self.executed
+        elif verdict is Verdict.OVERLOADED:
+            assert len(self.open[client]) > self.MOST
+
+    @rule(client=clients)
+    def call(self, client: bytes) -> None:
+        self.last[client] += 1
+        self.open[client].add(self.last[client])
+        self.send(client, self.last[client])
+
+    @precondition(lambda self: any(self.open.values()))
+    @rule(data=st.data())
+    def repeat(self, data: st.DataObject) -> None:
+        client, call = data.draw(st.sampled_from([(c, n) for c in self.open for n in sorted(self.open[c])]))
+        self.send(client, call)
+
+    @precondition(lambda self: any(self.open.values()))
+    @rule(data=st.data())
+    def inquire(self, data: st.DataObject) -> None:
+        client, call = data.draw(st.sampled_from([(c, n) for c in self.open for n in sorted(self.open[c])]))
+        verdict, reply = self.memory.look_up(client, call)
+        assert (verdict is Verdict.REPEAT) == (reply is not None)
+        assert (verdict is Verdict.EXECUTE) == ((client, call) not in self.executed)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), nbytes=st.integers(0, 150))
+    def finish(self, data: st.DataObject, nbytes: int) -> None:
+        client, call = data.draw(st.sampled_from(self.running))
+        self.running.remove((client, call))
+        wanted = self.memory.finish(client, call, call, nbytes=nbytes)
+        assert wanted or call not in self.open[client]
+
+    @precondition(lambda self: any(self.open.values()))
+    @rule(data=st.data())
+    def settle(self, data: st.DataObject) -> None:
+        client, call = data.draw(st.sampled_from([(c, n) for c in self.open for n in sorted(self.open[c])]))
+        self.open[client].discard(call)
+        self.answered[client].append(call)
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.memory.validate()
+
+
+TestRepeatedCalls = RepeatedCalls.TestCase
+TestRepeatedCalls.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_reply_that_is_not_kept_is_executed_again() -> None:
+    memory: ReplyMemory[str] = ReplyMemory(capacity_bytes=10, max_open=4)
+    assert memory.admit(b"c", 1)[0] is Verdict.EXECUTE
+    assert memory.admit(b"c", 1)[0] is Verdict.RUNNING
+    assert memory.finish(b"c", 1, "answer", nbytes=3, keep=False)
+    assert memory.admit(b"c", 1)[0] is Verdict.EXECUTE
+    assert memory.nbytes == 0
+
+
+def test_oldest_reply_makes_room_and_is_never_executed_again() -> None:
+    memory: ReplyMemory[str] = ReplyMemory(capacity_bytes=10, max_open=4)
+    for call in (1, 2, 3):
+        memory.admit(b"c", call)
+        memory.finish(b"c", call, f"answer {call}", nbytes=5)
+    assert memory.admit(b"c", 1) == (Verdict.FORGOTTEN, None)
+    assert memory.admit(b"c", 3) == (Verdict.REPEAT, "answer 3")
+    memory.admit(b"c", 4, settled=4)
+    assert memory.nbytes == 0
+    assert memory.admit(b"c", 2) == (Verdict.SETTLED, None)
+
+
+def test_answered_calls_are_forgotten_beside_one_that_is_open() -> None:
+    memory: ReplyMemory[str] = ReplyMemory(capacity_bytes=1000, max_open=3)
+    memory.admit(b"c", 1)
+    for call in range(2, 200):
+        answered = [call - 1] if call > 2 else []
+        assert memory.admit(b"c", call, settled=1, answered=answered)[0] is Verdict.EXECUTE
+        memory.finish(b"c", call, "x", nbytes=5)
+    assert memory.nbytes == 5
+
+
+def test_client_with_too_much_open_is_refused_and_others_are_not() -> None:
+    memory: ReplyMemory[str] = ReplyMemory(capacity_bytes=1000, max_open=2)
+    verdicts = [memory.admit(b"c", call)[0] for call in (1, 2, 3)]
+    assert verdicts == [Verdict.EXECUTE, Verdict.EXECUTE, Verdict.OVERLOADED]
+    assert memory.admit(b"d", 1)[0] is Verdict.EXECUTE
+
+
+# --- streams ---
+
+
+class TwoEnds(RuleBasedStateMachine):
+    """Two ends of a stream and the two ordered channels between them."""
+
+    window = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = {0: StreamState(window=self.window), 1: StreamState(window=self.window)}
+        self.channels: dict[int, deque[tuple[str, int]]] = {0: deque(), 1: deque()}
+        for side, end in self.ends.items():
+            end.on_credit(self.ends[1 - side].granted)
+
+    sides = st.sampled_from([0, 1])
+
+    @rule(side=sides)
+    def send(self, side: int) -> None:
+        end = self.ends[side]
+        if end.credit:
+            self.channels[side].append(("item", end.send()))
+        else:
+            with pytest.raises((StateError, DPFlowError)):
+                end.send()
+
+    @rule(side=sides)
+    def end(self, side: int) -> None:
+        position = self.ends[side].end()
+        if position is not None:
+            self.channels[side].append(("end", position))
+
+    @rule(side=sides)
+    def deliver(self, side: int) -> None:
+        if not self.channels[side]:
+            return
+        kind, value = self.channels[side].popleft()
+        other = self.ends[1 - side]
+        error = None
+        if kind == "item":
+            error = other.on_item(value)
+        elif kind == "end":
+            error = other.on_end(value)
+        else:
+            other.on_credit(value)
+        assert error is None
+
+    @rule(side=sides)
+    def consume(self, side: int) -> None:
+        end = self.ends[side]
+        if end.consumed == end.received:
+            with pytest.raises(StateError):
+                end.consume()
+            return
+        credit = end.consume()
+        if credit is not None:
+            self.channels[side].append(("credit", credit))
+
+    @invariant()
+    def bounds_hold(self) -> None:
+        for side, end in self.ends.items():
+            end.validate()
+            in_flight = sum(kind == "item" for kind, _ in self.channels[side])
+            other = self.ends[1 - side]
+            assert in_flight + other.received - other.consumed <= self.window
+
+    def teardown(self) -> None:
+        # Nothing can be stuck: once all is delivered and consumed, each end may send again.
+        for _ in range(3):
+            for side in (0, 1):
+                while self.channels[side]:
+                    self.deliver(side=side)
+                while self.ends[side].consumed < self.ends[side].received:
+                    self.consume(side=side)
+        for side, end in self.ends.items():
+            assert end.ended or self.ends[1 - side].error or end.credit > 0
+
+
+TestTwoEnds = TwoEnds.TestCase
+TestTwoEnds.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_gap_in_a_stream_is_a_loss() -> None:
+    end = StreamState(window=4)
+    assert end.on_item(0) is None
+    assert isinstance(end.on_item(2), PeerLostError)
+    assert isinstance(end.on_end(2), PeerLostError)
+    assert isinstance(end.on_report(sent=3, ended=False, granted=0), PeerLostError)
+    assert isinstance(end.on_report(sent=3, ended=True, granted=0), PeerLostError)
+
+
+def test_report_makes_up_for_a_lost_end_and_a_lost_credit() -> None:
+    end = StreamState(window=4)
+    assert end.on_item(0) is None
+    assert end.on_report(sent=1, ended=False, granted=3) is None
+    assert (end.credit, end.peer_ended) == (3, False)
+    assert end.on_report(sent=1, ended=True, granted=2) is None
+    assert (end.credit, end.peer_ended) == (3, True)
+    assert end.report() == (0, False, 4)
+
+
+def test_item_beyond_the_credit_or_twice_is_malformed() -> None:
+    end = StreamState(window=1)
+    assert end.on_item(0) is None
+    assert isinstance(end.on_item(0), MessageError)
+    assert isinstance(end.on_item(1), MessageError)
+    end.consume()
+    assert end.on_item(1) is None
+    assert end.on_end(2) is None
+    assert isinstance(end.on_item(2), MessageError)
+
+
+def test_broken_stream_raises_what_broke_it() -> None:
+    end = StreamState(window=1)
+    end.on_credit(5)
+    assert end.fail(PeerLostError("gone"))
+    assert not end.fail(PeerLostError("gone again"))
+    assert end.over
+    assert end.credit == 0
+    with pytest.raises(PeerLostError, match=r"^gone$"):
+        end.send()
+    assert end.end() is None
+
+
+# --- sessions ---
+
+
+def make_session(client: bytes, sent: list[bytes], *, reachable: bool = True) -> Session:
+    def send(peer: bytes, frames: object) -> bool:
+        sent.append(peer)
+        return reachable
+
+    return Session(client, Carrier(max_bytes=1, shared_bytes=0, compress=False), send, ServerStats())
+
+
+def test_longest_silent_session_makes_room() -> None:
+    dropped: list[bytes] = []
+    table = SessionTable(most=2, idle_s=10, ping_s=1, drop=lambda session: dropped.append(session.client))
+    for now, client in enumerate([b"a", b"b"]):
+        table.add(make_session(client, []), now)
+    assert table.heard(b"a", 2) is not None
+    table.add(make_session(b"c", []), 3)
+    assert dropped == [b"b"]
+    assert table.heard(b"b", 4) is None
+    table.tick(now=12)
+    assert dropped == [b"b", b"a"]
+    table.clear()
+    assert dropped == [b"b", b"a", b"c"]
+    assert len(table) == 0
