@@ -118,7 +118,6 @@ class TestPinning:
         assert told(scheduler, Join(1, 0.0)) == [Revoke(0, [3]), Assign(1, [3])]
         assert told(scheduler, finish(1, 3)) == [Deliver(3, 1), Starved([1])]
 
-
     def test_they_fill_the_room_that_a_theft_leaves(self):
         scheduler = Scheduler(window=2)
         told(scheduler, submit(1), submit(2), Join(0, 0.0), submit(3, to=0))
