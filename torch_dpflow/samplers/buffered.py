@@ -1,4 +1,4 @@
-"""Groups that draw for several jobs at once and keep each one's samples in a buffer until it asks for them."""
+"""Groups that draw for several jobs at once and keep each one's samples in a buffer until it asks."""
 
 from abc import abstractmethod
 from collections import deque

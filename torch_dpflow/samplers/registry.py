@@ -32,8 +32,12 @@ def sampling_group(strategy: str, size: int, *, capacity: int | None = None, see
     Raises:
         OptionError: no strategy has that name, or a number is out of range.
     """
+    return STRATEGIES[check_strategy(strategy)](size, capacity=capacity, seed=seed)
+
+
+def check_strategy(strategy: str) -> str:
+    """`strategy` if it is a name in `STRATEGIES`; else OptionError."""
     if strategy not in STRATEGIES:
-        raise OptionError(
-            f"strategy={strategy!r} is unknown; choose one of {', '.join(map(repr, STRATEGIES))}"
-        )
-    return STRATEGIES[strategy](size, capacity=capacity, seed=seed)
+        names = ", ".join(map(repr, STRATEGIES))
+        raise OptionError(f"strategy={strategy!r} is unknown; choose one of {names}")
+    return strategy

@@ -1,0 +1,114 @@
+"""One epoch for several ranks (DDP): how long each rank's part is, and who gets what."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from torch_dpflow.samplers.group import SamplingGroup
+from torch_dpflow.samplers.indices import CompactArray, IndexArray, check_whole
+
+_NOTHING: IndexArray = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class RankShares:
+    """How an epoch of `length` samples is made even for `replicas` ranks: DistributedSampler's rule.
+
+    With `drop_last` the tail goes; otherwise the order is repeated from its start until it is even.
+    """
+
+    length: int
+    replicas: int
+    drop_last: bool
+
+    @property
+    def per_rank(self) -> int:
+        """Samples that each rank gets."""
+        return self.length // self.replicas if self.drop_last else -(-self.length // self.replicas)
+
+    @property
+    def total(self) -> int:
+        """Samples that all ranks get together."""
+        return self.per_rank * self.replicas
+
+    def of(self, order: CompactArray, rank: int) -> CompactArray:
+        """One rank's part of an order: every `replicas`-th sample, as DistributedSampler deals them."""
+        even = np.resize(order, self.total) if self.total > len(order) else order[: self.total]
+        part: CompactArray = even[rank :: self.replicas]
+        return part
+
+
+class GlobalBatches:
+    """The epoch that a job of a group is in, as batches for all its ranks together.
+
+    Args:
+        batch_size: samples for each rank.
+        position: samples, of all ranks, that were drawn before; the group has been told of them.
+        head: the first of the epoch, as `head` gave them then; needed to fill up an uneven end.
+    """
+
+    def __init__(
+        self,
+        group: SamplingGroup,
+        job: str,
+        shares: RankShares,
+        batch_size: int,
+        *,
+        position: int = 0,
+        head: IndexArray = _NOTHING,
+    ) -> None:
+        self._group = group
+        self._job = job
+        self._shares = shares
+        self._batch_size = batch_size
+        #: Samples of the epoch that were drawn, those that fill it up included.
+        self.position = position
+        #: Its first samples, at most one for each rank.
+        self.head = head
+
+    def draw(self, now: float | None = None) -> IndexArray:
+        """The next global batch, which divides evenly among the ranks; empty at the end of the epoch."""
+        size = min(self._batch_size * self._shares.replicas, self._shares.total - self.position)
+        if not size:
+            return _NOTHING
+        fresh = self._group.next(self._job, size, now) if self.position < self._shares.length else _NOTHING
+        if len(self.head) < self._shares.replicas:
+            self.head = np.concatenate([self.head, fresh])[: self._shares.replicas]
+        self.position += size
+        if len(fresh) == size:
+            return fresh
+        return np.concatenate([fresh, np.resize(self.head, size - len(fresh))])
+
+
+def rank_slice(batch: IndexArray, rank: int, replicas: int) -> IndexArray:
+    """A rank's part of a global batch: consecutive samples, so that rank 0 has the first ones."""
+    part = len(batch) // replicas
+    return batch[rank * part : (rank + 1) * part]
+
+
+class RankSlices:
+    """One draw for all ranks of a job: the first to ask draws a global batch, the others get their slices.
+
+    For whoever serves the ranks of a job from one place. Slices wait until their ranks ask.
+    """
+
+    def __init__(self, batches: GlobalBatches, replicas: int) -> None:
+        self._batches = batches
+        self._waiting: list[deque[IndexArray]] = [deque() for _ in range(replicas)]
+
+    def next(self, rank: int, now: float | None = None) -> IndexArray:
+        """The rank's slice of its next global batch; empty at the end of the epoch.
+
+        Raises:
+            OptionError: there is no such rank.
+        """
+        replicas = len(self._waiting)
+        rank = check_whole("rank", rank, minimum=0, maximum=replicas - 1)
+        if not self._waiting[rank]:
+            batch = self._batches.draw(now)
+            if not len(batch):
+                return batch
+            for other, slices in enumerate(self._waiting):
+                slices.append(rank_slice(batch, other, replicas))
+        return self._waiting[rank].popleft()

@@ -1,0 +1,263 @@
+"""DynaGCSSampler: an order for torch's DataLoader or ours, private or shared with other jobs."""
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from torch_dpflow.errors import OptionError, StateError, UsageError
+from torch_dpflow.samplers.arguments import check_group, given_indices, length_of, own_rank
+from torch_dpflow.samplers.group import SamplingGroup
+from torch_dpflow.samplers.indices import MAX_SEED, CompactArray, check_number, check_whole, permutation
+from torch_dpflow.samplers.passes import Pass, PrivatePass, SharedPass
+from torch_dpflow.samplers.ranks import RankShares
+from torch_dpflow.samplers.registry import check_strategy
+
+STATE_VERSION = 1
+#: Samples that are drawn from a group at once where the batch size is not told.
+_DRAWN_AT_ONCE = 64
+
+
+class DynaGCSSampler(Sampler[int]):
+    """Random order without repetition; in a group, one that reads what other jobs have just loaded.
+
+    Alone it is torch's sampler: the order of an epoch is ``torch.randperm`` of a generator seeded with
+    ``seed + epoch``. With `num_replicas` or an initialised torch.distributed it has DistributedSampler's
+    contract to the letter: padding, `drop_last`, `set_epoch`. Without, it has RandomSampler's: every
+    iteration is a new epoch, and `set_epoch` says which one is next.
+
+    In a group it is a job of its own. Its epochs are permutations of its set too, uniform ones under the
+    default strategy, but which one depends on what the other jobs do meanwhile. Ranks get consecutive
+    slices of each global batch; each rank's process has a copy of the group and draws the whole batch, so
+    the ranks agree as long as they make the same calls.
+
+    One thread at a time may use the samplers of a group. A sampler pickles, with a copy of its group.
+
+    Args:
+        data_source: a data set, of which all positions are read; or a sequence, array, tensor or range of
+        whole
+            numbers: the indices to read.
+        group: the jobs to share with, `sampling_group(...)`; None: alone. batch_size: samples that a rank
+        takes at once; used in a group, where None draws 64 at a time. num_replicas: number of ranks; by
+        default torch.distributed's, if it is initialised, else 1. rank: which of them this is; by default
+        torch.distributed's, if it is initialised, else 0. shuffle: False reads the indices in the order
+        given; not in a group. seed: decides the order. In one group give all jobs the same seed, or seeds
+        that lie far apart: seed 1 in
+            epoch 0 is seed 0 in epoch 1.
+        drop_last: leave out the tail that does not divide evenly among the ranks, instead of repeating
+        samples. strategy: how the group shares; must be the group's. Without a group nothing is shared.
+        independence: share of the picks, 0 to 1, that ignore what others have loaded; see
+        `SharedLogGroup`.
+
+    Raises:
+        OptionError: a value is out of range, or the group is of another strategy or size.
+        OptionTypeError: an argument is of the wrong type.
+    """
+
+    def __init__(
+        self,
+        data_source: Sized,
+        *,
+        group: SamplingGroup | None = None,
+        batch_size: int | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        strategy: str = "shared-log",
+        independence: float = 0.0,
+    ) -> None:
+        self._indices = given_indices(data_source)
+        self._length = length_of(data_source) if self._indices is None else len(self._indices)
+        self.num_replicas, self.rank, self._is_distributed = own_rank(num_replicas, rank)
+        self._shares = RankShares(self._length, self.num_replicas, bool(drop_last))
+        self.shuffle = bool(shuffle)
+        self.seed = check_whole("seed", seed, minimum=0, maximum=MAX_SEED)
+        if batch_size is not None:
+            check_whole("batch_size", batch_size, minimum=1)
+        self.batch_size = batch_size
+        self.independence = check_number("independence", independence, low=0, high=1)
+        self.strategy = check_strategy(strategy)
+        self._epoch = 0
+        #: The iteration that `state_dict` speaks of; None: the next one is to begin an epoch or to resume.
+        self._latest: Pass | None = None
+        #: Position and shared state that were loaded, until the next iteration.
+        self._resume: tuple[int, dict[str, Any] | None] | None = None
+        #: What draws from the group; its iterator may live on after `_latest` is forgotten.
+        self._running: SharedPass | None = None
+        self.group = group
+        self._job: str | None = None if group is None else self._join(group)
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether the uneven tail is left out."""
+        return self._shares.drop_last
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way; before the first iteration, and after `set_epoch`, the next one."""
+        return self._epoch
+
+    @property
+    def job(self) -> str | None:
+        """The name of this job in its group."""
+        return self._job
+
+    def __len__(self) -> int:
+        """Samples that this rank reads in an epoch."""
+        return self._shares.per_rank
+
+    def __iter__(self) -> Iterator[int]:
+        """Begin an epoch, or go on in the one whose state was loaded.
+
+        Raises:
+            UsageError: the sampler has left its group.
+        """
+        if self.group is not None and self._job is None:
+            raise UsageError("the sampler has left its group; make a new one to join again")
+        position, shared = self._resume or (0, None)
+        # RandomSampler draws anew for each iteration, DistributedSampler only after set_epoch().
+        finished = self._latest is not None or (self._resume is not None and position >= len(self))
+        if finished and not self._is_distributed:
+            self._epoch += 1
+        if finished:
+            position, shared = 0, None
+        self._latest, self._resume = self._begin(position, shared), None
+        return iter(self._latest)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration reads this epoch. A position that was loaded stays if it is of the same epoch.
+
+        Raises:
+            OptionError: `epoch` is negative or too large.
+        """
+        epoch = check_whole("epoch", epoch, minimum=0, maximum=MAX_SEED - self.seed)
+        if epoch != self._epoch:
+            self._resume = None
+        self._epoch, self._latest = epoch, None
+
+    def leave(self) -> None:
+        """Leave the group, which then reckons with this job no more. May be called twice."""
+        if self.group is not None and self._job is not None:
+            self.group.leave(self._job)
+            self._job = None
+            self._end_running()
+
+    def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
+        """Where the sampler is, as plain data; no side effect. O(1) alone, O(samples) in a group.
+
+        Args:
+            consumed: how many of the epoch's samples this rank has used, where a loader draws ahead of
+            what it
+                delivers; None: all that were yielded.
+
+        Raises:
+            OptionError: `consumed` is below 0, or more than were yielded.
+        """
+        position, shared = self._standing(consumed)
+        return self._identity() | {"epoch": self._epoch, "position": position, "shared": shared}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a sampler with the same arguments was: the next iteration yields the rest of its epoch.
+
+        Where nothing is left of that epoch, the next iteration is a whole one. In a group, what was drawn
+        but not consumed comes first, then whatever the job has not read yet.
+
+        Raises:
+            StateError: the state is of other data, or other arguments; or it is damaged.
+        """
+        epoch, position = self._checked(state)
+        self._epoch, self._latest = epoch, None
+        self._resume = position, state["shared"]
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _begin(self, position: int, shared: dict[str, Any] | None) -> Pass:
+        self._end_running()
+        if self.group is None or self._job is None:
+            return PrivatePass(self._epoch, position, self._shares.of(self._order(), self.rank))
+        self._running = SharedPass(
+            self._epoch,
+            group=self.group,
+            job=self._job,
+            shares=self._shares,
+            rank=self.rank,
+            batch_size=self.batch_size or _DRAWN_AT_ONCE,
+            state=shared,
+            position=position,
+        )
+        return self._running
+
+    def _order(self) -> CompactArray:
+        """The order of all ranks together."""
+        order: CompactArray = np.arange(self._length)
+        if self.shuffle:
+            order = permutation(self._length, self.seed, self._epoch)
+        return order if self._indices is None else self._indices[order]
+
+    def _end_running(self) -> None:
+        if self._running is not None:
+            self._running.is_over = True
+
+    def _standing(self, consumed: int | None) -> tuple[int, dict[str, Any] | None]:
+        latest = self._latest
+        if latest is None:
+            position, shared = self._resume or (0, None)
+            if consumed is not None and consumed != position:
+                raise OptionError(
+                    f"consumed={consumed}, but the sampler stands at {position} and yielded none"
+                )
+            return position, shared
+        if consumed is None:
+            return latest.position, latest.shared_state(latest.position)
+        consumed = check_whole("consumed", consumed, minimum=0, maximum=latest.position)
+        return consumed, latest.shared_state(consumed)
+
+    def _checked(self, state: dict[str, Any]) -> tuple[int, int]:
+        if not isinstance(state, dict) or not {"version", "position", "shared"} <= state.keys():
+            raise StateError("this is no state of a DynaGCSSampler; pass what its state_dict() returned")
+        for name, own in self._identity().items():
+            if state.get(name) != own:
+                raise StateError(
+                    f"the state was taken with {name}={state.get(name)!r}, this sampler has {own!r}; "
+                    "make the sampler as the one that it was taken from"
+                )
+        epoch, position, shared = state.get("epoch"), state["position"], state["shared"]
+        try:
+            epoch = check_whole("epoch", epoch, minimum=0, maximum=MAX_SEED - self.seed)
+            position = check_whole("position", position, minimum=0, maximum=len(self))
+        except UsageError as error:
+            raise StateError(f"the state is damaged: {error}") from error
+        if self.group is not None and 0 < position < len(self) and shared is None:
+            raise StateError("the state is damaged: it does not say what was read of the epoch")
+        return epoch, position
+
+    def _identity(self) -> dict[str, Any]:
+        """What a state must have been taken with to fit this sampler."""
+        return {
+            "version": STATE_VERSION,
+            "length": self._length,
+            "num_replicas": self.num_replicas,
+            "drop_last": self.drop_last,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "strategy": None if self.group is None else self.strategy,
+        }
+
+    def _join(self, group: SamplingGroup) -> str:
+        check_group(group, self.strategy, None if self._indices is not None else self._length)
+        if not self.shuffle:
+            raise OptionError(
+                "shuffle=False in a group: a group shares by choosing the order; leave out one of the two"
+            )
+        job = next(name for k in range(len(group.jobs) + 1) if (name := f"job-{k}") not in group.jobs)
+        group.join(
+            job,
+            self._indices,
+            seed=self.seed,
+            batch_size=self.batch_size or _DRAWN_AT_ONCE,
+            independence=self.independence,
+        )
+        return job
