@@ -53,32 +53,32 @@ def _with_a_frame_of_its_own() -> tuple[ParcelTable, list[bytes]]:
     first = bytes(frames[0])
     small, big = table.buffers
     content = [first[: big.offset], first[big.offset : big.offset + big.size]]
-    return ParcelTable(2, table.head, (small, Place(1, 0, big.size))), content
+    return ParcelTable(2, (), table.head, (small, Place(1, 0, big.size))), content
 
 
 def _malformed() -> Iterator[tuple[str, ParcelTable, list[bytes]]]:
     table, content = _with_a_frame_of_its_own()
     head, (small, own) = table.head, table.buffers
-    block = BlockRef(1, 3, 4032, 64, 1)
-    yield "no-frames", ParcelTable(0, head, (small, own)), []
+    blocks = (BlockRef(1, 3, 4032, 64, 1),)
+    yield "no-frames", ParcelTable(0, (), head, (small, own)), []
     yield "too-few-frames", table, content[:1]
     yield "too-many-frames", table, [*content, b""]
     yield "empty-frames", table, [b"", b""]
     yield "head-cut", table, [content[0][: head.size // 2], content[1]]
-    yield "head-elsewhere", ParcelTable(2, Place(1, 0, 10), (small, own)), content
-    yield "head-beyond", ParcelTable(2, Place(0, 0, 1 << 40), (small, own)), content
-    yield "head-negative", ParcelTable(2, Place(0, 0, -1), (small, own)), content
-    yield "no-buffers", ParcelTable(2, head, ()), content
-    yield "one-buffer", ParcelTable(2, head, (own,)), content
-    yield "exchanged-buffers", ParcelTable(2, head, (own, small)), content
-    yield "huge-buffer", ParcelTable(2, head, (Place(0, small.offset, 1 << 62), own)), content
-    yield "inside-head", ParcelTable(2, head, (Place(0, 0, 48), own)), content
-    yield "unaligned", ParcelTable(2, head, (Place(0, small.offset + 1, 40), own)), content
-    yield "part-of-a-frame", ParcelTable(2, head, (small, Place(1, 32, 32))), content
-    yield "no-such-frame", ParcelTable(2, head, (small, Place(7, 0, 64))), content
-    yield "negative-frame", ParcelTable(2, head, (small, Place(-1, 0, 64))), content
-    yield "block-without-reader", ParcelTable(2, head, (small, Place(0, 0, 64, block))), content
-    yield "head-in-block", ParcelTable(2, Place(0, 0, 64, block), (small, own)), content
+    yield "head-elsewhere", ParcelTable(2, (), Place(1, 0, 10), (small, own)), content
+    yield "head-beyond", ParcelTable(2, (), Place(0, 0, 1 << 40), (small, own)), content
+    yield "head-negative", ParcelTable(2, (), Place(0, 0, -1), (small, own)), content
+    yield "no-buffers", ParcelTable(2, (), head, ()), content
+    yield "one-buffer", ParcelTable(2, (), head, (own,)), content
+    yield "short-buffer", ParcelTable(2, (), head, (Place(0, small.offset, 40), own)), content
+    yield "huge-buffer", ParcelTable(2, (), head, (Place(0, small.offset, 1 << 62), own)), content
+    yield "inside-head", ParcelTable(2, (), head, (Place(0, 0, 48), own)), content
+    yield "unaligned", ParcelTable(2, (), head, (Place(0, small.offset + 1, 40), own)), content
+    yield "part-of-a-frame", ParcelTable(2, (), head, (small, Place(1, 32, 32))), content
+    yield "no-such-frame", ParcelTable(2, (), head, (small, Place(7, 0, 64))), content
+    yield "no-such-block", ParcelTable(2, blocks, head, (small, Place(-2, 0, 64))), content
+    yield "block-without-reader", ParcelTable(2, blocks, head, (small, Place(-1, 0, 64))), content
+    yield "head-in-block", ParcelTable(2, blocks, Place(-1, 0, 64), (small, own)), content
 
 
 def _write(name: str, table: ParcelTable, frames: list[bytes]) -> None:

@@ -24,7 +24,7 @@ from torch._utils import ExceptionWrapper
 
 from torch_dpflow.errors import MessageError, NotPicklableError
 from torch_dpflow.remote.arena import Arena, ArenaReader
-from torch_dpflow.remote.parcel import ARENA_BYTES, FRAME_BYTES, ParcelTable, decode, discard, encode
+from torch_dpflow.remote.parcel import LARGE_BYTES, ParcelTable, decode, discard, encode
 
 Carry = Callable[[Any], Any]
 
@@ -228,7 +228,7 @@ def test_attributes_and_subclasses_stay(carry: Carry) -> None:
     assert torch.equal(carried_boxes.as_subclass(torch.Tensor), torch.ones(2, 4))
 
 
-@pytest.mark.parametrize("size", [16, ARENA_BYTES], ids=["small", "big"])
+@pytest.mark.parametrize("size", [16, LARGE_BYTES], ids=["small", "big"])
 def test_aliases_stay_aliases(carry: Carry, size: int) -> None:
     base = torch.zeros(size)
     again, whole, tail, view = carry([base, base, base[size // 4 :], base.view(2, -1)])
@@ -240,7 +240,7 @@ def test_aliases_stay_aliases(carry: Carry, size: int) -> None:
 
 
 def test_a_tensor_and_its_array_stay_one_memory(carry: Carry) -> None:
-    tensor = torch.zeros(ARENA_BYTES)
+    tensor = torch.zeros(LARGE_BYTES)
     carried, array = carry((tensor, tensor.numpy()))
     carried[3] = 9
     assert array[3] == 9
@@ -307,14 +307,14 @@ def test_read_only_memory_arrives_writable(carry: Carry) -> None:
 
 
 def test_memory_is_aligned(carry: Carry) -> None:
-    mixed = carry([torch.zeros(size, dtype=torch.uint8) for size in (1, 3, 65, 10_000, FRAME_BYTES + 1)])
+    mixed = carry([torch.zeros(size, dtype=torch.uint8) for size in (1, 3, 65, 10_000, LARGE_BYTES + 1)])
     assert [tensor.data_ptr() % 64 for tensor in mixed] == [0] * 5
 
 
 @pytest.mark.parametrize("shift", [0, 1, 8])
 @pytest.mark.parametrize("writable", [True, False])
 def test_a_frame_may_lie_anywhere(shift: int, writable: bool) -> None:
-    tensor = torch.randn(FRAME_BYTES)
+    tensor = torch.randn(LARGE_BYTES)
     table, frames = encode((tensor, torch.arange(3)))
     moved = []
     for frame in frames:
@@ -405,7 +405,7 @@ def test_reductions_registered_for_multiprocessing_stay_out() -> None:
 
 def test_small_buffers_share_a_frame_and_big_ones_have_their_own() -> None:
     small = [torch.full((8,), index) for index in range(50)]
-    big = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
+    big = torch.zeros(LARGE_BYTES, dtype=torch.uint8)
     table, frames = encode([small, big])
     assert table.frames == len(frames) == 2
     assert isinstance(frames[1], memoryview)

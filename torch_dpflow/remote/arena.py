@@ -76,6 +76,11 @@ class Block:
         self.memory = memory
         self.segment = segment
 
+    @property
+    def address(self) -> int:
+        """Where `memory` begins."""
+        return self.segment.address
+
 
 class Arena:
     """The writer's side: lends blocks, publishes them, and lends them again.

@@ -7,7 +7,7 @@ function, so that results and errors are torch's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 
 from torch_dpflow.remote.arena import Arena
 from torch_dpflow.remote.memory import storage_over, tensor_over
-from torch_dpflow.remote.parcel import ARENA_BYTES
+from torch_dpflow.remote.parcel import LARGE_BYTES
 
 _arena: Arena | None = None
 
@@ -65,7 +65,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def _room_for(first: torch.Tensor, count: int) -> torch.Tensor:
     shape = (count, *first.shape)
     nbytes = first.numel() * first.itemsize * count
-    block = _arena.allocate(nbytes) if _arena is not None and nbytes >= ARENA_BYTES else None
+    block = _arena.allocate(nbytes) if _arena is not None and nbytes >= LARGE_BYTES else None
     if block is None:
         # Not torch's shared memory: its file would be made for nothing, the parcel copies small buffers
         # anyway.

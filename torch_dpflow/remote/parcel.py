@@ -1,9 +1,10 @@
 """Objects to frames and back, without copies: one parcel is one encoded sample or batch.
 
-A parcel is a pickle head (protocol 5) and out-of-band buffers. Buffers from `ARENA_BYTES` on lie in shared
-memory where there is an arena; small ones are coalesced behind the head into the first frame, each 64-byte
-aligned; the others are frames of their own. The table says where each lies. Services pass (table, frames) on
-unopened.
+A parcel is a pickle head (protocol 5) and out-of-band buffers. A large buffer lies in a block of shared
+memory where there is an arena, and is a frame of its own where there is none. Small ones are coalesced, each
+64-byte
+aligned: behind the head in the first frame, or together in one block. The table says where each lies.
+Services pass (table, frames) on unopened.
 
 Only workers and jobs open parcels, and only those of peers that have proved who they are: a pickle can run
 code.
@@ -21,36 +22,36 @@ import msgspec
 import numpy as np
 
 from torch_dpflow.errors import MessageError, TransportError
-from torch_dpflow.remote.arena import Arena, ArenaReader, BlockRef
-from torch_dpflow.remote.memory import ALIGNMENT, Memory, address_of, aligned_copy
+from torch_dpflow.remote.arena import Arena, ArenaReader, Block, BlockRef
+from torch_dpflow.remote.memory import ALIGNMENT, address_of, aligned_copy
 from torch_dpflow.remote.reduction import ParcelPickler, Source
 from torch_dpflow.remote.unpicklable import explain
 
 Frame: TypeAlias = "bytes | bytearray | memoryview"
 
-#: From this size on a buffer is worth a block of shared memory, bytes.
-ARENA_BYTES = 1 << 15
-#: Below this size a buffer is coalesced with others instead of travelling as a frame of its own, bytes.
-FRAME_BYTES = 1 << 15
+#: From this size on a buffer has a block or a frame of its own, bytes. Measured: below it, copying it beside
+#: others costs no more than a block does, and less than a frame.
+LARGE_BYTES = 1 << 16
+#: From this size on the head, and the coalesced buffers, go into shared memory, bytes. Measured: below it the
+#: socket is as fast.
+SHARED_BYTES = 1 << 15
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Where one piece of a parcel lies: `size` bytes at `offset` of a frame, or a block of shared memory.
+    """Where one piece of a parcel lies: `size` bytes at `offset` of a frame or a block."""
 
-    A frame other than the first is one piece, whole.
-    """
-
-    frame: int
+    #: Number of the frame; or -1 for the first block, -2 for the second, and so on.
+    part: int
     offset: int
     size: int
-    block: BlockRef | None = None
 
 
 class ParcelTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What is in the frames of a parcel."""
+    """What is in the frames and blocks of a parcel."""
 
     #: How many frames the parcel takes in a message.
     frames: int
+    blocks: tuple[BlockRef, ...]
     head: Place
     #: One for each use of a buffer in the head, in order; the same place twice is the same memory.
     buffers: tuple[Place, ...]
@@ -102,10 +103,9 @@ def discard(table: ParcelTable, *, reader: ArenaReader | None = None) -> None:
     """Give the shared memory of a parcel back that will not be decoded."""
     if reader is None:
         return
-    for place in (table.head, *table.buffers):
-        if place.block is not None:
-            with suppress(TransportError):  # used twice in the parcel, or the worker is gone
-                reader.release(place.block)
+    for block in table.blocks:
+        with suppress(TransportError):  # it has been opened already, or the worker is gone
+            reader.release(block)
 
 
 class _Packing:
@@ -113,62 +113,73 @@ class _Packing:
 
     def __init__(self, arena: Arena | None) -> None:
         self._arena = arena
-        #: What goes into the coalesced frame.
-        self._pieces: list[Frame] = []
-        self._filled = 0
-        #: Frames after the coalesced one.
+        #: Large frames; the first frame comes before them.
         self._frames: list[Frame] = []
+        self._blocks: list[BlockRef] = []
+        #: By address and size, so that memory used twice travels once.
         self._places: dict[tuple[int, int], Place] = {}
+        #: Small buffers and where they go in the coalesced region; its size so far.
+        self._small: list[tuple[Source, int]] = []
+        self._region = 0
 
     def pack(self, chunks: list[bytes], sources: list[Source]) -> tuple[ParcelTable, list[Frame]]:
-        head = self._place_head(chunks)
-        buffers = tuple([self._place(source) for source in sources])
-        frames: list[Frame] = [b"".join(self._pieces), *self._frames]
-        return ParcelTable(len(frames), head, buffers), frames
-
-    def _place_head(self, chunks: list[bytes]) -> Place:
-        size = sum(map(len, chunks))
-        if self._arena is not None and size >= ARENA_BYTES:
-            block = self._arena.allocate(size)
-            if block is not None:
-                end = 0
-                for chunk in chunks:
-                    block.memory.data[end : (end := end + len(chunk))] = chunk
-                return Place(0, 0, size, self._arena.publish(block))
-        self._pieces.extend(chunks)
-        self._filled = size
-        return Place(0, 0, size)
+        places = [self._places.get(source[:2]) or self._place(source) for source in sources]
+        first: Frame = b"".join(chunks)
+        head = Place(0, 0, len(first))
+        if (block := self._share(len(first))) is not None:
+            block.memory.data[:] = first
+            head = Place(self._publish(block), 0, len(first))
+            first = b""
+        if self._small:
+            first, start, part = self._coalesce(first)
+            # Until now a small buffer's place was one in the region; the region's own is known only here.
+            places = [Place(part, start + p.offset, p.size) if p.part == 0 else p for p in places]
+        frames: list[Frame] = [first, *self._frames]
+        return ParcelTable(len(frames), tuple(self._blocks), head, tuple(places)), frames
 
     def _place(self, source: Source) -> Place:
-        address, nbytes, _ = source
-        place = self._places.get((address, nbytes))
-        if place is None:
-            place = self._find_place(source)
-            if nbytes:
-                self._places[address, nbytes] = place
+        if source.nbytes >= LARGE_BYTES:
+            place = Place(self._place_large(source), 0, source.nbytes)
+        else:
+            place = Place(0, self._region, source.nbytes)
+            self._small.append((source, self._region))
+            self._region += source.nbytes + -source.nbytes % ALIGNMENT
+        self._places[source[:2]] = place
         return place
 
-    def _find_place(self, source: Source) -> Place:
-        address, nbytes, _ = source
-        if self._arena is not None and nbytes >= ARENA_BYTES:
-            block = self._arena.block_at(address, nbytes)
-            if block is None and (block := self._arena.allocate(nbytes)) is not None:
-                ctypes.memmove(block.segment.address, address, nbytes)
+    def _place_large(self, source: Source) -> int:
+        if self._arena is not None:
+            block = self._arena.block_at(source.address, source.nbytes)
+            if block is None and (block := self._arena.allocate(source.nbytes)) is not None:
+                ctypes.memmove(block.address, source.address, source.nbytes)
             if block is not None:
-                return Place(0, 0, nbytes, self._arena.publish(block))
-        if nbytes >= FRAME_BYTES:
-            self._frames.append(source.view())
-            return Place(len(self._frames), 0, nbytes)
-        return self._coalesce(source)
+                return self._publish(block)
+        self._frames.append(source.view())
+        return len(self._frames)
 
-    def _coalesce(self, source: Source) -> Place:
-        padding = -self._filled % ALIGNMENT
-        if padding:
-            self._pieces.append(bytes(padding))
-        offset = self._filled + padding
-        self._pieces.append(ctypes.string_at(source.address, source.nbytes))
-        self._filled = offset + source.nbytes
-        return Place(0, offset, source.nbytes)
+    def _coalesce(self, first: Frame) -> tuple[Frame, int, int]:
+        """Copy the small buffers; the first frame, where in its part the region begins, and the part."""
+        block = self._share(self._region)
+        if block is not None:
+            self._copy_small(block.address)
+            return first, 0, self._publish(block)
+        start = len(first) + -len(first) % ALIGNMENT
+        frame = np.zeros(start + self._region, np.uint8)
+        frame.data[: len(first)] = first
+        self._copy_small(address_of(frame) + start)
+        return frame.data, start, 0
+
+    def _copy_small(self, address: int) -> None:
+        for source, offset in self._small:
+            ctypes.memmove(address + offset, source.address, source.nbytes)
+
+    def _share(self, nbytes: int) -> Block | None:
+        return self._arena.allocate(nbytes) if self._arena is not None and nbytes >= SHARED_BYTES else None
+
+    def _publish(self, block: Block) -> int:
+        assert self._arena is not None
+        self._blocks.append(self._arena.publish(block))
+        return -len(self._blocks)
 
 
 class _Unpacking:
@@ -181,67 +192,55 @@ class _Unpacking:
         self._table = table
         self._reader = reader
         self._frames = [memoryview(frame).cast("B") for frame in frames]
-        self._found: dict[Place, memoryview] = {}
-        #: The coalesced buffers, copied so that they are aligned and writable; where in the frame the copy
-        #: begins.
-        self._coalesced: Memory | None = None
-        self._start = 0
+        #: By part: its memory, aligned and writable, and where in the part that begins.
+        self._memory: dict[int, tuple[memoryview, int]] = {}
 
     def unpack(self) -> Any:
         table = self._table
         if table.frames != len(self._frames):
             raise MessageError(f"parcel of {table.frames} frames came with {len(self._frames)}")
-        head = self._head(table.head)
-        buffers = [self._memory(place) for place in table.buffers]
+        head = self._piece(table.head) if table.head.part else self._head_in_frame(table.head)
+        buffers = [self._piece(place) for place in table.buffers]
         try:
             return pickle.loads(head, buffers=buffers)
         except Exception as error:
             raise MessageError(f"the head of a parcel cannot be opened: {error!r}") from error
 
-    def _head(self, place: Place) -> memoryview:
-        if place.block is not None:
-            return self._open(place, place.block)
-        frame = self._frame(place)
-        if place.frame or place.offset or not 0 <= place.size <= len(frame):
-            raise MessageError(f"{place}: not at the start of a first frame of {len(frame)} bytes")
-        return frame[: place.size]
+    def _head_in_frame(self, place: Place) -> memoryview:
+        first = self._frames[0] if self._frames else memoryview(b"")
+        if place.offset or not 0 <= place.size <= len(first):
+            raise MessageError(f"{place}: not at the start of a first frame of {len(first)} bytes")
+        return first[: place.size]
 
-    def _memory(self, place: Place) -> memoryview:
-        memory = self._found.get(place)
-        if memory is None:
-            memory = self._found[place] = self._find(place)
-        return memory
+    def _piece(self, place: Place) -> memoryview:
+        found = self._memory.get(place.part)
+        if found is None:
+            found = self._memory[place.part] = self._open(place.part)
+        memory, start = found
+        begin, end = place.offset - start, place.offset - start + place.size
+        if not 0 <= begin <= end <= len(memory) or begin % ALIGNMENT:
+            raise MessageError(
+                f"{place}: not in a part of {start} + {len(memory)} bytes, or not aligned in it"
+            )
+        return memory[begin:end]
 
-    def _find(self, place: Place) -> memoryview:
-        if place.block is not None:
-            return self._open(place, place.block)
-        frame = self._frame(place)
-        if place.frame == 0:
-            return self._cut(place, frame)
-        if place.offset or place.size != len(frame):
-            raise MessageError(f"{place}: not the whole of a frame of {len(frame)} bytes")
-        aligned = not frame.readonly and address_of(np.frombuffer(frame, np.uint8)) % ALIGNMENT == 0
-        return frame if aligned else aligned_copy(frame).data
+    def _open(self, part: int) -> tuple[memoryview, int]:
+        if part < 0:
+            return self._open_block(-1 - part), 0
+        if part >= len(self._frames):
+            raise MessageError(f"part {part} of a parcel that has {len(self._frames)} frames")
+        frame, start = self._frames[part], 0
+        if part == 0:  # the head and its padding are not worth a copy
+            head = self._table.head
+            start = head.size + -head.size % ALIGNMENT if head.part == 0 else 0
+            frame = frame[start:]
+        if frame.readonly or address_of(np.frombuffer(frame, np.uint8)) % ALIGNMENT:
+            frame = aligned_copy(frame).data
+        return frame, start
 
-    def _open(self, place: Place, block: BlockRef) -> memoryview:
+    def _open_block(self, number: int) -> memoryview:
+        if number >= len(self._table.blocks):
+            raise MessageError(f"block {number} of a parcel that has {len(self._table.blocks)}")
         if self._reader is None:
             raise MessageError("parcel lies in a worker's shared memory; decoding it takes its ArenaReader")
-        if place.size != block.nbytes:
-            raise MessageError(f"{place}: size and block disagree")
-        return self._reader.view(block).data
-
-    def _cut(self, place: Place, frame: memoryview) -> memoryview:
-        if self._coalesced is None:
-            head = self._table.head
-            if head.block is None:
-                self._start = head.size + -head.size % ALIGNMENT
-            self._coalesced = aligned_copy(frame[self._start :])
-        start = place.offset - self._start
-        if start < 0 or start % ALIGNMENT or not 0 <= place.size <= len(self._coalesced) - start:
-            raise MessageError(f"{place}: not aligned or not in the first frame of {len(frame)} bytes")
-        return self._coalesced[start : start + place.size].data
-
-    def _frame(self, place: Place) -> memoryview:
-        if not 0 <= place.frame < len(self._frames):
-            raise MessageError(f"{place}: there are {len(self._frames)} frames")
-        return self._frames[place.frame]
+        return self._reader.view(self._table.blocks[number]).data
