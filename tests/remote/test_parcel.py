@@ -6,11 +6,13 @@ import collections
 import dataclasses
 import datetime
 import decimal
+import gc
 import os
 import pickle
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -445,6 +447,38 @@ def test_a_parcel_that_fails_to_open_gives_its_memory_back() -> None:
         with pytest.raises(MessageError):
             decode(table, [bytes(len(frames[0]))], reader=reader)
     assert arena.segments == 2
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Without the collector of cycles, which may be as late as it likes."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_memory_is_free_as_soon_as_nobody_uses_it() -> None:
+    arena = Arena(budget_bytes=1 << 26)
+    reader = ArenaReader(os.getpid())
+    for _ in range(10):
+        table, frames = encode({"x": torch.zeros(1 << 18), "y": np.zeros(1 << 18)}, arena=arena)
+        carried = decode(table, frames, reader=reader)
+        assert arena.segments == 2
+        del carried
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_an_encoded_object_is_not_kept() -> None:
+    array = np.zeros(1 << 18)
+    alive = weakref.ref(array)
+    table, frames = encode([array])
+    del array
+    assert alive() is not None  # the frames are not sent yet
+    assert table.nbytes > 1 << 21
+    del frames
+    assert alive() is None
 
 
 def in_lambda() -> Any:

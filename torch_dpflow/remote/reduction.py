@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -58,18 +59,21 @@ class _Span(NamedTuple):
 _STAND_IN = pickle.PickleBuffer(bytearray(1))
 
 
+class _Chunks(list[bytes]):
+    """A file for pickle, which hands over a big bytes object as itself, without a copy."""
+
+    write = list.append
+
+
 class ParcelPickler(pickle.Pickler):
-    """Pickles into `chunks`, the memory of tensors and arrays apart in `sources`, in the order of their
+    """Pickles into `chunks`, and the memory of tensors and arrays into `sources`, in the order of their
     use."""
 
     def __init__(self) -> None:
-        self.chunks: list[bytes] = []
+        self.chunks = _Chunks()
         self.sources: list[Source] = []
-        super().__init__(self, protocol=5, buffer_callback=self._take_buffer)
-
-    def write(self, chunk: bytes) -> None:
-        """Pickle's output; a big bytes object comes as itself, without a copy."""
-        self.chunks.append(chunk)
+        # Not a method of ours: in a cycle with its pickler, a batch's memory would wait for the collector.
+        super().__init__(self.chunks, protocol=5, buffer_callback=partial(_take_buffer, self.sources))
 
     def reducer_override(self, obj: Any) -> Any:
         """Pickle's hook for every object that is not a plain builtin."""
@@ -79,12 +83,6 @@ class ParcelPickler(pickle.Pickler):
         if isinstance(obj, torch.Tensor):
             _refuse_graph(obj)
         return NotImplemented
-
-    def _take_buffer(self, buffer: pickle.PickleBuffer) -> None:
-        if buffer is _STAND_IN:
-            return
-        memory = np.frombuffer(buffer.raw(), np.uint8)
-        self.sources.append(Source(address_of(memory), memory.nbytes, memory))
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if not _is_plain(tensor):
@@ -121,6 +119,12 @@ class ParcelPickler(pickle.Pickler):
             array = np.ascontiguousarray(array)
         self.sources.append(Source(address_of(array), array.nbytes, array))
         return rebuild_array, (_STAND_IN, dtype.str if plain else dtype, array.shape, order)
+
+
+def _take_buffer(sources: list[Source], buffer: pickle.PickleBuffer) -> None:
+    if buffer is not _STAND_IN:
+        memory = np.frombuffer(buffer.raw(), np.uint8)
+        sources.append(Source(address_of(memory), memory.nbytes, memory))
 
 
 def rebuild_storage(memory: memoryview) -> torch.UntypedStorage:
