@@ -18,8 +18,6 @@ class FixedOrderGroup(SamplingGroup):
         super().__init__(size, capacity=capacity, seed=seed)
         #: By job: the order of its epoch, what it had read before a resume in front.
         self._orders: dict[str, CompactArray] = {}
-        #: By job: what it had read when its epoch was resumed; empty for one that was not.
-        self._done: dict[str, IndexArray] = {}
         #: By job: an epoch's number and its order, drawn for a lookahead and kept for when that epoch begins.
         self._foreseen: dict[str, tuple[int, CompactArray]] = {}
 
@@ -31,12 +29,11 @@ class FixedOrderGroup(SamplingGroup):
         pass
 
     def _left(self, member: Member) -> None:
-        for by_job in (self._orders, self._done, self._foreseen):
+        for by_job in (self._orders, self._foreseen):
             by_job.pop(member.name, None)
 
     def _started(self, member: Member, epoch: int, done: IndexArray) -> None:
         self._orders[member.name] = self._resumed_order(member, epoch, done)
-        self._done[member.name] = done
 
     def _draw(self, member: Member, n: int) -> Draw:
         order = self._orders[member.name]
@@ -52,18 +49,11 @@ class FixedOrderGroup(SamplingGroup):
         )
 
     def _details(self) -> dict[str, Any]:
-        return {"done": {name: done.copy() for name, done in self._done.items()}}
+        return {"orders": {name: order.copy() for name, order in self._orders.items()}}
 
     def _take_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
-        done = {name: np.array(read, dtype=np.int64) for name, read in details["done"].items()}
-        epochs = {name: members[name].epoch for name in done}
+        self._orders = {name: order.copy() for name, order in details["orders"].items()}
         self._foreseen = {}
-        self._orders = {
-            name: self._resumed_order(members[name], epoch, done[name])
-            for name, epoch in epochs.items()
-            if epoch is not None
-        }
-        self._done = done
 
     def _order_of(self, member: Member, epoch: int) -> CompactArray:
         known = self._foreseen.get(member.name)

@@ -1,0 +1,55 @@
+"""Every strategy of the registry against the contract of sampling groups."""
+
+import pytest
+
+from torch_dpflow.errors import OptionError
+from torch_dpflow.samplers import STRATEGIES, SamplingGroup, sampling_group
+from torch_dpflow.testing.samplers import SamplingContract
+
+
+class _Strategy(SamplingContract):
+    strategy: str
+
+    def make_group(self, size: int, capacity: int, seed: int) -> SamplingGroup:
+        return sampling_group(self.strategy, size, capacity=capacity, seed=seed)
+
+
+class TestSharedLog(_Strategy):
+    strategy = "shared-log"
+    examples = 150
+
+
+class TestDynaGCS(_Strategy):
+    strategy = "dynagcs"
+
+
+class TestDynaGCSLetter(_Strategy):
+    strategy = "dynagcs-letter"
+
+
+class TestJoader(_Strategy):
+    strategy = "joader"
+
+
+class TestCoorDL(_Strategy):
+    strategy = "coordl"
+
+
+class TestIndependent(_Strategy):
+    strategy = "independent"
+
+
+def test_every_strategy_is_tested() -> None:
+    assert {c.strategy for c in _Strategy.__subclasses__()} == set(STRATEGIES)
+
+
+def test_strategies_are_found_by_name() -> None:
+    for name, group in STRATEGIES.items():
+        made = sampling_group(name, 7, capacity=3, seed=1)
+        assert type(made) is group
+        assert (made.strategy, made.size, made.capacity, made.seed) == (name, 7, 3, 1)
+
+
+def test_an_unknown_strategy_is_refused() -> None:
+    with pytest.raises(OptionError, match="'shared-log'"):
+        sampling_group("random", 7)
