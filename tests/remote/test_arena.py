@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import resource
 import subprocess
 import sys
@@ -150,6 +151,21 @@ def test_free_segments_make_room_for_other_sizes() -> None:
         reader.forget(trimmed)
         assert mappings() == 0
         assert remote.trimmed() == []
+
+
+def test_batches_of_any_size_take_little_more_than_is_in_use() -> None:
+    sizes = random.Random(0)
+    with writer(budget_bytes=1 << 30) as remote:
+        reader = ArenaReader(remote.pid)
+        held, most = [], 0
+        for _ in range(200):
+            held.append(reader.view(remote.write(sizes.randint(4_000_000, 12_000_000), 1)))
+            most = max(most, remote.holdings()[1])
+            if len(held) == 4:
+                held.pop(0)
+            reader.forget(remote.trimmed())
+        assert most <= 2 * 4 * 12_000_000 + (32 << 20)
+        assert reader.mapped_bytes <= most
 
 
 def test_segments_that_lie_idle_are_given_back() -> None:

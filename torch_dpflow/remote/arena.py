@@ -30,10 +30,13 @@ from torch_dpflow.remote.segment import FREE, HAS_MEMFD, HEADER_BYTES, PUBLISHED
 #: Sizes of segments are rounded up to 1/16 of their power of two: at most 6% lie idle, and like sizes meet.
 _CLASS_BITS = 5
 _SMALLEST_SEGMENT = 1 << 16
-#: A free segment serves requests down to this share of its size.
-_LARGEST_EXCESS = 1.25
+#: A free segment serves requests for as little as half of it. Less would waste memory, more would make new
+#: segments all the time where batches differ in size.
+_LARGEST_EXCESS = 2
 #: How many segments of a class are asked whether they are free before a new one is made.
 _ASKED = 8
+#: When a new segment is needed, no more free ones are kept than are in use, or than this, bytes.
+_RETAINED_BYTES = 32 << 20
 #: A free segment that was not lent during this many allocations is given back to the system.
 _IDLE_ALLOCATIONS = 256
 #: Of the memory that is left, a new segment takes at most this share.
@@ -183,7 +186,7 @@ class Arena:
         return Block(memory, segment)
 
     def _find_free(self, size: int, asked: int | None) -> Segment | None:
-        limit = int(size * _LARGEST_EXCESS)
+        limit = size * _LARGEST_EXCESS
         while size <= limit:
             found = _first_free(self._classes.get(size), asked)
             if found is not None:
@@ -213,13 +216,16 @@ class Arena:
         return segments.create_memfd(self._numbers, capacity, self._token)
 
     def _make_room(self, size: int) -> bool:
-        if self._has_room(size):
-            return True
-        for segment in sorted(self._free_segments(), key=lambda free: free.used):
+        """Trim for a new segment of `size`, whose like is not free: the least recently lent go first."""
+        free = sorted(self._free_segments(), key=lambda segment: segment.used)
+        spare = sum(segment.size for segment in free)
+        retained = max(self.allocated_bytes - spare, _RETAINED_BYTES)
+        for segment in free:
+            if spare <= retained and self._has_room(size):
+                break
+            spare -= segment.size
             self._give_back(segment)
-            if self._has_room(size):
-                return True
-        return False
+        return self._has_room(size)
 
     def _has_room(self, size: int) -> bool:
         return self.allocated_bytes + size <= self._budget and len(self._by_address) < MAX_SEGMENTS
@@ -233,10 +239,9 @@ class Arena:
         return (segment for segment in self._by_address.values() if segment.free)
 
     def _give_back(self, segment: Segment) -> None:
-        size = segment.capacity + HEADER_BYTES
-        self._classes[size].remove(segment)
+        self._classes[segment.size].remove(segment)
         del self._by_address[segment.address]
-        self.allocated_bytes -= size
+        self.allocated_bytes -= segment.size
         self._trimmed.append(segment.number)
         segment.close()
         if self._directory is not None:
@@ -263,7 +268,7 @@ class ArenaReader:
     @property
     def mapped_bytes(self) -> int:
         """Bytes of all segments in the cache of mappings."""
-        return sum(segment.capacity + HEADER_BYTES for segment in self._segments.values())
+        return sum(segment.size for segment in self._segments.values())
 
     def view(self, ref: BlockRef) -> Memory:
         """The block as a writable uint8 array of `ref.nbytes`. A reference can be opened once.

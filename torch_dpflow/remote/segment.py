@@ -68,6 +68,11 @@ class Segment:
     owner: weakref[Memory] | None = None
 
     @property
+    def size(self) -> int:
+        """Bytes of memory that it takes, header included."""
+        return HEADER_BYTES + self.capacity
+
+    @property
     def free(self) -> bool:
         """Whether neither side uses the payload."""
         return self.memory[0] == FREE and (self.owner is None or self.owner() is None)
