@@ -99,6 +99,8 @@ class RpcClient:
         #: Whether a thread is at the socket. It owns the connection then, without the lock.
         self._leading = False
         self._closed = False
+        #: How many threads wait for something.
+        self._waiters = 0
         self._session = ClientSession(address, self._make_carrier)
         self._heard = self._inquire_at = clock()
 
@@ -209,6 +211,16 @@ class RpcClient:
     def _wait(self, done: Callable[[], bool], deadline: float | None) -> bool:
         """Wait until `done`; False where the deadline passes first. Reads the socket if nobody else does."""
         began = now = self._clock()
+        if not self._waiters:
+            self._inquire_at = max(self._inquire_at, now + self.options.inquire_s)
+        self._waiters += 1
+        try:
+            return self._wait_on(done, deadline, began)
+        finally:
+            self._waiters -= 1
+
+    def _wait_on(self, done: Callable[[], bool], deadline: float | None, began: float) -> bool:
+        now = began
         while not done():
             if deadline is not None and now >= deadline:
                 return False

@@ -105,7 +105,7 @@ class ClientSession:
             messages.End: self._on_end,
             messages.Abort: self._on_abort,
         }
-        self._hello()
+        self._say_hello()
 
     # --- what the caller does ---
 
@@ -188,7 +188,7 @@ class ClientSession:
         if not calls and not self.streams:
             return
         if not self._greeted:
-            self._hello()
+            self._say_hello()
         self._send_inquiry(calls)
 
     def fail_streams(self, error: DPFlowError) -> None:
@@ -253,7 +253,10 @@ class ClientSession:
 
     def _on_stranger(self, *_: object) -> None:
         if self._greeted:
-            self._hello()
+            self._greeted = False
+            self._carrier.close()
+            self._carrier = self._make_carrier()
+            self._say_hello()
 
     def _on_reading(self, *_: object) -> None:
         self._carrier.shares = True
@@ -323,10 +326,7 @@ class ClientSession:
 
     # --- sending ---
 
-    def _hello(self) -> None:
-        self._carrier.close()
-        self._carrier = self._make_carrier()
-        self._greeted = False
+    def _say_hello(self) -> None:
         self.send(messages.Hello(messages.PROTOCOL_VERSION, self._carrier.reach()))
 
     def _send_request(self, call: OpenCall, now: float) -> None:

@@ -215,8 +215,8 @@ class RpcServer:
         if header.version != messages.PROTOCOL_VERSION:
             carrier.close()  # the client reads our version and goes away
             return
-        if session is not None:  # it has lost track of us: its streams and shared memory are new
-            session.begin_anew(carrier)
+        if session is not None:
+            session.meet_again(carrier)
         else:
             session = Session(client, carrier, self._listener.send, self._stats)
             self._sessions.add(session, now)

@@ -78,9 +78,8 @@ class Session:
         """Where this side stands on each stream."""
         return [StreamReport(stream.id, *stream.state.report()) for stream in self.streams.values()]
 
-    def begin_anew(self, carrier: Carrier) -> None:
-        """The client has lost track of this session, though not of its calls."""
-        self.lose_streams(PeerLostError("the client has begun anew"))
+    def meet_again(self, carrier: Carrier) -> None:
+        """The client has said Hello once more: it did not get our answer."""
         self.carrier.close()
         self.carrier = carrier
 

@@ -41,8 +41,8 @@ DETACH_BYTES = 8 * 1024
 LOCAL_KERNEL_BYTES = 256 * 1024
 
 
-#: How long a listener that was closed just now may hold its address, seconds: libzmq closes in its own time.
-REBIND_S = 0.5
+#: How long a new listener waits for an address that is taken, seconds: libzmq closes in its own time.
+REBIND_S = 0.2
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 
 
@@ -190,7 +190,6 @@ class ZeroMQListener(_Endpoint):
             context = contexts.guarded_context(options.keys)
         super().__init__(zmq.ROUTER, address, options, context)
         try:
-            _refuse_taken_path(address)
             self._bind()
         except (zmq.ZMQError, OSError) as error:
             self.close()
@@ -200,15 +199,20 @@ class ZeroMQListener(_Endpoint):
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _bind(self) -> None:
+        # A listener of this process that was closed just now holds its address until libzmq's thread has
+        # closed it too, and would then take away the file of a new one.
         deadline = time.monotonic() + REBIND_S
         while True:
+            last = time.monotonic() > deadline
             try:
+                if self.address.startswith("ipc:///"):
+                    _check_path(self.address.removeprefix("ipc://"), take_leftover=last)
                 self._socket.bind(self.address)
                 return
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
+            except (OSError, zmq.ZMQError) as error:
+                if error.errno != errno.EADDRINUSE or last:
                     raise
-            time.sleep(0.01)
+            time.sleep(0.005)
 
     def _configure(self) -> None:
         super()._configure()
@@ -299,13 +303,16 @@ class ZeroMQConnection(_Endpoint):
             self._send(frames)
 
 
-def _refuse_taken_path(address: str) -> None:
-    """Raise OSError where somebody listens at an ipc path: libzmq would take it away without a word."""
-    if not address.startswith("ipc:///"):
+def _check_path(path: str, *, take_leftover: bool) -> None:
+    """Raise OSError where somebody listens at an ipc path: libzmq would take it away without a word.
+
+    A file without a listener is what a killed process has left, or what a closing one is about to remove.
+    """
+    if not os.path.exists(path):
         return
     with kernel_socket(AF_UNIX) as probe:
         probe.settimeout(1.0)
-        if probe.connect_ex(address.removeprefix("ipc://")) == 0:
+        if probe.connect_ex(path) == 0 or not take_leftover:
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 

@@ -1,0 +1,185 @@
+"""Servers and clients that die, fall silent, or are of another release."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_dpflow.errors import DPFlowError, MessageError, PeerLostError
+from torch_dpflow.remote.messages import Reach, Welcome, encode
+from torch_dpflow.remote.rpc import (
+    LATER,
+    IncomingCall,
+    IncomingStream,
+    Later,
+    Result,
+    RpcClient,
+    RpcServer,
+    StreamHandler,
+)
+from torch_dpflow.remote.transport import listen
+
+StartServer = Callable[..., RpcServer]
+OpenClient = Callable[..., RpcClient]
+processes = multiprocessing.get_context("fork")
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+class Ticker(StreamHandler):
+    """Sends one item as soon as it may."""
+
+    def __init__(self, stream: IncomingStream) -> None:
+        self.stream = stream
+
+    def writable(self) -> None:
+        if not self.stream.state.sent:
+            self.stream.send("tick")
+
+
+def serve(address: str, pipe: Pipe, answering: bool) -> None:
+    """A server process that says where it listens, and when a call has come."""
+    server = RpcServer(listen(address))
+
+    def work(call: IncomingCall) -> Result | Later:
+        pipe.send("called")
+        return Result([os.getpid(), call.body], call.frames) if answering else LATER
+
+    server.register("work", work)
+    server.register_stream("tick", Ticker)
+    pipe.send(server.address)
+    server.serve()
+
+
+def start(address: str, *, answering: bool) -> tuple[Any, Pipe, str]:
+    ours, theirs = processes.Pipe()
+    process = processes.Process(target=serve, args=(address, theirs, answering))
+    process.start()
+    theirs.close()
+    assert ours.poll(20)
+    return process, ours, ours.recv()
+
+
+def kill(process: Any) -> None:
+    process.kill()
+    process.join()
+    process.close()
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+def test_call_and_stream_when_the_server_is_killed_and_restarted(
+    scheme: str, tmp_path: Path, open_client: OpenClient
+) -> None:
+    first, pipe, address = start(
+        f"ipc://{tmp_path}/rpc" if scheme == "ipc" else "tcp://127.0.0.1:0", answering=False
+    )
+    client = open_client(address, inquire_s=0.1)
+    stream = client.open_stream("tick")
+    assert stream.receive(20).body == "tick"  # type: ignore[union-attr]
+    call = client.begin("work", "task", [b"payload" * 10_000])
+    assert pipe.poll(20)
+    kill(first)
+    pipe.close()
+    second, pipe, _ = start(address, answering=True)
+    try:
+        answer = call.result()
+        assert answer.body == [second.pid, "task"]
+        assert bytes(answer.frames[0]) == b"payload" * 10_000
+        with pytest.raises(PeerLostError, match="was restarted"):
+            stream.receive(20)
+        assert client.open_stream("tick").receive(20).body == "tick"  # type: ignore[union-attr]
+        stats = client.stats()
+        assert (stats.repeats, stats.server_restarts) == (1, 1)
+    finally:
+        kill(second)
+        pipe.close()
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
+def test_server_notices_a_client_that_was_killed(
+    scheme: str, tmp_path: Path, start_server: StartServer
+) -> None:
+    opened, lost = threading.Event(), threading.Event()
+    errors: list[DPFlowError] = []
+
+    class Watch(StreamHandler):
+        def received(self, body: Any, frames: list[memoryview]) -> None:
+            opened.set()
+
+        def lost(self, error: DPFlowError) -> None:
+            errors.append(error)
+            lost.set()
+
+    address = f"ipc://{tmp_path}/rpc" if scheme == "ipc" else "tcp://127.0.0.1:0"
+    server = start_server(
+        address, lambda server: server.register_stream("watch", lambda stream: Watch()), ping_s=0.05
+    )
+
+    def be_a_client() -> None:
+        stream = RpcClient(server.address).open_stream("watch")
+        stream.send("here", [bytes(100_000)])
+        stream.receive()
+
+    process = processes.Process(target=be_a_client)
+    process.start()
+    assert opened.wait(20)
+    kill(process)
+    assert lost.wait(20)
+    assert isinstance(errors[0], PeerLostError)
+    assert server.stats().streams == 0
+
+
+def test_stopped_server_is_lost_to_a_stream_after_its_silence(
+    tmp_path: Path, open_client: OpenClient
+) -> None:
+    process, pipe, address = start(f"ipc://{tmp_path}/rpc", answering=True)
+    client = open_client(address, inquire_s=0.05, silence_s=0.3)
+    stream = client.open_stream("tick")
+    assert stream.receive(20).body == "tick"  # type: ignore[union-attr]
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(PeerLostError, match=r"has said nothing for 0\.3 s"):
+            stream.receive(20)
+        call = client.begin("work", 1)
+        os.kill(process.pid, signal.SIGCONT)
+        assert call.result().body == [process.pid, 1]
+    finally:
+        kill(process)
+        pipe.close()
+
+
+def test_release_that_speaks_another_version_is_refused(ipc_address: str, open_client: OpenClient) -> None:
+    listener = listen(ipc_address)
+    client = open_client(ipc_address)
+    call = client.begin("anything")
+    message = listener.receive(20)
+    assert message is not None
+    assert listener.send(message[0], [encode(Welcome(99, bytes(16), Reach(1)))])
+    with pytest.raises(MessageError, match="speaks version 99 of the protocol"):
+        call.result()
+    listener.close()
+
+
+def test_client_of_another_version_is_told_and_not_admitted(
+    ipc_address: str, start_server: StartServer
+) -> None:
+    from torch_dpflow.remote.messages import Hello, decode
+    from torch_dpflow.remote.transport import connect
+
+    server = start_server(ipc_address, lambda server: None)
+    other = connect(server.address)
+    other.send([encode(Hello(99, Reach(os.getpid())))])
+    answer = other.receive(20)
+    assert answer is not None
+    header = decode(answer[0])
+    assert isinstance(header, Welcome)
+    assert header.version == 1
+    other.close()
+    assert server.stats().clients == 0
