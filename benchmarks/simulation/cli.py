@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.simulation import plots, tables
 from benchmarks.simulation.contestants import DIRECTORY, POLICY_NAMES, SAMPLER_NAMES
-from benchmarks.simulation.figures import FIGURES, draw_bars, draw_curves
+from benchmarks.simulation.figures import FIGURES, draw_curves
 from benchmarks.simulation.question import Question
 from benchmarks.simulation.sizes import parse_size
 from benchmarks.simulation.study import OVERLAP_CAPACITY, Case, Outcome, measure
@@ -24,6 +23,8 @@ T = TypeVar("T")
 
 #: those that must pass, and the control that must fail
 JUDGED = ("independent", "coordl", "joader", "shared-log", "dynagcs-letter")
+#: capacities of the curve that answers a question, as shares of the data set
+CURVE = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
 EXAMPLE = """\
 what would a 64 GiB cache give my four trials?
   python -m benchmarks.simulate --samples 1281167 --sample-size 110kB --capacity 64GiB \\
@@ -63,15 +64,16 @@ def _figure(arguments: argparse.Namespace) -> None:
 
 def _question(arguments: argparse.Namespace) -> None:
     question = _question_of(arguments)
-    cases = question.cases()
-    at_five = [replace(case, capacity=OVERLAP_CAPACITY) for case in cases]
+    shares = question.shares()
+    cases, at_five = question.cases(shares), question.cases([OVERLAP_CAPACITY] * len(shares))
     outcomes = _measure_all([*cases, *at_five], arguments.seeds)
     asked, overlaps = outcomes[: len(cases)], outcomes[len(cases) :]
-    _publish_outcomes(arguments, asked, question.describe_scale(), overlaps)
+    title = question.describe_scale()
+    _publish_outcomes(arguments, asked, title, overlaps)
     if arguments.plot:
-        capacities = {case.capacity for case in cases}
-        draw = draw_curves if len(capacities) > 1 else draw_bars
-        draw(arguments.plot, question.describe_scale(), asked)
+        curve = _measure_all(question.cases(sorted({*CURVE, *shares})), 1)
+        marks = {100 * share: f"{size / 2**30:.3g} GiB" for share, size in zip(shares, arguments.capacity)}
+        draw_curves(arguments.plot, title, curve, marks)
 
 
 def _targets(arguments: argparse.Namespace) -> int:
@@ -186,7 +188,7 @@ def _add_question(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=_count, default=256, help="(default: %(default)s)")
     add("--irregular", action="store_true", help="exponential instead of steady batch times")
     add("--independence", type=float, default=0.0, help="share of picks that ignore what is loaded")
-    add("--simulated", type=_count, default=4000, help="samples simulated (default: %(default)s)")
+    add("--simulated", type=_count, default=2000, help="samples simulated (default: %(default)s)")
 
 
 def _names(allowed: Sequence[str]) -> Callable[[str], list[str]]:

@@ -1,6 +1,6 @@
 """The thesis's figures as cases to run and a picture to draw of their outcomes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,7 +95,9 @@ def _overlap_figure(names: Sequence[str], capacities: Sequence[float], title: st
     return Figure(title=title, cases=cases, draw=draw_bars)
 
 
-def draw_curves(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
+def draw_curves(
+    path: Path, title: str, outcomes: Sequence[Outcome], marks: Mapping[float, str] | None = None
+) -> None:
     """One panel for each scenario, one curve for each contestant, the best evictions beside them."""
     panels: dict[str, dict[str, plots.Curve]] = {}
     for heading in dict.fromkeys(outcome.case.scenario for outcome in outcomes):
@@ -109,7 +111,7 @@ def draw_curves(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:
         if len({outcome.case.sampler for outcome in here}) > 1:
             del bounds["OPT for this order"]
         panels[heading] = series | {name: _curve(first, rates, True) for name, rates in bounds.items()}
-    plots.curves(path, title, panels)
+    plots.curves(path, title, panels, marks=marks)
 
 
 def draw_bars(path: Path, title: str, outcomes: Sequence[Outcome]) -> None:

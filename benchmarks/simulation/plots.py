@@ -1,5 +1,6 @@
 """Three kinds of picture: curves over capacity, grouped bars over scenarios, adjusted p values."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +37,18 @@ class Curve:
     is_bound: bool = False
 
 
-def curves(path: Path, title: str, panels: Mapping[str, Mapping[str, Curve]]) -> None:
-    """Write one panel of curves for each entry of `panels`, side by side on one scale."""
-    figure, axes = _panels(len(panels), width=6.4, height=4.6)
+def curves(
+    path: Path,
+    title: str,
+    panels: Mapping[str, Mapping[str, Curve]],
+    *,
+    marks: Mapping[float, str] | None = None,
+) -> None:
+    """Write one panel of curves for each entry of `panels`, side by side on one scale.
+
+    `marks`: capacities in percent that get a vertical line, and what to write beside it.
+    """
+    figure, axes = _panels(len(panels), width=6.4 if len(panels) > 1 else 9.0, height=4.6)
     for axis, (heading, series) in zip(axes, panels.items()):
         measured = [name for name, curve in series.items() if not curve.is_bound]
         bounds = [name for name, curve in series.items() if curve.is_bound]
@@ -46,13 +56,16 @@ def curves(path: Path, title: str, panels: Mapping[str, Mapping[str, Curve]]) ->
             curve = series[name]
             axis.errorbar(curve.capacities, curve.rates, yerr=curve.spreads, label=name, **_line_style(k))
         for k, name in enumerate(bounds):
-            style = BOUND | {"linestyle": BOUND_STYLES[k % 2]}
+            style = BOUND | {"linestyle": BOUND_STYLES[k % 2], "zorder": 5}
             axis.plot(series[name].capacities, series[name].rates, label=name, **style)
         axis.set(xlabel="cache capacity (% of the data set)", title=heading)
         axis.set_ylim(bottom=0)
+        for capacity, text in (marks or {}).items():
+            axis.axvline(capacity, color="grey", linewidth=0.9, zorder=0)
+            axis.annotate(text, (capacity, 2), xytext=(4, 0), textcoords="offset points", color="grey")
         axis.grid(alpha=0.25)
-        axis.legend(frameon=False, fontsize=9)
     axes[0].set_ylabel("hit rate (% of accesses)")
+    _legend(axes[-1], bounds)
     _write(figure, path, title)
 
 
@@ -84,16 +97,7 @@ def bars(
     axis.set_ylabel("hit rate (% of accesses)")
     axis.set_ylim(0, max([*bounds, *(rate for values in series.values() for rate, _ in values)]) * 1.12)
     axis.grid(axis="y", alpha=0.25)
-    handles, labels = axis.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda place: labels[place] == bound_label)
-    axis.legend(
-        [handles[place] for place in order],
-        [labels[place] for place in order],
-        frameon=False,
-        fontsize=9,
-        loc="center left",
-        bbox_to_anchor=(1.0, 0.5),
-    )
+    _legend(axis, [bound_label])
     _write(figure, path, title)
 
 
@@ -105,10 +109,10 @@ def p_values(path: Path, title: str, panels: Mapping[str, Mapping[str, Values]],
             share = np.linspace(0, 100, len(p))
             axis.plot(share, np.sort(np.maximum(p, 1e-12)), label=name, color=COLOURS[k % len(COLOURS)])
         axis.axhline(level, **BOUND)
-        axis.set(xlabel="positions (%, sorted)", title=heading, yscale="log", ylim=(5e-13, 2))
+        axis.set(xlabel="positions (%, by p value)", title=heading, yscale="log", ylim=(5e-13, 2))
         axis.grid(alpha=0.25)
     axes[0].set_ylabel(f"adjusted p value (dashed: {level})")
-    axes[-1].legend(frameon=False, fontsize=9, loc="lower right")
+    _legend(axes[-1], [])
     _write(figure, path, title)
 
 
@@ -119,14 +123,25 @@ def _panels(count: int, *, width: float, height: float) -> tuple[Figure, list[An
     return figure, list(axes[0])
 
 
+def _legend(axis: Any, last: Sequence[str]) -> None:
+    """To the right of the last panel, where it hides nothing; the entries named in `last` at the end."""
+    handles, labels = axis.get_legend_handles_labels()
+    order = sorted(range(len(labels)), key=lambda place: labels[place] in last)
+    entries = [handles[place] for place in order], [labels[place] for place in order]
+    axis.legend(*entries, frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
 def _line_style(k: int) -> dict[str, Any]:
     marker = MARKERS[k % len(MARKERS)]
     colour = COLOURS[k % len(COLOURS)]
-    return {"color": colour, "marker": marker, "markersize": 4.5, "linewidth": 1.6, "capsize": 2}
+    # Hollow markers: curves that coincide stay visible.
+    look = {"marker": marker, "markersize": 6, "markerfacecolor": "none", "linewidth": 1.4, "capsize": 2}
+    return {"color": colour, **look}
 
 
 def _write(figure: Figure, path: Path, title: str) -> None:
-    figure.suptitle(title, fontsize=12)
+    width = 11 * figure.get_figwidth()
+    figure.suptitle(textwrap.fill(title, round(width)), fontsize=12)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)

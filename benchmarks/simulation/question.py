@@ -54,18 +54,18 @@ class Question:
         whole = self.samples * self.sample_size
         return [min(1.0, capacity / whole) for capacity in self.capacities]
 
-    def cases(self) -> list[Case]:
-        """Every sampler with every policy that fits it, at every capacity."""
+    def cases(self, shares: Sequence[float]) -> list[Case]:
+        """Every sampler with every policy that fits it, at each of these shares of the data set."""
         return [
             Case(
-                scenario="yours",
+                scenario=f"{len(self.starts)} jobs",
                 workload=self._workload,
                 sampler=sampler,
                 policy=policy,
                 capacity=share,
                 independence=self.independence,
             )
-            for share in self.shares()
+            for share in shares
             for sampler in self.samplers
             for policy in self._policies_of(sampler)
         ]
@@ -78,7 +78,7 @@ class Question:
     def _workload(self, seed: int) -> Workload:
         fastest = max(self.speeds)
         return equal_sets(
-            "yours",
+            "question",
             max(1, round(self.samples * self.scale)),
             starts=self.starts,
             speeds=[speed / fastest for speed in self.speeds],

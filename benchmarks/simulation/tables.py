@@ -18,15 +18,17 @@ def outcomes_table(outcomes: Sequence[Outcome], title: str, overlaps: Sequence[O
         table.add_column(heading, justify="right")
     if overlaps:
         table.add_column("overlap (hits at 5%)", justify="right")
-    table.add_column("epoch-to-epoch corr.", justify="right")
+    several_epochs = any(outcome.correlation == outcome.correlation for outcome in outcomes)
+    if several_epochs:
+        table.add_column("epoch-to-epoch corr.", justify="right")
     for k, outcome in enumerate(outcomes):
         case = outcome.case
         policy = f"{case.policy}, told nothing" if case.announce == "nothing" else case.policy
         rates = (outcome.hit_rate, outcome.spread, outcome.optimum, outcome.bound)
         cells = [*map(_percent, rates), f"{outcome.decodes_per_sample:.3f}"]
         cells += [_percent(overlaps[k].hit_rate)] if overlaps else []
-        correlation = "" if outcome.correlation != outcome.correlation else f"{outcome.correlation:.2f}"
-        table.add_row(case.scenario, case.sampler, policy, f"{case.capacity:.1%}", *cells, correlation)
+        cells += [f"{outcome.correlation:.2f}"] if several_epochs else []
+        table.add_row(case.scenario, case.sampler, policy, f"{case.capacity:.1%}", *cells)
     return table
 
 
