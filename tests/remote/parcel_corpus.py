@@ -73,7 +73,7 @@ def _malformed() -> Iterator[tuple[str, ParcelTable, list[bytes]]]:
     yield "short-buffer", ParcelTable(2, (), head, (Place(0, small.offset, 40), own)), content
     yield "huge-buffer", ParcelTable(2, (), head, (Place(0, small.offset, 1 << 62), own)), content
     yield "inside-head", ParcelTable(2, (), head, (Place(0, 0, 48), own)), content
-    yield "unaligned", ParcelTable(2, (), head, (Place(0, small.offset + 1, 40), own)), content
+    yield "unaligned", ParcelTable(2, (), head, (Place(0, small.offset + 1, 48), own)), content
     yield "part-of-a-frame", ParcelTable(2, (), head, (small, Place(1, 32, 32))), content
     yield "no-such-frame", ParcelTable(2, (), head, (small, Place(7, 0, 64))), content
     yield "no-such-block", ParcelTable(2, blocks, head, (small, Place(-2, 0, 64))), content

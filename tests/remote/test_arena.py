@@ -168,6 +168,15 @@ def test_batches_of_any_size_take_little_more_than_is_in_use() -> None:
         assert reader.mapped_bytes <= most
 
 
+def test_a_new_size_does_not_leave_all_the_old_ones_behind() -> None:
+    with writer(budget_bytes=1 << 30) as remote:
+        reader = ArenaReader(remote.pid)
+        for nbytes in (20_000_000, 50_000_000, 110_000_000):
+            reader.release(remote.write(nbytes, 1))
+        assert remote.holdings()[0] == 1
+        assert len(remote.trimmed()) == 2
+
+
 def test_segments_that_lie_idle_are_given_back() -> None:
     with writer() as remote:
         reader = ArenaReader(remote.pid)
@@ -356,6 +365,18 @@ def test_a_reference_is_good_for_once() -> None:
     with pytest.raises(MessageError, match="opened before"):
         reader.release(ref)
     assert view.size == SIZE
+
+
+def test_a_block_that_is_not_published_cannot_be_opened() -> None:
+    arena, reader = pair()
+    block = arena.allocate(SIZE)
+    assert block is not None
+    segment = block.segment
+    ref = BlockRef(segment.number, segment.fd, segment.capacity, SIZE, segment.generation)
+    with pytest.raises(MessageError, match="not published"):
+        reader.view(ref)
+    block.memory[:] = 3
+    assert reader.view(arena.publish(block))[-1] == 3
 
 
 def test_a_block_is_published_once() -> None:

@@ -439,13 +439,14 @@ def test_a_discarded_parcel_gives_its_memory_back() -> None:
     discard(encode(torch.zeros(1 << 20))[0])
 
 
-def test_a_parcel_that_fails_to_open_gives_its_memory_back() -> None:
+@pytest.mark.parametrize("missing", [False, True], ids=["head of nulls", "no frames"])
+def test_a_parcel_that_fails_to_open_gives_its_memory_back(missing: bool) -> None:
     arena = Arena(budget_bytes=1 << 26)
     reader = ArenaReader(os.getpid())
     for _ in range(20):
         table, frames = encode([torch.zeros(1 << 20), torch.ones(1 << 20)], arena=arena)
         with pytest.raises(MessageError):
-            decode(table, [bytes(len(frames[0]))], reader=reader)
+            decode(table, [] if missing else [bytes(len(frames[0]))], reader=reader)
     assert arena.segments == 2
 
 
