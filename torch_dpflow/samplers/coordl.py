@@ -3,7 +3,7 @@
 import numpy as np
 
 from torch_dpflow.samplers.fixed_order import FixedOrderGroup
-from torch_dpflow.samplers.indices import IndexArray, permutation
+from torch_dpflow.samplers.indices import CompactArray, permutation
 from torch_dpflow.samplers.member import Member
 
 
@@ -17,8 +17,8 @@ class CoorDLGroup(FixedOrderGroup):
 
     strategy = "coordl"
 
-    def _epoch_order(self, member: Member, epoch: int) -> IndexArray:
-        order = permutation(self.size, self.seed, epoch).astype(np.int64)
+    def _epoch_order(self, member: Member, epoch: int) -> CompactArray:
+        order = permutation(self.size, self.seed, epoch)
         if member.indices is None:
             return order
         wanted = np.zeros(self.size, np.bool_)

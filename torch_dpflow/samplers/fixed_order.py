@@ -7,7 +7,7 @@ import numpy as np
 
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.group import Draw, SamplingGroup
-from torch_dpflow.samplers.indices import CompactArray, IndexArray, compact
+from torch_dpflow.samplers.indices import CompactArray, IndexArray
 from torch_dpflow.samplers.member import Member
 
 
@@ -22,7 +22,7 @@ class FixedOrderGroup(SamplingGroup):
         self._foreseen: dict[str, tuple[int, CompactArray]] = {}
 
     @abstractmethod
-    def _epoch_order(self, member: Member, epoch: int) -> IndexArray:
+    def _epoch_order(self, member: Member, epoch: int) -> CompactArray:
         """The order of an epoch that is not resumed."""
 
     def _joined(self, member: Member) -> None:
@@ -58,7 +58,7 @@ class FixedOrderGroup(SamplingGroup):
     def _order_of(self, member: Member, epoch: int) -> CompactArray:
         known = self._foreseen.get(member.name)
         if known is None or known[0] != epoch:
-            known = epoch, self._epoch_order(member, epoch).astype(compact(self.size))
+            known = epoch, self._epoch_order(member, epoch)
             self._foreseen[member.name] = known
         return known[1]
 

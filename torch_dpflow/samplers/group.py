@@ -21,6 +21,7 @@ from torch_dpflow.samplers.indices import (
     check_number,
     check_speed,
     check_whole,
+    compact,
 )
 from torch_dpflow.samplers.member import Member
 
@@ -103,7 +104,7 @@ class SamplingGroup(ABC):
         checked = None if indices is None else check_indices(indices, self.size)
         member = Member(
             name=job,
-            indices=checked,
+            indices=None if checked is None else checked.astype(compact(self.size)),
             length=self.size if checked is None else len(checked),
             seed=check_whole("seed", seed, minimum=0, maximum=MAX_SEED),
             batch_size=check_whole("batch_size", batch_size, minimum=1),

@@ -1,7 +1,7 @@
 """Every job for itself: torch's own orders, side by side."""
 
 from torch_dpflow.samplers.fixed_order import FixedOrderGroup
-from torch_dpflow.samplers.indices import IndexArray
+from torch_dpflow.samplers.indices import CompactArray
 from torch_dpflow.samplers.member import Member
 
 
@@ -10,5 +10,5 @@ class IndependentGroup(FixedOrderGroup):
 
     strategy = "independent"
 
-    def _epoch_order(self, member: Member, epoch: int) -> IndexArray:
+    def _epoch_order(self, member: Member, epoch: int) -> CompactArray:
         return member.order(epoch)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torch_dpflow.samplers.indices import IndexArray, permutation
+from torch_dpflow.samplers.indices import CompactArray, permutation
 
 #: Weight of the latest interval in a job's measured speed; one batch alone says little.
 _SPEED_WEIGHT = 0.2
@@ -16,7 +16,7 @@ class Member:
 
     name: str
     #: Its set in the order given; None: every sample of the group.
-    indices: IndexArray | None
+    indices: CompactArray | None
     #: Number of samples in its set.
     length: int
     seed: int
@@ -42,11 +42,11 @@ class Member:
             self.drew_at, self.drew = now, 0
         self.drew += n
 
-    def samples(self) -> IndexArray:
+    def samples(self) -> CompactArray:
         """Its set as an array, in the order given."""
         return np.arange(self.length) if self.indices is None else self.indices
 
-    def order(self, epoch: int) -> IndexArray:
+    def order(self, epoch: int) -> CompactArray:
         """The private permutation of its set in an epoch: that of torch's RandomSampler for its seed."""
         drawn = permutation(self.length, self.seed, epoch)
-        return drawn.astype(np.int64) if self.indices is None else self.indices[drawn]
+        return drawn if self.indices is None else self.indices[drawn]

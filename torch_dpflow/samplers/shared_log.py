@@ -8,7 +8,7 @@ from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.classes import Partition
 from torch_dpflow.samplers.directory import Directory
 from torch_dpflow.samplers.group import Draw, SamplingGroup
-from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, compact
+from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray
 from torch_dpflow.samplers.member import Member
 from torch_dpflow.samplers.shared_epoch import SharedEpoch
 
@@ -121,7 +121,7 @@ class SharedLogGroup(SamplingGroup):
         A resumed job that has read just the head of its permutation goes on in it. Otherwise the rest is
         shuffled anew: in the order of the permutation, what others made it skip would come first.
         """
-        order = member.order(epoch).astype(compact(self.size))
+        order = member.order(epoch)
         if not len(done):
             return order
         read = np.zeros(self.size, np.bool_)
