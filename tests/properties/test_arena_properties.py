@@ -69,10 +69,6 @@ class ArenaMachine(RuleBasedStateMachine):
     def drop(self, view: np.ndarray[Any, Any]) -> None:
         self.stop_using(view)
 
-    @rule()
-    def trim(self) -> None:
-        self.reader.forget(self.arena.trimmed())
-
     def stop_using(self, memory: np.ndarray[Any, Any]) -> None:
         self.used = [entry for entry in self.used if entry[0] is not memory]
 
@@ -83,6 +79,7 @@ class ArenaMachine(RuleBasedStateMachine):
     @invariant()
     def the_budget_holds(self) -> None:
         assert self.arena.allocated_bytes <= BUDGET
+        assert self.reader.mapped_bytes <= 2 * BUDGET
 
 
 TestArena = ArenaMachine.TestCase

@@ -47,9 +47,6 @@ class Writer:
         """Whether all that was kept is still filled with `fill`."""
         return all(bool(np.all(block.memory == fill)) for block in self.kept)
 
-    def trimmed(self) -> list[int]:
-        return self.arena.trimmed()
-
     def holdings(self) -> tuple[int, int, int]:
         """Segments, their bytes, and open descriptors of the process."""
         return self.arena.segments, self.arena.allocated_bytes, len(os.listdir("/proc/self/fd"))

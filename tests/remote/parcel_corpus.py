@@ -59,7 +59,7 @@ def _with_a_frame_of_its_own() -> tuple[ParcelTable, list[bytes]]:
 def _malformed() -> Iterator[tuple[str, ParcelTable, list[bytes]]]:
     table, content = _with_a_frame_of_its_own()
     head, (small, own) = table.head, table.buffers
-    blocks = (BlockRef(1, 3, 4032, 64, 1),)
+    blocks = (BlockRef(1, 3, 4032, 64, 1, 0),)
     yield "no-frames", ParcelTable(0, (), head, (small, own)), []
     yield "too-few-frames", table, content[:1]
     yield "too-many-frames", table, [*content, b""]

@@ -34,7 +34,7 @@ numbers = st.one_of(
     st.sampled_from([63, 64, 65, 127, 128, 192, 256, 1 << 15, 1 << 31, 1 << 40, (1 << 63) - 1, 1 << 63]),
     st.integers(-(1 << 63), (1 << 64) - 1),
 )
-refs = st.builds(BlockRef, numbers, numbers, numbers, numbers, numbers)
+refs = st.builds(BlockRef, numbers, numbers, numbers, numbers, numbers, numbers)
 places = st.builds(Place, numbers, numbers, numbers)
 names = st.sampled_from(sorted(WELL_FORMED))
 

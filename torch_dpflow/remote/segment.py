@@ -1,8 +1,8 @@
 """One shared-memory segment: 64 bytes of header, then a payload, mapped by a writer and a reader.
 
 The header's first byte is the segment's state. The writer sets it to PUBLISHED before it tells the reader of
-the segment, the reader stores FREE when nothing refers to the payload any more; neither needs a message for
-it.
+the segment, the reader stores FREE when nothing refers to the payload any more, and the writer leaves RETIRED
+in a segment that it gives back. None of that needs a message.
 
 A segment is a memfd where the platform has them: it has no name that could outlive its processes, it does not
 count against a container's small /dev/shm, and it is sealed so that nobody can shrink it under a mapping. Its
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import cast
 from weakref import ref as weakref
 
+import msgspec
 import numpy as np
 import torch
 
@@ -29,8 +30,8 @@ from torch_dpflow.remote.memory import Memory, memory_of
 
 #: Bytes before the payload: one cache line, so that the payload is aligned for every vector instruction.
 HEADER_BYTES = 64
-#: States, kept in the header's first byte.
-FREE, PUBLISHED = 0, 1
+#: States, kept in the header's first byte. A retired segment is the reader's alone, for no use.
+FREE, PUBLISHED, RETIRED = 0, 1, 2
 
 TOKEN_BYTES = 16
 _MAGIC = b"dpflow1\n"
@@ -40,6 +41,30 @@ _HEADER = struct.Struct(f"<B7x8sQQ{TOKEN_BYTES}s")
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 
 HAS_MEMFD = hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS") and os.path.isdir("/proc/self/fd")
+
+
+class BlockRef(msgspec.Struct, array_like=True, frozen=True):
+    """Where a published block lies, in the words of the process that wrote it."""
+
+    #: Number of the segment, never used twice by one arena.
+    segment: int
+    #: The writer's descriptor of the segment; -1 where it is a named file.
+    fd: int
+    #: Payload bytes of the segment.
+    capacity: int
+    #: Payload bytes in use.
+    nbytes: int
+    #: Which lending of the segment this is; a reference is good for one opening.
+    generation: int
+    #: How many segments the writer has retired so far, bytes of which the reader should let go.
+    retired: int
+
+
+class ProbeRef(msgspec.Struct, array_like=True, frozen=True):
+    """A published block that holds a token, by which a reader finds out whether it can read the arena."""
+
+    token: bytes
+    block: BlockRef
 
 
 @dataclass(slots=True)
