@@ -6,13 +6,18 @@ One worker process collates a batch and sends it, at most two ahead, as in torch
 process copies it into a buffer of its own, as a copy to a device would. torch's side is its multiprocessing
 queue, for which its loader's workers collate in shared memory. Ours is `default_collate` into the arena,
 `encode`, one message over ipc, and `decode`.
+
+The last workload tells what encoding and decoding a pair of small tensors costs by itself, in one process and
+without the transport, beside a plain pickle of the same.
 """
 
 import argparse
 import os
+import pickle
 import resource
 import tempfile
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +46,8 @@ METRICS = (
     Metric(name="cpu_us_per_batch", label="CPU us/batch", higher_is_better=False, spec=",.0f"),
     Metric(name="consumer_cpu_us", label="CPU us/batch, training", higher_is_better=False, spec=",.0f"),
     Metric(name="worker_cpu_us", label="CPU us/batch, worker", higher_is_better=False, spec=",.0f"),
+    Metric(name="encode_us", label="encode, us", higher_is_better=False, spec=",.1f"),
+    Metric(name="decode_us", label="decode, us", higher_is_better=False, spec=",.1f"),
 )
 
 
@@ -62,6 +69,7 @@ WORKLOADS = {
     "256 kB pair": Workload(partial(_images, 256, 256), 3000),
     "4 kB pair": Workload(partial(_images, 16, 64), 5000),
 }
+CODEC = "encode and decode alone"
 
 
 class Consumer:
@@ -185,20 +193,58 @@ def run_dpflow(workload: Workload) -> Figures:
     return _figures(workload, wall, cpu, worker_cpu)
 
 
+def _pair() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.rand(64), torch.arange(64)
+
+
+def _best_us(call: Callable[[], Any], times: int) -> float:
+    return min(timeit.repeat(call, number=times, repeat=5)) / times * 1e6
+
+
+def pickle_pair(times: int) -> Figures:
+    """Plain pickle of a pair of small tensors."""
+    pair = _pair()
+    pickled = pickle.dumps(pair, protocol=5)
+    return {
+        "encode_us": _best_us(lambda: pickle.dumps(pair, protocol=5), times),
+        "decode_us": _best_us(lambda: pickle.loads(pickled), times),
+    }
+
+
+def parcel_pair(times: int) -> Figures:
+    """The same pair as a parcel."""
+    pair = _pair()
+    table, frames = encode(pair)
+    return {
+        "encode_us": _best_us(lambda: encode(pair), times),
+        "decode_us": _best_us(lambda: decode(table, frames), times),
+    }
+
+
+def _sides(name: str, *, quick: bool) -> tuple[dict[str, Callable[[], Figures]], dict[str, object]]:
+    if name == CODEC:
+        times = 200 if quick else 5000
+        sides = {"pickle": partial(pickle_pair, times), "dpflow": partial(parcel_pair, times)}
+        return sides, {"times": times}
+    workload = WORKLOADS[name]
+    if quick:
+        workload = Workload(workload.samples, max(workload.batches // 20, 5))
+    sides = {"torch": partial(run_torch, workload), "dpflow": partial(run_dpflow, workload)}
+    return sides, {"batches": workload.batches, "prefetch": PREFETCH}
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workload", action="append", choices=WORKLOADS, help="only this one; repeatable")
+    parser.add_argument(
+        "--workload", action="append", choices=[*WORKLOADS, CODEC], help="only this one; repeatable"
+    )
     add_arguments(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     comparisons = []
-    for name in arguments.workload or WORKLOADS:
-        workload = WORKLOADS[name]
-        if arguments.quick:
-            workload = Workload(workload.samples, max(workload.batches // 20, 5))
-        sides = {"torch": partial(run_torch, workload), "dpflow": partial(run_dpflow, workload)}
-        parameters = {"batches": workload.batches, "prefetch": PREFETCH}
+    for name in arguments.workload or [*WORKLOADS, CODEC]:
+        sides, parameters = _sides(name, quick=arguments.quick)
         comparisons.append(alternate("parcel", name, sides, rounds=arguments.rounds, parameters=parameters))
     publish(comparisons, METRICS, arguments)
 

@@ -279,6 +279,7 @@ ARRAYS = {
     "aligned": np.zeros(3, dtype=np.dtype([("a", "i1"), ("b", "f8")], align=True)),
     "object": np.array([None, "a", [1, 2]], dtype=object),
     "structured with objects": np.array([(1, "x")], dtype=[("a", "i1"), ("b", object)]),
+    "metadata": np.zeros(2, np.dtype("f4", metadata={"unit": "m"})),
     "record": np.array([(1, 2)], dtype=[("a", "i1"), ("b", "i2")]).view(np.recarray),
     "masked": np.ma.masked_array([1, 2, 3], mask=[0, 1, 0]),
 }
@@ -291,6 +292,7 @@ def test_arrays(carry: Carry, array: np.ndarray[Any, Any]) -> None:
     assert carried.dtype == array.dtype
     assert carried.dtype.isalignedstruct == array.dtype.isalignedstruct
     assert carried.flags.fnc == array.flags.fnc
+    assert carried.dtype.metadata == array.dtype.metadata
     np.testing.assert_array_equal(carried, array)
     assert carried.flags.writeable
 
