@@ -1,0 +1,61 @@
+"""How an epoch is dealt to ranks, from one place or from many."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from torch_dpflow.errors import OptionError
+from torch_dpflow.samplers import GlobalBatches, RankShares, RankSlices, sampling_group
+
+
+def batches_of(size: int, replicas: int, batch_size: int, drop_last: bool) -> GlobalBatches:
+    group = sampling_group("independent", size)
+    group.join("a", seed=1)
+    group.start_epoch("a", 0)
+    return GlobalBatches(group, "a", RankShares(size, replicas, drop_last), batch_size)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("size", "replicas", "batch_size"), [(10, 3, 2), (1, 4, 2), (12, 4, 1), (7, 7, 3)])
+def test_slices_are_consecutive_and_all_ranks_see_one_epoch(
+    size: int, replicas: int, batch_size: int, drop_last: bool
+) -> None:
+    whole, batches = [], batches_of(size, replicas, batch_size, drop_last)
+    while len(batch := batches.draw()):
+        whole.append(batch)
+    slices = RankSlices(batches_of(size, replicas, batch_size, drop_last), replicas)
+    shares = RankShares(size, replicas, drop_last)
+    # The last rank first, and one rank far ahead of the others.
+    parts: dict[int, list[np.ndarray]] = {rank: [] for rank in reversed(range(replicas))}
+    for rank, part in parts.items():
+        while len(piece := slices.next(rank)):
+            part.append(piece)
+        assert sum(map(len, part)) == shares.per_rank
+    for k, batch in enumerate(whole):
+        assert np.array_equal(np.concatenate([parts[rank][k] for rank in range(replicas)]), batch)
+    order = np.concatenate([np.empty(0, np.int64), *whole])
+    assert len(order) == shares.total
+    assert len(set(order.tolist())) == min(size, shares.total)
+    assert np.array_equal(order[size:], np.resize(order[: min(size, replicas)], max(0, shares.total - size)))
+
+
+def test_a_rank_outside_is_refused() -> None:
+    slices = RankSlices(batches_of(10, 2, 1, False), 2)
+    for rank in (-1, 2):
+        with pytest.raises(OptionError, match="rank"):
+            slices.next(rank)
+
+
+def test_a_resumed_epoch_is_filled_up_with_its_own_head() -> None:
+    group = sampling_group("independent", 10)
+    group.join("a", seed=1)
+    group.start_epoch("a", 0)
+    shares = RankShares(10, 4, False)
+    first = GlobalBatches(group, "a", shares, 1)
+    drawn = [first.draw(), first.draw()]
+    group.start_epoch("a", 0, done=np.concatenate(drawn))
+    second = GlobalBatches(group, "a", shares, 1, position=first.position, head=first.head)
+    last = second.draw()
+    assert last[2:].tolist() == drawn[0][:2].tolist()
+    assert not len(second.draw())

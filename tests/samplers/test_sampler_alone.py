@@ -1,0 +1,270 @@
+"""DynaGCSSampler without a group: torch's own orders, to the letter."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, TensorDataset
+
+from torch_dpflow.errors import OptionError, OptionTypeError, StateError
+from torch_dpflow.samplers import DynaGCSSampler
+
+
+def distributed_cases(count: int) -> Iterator[tuple[int, int, bool, bool, int, int]]:
+    """n, replicas, drop_last, shuffle, seed, epoch; fewer samples than replicas among them."""
+    rng = random.Random(0)
+    for _ in range(count):
+        n, replicas = rng.randint(1, 50), rng.randint(1, 9)
+        yield n, replicas, rng.random() < 0.5, rng.random() < 0.7, rng.randrange(10**6), rng.randrange(100)
+
+
+@pytest.mark.parametrize("case", list(distributed_cases(200)), ids=str)
+def test_every_rank_reads_what_distributed_sampler_gives_it(
+    case: tuple[int, int, bool, bool, int, int],
+) -> None:
+    n, replicas, drop_last, shuffle, seed, epoch = case
+    options = {"num_replicas": replicas, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+    for rank in range(replicas):
+        theirs: Any = DistributedSampler(range(n), rank=rank, **options)  # type: ignore[arg-type]
+        ours = DynaGCSSampler(range(n), rank=rank, **options)  # type: ignore[arg-type]
+        theirs.set_epoch(epoch)
+        ours.set_epoch(epoch)
+        assert list(ours) == list(theirs)
+        assert len(ours) == len(theirs)
+
+
+@pytest.mark.parametrize("n", [1, 2, 9, 5000])
+def test_the_order_is_that_of_random_sampler_seeded_with_seed_and_epoch(n: int) -> None:
+    ours = DynaGCSSampler(TensorDataset(torch.zeros(n)), seed=11)
+    for epoch in range(3):
+        generator = torch.Generator().manual_seed(11 + epoch)
+        assert list(ours) == list(RandomSampler(range(n), generator=generator))
+        assert ours.epoch == epoch
+        assert len(ours) == n
+
+
+def test_no_samples_make_an_empty_epoch() -> None:
+    for nothing in ([], range(0), TensorDataset(torch.zeros(0))):
+        assert list(DynaGCSSampler(nothing)) == []  # type: ignore[arg-type]
+        assert list(DynaGCSSampler(nothing, num_replicas=3, rank=2)) == []  # type: ignore[arg-type]
+
+
+def test_without_shuffle_the_order_is_sequential() -> None:
+    ours = DynaGCSSampler(TensorDataset(torch.zeros(7)), shuffle=False)
+    assert list(ours) == list(ours) == list(SequentialSampler(range(7)))
+
+
+def test_indices_are_permuted_as_positions_are() -> None:
+    kept = [30, 2, 17, 5, 8]
+    drawn = torch.randperm(5, generator=torch.Generator().manual_seed(3)).tolist()
+    for given_as in (kept, tuple(kept), np.array(kept), torch.tensor(kept, dtype=torch.int32)):
+        assert list(DynaGCSSampler(given_as, seed=3)) == [kept[i] for i in drawn]
+        assert list(DynaGCSSampler(given_as, shuffle=False)) == kept
+    assert list(DynaGCSSampler(range(8, 0, -2), shuffle=False)) == [8, 6, 4, 2]
+
+
+def test_data_sets_of_other_things_are_read_by_position() -> None:
+    for data in (["a", "b", "c"], [0.5, 1.5, 2.5], [True, False, True], torch.zeros(3, 2), np.zeros(3)):
+        assert sorted(DynaGCSSampler(data)) == [0, 1, 2]
+
+
+def test_with_ranks_an_epoch_repeats_until_set_epoch_and_without_it_does_not() -> None:
+    ranked = DynaGCSSampler(range(50), num_replicas=2, rank=1)
+    assert list(ranked) == list(ranked)
+    ranked.set_epoch(1)
+    assert ranked.epoch == 1
+    alone = DynaGCSSampler(range(50))
+    first, second = list(alone), list(alone)
+    assert first != second
+    alone.set_epoch(0)
+    assert list(alone) == first
+    alone.set_epoch(1)
+    assert list(alone) == second
+
+
+def test_an_abandoned_iteration_does_not_disturb_the_next() -> None:
+    ours = DynaGCSSampler(range(20), seed=1)
+    abandoned = iter(ours)
+    next(abandoned)
+    assert sorted(ours) == list(range(20))
+    next(abandoned)
+    assert ours.state_dict()["position"] == 20
+
+
+def test_it_works_under_torchs_loader() -> None:
+    data = TensorDataset(torch.arange(10, 33))
+    ours = DynaGCSSampler(data, seed=4)
+    expected = torch.randperm(23, generator=torch.Generator().manual_seed(4)) + 10
+    batches = [batch for (batch,) in DataLoader(data, batch_size=4, sampler=ours)]
+    assert [len(batch) for batch in batches] == [4] * 5 + [3]
+    assert torch.equal(torch.cat(batches), expected)
+
+
+# -- state ---------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    n=st.integers(1, 40),
+    replicas=st.integers(1, 4),
+    drop_last=st.booleans(),
+    shuffle=st.booleans(),
+    epoch=st.integers(0, 3),
+    at=st.integers(0, 40),
+    behind=st.integers(0, 5),
+)
+def test_a_state_taken_anywhere_goes_on_exactly(
+    n: int, replicas: int, drop_last: bool, shuffle: bool, epoch: int, at: int, behind: int
+) -> None:
+    options: Any = {
+        "num_replicas": replicas,
+        "rank": replicas - 1,
+        "drop_last": drop_last,
+        "shuffle": shuffle,
+    }
+    whole = DynaGCSSampler(range(n), **options)
+    whole.set_epoch(epoch)
+    order = list(whole)
+    stopped = DynaGCSSampler(range(n), **options)
+    stopped.set_epoch(epoch)
+    at = min(at, len(order))
+    running = iter(stopped)
+    yielded = [next(running) for _ in range(at)]
+    consumed = max(0, at - behind)
+    state = pickle.loads(pickle.dumps(stopped.state_dict(consumed)))
+    assert state == stopped.state_dict(consumed)
+    assert yielded + list(running) == order, "taking a state has no side effect"
+    resumed = DynaGCSSampler(range(n), **options)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    resumed.set_epoch(epoch)
+    assert list(resumed) == (order[consumed:] if consumed < len(order) else order)
+    whole.set_epoch(epoch + 1)
+    resumed.set_epoch(epoch + 1)
+    assert list(resumed) == list(whole)
+
+
+def test_after_a_finished_epoch_the_next_one_begins() -> None:
+    ours = DynaGCSSampler(range(30))
+    list(ours)
+    resumed = DynaGCSSampler(range(30))
+    resumed.load_state_dict(ours.state_dict())
+    assert list(resumed) == list(ours)
+    assert resumed.epoch == ours.epoch == 1
+
+
+def test_setting_another_epoch_drops_a_position_that_was_loaded() -> None:
+    ours = DynaGCSSampler(range(30))
+    next(iter(ours))
+    resumed = DynaGCSSampler(range(30))
+    resumed.load_state_dict(ours.state_dict())
+    resumed.set_epoch(5)
+    assert len(list(resumed)) == 30
+
+
+def test_a_state_is_small_and_plain() -> None:
+    ours = DynaGCSSampler(range(100_000))
+    next(iter(ours))
+    state = ours.state_dict()
+    assert len(pickle.dumps(state)) < 500
+    assert {type(value) for value in state.values()} <= {int, bool, str, type(None)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"seed": 1}, {"data_source": range(31)}, {"num_replicas": 2}, {"shuffle": False}, {"drop_last": True}],
+    ids=str,
+)
+def test_a_state_of_other_arguments_is_refused(changes: dict[str, Any]) -> None:
+    state = DynaGCSSampler(range(30)).state_dict()
+    options = {"data_source": range(30), **changes}
+    other = DynaGCSSampler(options.pop("data_source"), **options)
+    with pytest.raises(StateError, match=r"was taken with|make the sampler"):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "damage", [{"position": -1}, {"position": 31}, {"epoch": None}, {"epoch": "1"}, {"version": 2}], ids=str
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(damage: dict[str, Any]) -> None:
+    ours = DynaGCSSampler(range(30))
+    before = ours.state_dict()
+    with pytest.raises(StateError):
+        ours.load_state_dict({**before, **damage})
+    for nonsense in ({}, [], None, {"position": 3}):
+        with pytest.raises(StateError, match="no state"):
+            ours.load_state_dict(nonsense)  # type: ignore[arg-type]
+    assert ours.state_dict() == before
+
+
+def test_consumed_must_be_possible() -> None:
+    ours = DynaGCSSampler(range(30))
+    with pytest.raises(OptionError, match="consumed=1"):
+        ours.state_dict(consumed=1)
+    running = iter(ours)
+    next(running)
+    for consumed in (-1, 2):
+        with pytest.raises(OptionError, match="consumed"):
+            ours.state_dict(consumed)
+
+
+def test_it_pickles_before_during_and_after_an_epoch() -> None:
+    ours = DynaGCSSampler(range(30), seed=2)
+    copies = [pickle.loads(pickle.dumps(ours))]
+    running = iter(ours)
+    next(running)
+    copies.append(pickle.loads(pickle.dumps(ours)))
+    rest = list(running)
+    assert copies[1].state_dict()["position"] == 1
+    assert list(copies[0])[1:] == rest
+    assert list(copies[1]) == list(ours)
+
+
+# -- wrong arguments -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"num_replicas": 0}, "num_replicas=0"),
+        ({"num_replicas": 2, "rank": 2}, "rank=2"),
+        ({"num_replicas": 2, "rank": -1}, "rank=-1"),
+        ({"rank": 1}, "rank=1"),
+        ({"seed": -1}, "seed=-1"),
+        ({"independence": 2}, "independence=2"),
+        ({"strategy": "best"}, "'shared-log'"),
+    ],
+)
+def test_values_out_of_range_are_refused(options: dict[str, Any], names: str) -> None:
+    with pytest.raises(OptionError, match=names):
+        DynaGCSSampler(range(10), **options)
+
+
+@pytest.mark.parametrize("indices", [[1, -1], [2, 2], np.array([0, 5, 0])])
+def test_negative_and_repeated_indices_are_refused(indices: Any) -> None:
+    with pytest.raises(OptionError, match=r"data_source has .*range\(len"):
+        DynaGCSSampler(indices)
+
+
+def test_arguments_of_the_wrong_type_are_refused() -> None:
+    with pytest.raises(OptionTypeError, match="without a length"):
+        DynaGCSSampler(iter([1]))  # type: ignore[arg-type]
+    for option in ("batch_size", "num_replicas", "seed"):
+        with pytest.raises(OptionTypeError, match=option):
+            DynaGCSSampler(range(10), **{option: "3"})
+    with pytest.raises(OptionTypeError, match="sampling_group"):
+        DynaGCSSampler(range(10), group="imagenet")  # type: ignore[arg-type]
+
+
+def test_epochs_start_at_0() -> None:
+    with pytest.raises(OptionError, match="epoch=-1"):
+        DynaGCSSampler(range(10)).set_epoch(-1)
