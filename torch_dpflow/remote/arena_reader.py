@@ -1,5 +1,4 @@
-"""The training process's side of an arena: opens what a worker published, and frees it when it is no longer
-used."""
+"""The reader's side of an arena: opens what the writer published, and frees it when nobody uses it."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ _arena: Arena | None = None
 
 
 def install(arena: Arena) -> None:
-    """Let torch's default collate stack into blocks of `arena`, unless the user has put in a function
-    already."""
+    """Let torch's default collate stack into blocks of `arena`, unless the user has a function there."""
     global _arena
     if default_collate_fn_map.get(torch.Tensor) in (collate_tensor_fn, _collate_tensors):
         _arena = arena
@@ -44,9 +43,8 @@ def _collate_tensors(
 ) -> Any:
     first = batch[0]
     if _is_dense(first) and set(map(type, batch)) == {torch.Tensor}:
-        # torch's function, in a worker, stacks with `out=` as well; so unequal shapes, mixed dtypes that do
-        # not fit and tensors that require grad fail here as they do there, and then torch's function tells of
-        # it.
+        # In a worker torch's function stacks with `out=` as well. Unequal shapes, dtypes that do not fit and
+        # tensors that require grad fail here as they do there, and then torch's function tells of it.
         try:
             return torch.stack(batch, 0, out=_room_for(first, len(batch)))
         except RuntimeError:
@@ -67,7 +65,6 @@ def _room_for(first: torch.Tensor, count: int) -> torch.Tensor:
     nbytes = first.numel() * first.itemsize * count
     block = _arena.allocate(nbytes) if _arena is not None and nbytes >= LARGE_BYTES else None
     if block is None:
-        # Not torch's shared memory: its file would be made for nothing, the parcel copies small buffers
-        # anyway.
+        # Not torch's shared memory, which would be made for nothing: encoding copies small buffers anyway.
         return torch.empty(shape, dtype=first.dtype, device="cpu")
     return tensor_over(storage_over(block.memory), first.dtype, shape)

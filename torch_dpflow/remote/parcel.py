@@ -2,12 +2,10 @@
 
 A parcel is a pickle head (protocol 5) and out-of-band buffers. A large buffer lies in a block of shared
 memory where there is an arena, and is a frame of its own where there is none. Small ones are coalesced, each
-64-byte
-aligned: behind the head in the first frame, or together in one block. The table says where each lies.
+64-byte aligned: behind the head in the first frame, or together in one block. The table says where each lies.
 Services pass (table, frames) on unopened.
 
-Only workers and jobs open parcels, and only those of peers that have proved who they are: a pickle can run
-code.
+Only workers and jobs open parcels, and only from peers that have proved who they are: a pickle can run code.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ class ParcelTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
 def encode(obj: Any, *, arena: Arena | None = None) -> tuple[ParcelTable, list[Frame]]:
     """Take `obj` apart. The frames refer to its memory: leave it unchanged until they are sent.
 
-    With `arena`, big buffers go into its blocks while it lends any; one that lies in an unpublished block
+    With `arena`, large buffers go into its blocks while it lends any; one that lies in an unpublished block
     already is published where it is.
 
     Raises:

@@ -2,8 +2,8 @@
 
 A tensor becomes its storage, dtype, shape, strides and offset; two tensors of one storage meet again through
 pickle's memo. A storage or an array becomes a stand-in for a buffer, and its memory goes to `sources`. All
-other layouts and subclasses go torch's own way, which ends at storages. Nothing registered with `copyreg` by
-others or with multiprocessing's ForkingPickler takes part, so no descriptor is passed behind our back.
+other layouts and subclasses go torch's own way, which ends at storages. What torch registers with
+multiprocessing's ForkingPickler takes no part, so no descriptor is passed behind our back.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch.storage import TypedStorage
 
 from torch_dpflow.remote.memory import Memory, address_of, memory_of, storage_over, tensor_over
 
-#: A view of less than this share of its storage, and of so much less, travels without the rest of the
-#: storage.
+#: A view travels without the rest of its storage where it takes up less than this share, and so much less.
 _SPAN_SHARE = 0.5
 _SPAN_SLACK_BYTES = 4096
 #: Kinds of numpy dtype that lie flat in memory and are told whole by `dtype.str`.
@@ -66,8 +65,7 @@ class _Chunks(list[bytes]):
 
 
 class ParcelPickler(pickle.Pickler):
-    """Pickles into `chunks`, and the memory of tensors and arrays into `sources`, in the order of their
-    use."""
+    """Pickles into `chunks`; the memory of tensors and arrays goes to `sources`, in the order of its use."""
 
     def __init__(self) -> None:
         self.chunks = _Chunks()
@@ -112,7 +110,7 @@ class ParcelPickler(pickle.Pickler):
     def _reduce_array(self, array: np.ndarray[Any, Any]) -> Any:
         dtype = array.dtype
         plain = dtype.kind in _PLAIN_KINDS and dtype.metadata is None
-        if dtype.hasobject or not dtype.itemsize or not (plain or dtype.kind == "V"):
+        if dtype.hasobject or not (plain or dtype.kind == "V"):
             return NotImplemented
         order = "F" if array.flags.fnc else "C"
         if not array.flags.forc:
@@ -151,7 +149,7 @@ def rebuild_tensor(
     return tensor_over(storage, _DTYPES[dtype], shape, stride, offset)
 
 
-def rebuild_array(memory: Memory, dtype: Any, shape: tuple[int, ...], order: Any) -> np.ndarray[Any, Any]:
+def rebuild_array(memory: memoryview, dtype: Any, shape: tuple[int, ...], order: Any) -> np.ndarray[Any, Any]:
     """An array over a parcel's memory."""
     array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, memory, order=order)
     return array

@@ -6,8 +6,8 @@ in a segment that it gives back. None of that needs a message.
 
 A segment is a memfd where the platform has them: it has no name that could outlive its processes, it does not
 count against a container's small /dev/shm, and it is sealed so that nobody can shrink it under a mapping. Its
-pages are reserved when it is made, so that no later touch of them can fail with SIGBUS.
-Elsewhere it is a file in a private directory, which the reader unlinks as soon as it has mapped it.
+pages are reserved when it is made, so that no later touch of them can fail with SIGBUS. Elsewhere it is a file
+in a private directory, which the reader unlinks as soon as it has mapped it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class BlockRef(msgspec.Struct, array_like=True, frozen=True):
     nbytes: int
     #: Which lending of the segment this is; a reference is good for one opening.
     generation: int
-    #: How many segments the writer has retired so far, bytes of which the reader should let go.
+    #: How many segments the writer has retired so far; when this grows, the reader looks for them and unmaps.
     retired: int
 
 
@@ -103,8 +103,7 @@ class Segment:
         return self.memory[0] == FREE and (self.owner is None or self.owner() is None)
 
     def payload(self, nbytes: int) -> Memory:
-        """A new array over the first `nbytes` of the payload; every view of it keeps this very array
-        alive."""
+        """A new array over the first `nbytes` of the payload; all views of it keep this very array alive."""
         # An array over an array would not do: numpy lets views of views refer to the innermost one.
         return np.frombuffer(self.memory, np.uint8, nbytes, HEADER_BYTES)
 
