@@ -6,8 +6,8 @@ in a segment that it gives back. None of that needs a message.
 
 A segment is a memfd where the platform has them: it has no name that could outlive its processes, it does not
 count against a container's small /dev/shm, and it is sealed so that nobody can shrink it under a mapping. Its
-pages are reserved when it is made, so that no later touch of them can fail with SIGBUS. Elsewhere it is a file
-in a private directory, which the reader unlinks as soon as it has mapped it.
+pages are reserved when it is made, so that no later touch of them can fail with SIGBUS. Elsewhere it is a
+file in a private directory, which the reader unlinks as soon as it has mapped it.
 """
 
 from __future__ import annotations
