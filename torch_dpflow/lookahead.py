@@ -50,7 +50,7 @@ class Lookahead:
     """Every key that the job reads in an epoch. None: the keys of `certain` if they are the whole rest of the
     epoch, else every key there is."""
     following: Keys | None = None
-    """The whole order of the next epoch, where the sampler knows it."""
+    """The whole order of the next epoch, where the sampler knows it. The first one told in an epoch stands."""
     speed: float | None = None
     """Samples per second that the job reads, as measured. None: not measured."""
 

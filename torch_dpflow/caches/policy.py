@@ -7,8 +7,9 @@ Whoever stores the values drives a policy like this::
         for gone in policy.admit(key, size):  # may name `key` itself: do not keep it
             del values[gone]
 
-and tells it what it hears from samplers (`foresee`) and of jobs that leave (`forget`). Keys are sample indices,
-not negative. Not thread-safe: the owner locks.
+and tells it what it hears from samplers (`foresee`) and of jobs that leave (`forget`). Keys are sample
+indices from 0 to 2**31 - 2. Not thread-safe: the owner locks. A call that raises leaves the policy as it
+was.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.errors import OptionError
+from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.lookahead import Keys, Lookahead
 
 Job = Hashable
@@ -38,13 +39,13 @@ class PolicyStatistics:
 
     hits: int
     misses: int
-    #: keys offered by `admit` that were not resident at that moment
+    #: keys given to `admit` that were not resident then
     offered: int
-    #: offered and kept, be it for a moment
+    #: of these, those that were kept
     admitted: int
-    #: offered, would fit, and not kept because everything else is worth more
+    #: of these, those that would fit but were worth less than what is kept
     bypassed: int
-    #: offered and larger than the whole budget
+    #: of these, those larger than the whole budget
     refused: int
     #: resident keys that had to go for the budget's sake or by `evict`
     evicted: int
@@ -52,7 +53,7 @@ class PolicyStatistics:
     discarded: int
     #: resident now
     items: int
-    #: sizes of the resident keys, in the unit of `admit`'s `size`
+    #: sizes of the resident keys together
     bytes: int
     #: jobs known now
     jobs: int
@@ -66,21 +67,30 @@ class PolicyStatistics:
 class Policy(ABC):
     """Decides which keys stay, within a budget of items, of bytes, or of both.
 
-    Every call costs O(log n) or better, amortised; the `_many` forms are the numpy forms of the same calls.
+    Every call costs O(log n) or better, amortised over calls; the `_many` forms are numpy forms of the same.
+
+    Args:
+        max_items: how many keys may be resident; None for any number.
+        max_bytes: how large they may be together; None for any size.
+
+    Raises:
+        OptionError: no budget, or one below 1.
     """
 
     #: what the registry knows it by
     name: ClassVar[str]
+    #: whether it can be told with `keys` how many keys there are
+    uses_keys: ClassVar[bool] = False
 
     def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None) -> None:
-        """At least one budget is required; OptionError for none or one below 1."""
         if max_items is None and max_bytes is None:
             raise OptionError("a policy needs a budget: give max_items, max_bytes, or both")
-        for option, value in (("max_items", max_items), ("max_bytes", max_bytes)):
-            if value is not None and value < 1:
-                raise OptionError(f"{option}={value}: a budget of at least 1 is required")
-        self.max_items = max_items
-        self.max_bytes = max_bytes
+        self.max_items = _budget("max_items", max_items)
+        self.max_bytes = _budget("max_bytes", max_bytes)
+        self._hits = self._misses = 0
+        self._offered = self._bypassed = self._refused = 0
+        self._evicted = self._discarded = 0
+        self._bytes = 0
 
     @abstractmethod
     def access(self, key: int, job: Job) -> bool:
@@ -90,7 +100,7 @@ class Policy(ABC):
     def admit(self, key: int, size: int = 1) -> Sequence[int]:
         """Offer a loaded key of `size` bytes; returns the keys that must go, `key` itself if it is not kept.
 
-        A resident key is not offered again: it takes the new size.
+        A resident key takes the new size.
         """
 
     @abstractmethod
@@ -102,22 +112,25 @@ class Policy(ABC):
         """The owner has lost `key`; returns whether it was resident. Not an eviction."""
 
     @abstractmethod
+    def join(self, job: Job, *, weight: float = 1.0) -> None:
+        """A job starts to read; its interest counts `weight` times that of a job of weight 1.
+
+        For a job that is known already this changes the weight. OptionError unless 0 < weight < infinity.
+        """
+
+    @abstractmethod
+    def foresee(self, job: Job, lookahead: Lookahead) -> None:
+        """Hear what `job`'s sampler knows of its future. Policies that look back only note the job."""
+
+    @abstractmethod
     def forget(self, job: Job) -> None:
         """The job is gone: drop all that is known of it. A job never seen is ignored."""
-
-    def join(self, job: Job, *, weight: float = 1.0) -> None:
-        """A job starts to read, its interest counting `weight` (more than 0) times that of weight 1."""
-        if not 0 < weight < float("inf"):
-            raise OptionError(f"weight={weight!r} of job {job!r}: a positive finite number is allowed")
-
-    def foresee(self, job: Job, lookahead: Lookahead) -> None:  # noqa: B027 (to look only back is a policy too)
-        """Hear what `job`'s sampler knows of its future. Policies that look only back ignore it."""
 
     def access_many(self, keys: Keys, job: Job) -> Mask:
         """`job` reads all of `keys` at one moment; returns which were resident, shape as `keys`."""
         return np.fromiter((self.access(key, job) for key in keys.tolist()), dtype=np.bool_, count=len(keys))
 
-    def admit_many(self, keys: Keys, sizes: Sizes | None = None) -> Keys:
+    def admit_many(self, keys: Keys, sizes: Sizes | None = None) -> npt.NDArray[np.int64]:
         """Offer loaded keys together; returns those that must go, some of `keys` among them perhaps.
 
         `sizes`: bytes of each key, None for 1 each.
@@ -127,8 +140,26 @@ class Policy(ABC):
             gone.extend(self.admit(key, size))
         return np.asarray(gone, dtype=np.int64)
 
+    def statistics(self) -> PolicyStatistics:
+        """What was counted until now."""
+        return PolicyStatistics(
+            hits=self._hits,
+            misses=self._misses,
+            offered=self._offered,
+            admitted=self._offered - self._bypassed - self._refused,
+            bypassed=self._bypassed,
+            refused=self._refused,
+            evicted=self._evicted,
+            discarded=self._discarded,
+            items=len(self),
+            bytes=self._bytes,
+            jobs=len(self.jobs),
+        )
+
+    @property
     @abstractmethod
-    def statistics(self) -> PolicyStatistics: ...
+    def jobs(self) -> tuple[Job, ...]:
+        """The jobs known now, in the order in which they joined."""
 
     @abstractmethod
     def __contains__(self, key: object) -> bool: ...
@@ -139,3 +170,30 @@ class Policy(ABC):
     @abstractmethod
     def __iter__(self) -> Iterator[int]:
         """The resident keys, in no particular order."""
+
+    def _is_over(self) -> bool:
+        return (self.max_items is not None and len(self) > self.max_items) or (
+            self.max_bytes is not None and self._bytes > self.max_bytes
+        )
+
+    def _is_too_large(self, size: int) -> bool:
+        return self.max_bytes is not None and size > self.max_bytes
+
+
+def check_weight(job: Job, weight: float) -> float:
+    """`weight` if it is one; OptionError otherwise."""
+    if not 0 < weight < float("inf"):
+        raise OptionError(f"weight={weight!r} of job {job!r}: a positive finite number is allowed")
+    return float(weight)
+
+
+def _budget(option: str, value: int | None) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionTypeError(
+            f"{option}={value!r} is a {type(value).__name__}; give an int of at least 1, or None"
+        )
+    if value < 1:
+        raise OptionError(f"{option}={value}: a budget of at least 1 is required")
+    return value

@@ -1,0 +1,47 @@
+"""ALSD, approximate longest sample distance: evict what will be read last (thesis, 3.4.3)."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from torch_dpflow.caches.foresight import ForesightPolicy
+from torch_dpflow.caches.outlook import EarliestUse, WeightedMean
+from torch_dpflow.errors import OptionError
+
+Aggregate = Literal["min", "mean"]
+
+
+class ALSD(ForesightPolicy):
+    """Evicts the key whose next use is farthest by what the samplers say; the oldest load among equals.
+
+    Each job's order falls into the four parts of the thesis. A sample that the job has read (S_v) is N
+    samples away, unless the order of its next epoch is known; one of the certain order (S_c) is as far as
+    its position says; a likely one (S_uc) and any other (S_uk) are as far as eq. 3-2 and 3-3 estimate.
+
+    A job without a lookahead is taken to read all `keys` keys once in an epoch, in an order that is not
+    known: what it has read goes before what it has not, first come first go. For one job that keeps as many
+    hits as never replacing anything. Where `keys` is not known either, what was loaded first goes first.
+
+    Amortised, an access costs O(log n); when a job begins an epoch, O(keys).
+
+    Args:
+        aggregate: how the jobs' distances are put together. "min": the time until the first job reads the
+            sample, by the jobs' speeds; weights do not matter. "mean": the thesis's weighted mean (eq. 3-5).
+        keys: how many keys there are, 0 to `keys` - 1. None: not known.
+    """
+
+    name = "alsd"
+
+    def __init__(
+        self,
+        *,
+        max_items: int | None = None,
+        max_bytes: int | None = None,
+        keys: int | None = None,
+        aggregate: Aggregate = "min",
+    ) -> None:
+        if aggregate not in get_args(Aggregate):
+            raise OptionError(f"aggregate={aggregate!r} is not one of {get_args(Aggregate)}")
+        outlook = EarliestUse() if aggregate == "min" else WeightedMean()
+        super().__init__(outlook, max_items=max_items, max_bytes=max_bytes, keys=keys)
+        self.aggregate = aggregate

@@ -1,0 +1,130 @@
+"""Common ground of the policies that judge by the past: a mapping of resident keys, jobs only by name."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+
+from torch_dpflow.caches.policy import Job, Policy, check_weight
+from torch_dpflow.lookahead import Lookahead
+
+
+class KeyedPolicy(Policy):
+    """A policy over a dict of sizes; a subclass keeps the order. Every hook is O(1)."""
+
+    def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None) -> None:
+        super().__init__(max_items=max_items, max_bytes=max_bytes)
+        self._sizes: dict[int, int] = {}
+        self._jobs: dict[Job, float] = {}
+
+    def access(self, key: int, job: Job) -> bool:
+        if job not in self._jobs:
+            self._jobs[job] = 1.0
+        if key in self._sizes:
+            self._hits += 1
+            self._used(key)
+            return True
+        self._misses += 1
+        return False
+
+    def admit(self, key: int, size: int = 1) -> Sequence[int]:
+        if key in self._sizes:
+            return self._resize(key, size)
+        self._offered += 1
+        if self._is_too_large(size):
+            self._refused += 1
+            return (key,)
+        gone = self._make_room(size)
+        if gone is None:
+            self._bypassed += 1
+            return (key,)
+        self._sizes[key] = size
+        self._bytes += size
+        self._entered(key)
+        return gone
+
+    def evict(self) -> int | None:
+        if not self._sizes:
+            return None
+        key = self._first_to_go()
+        self._drop(key)
+        self._evicted += 1
+        return key
+
+    def discard(self, key: int) -> bool:
+        if key not in self._sizes:
+            return False
+        self._drop(key)
+        self._discarded += 1
+        return True
+
+    def join(self, job: Job, *, weight: float = 1.0) -> None:
+        self._jobs[job] = check_weight(job, weight)
+
+    def foresee(self, job: Job, lookahead: Lookahead) -> None:
+        self._jobs.setdefault(job, 1.0)
+
+    def forget(self, job: Job) -> None:
+        self._jobs.pop(job, None)
+
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        return tuple(self._jobs)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._sizes
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._sizes)
+
+    @abstractmethod
+    def _entered(self, key: int) -> None:
+        """`key` has become resident."""
+
+    @abstractmethod
+    def _used(self, key: int) -> None:
+        """A resident key was read."""
+
+    @abstractmethod
+    def _left(self, key: int) -> None:
+        """`key` is resident no longer."""
+
+    @abstractmethod
+    def _first_to_go(self) -> int:
+        """The resident key worth least; something is resident."""
+
+    def _make_room(self, size: int) -> list[int] | None:
+        """Evict until one more key of `size` fits; returns the evicted. None: the policy refuses to."""
+        gone: list[int] = []
+        while not self._fits(size):
+            key = self._first_to_go()
+            self._drop(key)
+            gone.append(key)
+        self._evicted += len(gone)
+        return gone
+
+    def _fits(self, size: int) -> bool:
+        return (self.max_items is None or len(self._sizes) < self.max_items) and (
+            self.max_bytes is None or self._bytes + size <= self.max_bytes
+        )
+
+    def _drop(self, key: int) -> None:
+        self._bytes -= self._sizes.pop(key)
+        self._left(key)
+
+    def _resize(self, key: int, size: int) -> list[int]:
+        self._bytes += size - self._sizes[key]
+        self._sizes[key] = size
+        gone: list[int] = []
+        if self._is_too_large(size):
+            self._drop(key)
+            gone.append(key)
+        while self._is_over():
+            victim = self._first_to_go()
+            self._drop(victim)
+            gone.append(victim)
+        self._evicted += len(gone)
+        return gone

@@ -1,0 +1,249 @@
+"""Common ground of the policies that judge by the future: a queue of keys by distance of next use."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_dpflow.caches.policy import Job, Mask, Policy, Sizes
+from torch_dpflow.caches.residents import Ranking, Residents
+from torch_dpflow.errors import OptionError
+from torch_dpflow.lookahead import Keys
+
+_LARGEST_KEY = 2**31 - 2
+
+
+class RankedPolicy(Policy):
+    """Evicts the key of the greatest distance, the oldest load among equals.
+
+    What is offered competes too, so a key worth less than all that is resident is not kept. Keys offered
+    together are admitted together before anything is evicted. A subclass says what the distances are.
+
+    Args:
+        ranking: what the distances are.
+        keys: how many keys there are, 0 to `keys` - 1. None: not known; room is made as keys appear.
+    """
+
+    #: How many keys are kept in fine order; see `Residents`.
+    front: ClassVar[int] = 1024
+
+    def __init__(
+        self,
+        ranking: Ranking,
+        *,
+        max_items: int | None = None,
+        max_bytes: int | None = None,
+        keys: int | None = None,
+    ) -> None:
+        super().__init__(max_items=max_items, max_bytes=max_bytes)
+        if keys is not None and not 0 <= keys <= _LARGEST_KEY + 1:
+            raise OptionError(f"keys={keys}: 0 to {_LARGEST_KEY + 1} keys are allowed")
+        self._ranking = ranking
+        self._residents = Residents(ranking, self.front)
+        self._span = 0
+        #: sizes by key; None while all are 1
+        self._sizes: npt.NDArray[np.int64] | None = None
+        self._known_keys = keys
+        if keys:
+            self._reach(keys - 1)
+
+    # -- what a subclass does --------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _read(self, key: int, job: Job) -> None:
+        """Take note of `job`'s reading `key`, which is below the span."""
+
+    @abstractmethod
+    def _read_many(self, keys: Keys, job: Job) -> None:
+        """The same for many keys at one moment."""
+
+    @abstractmethod
+    def _grow(self, span: int) -> None:
+        """Make room for keys below `span`."""
+
+    # -- the contract ----------------------------------------------------------------------------------------
+
+    def access(self, key: int, job: Job) -> bool:
+        if not 0 <= key < self._span:
+            self._reach(key)
+        self._read(key, job)
+        load = self._residents.load_of[key]
+        if not load:
+            self._misses += 1
+            return False
+        self._hits += 1
+        self._residents.move(key, self._ranking.renew(key), load)
+        return True
+
+    def access_many(self, keys: Keys, job: Job) -> Mask:
+        self._reach_many(keys)
+        self._read_many(keys, job)
+        hits: Mask = self._residents.loads.take(keys) > 0
+        found = keys[hits]
+        self._hits += len(found)
+        self._misses += len(keys) - len(found)
+        if len(found):
+            self._residents.move_many(found, self._ranking.renew_many(found))
+        return hits
+
+    def admit(self, key: int, size: int = 1) -> Sequence[int]:
+        if not 0 <= key < self._span:
+            self._reach(key)
+        if size != 1 and self._sizes is None:
+            self._sizes = np.ones(self._span, dtype=np.int64)
+        residents = self._residents
+        if residents.load_of[key]:
+            return self._resize(key, size)
+        self._offered += 1
+        if self.max_bytes is not None and size > self.max_bytes:
+            self._refused += 1
+            return (key,)
+        if self._sizes is not None:
+            self._sizes[key] = size
+        self._bytes += size
+        residents.add(key, self._ranking.renew(key))
+        if self.max_bytes is None and residents.count <= (self.max_items or 0):
+            return ()
+        return self._shrink(key)
+
+    def admit_many(self, keys: Keys, sizes: Sizes | None = None) -> npt.NDArray[np.int64]:
+        self._reach_many(keys)
+        if sizes is not None and self._sizes is None:
+            self._sizes = np.ones(self._span, dtype=np.int64)
+        keys, sizes, gone = self._sort_out(keys, sizes)
+        if self._sizes is not None:
+            self._sizes[keys] = 1 if sizes is None else sizes
+        self._bytes += len(keys) if sizes is None else int(sizes.sum())
+        self._residents.add_many(keys, self._ranking.renew_many(keys))
+        if not self._is_over():
+            return gone
+        evicted = self._shrink_many()
+        bypassed = int(np.count_nonzero(self._residents.loads.take(keys) == 0))
+        self._bypassed += bypassed
+        self._evicted += len(evicted) - bypassed
+        return np.concatenate([gone, evicted]) if len(gone) else evicted
+
+    def evict(self) -> int | None:
+        if not self._residents.count:
+            return None
+        key = self._pop()
+        self._evicted += 1
+        return key
+
+    def discard(self, key: int) -> bool:
+        if key not in self:
+            return False
+        self._residents.remove(key)
+        self._bytes -= self._size_of(key)
+        self._discarded += 1
+        return True
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, int) and 0 <= key < self._span and self._residents.load_of[key] > 0
+
+    def __len__(self) -> int:
+        return self._residents.count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._residents.keys().tolist())
+
+    # -- budget ----------------------------------------------------------------------------------------------
+
+    def _size_of(self, key: int) -> int:
+        return 1 if self._sizes is None else int(self._sizes[key])
+
+    def _pop(self) -> int:
+        key = self._residents.pop()
+        self._bytes -= self._size_of(key)
+        return key
+
+    def _shrink(self, newcomer: int) -> list[int]:
+        gone = []
+        while self._is_over():
+            gone.append(self._pop())
+        bypassed = newcomer in gone
+        self._bypassed += bypassed
+        self._evicted += len(gone) - bypassed
+        return gone
+
+    def _shrink_many(self) -> npt.NDArray[np.int64]:
+        excess = 0 if self.max_items is None else max(0, len(self) - self.max_items)
+        gone = self._residents.pop_many(excess)
+        self._bytes -= len(gone) if self._sizes is None else int(self._sizes[gone].sum())
+        if self.max_bytes is not None and self._bytes > self.max_bytes:
+            more = self._residents.pop_many(self._bytes - self.max_bytes, self._sizes)
+            self._bytes -= len(more) if self._sizes is None else int(self._sizes[more].sum())
+            gone = np.concatenate([gone, more])
+        return gone
+
+    def _resize(self, key: int, size: int) -> list[int]:
+        """A resident key has another size now; too large a one goes itself."""
+        self._bytes += size - self._size_of(key)
+        if self._sizes is not None:
+            self._sizes[key] = size
+        gone: list[int] = []
+        if self._is_too_large(size):
+            self._residents.remove(key)
+            self._bytes -= size
+            gone.append(key)
+        while self._is_over():
+            gone.append(self._pop())
+        self._evicted += len(gone)
+        return gone
+
+    def _sort_out(
+        self, keys: Keys, sizes: Sizes | None
+    ) -> tuple[npt.NDArray[np.int64], Sizes | None, npt.NDArray[np.int64]]:
+        """Of keys offered together: those to add, each once, with their sizes; those that must go at once."""
+        gone: list[int] = []
+        wanted = self._residents.loads.take(keys) == 0
+        if not wanted.all():
+            for place in np.flatnonzero(~wanted).tolist():
+                key = int(keys[place])
+                if self._residents.load_of[key]:
+                    gone += self._resize(key, 1 if sizes is None else int(sizes[place]))
+        ordered = np.sort(keys)
+        if (ordered[1:] == ordered[:-1]).any():
+            once = np.zeros(len(keys), dtype=np.bool_)
+            once[np.unique(keys, return_index=True)[1]] = True
+            wanted &= once
+        self._offered += int(np.count_nonzero(wanted))
+        if sizes is not None and self.max_bytes is not None:
+            large = wanted & (sizes > self.max_bytes)
+            self._refused += int(np.count_nonzero(large))
+            gone += keys[large].tolist()
+            wanted &= ~large
+        if wanted.all():
+            return keys.astype(np.int64, copy=False), sizes, np.array(gone, dtype=np.int64)
+        kept = keys[wanted].astype(np.int64, copy=False)
+        return kept, None if sizes is None else sizes[wanted], np.array(gone, dtype=np.int64)
+
+    # -- the span of keys ------------------------------------------------------------------------------------
+
+    def _reach_many(self, keys: Keys) -> None:
+        if len(keys):
+            highest = int(keys.max())
+            if highest >= self._span:
+                self._reach(highest)
+            lowest = int(keys.min())
+            if lowest < 0:
+                self._reach(lowest)
+
+    def _reach(self, key: int) -> None:
+        """Make room for `key` and some more."""
+        if not 0 <= key <= _LARGEST_KEY:
+            raise OptionError(f"key {key}: keys from 0 to {_LARGEST_KEY} are allowed")
+        span = (
+            key + 1 if self._span == 0 else min(max(key + 1, self._span + self._span // 2), _LARGEST_KEY + 1)
+        )
+        self._residents.grow(span)
+        if self._sizes is not None:
+            sizes = np.ones(span, dtype=np.int64)
+            sizes[: self._span] = self._sizes
+            self._sizes = sizes
+        self._grow(span)
+        self._span = span

@@ -1,0 +1,103 @@
+"""One job's place in its epoch, and how far away it is thought to read what is not certain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_dpflow.lookahead import Keys, Lookahead
+
+
+def _no_keys() -> Keys:
+    return np.empty(0, dtype=np.int64)
+
+
+@dataclass(slots=True, eq=False)
+class Reader:
+    """What a policy remembers of a job beside its cells in the timetable."""
+
+    #: where its cells are; which plane holds its codes, and at which of the places there
+    column: int
+    plane: int
+    place: int
+    #: alpha of eq. 3-5
+    weight: float
+    #: the epoch of the last lookahead; None before the first
+    epoch: int | None = None
+    #: N, and k: how many samples of the epoch it has read
+    length: int = 0
+    position: int = 0
+    #: whether the epoch ends by itself after `length` reads; not where the length is a guess
+    turns: bool = False
+    #: what the cells of keys hold that it was not told of
+    outsiders: int = -1
+    #: the position after the last certain one
+    certain_end: int = 0
+    #: whether some of its cells may be estimates, which change as it reads
+    estimates: bool = False
+    #: announced positions that a later lookahead may revise: the first, and their keys in order.
+    #: None: too many to remember, look into the cells
+    announced: tuple[int, Keys] | None = None
+    #: S_uc as announced, how many of it are unread, and its mean rank by weight, as a share of its size
+    likely: Keys = field(default_factory=_no_keys)
+    likely_left: int = 0
+    likely_rank: float = 1.0
+    #: by key, what its cell becomes when it is read: the position in the next epoch. None: not known
+    following: npt.NDArray[np.int32] | None = None
+    following_of: memoryview | None = None
+    #: time for one sample, and the time at which it read position 0, or would have
+    pace: float = 1.0
+    base: float = 0.0
+    #: the time at which the epoch began, and its reads since then: what its pace is measured by
+    began: float = 0.0
+    reads: int = 0
+
+    @property
+    def certain_left(self) -> int:
+        """|S_c|"""
+        return max(0, self.certain_end - self.position)
+
+    @property
+    def likely_distance(self) -> float:
+        """Eq. 3-2, in samples; the positions in it count from k, so there is nothing left to subtract."""
+        certain = self.certain_left
+        return certain + self.likely_rank * max(0, self.length - self.position - certain)
+
+    @property
+    def unknown_distance(self) -> float:
+        """Eq. 3-3, in samples."""
+        told = self.certain_left + self.likely_left
+        return told + max(0, self.length - self.position - told) / 2
+
+    def hear(self, lookahead: Lookahead, likely: Keys) -> None:
+        """Take note of a lookahead, of whose likely keys `likely` are unread."""
+        self.certain_end = lookahead.position + len(lookahead.certain)
+        self.announced = None if lookahead.complete else (lookahead.position, lookahead.certain)
+        self.likely = likely
+        self.likely_left = len(likely)
+        self.likely_rank = _mean_rank(lookahead)
+
+    def told_from(self, start: int) -> Keys | None:
+        """The keys announced for positions from `start` on; None where that is not remembered."""
+        if self.announced is None or start < self.announced[0]:
+            return None
+        first, keys = self.announced
+        return keys[start - first :]
+
+    def follow(self, following: npt.NDArray[np.int32] | None) -> None:
+        """Take note of the next epoch's positions."""
+        self.following = following
+        self.following_of = None if following is None else following.data
+
+
+def _mean_rank(lookahead: Lookahead) -> float:
+    """The sum of w_i * i / m over the likely keys, i from 1: eq. 3-2 without what all have in common."""
+    count = len(lookahead.likely)
+    if count == 0:
+        return 1.0
+    ranks = np.arange(1, count + 1) / count
+    if len(lookahead.weights) == 0:
+        return float(ranks.mean())
+    return float(np.average(ranks, weights=lookahead.weights))

@@ -1,0 +1,151 @@
+"""RefCnt: evict what the fewest jobs still need (JOADER, section 3.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_dpflow.caches.policy import Job, check_weight
+from torch_dpflow.caches.ranked import RankedPolicy
+from torch_dpflow.caches.residents import Distances, Ranking
+from torch_dpflow.lookahead import Keys, Lookahead
+
+
+@dataclass(slots=True, eq=False)
+class _Claim:
+    """What one job still needs in its epoch."""
+
+    #: by key
+    needs: npt.NDArray[np.bool_]
+    #: how many keys it reads in an epoch, and how many of this one it has read; a length of 0 is not known
+    length: int
+    position: int = 0
+    #: the epoch of the last lookahead, or the one after it; None before the first
+    epoch: int | None = None
+    #: None: every key
+    members: Keys | None = None
+
+
+class _Counts(Ranking):
+    """How many jobs need each key; the fewer, the farther."""
+
+    def __init__(self) -> None:
+        self.grow(np.zeros(0, dtype=np.int32))
+
+    def grow(self, counts: npt.NDArray[np.int32]) -> None:
+        """Take up longer counts."""
+        self.counts = counts
+        self.count_of = counts.data
+
+    def distance(self, key: int) -> float:
+        return -float(self.count_of[key])
+
+    def distances(self, keys: Keys) -> Distances:
+        return np.negative(self.counts.take(keys), dtype=np.float64)
+
+    renew = distance
+    renew_many = distances
+
+
+class RefCnt(RankedPolicy):
+    """Counts, for every key, the jobs that have not read it in their epoch; evicts the lowest count.
+
+    Of lookaheads it takes which keys a job reads, not when. A job that has told nothing is taken to read
+    every key once in an epoch.
+
+    Amortised, an access costs O(log n); when a job begins an epoch, O(keys).
+    """
+
+    name = "refcnt"
+    uses_keys = True
+
+    def __init__(
+        self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None
+    ) -> None:
+        self._claims: dict[Job, _Claim] = {}
+        self._needs = _Counts()
+        super().__init__(self._needs, max_items=max_items, max_bytes=max_bytes, keys=keys)
+
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        return tuple(self._claims)
+
+    def join(self, job: Job, *, weight: float = 1.0) -> None:
+        check_weight(job, weight)
+        if job not in self._claims:
+            self._begin(self._claim(job), None)
+
+    def foresee(self, job: Job, lookahead: Lookahead) -> None:
+        for keys in (lookahead.certain, lookahead.members):
+            if keys is not None:
+                self._reach_many(keys)
+        claim = self._claims.get(job)
+        if claim is None or claim.epoch != lookahead.epoch or lookahead.position < claim.position:
+            self._begin(self._claim(job), lookahead)
+
+    def forget(self, job: Job) -> None:
+        claim = self._claims.pop(job, None)
+        if claim is not None:
+            self._needs.counts -= claim.needs
+            self._residents.rebuild()
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def _read(self, key: int, job: Job) -> None:
+        claim = self._ready(job)
+        if claim.needs[key]:
+            claim.needs[key] = False
+            self._needs.count_of[key] -= 1
+        claim.position += 1
+
+    def _read_many(self, keys: Keys, job: Job) -> None:
+        claim = self._ready(job)
+        # A key that is there twice must be counted once: assignment does, subtraction from a slice would too.
+        self._needs.counts[keys] -= claim.needs.take(keys)
+        claim.needs[keys] = False
+        claim.position += len(keys)
+
+    def _grow(self, span: int) -> None:
+        added = span - len(self._needs.counts)
+        newcomers = 0
+        for claim in self._claims.values():
+            expected = claim.members is None
+            claim.needs = np.concatenate([claim.needs, np.full(added, expected)])
+            newcomers += expected
+        self._needs.grow(np.concatenate([self._needs.counts, np.full(added, newcomers, dtype=np.int32)]))
+
+    # -- epochs ----------------------------------------------------------------------------------------------
+
+    def _ready(self, job: Job) -> _Claim:
+        """The claim of a job that reads now; the next epoch's if it has read all of this one."""
+        claim = self._claims.get(job)
+        if claim is None:
+            claim = self._claim(job)
+            self._begin(claim, None)
+        elif claim.position >= claim.length > 0:
+            self._begin(claim, None)
+        return claim
+
+    def _claim(self, job: Job) -> _Claim:
+        fresh = _Claim(np.zeros(self._span, dtype=np.bool_), length=self._known_keys or 0)
+        return self._claims.setdefault(job, fresh)
+
+    def _begin(self, claim: _Claim, lookahead: Lookahead | None) -> None:
+        """A job starts an epoch; None: it has not told of it, so it reads what it did in the last one."""
+        self._needs.counts -= claim.needs
+        needed = claim.members
+        claim.position = 0
+        if lookahead is not None:
+            claim.epoch, claim.length, claim.position = lookahead.epoch, lookahead.length, lookahead.position
+            whole = lookahead.complete and lookahead.position == 0
+            claim.members = lookahead.certain if lookahead.members is None and whole else lookahead.members
+            needed = lookahead.certain if lookahead.complete else claim.members
+        elif claim.epoch is not None:
+            claim.epoch += 1
+        claim.needs[:] = needed is None
+        if needed is not None:
+            claim.needs[needed] = True
+        self._needs.counts += claim.needs
+        self._residents.rebuild()

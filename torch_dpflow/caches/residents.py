@@ -1,0 +1,314 @@
+"""The resident keys, ordered by who goes first: a priority queue whose priorities sink by themselves.
+
+A key's *distance* says how far its next use is; the farthest goes first, the oldest load among equals. As
+jobs read on, all distances shrink, each at its own pace, without anybody touching the keys. So the queue
+holds upper bounds and looks at the true distance only of keys that may be next, as lazy greedy selection
+does. Amortised, an operation costs O(log n), most of it in numpy, and a key 4 to 8 bytes besides its load
+number.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_dpflow.caches.slabs import Keys, Ranks, Slabs
+
+Distances = npt.NDArray[np.float64]
+
+_NO_KEYS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+
+class Ranking(ABC):
+    """Says how far away keys are. A distance only sinks, but for what `Residents` is told of."""
+
+    @abstractmethod
+    def distance(self, key: int) -> float:
+        """How far the next use of a resident key is now, in any unit."""
+
+    @abstractmethod
+    def distances(self, keys: Keys) -> Distances:
+        """The same for many keys."""
+
+    @abstractmethod
+    def renew(self, key: int) -> float:
+        """Work out anew what is stored of a key that was read or becomes resident; returns its distance."""
+
+    @abstractmethod
+    def renew_many(self, keys: Keys) -> Distances:
+        """The same for many keys."""
+
+
+class Residents:
+    """A set of keys, with `pop` for the one of the greatest distance.
+
+    A key's distance may only sink until the next `add` or `move` of that key; where it grows, `raise_bounds`
+    or `rebuild` has to be called. A key may have several entries: one at least bounds its distance from
+    above, the others die when they come up.
+
+    Args:
+        ranking: what to order by.
+        front: how many keys are kept in fine order.
+    """
+
+    #: the highest load number
+    last_load: ClassVar[int] = 2**31 - 1
+
+    def __init__(self, ranking: Ranking, front: int) -> None:
+        self._ranking = ranking
+        self._front_size = front
+        #: Number of each key's load, from 1; 0 where the key is not resident.
+        self.loads: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
+        self.load_of: memoryview[Any] = self.loads.data
+        #: How many keys are resident.
+        self.count = 0
+        self._last_load = 0
+        self._slabs = Slabs(front, self._living, self._ranks)
+        #: What ranked above the slabs' floor when it came, in one of two forms: an array for work in bulk, or
+        #: a heap of (-distance then, load, key) for work one by one. One of the two is empty.
+        self._front: Keys = _NO_KEYS
+        self._heap: list[tuple[float, int, int]] = []
+        #: What ranked at or below the floor and waits to be filed.
+        self._strays: list[int] = []
+        self._stray_arrays: list[Keys] = []
+        self._stray_count = 0
+
+    def keys(self) -> npt.NDArray[np.int64]:
+        """The resident keys, ascending. O(the largest key)."""
+        return np.flatnonzero(self.loads)
+
+    def grow(self, span: int) -> None:
+        """Make room for keys below `span`."""
+        loads = np.zeros(span, dtype=np.int32)
+        loads[: len(self.loads)] = self.loads
+        self.loads, self.load_of = loads, loads.data
+
+    # -- one by one ------------------------------------------------------------------------------------------
+
+    def add(self, key: int, distance: float) -> None:
+        """A key that is not resident becomes so."""
+        if self._last_load == self.last_load:
+            self._renumber()
+        self._last_load += 1
+        self.load_of[key] = self._last_load
+        self.count += 1
+        self.move(key, distance, self._last_load)
+
+    def move(self, key: int, distance: float, load: int) -> None:
+        """The distance of a resident key has become `distance`; `load` is its load number."""
+        slabs = self._slabs
+        if distance > slabs.floor_distance or (distance == slabs.floor_distance and load < slabs.floor_load):
+            if len(self._front):
+                self._to_heap()
+            heappush(self._heap, (-distance, load, key))
+            if len(self._heap) > 4 * self._front_size:
+                self._lower_front()
+        else:
+            self._strays.append(key)
+            if len(self._strays) > 4 * self._front_size:
+                self._file_strays()
+
+    def pop(self) -> int:
+        """Take out the key that has to go first; the set must not be empty."""
+        if len(self._front):
+            self._to_heap()
+        while True:
+            key = self._pop_heap()
+            if key is not None:
+                self.remove(key)
+                return key
+            self._refill()
+            self._to_heap()
+
+    def remove(self, key: int) -> None:
+        """A resident key leaves."""
+        self.load_of[key] = 0
+        self.count -= 1
+
+    def _pop_heap(self) -> int | None:
+        """The next to go, if it is in the heap."""
+        heap, load_of, slabs, distance_of = self._heap, self.load_of, self._slabs, self._ranking.distance
+        while heap:
+            bound, load, key = heap[0]
+            if load_of[key] != load:
+                heappop(heap)
+                continue
+            distance = distance_of(key)
+            if distance < slabs.floor_distance or (
+                distance == slabs.floor_distance and load >= slabs.floor_load
+            ):
+                self._strays.append(key)
+                heappop(heap)
+            elif distance < -bound:
+                heapreplace(heap, (-distance, load, key))
+            else:
+                heappop(heap)
+                return key
+        return None
+
+    # -- in bulk ---------------------------------------------------------------------------------------------
+
+    def add_many(self, keys: Keys, distances: Distances) -> None:
+        """Distinct keys that are not resident become so, in this order."""
+        if self._last_load + len(keys) > self.last_load:
+            self._renumber()
+        self.loads[keys] = np.arange(self._last_load + 1, self._last_load + 1 + len(keys))
+        self._last_load += len(keys)
+        self.count += len(keys)
+        self.move_many(keys, distances)
+
+    def move_many(self, keys: Keys, distances: Distances) -> None:
+        """The distances of resident keys have become `distances`."""
+        if self._heap:
+            self._to_front()
+        # Where distances are equal the load decides; what comes to the front by mistake is sifted out there.
+        high = distances >= self._slabs.floor_distance
+        up = keys[high]
+        if len(up) < len(keys):
+            low = keys[~high]
+            self._stray_arrays.append(low)
+            self._stray_count += len(low)
+            if self._stray_count > 4 * self._front_size:
+                self._file_strays()
+        if len(up):
+            self._front = np.concatenate([self._front, up])
+            if len(self._front) > 4 * self._front_size:
+                self._lower_front()
+
+    def pop_many(self, amount: int, sizes: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
+        """Take out the fewest keys, in the order in which they have to go, whose sizes reach `amount`.
+
+        `sizes`: of every key, indexed by key; None counts each key as 1. All keys go if they do not reach it.
+        """
+        if self._heap:
+            self._to_front()
+        gone: list[npt.NDArray[np.int64]] = []
+        while amount > 0 and self.count:
+            ranks = self._sift_front()
+            if not len(self._front):
+                self._refill()
+                continue
+            taken = self._take_highest(ranks, amount, sizes)
+            amount -= len(taken) if sizes is None else int(sizes[taken].sum())
+            gone.append(taken)
+        return np.concatenate(gone) if gone else _NO_KEYS
+
+    def _sift_front(self) -> Ranks:
+        """Leave in the front what lives and ranks above the floor; returns its ranks."""
+        ranks = self._ranks(self._front)
+        living = ranks.imag < 0
+        high = (ranks > self._slabs.floor) & living
+        if not high.all():
+            low = living & ~high
+            if low.any():
+                self._slabs.put(self._front[low], ranks[low])
+            self._front, ranks = self._front[high], ranks[high]
+        return ranks
+
+    def _take_highest(
+        self, ranks: Ranks, amount: int, sizes: npt.NDArray[np.int64] | None
+    ) -> npt.NDArray[np.int64]:
+        wanted = amount if sizes is None else self._guess(amount, sizes)
+        cut = max(0, len(ranks) - wanted)
+        order = ranks.argpartition(cut) if cut > 0 else np.arange(len(ranks))
+        chosen = order[cut:]
+        chosen = chosen[ranks[chosen].argsort()[::-1]]
+        # Entries of one key rank alike, and so lie side by side.
+        loads = ranks.imag[chosen]
+        first = np.empty(len(chosen), dtype=np.bool_)
+        first[0] = True
+        np.not_equal(loads[1:], loads[:-1], out=first[1:])
+        keys: npt.NDArray[np.int64] = self._front[chosen[first]].astype(np.int64, copy=False)
+        if sizes is not None:
+            keys = keys[: int(sizes[keys].cumsum().searchsorted(amount)) + 1]
+        elif cut > 0:
+            self._front = self._front[order[:cut]]
+        self.loads[keys] = 0
+        self.count -= len(keys)
+        return keys
+
+    def _guess(self, amount: int, sizes: npt.NDArray[np.int64]) -> int:
+        """About how many keys of the front have `amount` together."""
+        mean = float(sizes[self._front].mean())
+        return min(len(self._front), int(amount / max(1.0, mean)) + 1)
+
+    # -- when distances grow ---------------------------------------------------------------------------------
+
+    def raise_bounds(self, distance: float) -> None:
+        """Any distance may have grown by up to `distance` since it was last told."""
+        if self._heap:
+            self._to_front()
+        self._slabs.raise_bounds(distance)
+
+    def _renumber(self) -> None:
+        """Load numbers have run out: count the resident keys anew, in the same order."""
+        keys = self.keys()
+        self.loads[keys[self.loads[keys].argsort()]] = np.arange(1, len(keys) + 1)
+        self._last_load = len(keys)
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Any distance may have changed in any way. O(the largest key)."""
+        self._front, self._heap = _NO_KEYS, []
+        self._strays, self._stray_arrays, self._stray_count = [], [], 0
+        self._slabs.restart(self.keys())
+
+    # -- between front and slabs -----------------------------------------------------------------------------
+
+    def _living(self, keys: Keys) -> Keys:
+        return keys[self.loads.take(keys) > 0]
+
+    def _ranks(self, keys: Keys) -> Ranks:
+        ranks = np.empty(len(keys), dtype=np.complex128)
+        ranks.real = self._ranking.distances(keys)
+        np.negative(self.loads.take(keys), out=ranks.imag, casting="unsafe")
+        return ranks
+
+    def _refill(self) -> None:
+        """Bring the highest slab forward; the front is empty, and something is resident."""
+        self._file_strays()
+        front = self._slabs.open()
+        if front is None:
+            raise AssertionError(f"{self.count} keys are resident, and none of them is in the queue")
+        self._front = front
+
+    def _file_strays(self) -> None:
+        strays = np.concatenate([np.array(self._strays, dtype=np.int64), *self._stray_arrays])
+        self._strays, self._stray_arrays, self._stray_count = [], [], 0
+        strays = self._living(strays)
+        if len(strays):
+            ranks = self._ranks(strays)
+            # What has come to rank above the floor was told of, and has another entry up there.
+            low = ranks <= self._slabs.floor
+            self._slabs.put(strays[low], ranks[low])
+        if self._slabs.size > 2 * self.count + 8 * self._front_size:
+            self.rebuild()
+
+    def _lower_front(self) -> None:
+        """The front has grown too long: leave the highest keys and lay the others on the slabs."""
+        if self._heap:
+            self._to_front()
+        ranks = self._sift_front()
+        cut = len(ranks) - self._front_size
+        if cut > 0:
+            order = ranks.argpartition(cut)
+            lower = order[:cut]
+            self._slabs.cover(self._front[lower], ranks[lower])
+            self._front = self._front[order[cut:]]
+
+    def _to_heap(self) -> None:
+        keys = self._living(self._front)
+        ranks = self._ranks(keys)
+        loads = (-ranks.imag).astype(np.int64)
+        self._heap += zip((-ranks.real).tolist(), loads.tolist(), keys.tolist())
+        heapify(self._heap)
+        self._front = _NO_KEYS
+
+    def _to_front(self) -> None:
+        keys = np.array([key for _, _, key in self._heap], dtype=np.int64)
+        self._front = np.concatenate([self._front, keys])
+        self._heap = []

@@ -1,0 +1,133 @@
+"""Keys in a coarse order: slabs with upper bounds, split only when their turn comes.
+
+The lower part of the queue in `residents`: incremental quicksort (Navarro and Paredes, "On sorting, heaps,
+and minimum spanning trees", 2010) over numpy arrays, for keys whose ranks sink by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Keys = npt.NDArray[np.integer[Any]]
+#: Distance as real part, minus the load number as imaginary part: numpy orders complex numbers by the real
+#: part, then by the imaginary part, and that is the order in which keys go.
+Ranks = npt.NDArray[np.complex128]
+
+#: Fronts that one slab is split into at once, and that one slab may take up before the next is begun.
+_FAN_OUT = 48
+
+
+class _Slab:
+    __slots__ = ("bound", "chunks", "size")
+
+    def __init__(self, bound: complex, keys: Keys) -> None:
+        self.bound = bound
+        self.chunks = [keys.astype(np.int32, copy=False)]
+        self.size = len(keys)
+
+    def add(self, keys: Keys) -> None:
+        self.chunks.append(keys.astype(np.int32, copy=False))
+        self.size += len(keys)
+
+
+class Slabs:
+    """A stack of slabs with ascending bounds; no key ranks above the bound of its slab.
+
+    Args:
+        front: about how many keys `open` hands out. More of them cost every eviction time, fewer are handed
+            out more often.
+        living: those of an array of keys that are still wanted.
+        ranks: the true ranks, now, of an array of keys.
+    """
+
+    def __init__(self, front: int, living: Callable[[Keys], Keys], ranks: Callable[[Keys], Ranks]) -> None:
+        self._front = front
+        self._living = living
+        self._ranks = ranks
+        self._stack: list[_Slab] = []
+        self._bounds: Ranks | None = None
+        #: Entries in all slabs, dead ones and repeated ones included.
+        self.size = 0
+        self._changed()
+
+    def put(self, keys: Keys, ranks: Ranks) -> None:
+        """File keys that rank at or below the floor."""
+        if len(self._stack) == 1:
+            self._stack[0].add(keys)
+        else:
+            if self._bounds is None:
+                self._bounds = np.array([slab.bound for slab in self._stack])
+            place = self._bounds.searchsorted(ranks)
+            order = place.argsort(kind="stable")
+            place, keys = place[order], keys[order]
+            ends = np.flatnonzero(place[1:] != place[:-1]) + 1
+            for where, part in zip(place[[0, *ends.tolist()]].tolist(), np.split(keys, ends)):
+                self._stack[where].add(part)
+        self.size += len(keys)
+
+    def cover(self, keys: Keys, ranks: Ranks) -> None:
+        """Put keys that rank above the floor on top, and raise the floor to the highest of them."""
+        top = complex(ranks.max())
+        if self._stack and self._stack[-1].size < self._front * _FAN_OUT:
+            self._stack[-1].add(keys)
+            self._stack[-1].bound = top
+        else:
+            self._stack.append(_Slab(top, keys))
+        self.size += len(keys)
+        self._changed()
+
+    def open(self) -> Keys | None:
+        """Take out the highest keys, all that rank above the new floor; None when nothing is left."""
+        while self._stack:
+            slab = self._stack.pop()
+            self.size -= slab.size
+            self._changed()
+            keys = self._living(np.concatenate(slab.chunks))
+            ranks = self._ranks(keys)
+            high = ranks > self.floor
+            if not high.all():
+                self.put(keys[~high], ranks[~high])
+                keys, ranks = keys[high], ranks[high]
+            if len(keys) > 2 * self._front:
+                keys = self._split(keys, ranks)
+            if len(keys):
+                return keys
+        return None
+
+    def _split(self, keys: Keys, ranks: Ranks) -> Keys:
+        """Make slabs of equal size of `keys` and return what ranks above all of them."""
+        while len(keys) > 2 * self._front:
+            parts = min(_FAN_OUT, -(-len(keys) // self._front))
+            ends = np.arange(1, parts) * len(keys) // parts
+            order = ranks.argpartition(ends - 1)
+            bounds = ranks[order[ends - 1]].tolist()
+            *lower, highest = np.split(order, ends)
+            self._stack += [_Slab(bound, keys[part]) for bound, part in zip(bounds, lower)]
+            self.size += len(keys) - len(highest)
+            keys, ranks = keys[highest], ranks[highest]
+        self._changed()
+        # What equals the floor is another entry of the key whose rank it is.
+        return keys[ranks > self.floor]
+
+    def raise_bounds(self, distance: float) -> None:
+        """Every rank may have grown by `distance`."""
+        for slab in self._stack:
+            slab.bound = complex(slab.bound.real + distance, slab.bound.imag)
+        self._changed()
+
+    def restart(self, keys: Keys) -> None:
+        """Hold just `keys`, of whose ranks nothing is known."""
+        self._stack = [_Slab(complex(np.inf, 0.0), keys)] if len(keys) else []
+        self.size = len(keys)
+        self._changed()
+
+    def _changed(self) -> None:
+        self._bounds = None
+        #: Bound of the topmost slab, whole and in parts: what ranks above it ranks above every key in here.
+        self.floor = self._stack[-1].bound if self._stack else complex(-np.inf, -np.inf)
+        self.floor_distance = self.floor.real
+        self.floor_load = -self.floor.imag

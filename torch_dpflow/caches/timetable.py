@@ -1,0 +1,240 @@
+"""When each job reads each key: the jobs' lookaheads as one table, which reading keeps up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_dpflow.caches.policy import Job
+from torch_dpflow.caches.reader import Reader
+from torch_dpflow.lookahead import Keys, Lookahead
+
+#: What a cell holds where it is no position: the job never reads the key; has read it in this epoch (S_v); is
+#: likely to read it soon (S_uc); reads it some time (S_uk).
+ABSENT, READ, LIKELY, UNKNOWN = -1, -2, -3, -4
+
+#: Jobs whose codes share one byte of a key, two bits each.
+JOBS_PER_PLANE = 4
+
+
+class Timetable:
+    """A cell for each key and job: the position at which the job reads the key, or a state of the above.
+
+    Positions count from the start of the job's epoch; those from its length on lie in the next epoch. Beside
+    the cells each key has, for each job, two bits that tell kinds of cells apart: the code.
+
+    Args:
+        codes: the codes of a position, and of ABSENT, READ, LIKELY and UNKNOWN.
+    """
+
+    def __init__(self, codes: tuple[int, int, int, int, int]) -> None:
+        self._codes = np.array(codes, dtype=np.uint8)
+        self._position_code, self._read_code = codes[0], codes[-READ]
+        self._span = 0
+        self._readers: dict[Job, Reader] = {}
+        self._free: list[int] = []
+        #: Shape (span, width). A row is a key's, so that one look into memory serves all jobs.
+        self.cells: npt.NDArray[np.int32] = np.zeros((0, 0), dtype=np.int32)
+        #: Number of columns, free ones included.
+        self.width = 0
+        #: Codes of `JOBS_PER_PLANE` columns each, by key.
+        self.planes: list[npt.NDArray[np.uint8]] = []
+        self._make_views()
+
+    def __iter__(self) -> Iterator[Reader]:
+        return iter(self._readers.values())
+
+    @property
+    def jobs(self) -> tuple[Job, ...]:
+        """In the order in which they joined."""
+        return tuple(self._readers)
+
+    def get(self, job: Job) -> Reader | None:
+        """What is known of a job; None for a stranger."""
+        return self._readers.get(job)
+
+    # -- jobs and keys come and go ---------------------------------------------------------------------------
+
+    def add(self, job: Job, weight: float) -> Reader:
+        """A job joins; nothing is known of it."""
+        if not self._free:
+            self._widen()
+        column = self._free.pop()
+        reader = Reader(column, *divmod(column, JOBS_PER_PLANE), weight)
+        self._readers[job] = reader
+        return reader
+
+    def remove(self, job: Job) -> Reader | None:
+        """Wipe out all that is known of a job; returns what it was."""
+        reader = self._readers.pop(job, None)
+        if reader is not None:
+            self._column(reader)[:] = ABSENT
+            self._encode(reader, slice(None))
+            self._free.append(reader.column)
+        return reader
+
+    def grow(self, span: int) -> None:
+        """Make room for keys below `span`."""
+        old = self._span
+        cells = np.full((span, self.width), ABSENT, dtype=np.int32)
+        cells[:old] = self.cells
+        self._span, self.cells = span, cells
+        self.planes = [np.concatenate([plane, self._blank(span - old)]) for plane in self.planes]
+        for reader in self:
+            self._column(reader)[old:] = reader.outsiders
+            self._encode(reader, slice(old, None))
+            if reader.following is not None:
+                unknown = np.full(span - old, READ, dtype=np.int32)
+                reader.follow(np.concatenate([reader.following, unknown]))
+        self._make_views()
+
+    def _widen(self) -> None:
+        width = self.width
+        cells = np.full((self._span, width + 1), ABSENT, dtype=np.int32)
+        cells[:, :width] = self.cells
+        self.cells, self.width = cells, width + 1
+        self._free.append(width)
+        if width % JOBS_PER_PLANE == 0:
+            self.planes.append(self._blank(self._span))
+        self._make_views()
+
+    def _blank(self, length: int) -> npt.NDArray[np.uint8]:
+        return np.full(length, int(self._codes[-ABSENT]) * 0b01010101, dtype=np.uint8)
+
+    def _make_views(self) -> None:
+        self.cell_of = self.cells.reshape(-1).data
+        self.code_of = [plane.data for plane in self.planes]
+
+    # -- what samplers tell ----------------------------------------------------------------------------------
+
+    def begin(self, reader: Reader, lookahead: Lookahead) -> None:
+        """Start an epoch of a job; all of its cells are written anew."""
+        rest = READ if lookahead.complete else UNKNOWN
+        whole = lookahead.complete and lookahead.position == 0
+        members = lookahead.certain if whole and lookahead.members is None else lookahead.members
+        reader.epoch, reader.length, reader.position = lookahead.epoch, lookahead.length, lookahead.position
+        reader.turns, reader.reads, reader.estimates = lookahead.length > 0, 0, not lookahead.complete
+        reader.outsiders = rest if members is None else ABSENT
+        reader.follow(None)
+        column = self._column(reader)
+        column[:] = reader.outsiders
+        if members is not None:
+            column[members] = rest
+        column[lookahead.likely] = LIKELY
+        _write(column, lookahead.certain, lookahead.position + np.arange(len(lookahead.certain)))
+        reader.hear(lookahead, lookahead.likely)
+        if lookahead.following is not None:
+            self.follow(reader, lookahead.following)
+        self._encode(reader, slice(None))
+
+    def revise(self, reader: Reader, lookahead: Lookahead) -> Keys:
+        """Hear more of an epoch that goes on; returns keys whose cells may have changed, some repeated."""
+        column = self._column(reader)
+        start = lookahead.position
+        reader.estimates = True
+        told = reader.told_from(start)
+        if told is None:
+            told = np.flatnonzero(column >= start)
+        told = told[(column[told] >= start) & (column[told] < reader.length)]
+        once_likely = reader.likely[column[reader.likely] == LIKELY]
+        column[told] = UNKNOWN
+        column[once_likely] = UNKNOWN
+        cells = column[lookahead.certain]
+        due = (cells != READ) & (cells < reader.length)
+        _write(column, lookahead.certain[due], start + np.flatnonzero(due))
+        cells = column[lookahead.likely]
+        likely = lookahead.likely[(cells < 0) & (cells != READ)]
+        column[likely] = LIKELY
+        reader.hear(lookahead, likely)
+        touched = np.concatenate([told, once_likely, lookahead.certain, lookahead.likely])
+        self._encode(reader, touched)
+        return touched
+
+    def follow(self, reader: Reader, order: Keys) -> None:
+        """Learn the order of a job's next epoch: what it has read it will read again at a known position."""
+        following = np.full(self._span, READ, dtype=np.int32)
+        _write(following, order, reader.length + np.arange(len(order)))
+        reader.follow(following)
+        column = self._column(reader)
+        read = np.flatnonzero(column == READ)
+        column[read] = following[read]
+        self._encode(reader, read)
+
+    def next_epoch(self, reader: Reader) -> Lookahead:
+        """What is known of a job's next epoch, which it has not told of: the order announced, or only its keys."""
+        epoch = 0 if reader.epoch is None else reader.epoch + 1
+        if reader.following is not None:
+            keys = np.flatnonzero(reader.following != READ)
+            return Lookahead.of_order(keys[reader.following[keys].argsort()], epoch=epoch)
+        known = reader.outsiders == ABSENT
+        members = np.flatnonzero(self._column(reader) != ABSENT) if known else None
+        return Lookahead.unknown(reader.length, epoch=epoch, members=members)
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def read(self, reader: Reader, key: int) -> None:
+        """A job reads a key."""
+        at = key * self.width + reader.column
+        cell = self.cell_of[at]
+        if reader.position <= cell < reader.length:
+            reader.position = cell + 1
+        elif cell < 0 or cell >= reader.length:
+            reader.position += 1
+            if cell == LIKELY:
+                reader.likely_left -= 1
+        reader.reads += 1
+        cell = READ if reader.following_of is None else reader.following_of[key]
+        self.cell_of[at] = cell
+        code = self._position_code if cell >= 0 else self._read_code
+        codes, shift = self.code_of[reader.plane], 2 * reader.place
+        codes[key] = (codes[key] & ~(3 << shift)) | (code << shift)
+
+    def read_many(self, reader: Reader, keys: Keys) -> None:
+        """A job reads keys at one moment, the certain ones in order before any others."""
+        at = keys * self.width
+        at += reader.column
+        flat = self.cells.reshape(-1)
+        cells = flat.take(at)
+        if cells.min() >= 0 and (last := int(cells.max())) < reader.length:
+            reader.position = max(reader.position, last + 1)
+        else:
+            self._read_unexpected(reader, cells)
+        reader.reads += len(keys)
+        if reader.following is None:
+            flat[at] = READ
+            plane, shift = self.planes[reader.plane], 2 * reader.place
+            codes = plane.take(keys)
+            codes &= 0xFF & ~(3 << shift)
+            codes |= self._read_code << shift
+            plane[keys] = codes
+        else:
+            flat[at] = reader.following.take(keys)
+            self._encode(reader, keys)
+
+    def _read_unexpected(self, reader: Reader, cells: npt.NDArray[np.int32]) -> None:
+        """Move a job on over keys some of which it had not announced."""
+        due = cells[(cells >= 0) & (cells < reader.length)]
+        if len(due):
+            reader.position = max(reader.position, int(due.max()) + 1)
+        reader.position += len(cells) - len(due)
+        reader.likely_left -= int(np.count_nonzero(cells == LIKELY))
+
+    # -- cells -----------------------------------------------------------------------------------------------
+
+    def _column(self, reader: Reader) -> npt.NDArray[np.int32]:
+        return self.cells[:, reader.column]
+
+    def _encode(self, reader: Reader, keys: Any) -> None:
+        """Bring the codes of some keys up to date with a job's cells."""
+        plane = self.planes[reader.plane]
+        cells = self.cells[keys, reader.column]
+        code = self._codes.take(np.negative(np.minimum(cells, 0))) << 2 * reader.place
+        plane[keys] = (plane[keys] & np.uint8(0xFF & ~(3 << 2 * reader.place))) | code
+
+
+def _write(column: npt.NDArray[np.int32], keys: Keys, positions: npt.NDArray[np.int64]) -> None:
+    """Write positions into cells; a key that is there twice keeps the earlier one."""
+    column[keys[::-1]] = positions[::-1]
