@@ -69,6 +69,22 @@ def test_samples_that_few_need_are_followed_first() -> None:
     assert set(group.next("c", 4).tolist()) == set(old.tolist())
 
 
+def test_the_choice_is_made_within_each_class() -> None:
+    low = set(range(30))
+    group = new_group(60, 40, a={"seed": 1}, b={"seed": 2}, c={"seed": 3}, d={"indices": low, "seed": 4})
+    group.draw("a", 12)
+    read_by_b = set(group.next("b", 9).tolist())
+    group.draw("a", 12)
+    could_follow = set(group.lookahead("c").likely.tolist())
+    order = private_order(60, 3)
+    picks = group.next("c", 8).tolist()
+    assert [x in low for x in picks] == [x in low for x in order[:8]]
+    for members in (low, set(range(30, 60))):
+        picked = members & set(picks)
+        assert picked <= could_follow
+        assert picked <= read_by_b or (members & read_by_b & could_follow) <= picked, "few need these"
+
+
 def test_a_job_that_is_alone_reads_its_private_order_and_can_tell_it() -> None:
     group = new_group(a={"seed": 7})
     assert group.next("a", 13).tolist() == private_order(60, 7)[:13]

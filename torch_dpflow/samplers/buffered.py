@@ -90,6 +90,13 @@ class BufferedGroup(SamplingGroup):
             speed=member.speed,
         )
 
+    def _validate(self) -> None:
+        self._cells.validate()
+        for name, buffer in self._buffers.items():
+            member = self._members[name]
+            left = member.length - member.position
+            assert len(buffer) + self._left_to_give(member) == left, name
+
     def _details(self) -> dict[str, Any]:
         return {
             "cells": self._cells.state_dict(),

@@ -117,6 +117,14 @@ class Cells:
         # `take` swaps within a cell, so its array must be its own.
         self._samples = [samples.copy() for _, samples in kept]
 
+    def validate(self) -> None:
+        """AssertionError unless the cells are disjoint and the counts of what each job needs are theirs."""
+        samples = np.concatenate([np.empty(0, np.int64), *(samples for _, samples in self.items())])
+        assert len(np.unique(samples)) == len(samples)
+        assert 0 not in self._place
+        for job in range(MAX_JOBS):
+            assert self.needed[job] == self.sizes[self.needed_by([job])].sum(), job
+
     def state_dict(self) -> dict[str, Any]:
         """The cells with their order, which decides what a draw finds, as arrays of its own."""
         cells = [

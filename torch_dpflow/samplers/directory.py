@@ -134,6 +134,14 @@ class Directory:
         self._samples[:kept], self._numbers[:kept] = samples[held], numbers[held]
         self._length = kept
 
+    def validate(self) -> None:
+        """AssertionError unless the residents are those of the load order, and there is room for them."""
+        self._compact()
+        listed = self._samples[: self._length]
+        assert np.array_equal(np.sort(listed), np.flatnonzero(self._held))
+        assert len(listed) == self._residents <= self.capacity
+        assert (np.diff(self._numbers[: self._length]) > 0).all()
+
     def state_dict(self) -> dict[str, Any]:
         """Residents, counts and who goes next, as arrays of their own."""
         self._compact()

@@ -48,6 +48,10 @@ class FixedOrderGroup(SamplingGroup):
             speed=member.speed,
         )
 
+    def _validate(self) -> None:
+        for name, order in self._orders.items():
+            assert np.array_equal(np.sort(order), np.sort(self._members[name].samples())), name
+
     def _details(self) -> dict[str, Any]:
         return {"orders": {name: order.copy() for name, order in self._orders.items()}}
 

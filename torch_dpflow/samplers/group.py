@@ -31,7 +31,11 @@ _NOTHING: IndexArray = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class Draw:
-    """What one call of `SamplingGroup.draw` decided for one job."""
+    """What one call of `SamplingGroup.draw` decided for one job.
+
+    A directory says what is resident once all draws so far are loaded. Whoever draws ahead of delivery
+    keeps what it has drawn until it is delivered, also if another draw gives it up meanwhile.
+    """
 
     #: Sample numbers in the order in which the job reads them; shape (n,).
     indices: IndexArray
@@ -231,6 +235,12 @@ class SamplingGroup(ABC):
             raise StateError(f"the state of the sampling group is damaged: {error!r}") from error
         self._members, self.seed = restored, state["seed"]
 
+    def validate(self) -> None:
+        """Check what must always hold, for tests; an AssertionError is a fault of the group itself."""
+        for member in self._members.values():
+            assert 0 <= member.position <= member.length, member
+        self._validate()
+
     # -- what a strategy does --------------------------------------------------------------------------------
 
     #: Whether draws say what is to be loaded and what is given up.
@@ -255,6 +265,10 @@ class SamplingGroup(ABC):
     @abstractmethod
     def _lookahead(self, member: Member, epoch: int) -> Lookahead:
         """See `lookahead`."""
+
+    @abstractmethod
+    def _validate(self) -> None:
+        """See `validate`."""
 
     @abstractmethod
     def _details(self) -> dict[str, Any]:

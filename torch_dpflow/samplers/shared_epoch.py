@@ -185,6 +185,19 @@ class SharedEpoch:
 
     # -- state -----------------------------------------------------------------------------------------------
 
+    def validate(self) -> None:
+        """AssertionError unless what is left fits the positions left, and the backlog is in order."""
+        needed = self.need[self._pile] != _READ
+        before = np.concatenate([[0], np.cumsum(needed)])
+        starts = np.concatenate([[0], self._ends[:-1]])
+        assert np.array_equal(before[self._ends] - before[starts], self._unread)
+        assert np.array_equal(before[self._heads], before[starts]), "a sample that is needed was passed over"
+        if self._sequence is not None:
+            assert np.array_equal(self.due(len(self._sequence)), self._unread)
+        listed = self._backlog[: self._backlog_length]
+        listed = np.sort(listed[self.need[listed] == _LISTED])
+        assert np.array_equal(listed, np.flatnonzero(self.need == _LISTED))
+
     def state_dict(self) -> dict[str, Any]:
         """Arrays of its own, from which `restored` makes an equal epoch."""
         return {

@@ -148,6 +148,16 @@ class SharedLogGroup(SamplingGroup):
         mask[member.indices] = True
         return mask
 
+    def _validate(self) -> None:
+        self._directory.validate()
+        needed = np.zeros(self.size, np.int64)
+        for name, epoch in self._epochs.items():
+            epoch.validate()
+            member = self._members[name]
+            assert int(np.count_nonzero(epoch.need)) == member.length - member.position, name
+            needed += epoch.need != 0
+        assert np.array_equal(needed, self._directory.needed)
+
     def _details(self) -> dict[str, Any]:
         return {
             "partition": self._partition.state_dict(),

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
+    invariant,
     precondition,
     rule,
     run_state_machine_as_test,
@@ -61,6 +62,17 @@ class SamplingContract:
                 suppress_health_check=list(HealthCheck),
             ),
         )
+
+    def test_speed_is_measured_from_the_times_of_draws(self) -> None:
+        group = self.make_group(6000, 60, 0)
+        group.join("a", speed=1.0)
+        group.start_epoch("a", 0)
+        for k in range(50):
+            group.draw("a", 100, now=3.0 + k / 4)
+            group.draw("a", 20, now=3.0 + k / 4)
+        assert group.lookahead("a").speed == pytest.approx(4 * 120, rel=0.01)
+        group.set_speed("a", 7.0)
+        assert group.lookahead("a").speed == 7.0
 
     def test_equal_calls_give_equal_draws(self) -> None:
         drawn = [_interleaved(self.make_group(200, 20, 7)) for _ in range(2)]
@@ -296,6 +308,12 @@ class GroupHistory(RuleBasedStateMachine):
         else:
             with pytest.raises(OptionError):
                 self.group.join(job, [0, 0])
+
+    @invariant()
+    def holds_what_must_always_hold(self) -> None:
+        if hasattr(self, "group"):
+            for group in self._groups():
+                group.validate()
 
     def teardown(self) -> None:
         for job in list(getattr(self, "left", ())):
