@@ -32,7 +32,7 @@ def make_policy(
 ) -> Policy:
     """A new policy of that name.
 
-    `keys`: how many keys there are, for the policies that want to know; `options`: what else the policy takes.
+    `keys`: how many keys there are, for policies that want to know; `options`: what else the policy takes.
     Raises OptionError for an unknown name, and what the policy raises.
     """
     policy = POLICIES.get(name)

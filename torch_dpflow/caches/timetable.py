@@ -19,6 +19,9 @@ ABSENT, READ, LIKELY, UNKNOWN = -1, -2, -3, -4
 #: Jobs whose codes share one byte of a key, two bits each.
 JOBS_PER_PLANE = 4
 
+#: Keys that are encoded at once, which bounds the memory that it takes.
+_CHUNK = 1 << 16
+
 
 class Timetable:
     """A cell for each key and job: the position at which the job reads the key, or a state of the above.
@@ -72,7 +75,7 @@ class Timetable:
         reader = self._readers.pop(job, None)
         if reader is not None:
             self._column(reader)[:] = ABSENT
-            self._encode(reader, slice(None))
+            self._encode_from(reader, 0)
             self._free.append(reader.column)
         return reader
 
@@ -85,7 +88,7 @@ class Timetable:
         self.planes = [np.concatenate([plane, self._blank(span - old)]) for plane in self.planes]
         for reader in self:
             self._column(reader)[old:] = reader.outsiders
-            self._encode(reader, slice(old, None))
+            self._encode_from(reader, old)
             if reader.following is not None:
                 unknown = np.full(span - old, READ, dtype=np.int32)
                 reader.follow(np.concatenate([reader.following, unknown]))
@@ -124,11 +127,11 @@ class Timetable:
         if members is not None:
             column[members] = rest
         column[lookahead.likely] = LIKELY
-        _write(column, lookahead.certain, lookahead.position + np.arange(len(lookahead.certain)))
+        _write(column, lookahead.certain, _count(lookahead.position, len(lookahead.certain)))
         reader.hear(lookahead, lookahead.likely)
         if lookahead.following is not None:
             self.follow(reader, lookahead.following)
-        self._encode(reader, slice(None))
+        self._encode_from(reader, 0)
 
     def revise(self, reader: Reader, lookahead: Lookahead) -> Keys:
         """Hear more of an epoch that goes on; returns keys whose cells may have changed, some repeated."""
@@ -156,7 +159,7 @@ class Timetable:
     def follow(self, reader: Reader, order: Keys) -> None:
         """Learn the order of a job's next epoch: what it has read it will read again at a known position."""
         following = np.full(self._span, READ, dtype=np.int32)
-        _write(following, order, reader.length + np.arange(len(order)))
+        _write(following, order, _count(reader.length, len(order)))
         reader.follow(following)
         column = self._column(reader)
         read = np.flatnonzero(column == READ)
@@ -164,7 +167,7 @@ class Timetable:
         self._encode(reader, read)
 
     def next_epoch(self, reader: Reader) -> Lookahead:
-        """What is known of a job's next epoch, which it has not told of: the order announced, or only its keys."""
+        """What is known of a job's next epoch, of which it has not told: its order, or only its keys."""
         epoch = 0 if reader.epoch is None else reader.epoch + 1
         if reader.following is not None:
             keys = np.flatnonzero(reader.following != READ)
@@ -227,6 +230,11 @@ class Timetable:
     def _column(self, reader: Reader) -> npt.NDArray[np.int32]:
         return self.cells[:, reader.column]
 
+    def _encode_from(self, reader: Reader, first: int) -> None:
+        """Bring the codes of all keys from `first` on up to date with a job's cells."""
+        for start in range(first, self._span, _CHUNK):
+            self._encode(reader, slice(start, start + _CHUNK))
+
     def _encode(self, reader: Reader, keys: Any) -> None:
         """Bring the codes of some keys up to date with a job's cells."""
         plane = self.planes[reader.plane]
@@ -235,6 +243,10 @@ class Timetable:
         plane[keys] = (plane[keys] & np.uint8(0xFF & ~(3 << 2 * reader.place))) | code
 
 
-def _write(column: npt.NDArray[np.int32], keys: Keys, positions: npt.NDArray[np.int64]) -> None:
+def _count(first: int, length: int) -> npt.NDArray[np.int32]:
+    return np.arange(first, first + length, dtype=np.int32)
+
+
+def _write(column: npt.NDArray[np.int32], keys: Keys, positions: npt.NDArray[np.integer[Any]]) -> None:
     """Write positions into cells; a key that is there twice keeps the earlier one."""
     column[keys[::-1]] = positions[::-1]
