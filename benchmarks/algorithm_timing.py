@@ -1,12 +1,16 @@
 """What the algorithms benchmark times: draws of sampling groups, accesses of cache policies, their memory."""
 
+import gc
 import heapq
+import multiprocessing
 import time
-import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from benchmarks.simulation.contestants import make_group, make_policy
@@ -120,30 +124,33 @@ def announce(policy: Policy, samples: int, jobs: int) -> list[NDArray[np.int64]]
 
 
 def group_memory(sampler: str, jobs: Jobs) -> float:
-    """Bytes that a group holds for each sample of each job, half-way through an epoch."""
-
-    def build() -> object:
-        group = make_group(sampler, jobs.samples, capacity=max(1, int(CAPACITY * jobs.samples)), seed=0)
-        _enter(group, jobs, BATCH)
-        for _ in range(jobs.samples // BATCH // 2):
-            for job in range(len(jobs.sets)):
-                group.draw(str(job), BATCH)
-        return group
-
+    """Bytes that a group holds for each sample of each job, half-way through an epoch or LIMIT into it."""
     read = sum(jobs.samples if members is None else len(members) for members in jobs.sets)
-    return _held(build) / read
+    return _held(partial(_busy_group, sampler, jobs)) / read
 
 
 def policy_memory(policy: str, samples: int, jobs: int) -> float:
     """Bytes that a full policy holds for each sample of each job whose order it has been told."""
+    return _held(partial(_full_policy, policy, samples, jobs)) / (samples * jobs)
 
-    def build() -> object:
-        subject = make_policy(policy, max(1, int(CAPACITY * samples)), samples)
-        announce(subject, samples, jobs)
-        _fill(subject, samples)
-        return subject
 
-    return _held(build) / (samples * jobs)
+def _busy_group(sampler: str, jobs: Jobs) -> SamplingGroup:
+    group = make_group(sampler, jobs.samples, capacity=max(1, int(CAPACITY * jobs.samples)), seed=0)
+    _enter(group, jobs, BATCH)
+    begun = clock()
+    for _ in range(jobs.samples // BATCH // 2):
+        for job in range(len(jobs.sets)):
+            group.draw(str(job), BATCH)
+        if clock() - begun > LIMIT:
+            break
+    return group
+
+
+def _full_policy(policy: str, samples: int, jobs: int) -> Policy:
+    subject = make_policy(policy, max(1, int(CAPACITY * samples)), samples)
+    announce(subject, samples, jobs)
+    _fill(subject, samples)
+    return subject
 
 
 def _enter(group: SamplingGroup, jobs: Jobs, batch: int) -> tuple[list[float], list[float]]:
@@ -179,13 +186,27 @@ def _read_singly(policy: Policy, keys: NDArray[np.int64], job: str) -> None:
 
 
 def _held(build: Callable[[], object]) -> int:
-    """Bytes that what `build` returns keeps allocated."""
-    tracemalloc.start()
+    """Bytes by which a process of its own grows when it keeps what `build` returns.
+
+    The resident set, not Python's own count, because torch and numpy allocate past that.
+    """
+    # A forked child would inherit torch's thread pool without its threads.
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_measure_growth, args=(build, sender))
+    child.start()
+    sender.close()
     try:
-        before, _ = tracemalloc.get_traced_memory()
-        kept = build()
-        after, _ = tracemalloc.get_traced_memory()
-        del kept
+        return int(receiver.recv())
     finally:
-        tracemalloc.stop()
-    return after - before
+        child.join()
+
+
+def _measure_growth(build: Callable[[], object], sender: Connection) -> None:
+    process = psutil.Process()
+    gc.collect()
+    before = process.memory_info().rss
+    kept = build()
+    gc.collect()
+    sender.send(process.memory_info().rss - before)
+    del kept

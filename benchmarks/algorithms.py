@@ -11,6 +11,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 from rich.progress import Progress
@@ -20,7 +21,6 @@ from benchmarks import report
 from benchmarks.algorithm_timing import (
     LIMIT,
     Jobs,
-    Timed,
     access_rate,
     draw_rate,
     group_memory,
@@ -31,16 +31,20 @@ from benchmarks.simulation.contestants import DIRECTORY, POLICY_NAMES, SAMPLER_N
 IMAGENET = 1_281_167
 JOBS = (1, 2, 4, 8, 16)
 GROWTH = (10_000, 100_000, 1_000_000, 10_000_000)
-#: told with every order, so not for policies that need another kind of knowledge
+#: in bulk or not, and how the tables say it
+FORMS = ((False, "one by one"), (True, "in bulk"))
 POLICIES = tuple(name for name in POLICY_NAMES if name != DIRECTORY)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One figure: raw values of all rounds."""
+    """One cell of one table: raw values of all rounds."""
 
+    #: the table
     what: str
+    #: the row: a sampler or a policy
     subject: str
+    #: the column
     setting: str
     unit: str
     values: Sequence[float]
@@ -55,10 +59,18 @@ class Result:
             "values": list(self.values),
         }
 
-    def row(self) -> tuple[str, ...]:
+    def cell(self) -> str:
+        """The median, and the range if there were several rounds."""
         low, high = min(self.values), max(self.values)
-        middle = statistics.median(self.values)
-        return self.what, self.subject, self.setting, f"{middle:,.4g}", f"{low:,.4g} - {high:,.4g}", self.unit
+        span = f" ({_short(low)}-{_short(high)})" if len(self.values) > 1 else ""
+        return _short(statistics.median(self.values)) + span
+
+
+def _short(value: float) -> str:
+    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.3g}{suffix}"
+    return f"{value:.3g}"
 
 
 #: one step of the benchmark: what is measured, and how
@@ -87,82 +99,85 @@ def steps(scale: Scale) -> Iterator[Step]:
     settings += [Jobs.eight_speeds(scale.samples), Jobs.overlapping(scale.samples)]
     for sampler in SAMPLER_NAMES:
         for jobs in settings:
-            yield f"{sampler}, {_label(jobs)}", _draws(sampler, jobs, scale)
+            yield f"{sampler}, {_label(jobs)}", partial(_draws, sampler, jobs, scale)
     for policy in POLICIES:
         for count in scale.jobs:
-            yield f"{policy}, {count} jobs", _accesses(policy, scale.samples, count, scale)
+            yield f"{policy}, {_jobs(count)}", partial(_accesses, policy, count, scale)
     for samples in scale.growth:
-        yield (
-            f"growth: shared-log, {samples:,}",
-            _draws("shared-log", Jobs.equal(samples, 2), scale, "growth"),
-        )
-        yield f"growth: alsd, {samples:,}", _accesses("alsd", samples, 2, scale, "growth")
-    yield from _memory(min(scale.samples, 200_000))
-
-
-def _label(jobs: Jobs) -> str:
-    return f"{len(jobs.sets)} jobs, {jobs.label}"
-
-
-def _draws(sampler: str, jobs: Jobs, scale: Scale, what: str = "draw") -> Callable[[], list[Result]]:
-    def run() -> list[Result]:
-        timed = [draw_rate(sampler, jobs, limit=scale.limit) for _ in range(scale.rounds)]
-        where = f"{jobs.samples:,} samples, {_label(jobs)}"
-        joins = [each.extra["join_s"] * 1e3 for each in timed]
-        starts = [each.extra["epoch_start_s"] * 1e3 for each in timed]
-        return [
-            _rates(what, sampler, where, "indices/s", timed),
-            Result(what="insert a set", subject=sampler, setting=where, unit="ms", values=joins),
-            Result(what="start an epoch", subject=sampler, setting=where, unit="ms", values=starts),
-        ]
-
-    return run
-
-
-def _accesses(
-    policy: str, samples: int, jobs: int, scale: Scale, what: str = "access"
-) -> Callable[[], list[Result]]:
-    def run() -> list[Result]:
-        results = []
-        for bulk in (False, True):
-            timed = [
-                access_rate(policy, samples, jobs, bulk=bulk, limit=scale.limit) for _ in range(scale.rounds)
-            ]
-            where = f"{samples:,} samples, {jobs} jobs, {'in bulk' if bulk else 'one by one'}"
-            results.append(_rates(what, policy, where, "accesses/s", timed))
-        return results
-
-    return run
-
-
-def _memory(samples: int) -> Iterator[Step]:
+        yield f"growth, {samples:,} samples", partial(_growth, samples, scale)
     for sampler in SAMPLER_NAMES:
-        for jobs in (Jobs.equal(samples, 8), Jobs.overlapping(samples)):
-            where = f"{samples:,} samples, {_label(jobs)}"
-            yield (
-                f"memory: {sampler}, {_label(jobs)}",
-                lambda sampler=sampler, jobs=jobs, where=where: [
-                    _bytes(sampler, where, group_memory(sampler, jobs))
-                ],
-            )
+        for jobs in (Jobs.equal(scale.samples, 8), Jobs.overlapping(scale.samples)):
+            yield f"memory, {sampler}, {_label(jobs)}", partial(_group_memory, sampler, jobs)
     for policy in POLICIES:
-        where = f"{samples:,} samples, 8 jobs"
-        yield (
-            f"memory: {policy}",
-            lambda policy=policy, where=where: [_bytes(policy, where, policy_memory(policy, samples, 8))],
+        yield f"memory, {policy}", partial(_policy_memory, policy, scale.samples)
+
+
+def _draws(sampler: str, jobs: Jobs, scale: Scale) -> list[Result]:
+    timed = [draw_rate(sampler, jobs, limit=scale.limit) for _ in range(scale.rounds)]
+    tables = {
+        f"indices drawn, {jobs.samples:,} samples": ("indices/s", [each.rate for each in timed]),
+        "insertion of a set, the slowest": ("ms", [each.extra["join_s"] * 1e3 for each in timed]),
+        "start of an epoch, the slowest": ("ms", [each.extra["epoch_start_s"] * 1e3 for each in timed]),
+    }
+    return [
+        Result(what=what, subject=sampler, setting=_label(jobs), unit=unit, values=values)
+        for what, (unit, values) in tables.items()
+    ]
+
+
+def _accesses(policy: str, jobs: int, scale: Scale) -> list[Result]:
+    return [
+        Result(
+            what=f"accesses {form}, {scale.samples:,} samples",
+            subject=policy,
+            setting=_jobs(jobs),
+            unit="accesses/s",
+            values=_access_rates(policy, scale.samples, jobs, scale, bulk=bulk),
         )
+        for bulk, form in FORMS
+    ]
 
 
-def _rates(what: str, subject: str, setting: str, unit: str, timed: Sequence[Timed]) -> Result:
-    return Result(
-        what=what, subject=subject, setting=setting, unit=unit, values=[each.rate for each in timed]
-    )
+def _growth(samples: int, scale: Scale) -> list[Result]:
+    """What two equal jobs get as the data set grows."""
+    jobs = Jobs.equal(samples, 2)
+    timed = [draw_rate("shared-log", jobs, limit=scale.limit) for _ in range(scale.rounds)]
+    rows = {
+        ("shared-log", "indices/s"): [each.rate for each in timed],
+        ("shared-log, start of an epoch", "ms"): [each.extra["epoch_start_s"] * 1e3 for each in timed],
+    }
+    for bulk, form in FORMS:
+        rows[f"alsd, {form}", "accesses/s"] = _access_rates("alsd", samples, 2, scale, bulk=bulk)
+    return [
+        Result(what="growth, 2 jobs", subject=subject, setting=f"{samples:,}", unit=unit, values=values)
+        for (subject, unit), values in rows.items()
+    ]
+
+
+def _access_rates(policy: str, samples: int, jobs: int, scale: Scale, *, bulk: bool) -> list[float]:
+    rounds = range(scale.rounds)
+    return [access_rate(policy, samples, jobs, bulk=bulk, limit=scale.limit).rate for _ in rounds]
+
+
+def _group_memory(sampler: str, jobs: Jobs) -> list[Result]:
+    return [_bytes(sampler, _label(jobs), group_memory(sampler, jobs))]
+
+
+def _policy_memory(policy: str, samples: int) -> list[Result]:
+    return [_bytes(policy, _jobs(8), policy_memory(policy, samples, 8))]
 
 
 def _bytes(subject: str, setting: str, held: float) -> Result:
-    return Result(
-        what="memory", subject=subject, setting=setting, unit="bytes/sample/job", values=[round(held, 2)]
-    )
+    return Result(what="memory", subject=subject, setting=setting, unit="bytes/sample/job", values=[held])
+
+
+def _label(jobs: Jobs) -> str:
+    count = _jobs(len(jobs.sets))
+    return count if jobs.label == "equal" else f"{count}, {jobs.label}"
+
+
+def _jobs(count: int) -> str:
+    return "1 job" if count == 1 else f"{count} jobs"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -206,12 +221,23 @@ def _publish(results: Sequence[Result], *, as_json: bool) -> None:
         for result in results:
             print(json.dumps({"benchmark": "algorithms", **result.record(), "machine": machine}), flush=True)
         return
-    table = Table(title="Samplers and cache policies, one thread", title_justify="left")
-    for heading in ("what", "subject", "setting", "median", "range", "unit"):
-        table.add_column(heading, justify="right" if heading in ("median", "range") else "left")
-    for result in results:
-        table.add_row(*result.row())
-    (Console() if sys.stdout.isatty() else Console(width=160)).print(table)
+    console = Console() if sys.stdout.isatty() else Console(width=180)
+    for what in dict.fromkeys(result.what for result in results):
+        console.print(_table(what, [result for result in results if result.what == what]))
+
+
+def _table(what: str, results: Sequence[Result]) -> Table:
+    """A row for each subject, a column for each setting."""
+    cells = {(result.subject, result.setting): result.cell() for result in results}
+    table = Table(title=f"{what}: median (range)", title_justify="left")
+    table.add_column("")
+    settings = list(dict.fromkeys(result.setting for result in results))
+    for setting in settings:
+        table.add_column(setting, justify="right")
+    table.add_column("")
+    for subject, unit in dict.fromkeys((result.subject, result.unit) for result in results):
+        table.add_row(subject, *(cells.get((subject, setting), "") for setting in settings), unit)
+    return table
 
 
 if __name__ == "__main__":
