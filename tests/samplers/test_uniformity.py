@@ -13,7 +13,7 @@ from scipy import stats
 from tests.samplers.timed_jobs import TimedJob, run_jobs
 from torch_dpflow.samplers import sampling_group
 
-SIZE, JOBS, RUNS = 48, 3, 700
+SIZE, JOBS, RUNS = 48, 3, 400
 #: Half of the samples are everybody's, the others one job's each.
 CORE = [np.r_[0:24, 24 + 8 * k : 32 + 8 * k] for k in range(JOBS)]
 
