@@ -66,7 +66,10 @@ class PendingCall:
         Raises RemoteCallError where the server answered with an error, DeadlineError where it did not answer,
         PeerLostError where the client was closed, MessageError where the answer is not what was asked for.
         """
-        return self._client._result(self._awaited)
+        if self._awaited.known:
+            return self._awaited.outcome()
+        with self._client._usable:
+            return self._client._result(self._awaited)
 
 
 class RpcClient:
@@ -114,7 +117,9 @@ class RpcClient:
         timeout_s: float | None = None,
     ) -> Answer:
         """Call `method` and wait for its answer. As `begin` and `PendingCall.result`."""
-        return self.begin(method, body, frames, reply_type=reply_type, timeout_s=timeout_s).result()
+        with self._usable:
+            awaited = self._begin(method, body, frames, reply_type, timeout_s)
+            return self._result(awaited)
 
     def begin(
         self,
@@ -131,12 +136,8 @@ class RpcClient:
         be. Raises MessageError where the call exceeds a limit, PeerLostError where the connection takes no
         more.
         """
-        timeout_s = self.options.timeout_s if timeout_s is None else timeout_s
-        packed, decoder = encode_body(body), _decoder(reply_type)
         with self._usable:
-            awaited = self._session.begin_call(
-                method, packed, frames, decoder, now=self._clock(), timeout_s=timeout_s
-            )
+            awaited = self._begin(method, body, frames, reply_type, timeout_s)
             self._push()
         return PendingCall(self, awaited)
 
@@ -198,15 +199,18 @@ class RpcClient:
             raise PeerLostError(f"the client of {self.address} was closed")
         return self._changed
 
+    def _begin(
+        self, method: str, body: Any, frames: Sequence[Frame], reply_type: Any, timeout_s: float | None
+    ) -> Awaited:
+        timeout_s = self.options.timeout_s if timeout_s is None else timeout_s
+        return self._session.begin_call(
+            method, encode_body(body), frames, _decoder(reply_type), now=self._clock(), timeout_s=timeout_s
+        )
+
     def _result(self, awaited: Awaited) -> Answer:
-        if not awaited.known:
-            with self._usable:
-                if not self._wait(lambda: awaited.known, awaited.call.deadline):
-                    self._session.give_up(awaited, self._session.late(awaited.call))
-        if awaited.error is not None:
-            raise awaited.error
-        assert awaited.answer is not None
-        return awaited.answer
+        if not self._wait(lambda: awaited.known, awaited.call.deadline):
+            self._session.give_up(awaited, self._session.late(awaited.call))
+        return awaited.outcome()
 
     def _wait(self, done: Callable[[], bool], deadline: float | None) -> bool:
         """Wait until `done`; False where the deadline passes first. Reads the socket if nobody else does."""
@@ -225,6 +229,8 @@ class RpcClient:
             if deadline is not None and now >= deadline:
                 return False
             if self._leading:
+                if self._session.outbox:
+                    self._connection.wake()
                 self._changed.wait(None if deadline is None else deadline - now)
             else:
                 self._inquire(now, began)

@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from torch_dpflow.errors import DeadlineError, DPFlowError, MessageError, PeerLostError, RemoteCallError
+from torch_dpflow.errors import (
+    DeadlineError,
+    DPFlowError,
+    MessageError,
+    PeerLostError,
+    RemoteCallError,
+    TransportError,
+)
 from torch_dpflow.remote import messages
 from torch_dpflow.remote.messages import Header, decode, decode_body, encode
 from torch_dpflow.remote.rpc.calls import CallTable, OpenCall
@@ -43,6 +50,13 @@ class Awaited:
     def known(self) -> bool:
         """Whether the call is over."""
         return self.answer is not None or self.error is not None
+
+    def outcome(self) -> Answer:
+        """The answer of a call that is over; raises the error that it ended with."""
+        if self.error is not None:
+            raise self.error
+        assert self.answer is not None
+        return self.answer
 
 
 @dataclass(slots=True, eq=False)
@@ -228,7 +242,7 @@ class ClientSession:
             if handler is None:
                 raise MessageError(f"a server does not send {type(header).__name__}")
             handler(header, frames[1:], now)
-        except MessageError:
+        except TransportError:  # malformed, or in the shared memory of a server that has died
             self.stats.malformed += 1
 
     def _on_welcome(self, header: messages.Welcome, _: list[memoryview], now: float) -> None:
@@ -272,16 +286,21 @@ class ClientSession:
                 self._settle(stream, error)
 
     def _on_reply(self, header: messages.Reply, frames: list[memoryview], now: float) -> None:
-        # Unpacked in any case: shared memory is given back by whoever has opened it.
-        awaited = self._finish(header.call)
+        answer: Answer | MessageError
         try:
+            # Unpacked also where it is late: shared memory is given back by whoever has opened it.
             payload = self._carrier.unpack(frames, header.packing)
-            if awaited is not None:
-                awaited.answer = Answer(decode_body(header.body, awaited.decoder), payload)
+            awaited = self.waiting.get(header.call)
+            answer = Answer(None if awaited is None else decode_body(header.body, awaited.decoder), payload)
         except MessageError as error:
-            if awaited is None:
-                raise
-            awaited.error = error
+            answer = error
+        awaited = self._finish(header.call)
+        if awaited is None:
+            return
+        if isinstance(answer, MessageError):
+            awaited.error = answer
+        else:
+            awaited.answer = answer
 
     def _on_failure(self, header: messages.Failure, *_: object) -> None:
         awaited = self._finish(header.call)

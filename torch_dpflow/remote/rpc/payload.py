@@ -15,7 +15,7 @@ import msgspec
 from torch_dpflow.errors import MessageError
 from torch_dpflow.remote import compression
 from torch_dpflow.remote.arena import Arena, ArenaReader, BlockRef, ProbeRef
-from torch_dpflow.remote.messages import EMPTY_BODY, Packing, Reach, body_decoder, decode_body, encode_body
+from torch_dpflow.remote.messages import Packing, Reach, body_decoder, decode_body, encode_body
 from torch_dpflow.remote.transport.base import Frame
 
 #: From this size on a frame goes through shared memory where it can, bytes: below it the socket is as quick.
@@ -73,28 +73,33 @@ class Carrier:
         return frames, None
 
     def unpack(self, frames: list[memoryview], packing: Packing | None) -> list[memoryview]:
-        """The frames that the peer packed. Raises MessageError where they do not fit the packing."""
+        """The frames that the peer packed.
+
+        Raises MessageError where they do not fit the packing, SegmentLostError where the peer died and its
+        shared memory with it.
+        """
         if packing is None:
             return frames
         block = self._open(packing)
+        end, offset, room = block.nbytes, 0, self._max_bytes
         unpacked: list[memoryview] = []
-        offset, arrived, room = 0, iter(frames), self._max_bytes
+        arrived = iter(frames)
         try:
             for size in packing.frames:
-                if size < 0:
-                    unpacked.append(_slice(block, offset, -size))
-                    offset += _padded(-size)
-                elif size == 0:
+                if size == 0:
                     unpacked.append(next(arrived))
-                else:
+                elif size > 0:
                     unpacked.append(compression.decompress(next(arrived), size, limit=room))
                     room -= size
+                elif offset - size <= end:
+                    unpacked.append(block[offset : offset - size])
+                    offset = _aligned(offset - size)
+                else:
+                    raise MessageError(f"a shared block of {end} bytes has no {-size} bytes at {offset}")
         except StopIteration:
-            raise MessageError(
-                f"{len(frames)} frames came, and {len(packing.frames)} were announced"
-            ) from None
+            raise MessageError(f"{len(frames)} frames came, fewer than announced: {packing.frames}") from None
         if next(arrived, None) is not None:
-            raise MessageError(f"{len(frames)} frames came, more than the {len(packing.frames)} announced")
+            raise MessageError(f"{len(frames)} frames came, more than announced: {packing.frames}")
         return unpacked
 
     def close(self) -> None:
@@ -105,37 +110,39 @@ class Carrier:
             self._reader.close()
 
     def _share(self, frames: Sequence[Frame]) -> tuple[Sequence[Frame], Packing | None]:
-        sizes = [memoryview(frame).nbytes for frame in frames]
-        needed = sum(_padded(size) for size in sizes if size >= SHARED_BYTES)
-        block = self._arena.allocate(needed) if needed and self._arena is not None else None
+        small: list[Frame] = []
+        large: list[tuple[int, int, Frame]] = []
+        layout: list[int] = []
+        end = 0
+        for frame in frames:
+            size = frame.nbytes if isinstance(frame, memoryview) else len(frame)
+            if size < SHARED_BYTES:
+                small.append(frame)
+                layout.append(0)
+            else:
+                start = _aligned(end)
+                end = start + size
+                large.append((start, end, frame))
+                layout.append(-size)
+        block = self._arena.allocate(end) if large and self._arena is not None else None
         if self._arena is None or block is None:
             return frames, None
+        reference = msgspec.Raw(msgspec.msgpack.encode(self._arena.publish(block)))
         memory = block.memory.data
-        offset = 0
-        for frame, size in zip(frames, sizes):
-            if size >= SHARED_BYTES:
-                memory[offset : offset + size] = memoryview(frame).cast("B")
-                offset += _padded(size)
-        rest = [frame for frame, size in zip(frames, sizes) if size < SHARED_BYTES]
-        packing = [-size if size >= SHARED_BYTES else 0 for size in sizes]
-        return rest, Packing(packing, msgspec.Raw(msgspec.msgpack.encode(self._arena.publish(block))))
+        for start, end, frame in large:
+            memory[start:end] = frame.cast("B") if isinstance(frame, memoryview) else frame
+        return small, Packing(layout, reference)
 
     def _open(self, packing: Packing) -> memoryview:
-        if packing.block == EMPTY_BODY:
-            return memoryview(b"")
         ref = decode_body(packing.block, _block_decoder)
-        if ref is None or self._reader is None:
+        if ref is None:
+            return memoryview(b"")
+        if self._reader is None:
             raise MessageError(
                 "frames in shared memory came from a peer whose shared memory is not read here"
             )
         return self._reader.view(ref).data
 
 
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _slice(block: memoryview, offset: int, size: int) -> memoryview:
-    if offset + size > block.nbytes:
-        raise MessageError(f"a shared block of {block.nbytes} bytes has no {size} bytes at {offset}")
-    return block[offset : offset + size]
+def _aligned(offset: int) -> int:
+    return (offset + _ALIGNMENT - 1) & -_ALIGNMENT

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch_dpflow.errors import MessageError, OptionError
+from torch_dpflow.errors import MessageError, OptionError, TransportError
 from torch_dpflow.remote import messages
 from torch_dpflow.remote.messages import decode, encode
 from torch_dpflow.remote.rpc.call_service import CallService
@@ -200,7 +200,7 @@ class RpcServer:
                 action(session, header, frames[1:])
             else:
                 raise MessageError(f"a client does not send {type(header).__name__}")
-        except MessageError:
+        except TransportError:  # malformed, or in the shared memory of a client that has died
             self._stats.malformed += 1
 
     def _on_hello(self, client: bytes, session: Session | None, header: messages.Hello, now: float) -> None:
