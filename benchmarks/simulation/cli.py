@@ -2,55 +2,42 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from benchmarks.simulation import plots, tables
-from benchmarks.simulation.contestants import DIRECTORY, POLICY_NAMES, SAMPLER_NAMES
+from benchmarks.simulation import options, plots, tables
 from benchmarks.simulation.figures import FIGURES, draw_curves
 from benchmarks.simulation.question import Question
-from benchmarks.simulation.sizes import parse_size
 from benchmarks.simulation.study import OVERLAP_CAPACITY, Case, Outcome, measure
 from benchmarks.simulation.targets import all_targets, compare
 from benchmarks.simulation.uniformity import LEVEL
 from benchmarks.simulation.uniformity_study import SCENARIO_NAMES, Judgement, judge_all
 
-T = TypeVar("T")
-
 #: those that must pass, and the control that must fail
 JUDGED = ("independent", "coordl", "joader", "shared-log", "dynagcs-letter")
 #: capacities of the curve that answers a question, as shares of the data set
 CURVE = (0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
-EXAMPLE = """\
-what would a 64 GiB cache give my four trials?
-  python -m benchmarks.simulate --samples 1281167 --sample-size 110kB --capacity 64GiB \\
-      --starts 0,0.25,0.5,0.75 --speeds 1,0.8,0.6,0.4 --epochs 3 --plot answer.png
-every figure that the project promises, with pass or fail
-  python -m benchmarks.simulate --figure targets
-uniformity as in the thesis: 10,000 epochs of 1,000 samples
-  python -m benchmarks.simulate --figure uniformity --epochs 10000 --workers 2 --plot uniformity.png
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    parser = _parser()
+    """Run the command line; returns the exit status: 1 if a target is missed."""
+    parser = options.parser()
     arguments = parser.parse_args(argv)
-    try:
-        if arguments.figure in ("5-4", "uniformity"):
-            _uniformity(arguments)
-        elif arguments.figure == "targets":
-            return _targets(arguments)
-        elif arguments.figure is not None:
-            _figure(arguments)
-        else:
-            _question(arguments)
-    except ValueError as error:
-        parser.error(str(error))
+    if arguments.figure in options.UNIFORMITY:
+        _uniformity(arguments)
+    elif arguments.figure == options.TARGETS:
+        return _targets(arguments)
+    elif arguments.figure is not None:
+        _figure(arguments)
+    else:
+        try:
+            question = options.question(arguments)
+        except ValueError as error:
+            parser.error(str(error))
+        _answer(question, arguments)
     return 0
 
 
@@ -62,8 +49,7 @@ def _figure(arguments: argparse.Namespace) -> None:
         figure.draw(arguments.plot, figure.title, outcomes)
 
 
-def _question(arguments: argparse.Namespace) -> None:
-    question = _question_of(arguments)
+def _answer(question: Question, arguments: argparse.Namespace) -> None:
     shares = question.shares()
     cases, at_five = question.cases(shares), question.cases([OVERLAP_CAPACITY] * len(shares))
     outcomes = _measure_all([*cases, *at_five], arguments.seeds)
@@ -72,7 +58,7 @@ def _question(arguments: argparse.Namespace) -> None:
     _publish_outcomes(arguments, asked, title, overlaps)
     if arguments.plot:
         curve = _measure_all(question.cases(sorted({*CURVE, *shares})), 1)
-        marks = {100 * share: f"{size / 2**30:.3g} GiB" for share, size in zip(shares, arguments.capacity)}
+        marks = {100 * share: capacity.text for share, capacity in zip(shares, arguments.capacity)}
         draw_curves(arguments.plot, title, curve, marks)
 
 
@@ -129,95 +115,10 @@ def _publish_outcomes(
     arguments: argparse.Namespace, outcomes: Sequence[Outcome], title: str, overlaps: Sequence[Outcome] = ()
 ) -> None:
     if arguments.json:
-        tables.print_json("simulate", (outcome.record() for outcome in outcomes))
+        tables.print_json("simulate", tables.outcome_records(outcomes, overlaps))
     else:
         heading = f"{title}\nrates in % of accesses, means over {arguments.seeds} seeds"
         _console().print(tables.outcomes_table(outcomes, heading, overlaps))
-
-
-def _question_of(arguments: argparse.Namespace) -> Question:
-    if arguments.starts is None:
-        arguments.starts = [0.0] * arguments.jobs
-    if arguments.speeds is None:
-        arguments.speeds = [1.0] * len(arguments.starts)
-    return Question(
-        samples=arguments.samples,
-        sample_size=arguments.sample_size,
-        capacities=arguments.capacity,
-        starts=arguments.starts,
-        speeds=arguments.speeds,
-        epochs=arguments.epochs if arguments.epochs is not None else 1,
-        batch_size=arguments.batch_size,
-        timing="exponential" if arguments.irregular else "steady",
-        samplers=arguments.sampler or ["shared-log", "independent"],
-        policies=arguments.policy or [DIRECTORY],
-        independence=arguments.independence,
-        simulated=arguments.simulated,
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.simulate",
-        description=__doc__,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--figure", choices=[*FIGURES, "5-4", "uniformity", "targets"], help="reproduce a figure")
-    add("--json", action="store_true", help="print one JSON object per line instead of a table")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the result")
-    add("--seeds", type=_count, default=5, help="runs of each case (default: %(default)s)")
-    add("--workers", type=_count, default=1, help="processes, for uniformity (default: %(default)s)")
-    add("--epochs", type=_count, help="epochs of each job (default: 1; for uniformity: 10000)")
-    add("--sampler", type=_names(SAMPLER_NAMES), help=f"one or more of {', '.join(SAMPLER_NAMES)}")
-    _add_question(parser)
-    return parser
-
-
-def _add_question(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("a question of your own").add_argument
-    add("--scenario", type=_names(SCENARIO_NAMES), help="for uniformity: some of the scenarios")
-    add("--policy", type=_names(POLICY_NAMES), help=f"one or more of {', '.join(POLICY_NAMES)}")
-    add("--samples", type=_count, default=1_281_167, help="in the data set (default: %(default)s)")
-    add("--sample-size", type=_size, default=110_000, help="of a cached sample, e.g. 110kB")
-    add("--capacity", type=_list(_size), default=[64 * 2**30], help="of the cache, e.g. 16GiB,64GiB")
-    add("--jobs", type=_count, default=4, help="when no starts are given (default: %(default)s)")
-    add("--starts", type=_list(float), help="of each job, in epochs of the fastest job")
-    add("--speeds", type=_list(float), help="of each job, relative to each other")
-    add("--batch-size", type=_count, default=256, help="(default: %(default)s)")
-    add("--irregular", action="store_true", help="exponential instead of steady batch times")
-    add("--independence", type=float, default=0.0, help="share of picks that ignore what is loaded")
-    add("--simulated", type=_count, default=2000, help="samples simulated (default: %(default)s)")
-
-
-def _names(allowed: Sequence[str]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        names = text.split(",")
-        unknown = [name for name in names if name not in allowed]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: allowed are {', '.join(allowed)}")
-        return names
-
-    return parse
-
-
-def _list(parse_one: Callable[[str], T]) -> Callable[[str], list[T]]:
-    return lambda text: [parse_one(part) for part in text.split(",")]
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _count(text: str) -> int:
-    value = int(text.replace("_", ""))
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: at least 1 is needed")
-    return value
 
 
 def _progress() -> Progress:

@@ -32,6 +32,14 @@ def outcomes_table(outcomes: Sequence[Outcome], title: str, overlaps: Sequence[O
     return table
 
 
+def outcome_records(outcomes: Sequence[Outcome], overlaps: Sequence[Outcome]) -> list[dict[str, object]]:
+    """The same rows as plain data."""
+    records = [outcome.record() for outcome in outcomes]
+    for record, overlap in zip(records, overlaps):
+        record["overlap_percent"] = [100 * rate for rate in overlap.hit_rates]
+    return records
+
+
 def targets_table(comparisons: Sequence[Comparison], title: str) -> Table:
     """Target, measured, spread, pass or fail."""
     table = _table(title, "figure", "what")

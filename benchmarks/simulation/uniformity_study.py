@@ -74,21 +74,28 @@ class Judgement:
 def judge(
     sampler: str, scenario: str, *, epochs: int, samples: int = 1000, progress: Progress | None = None
 ) -> Judgement:
-    """Count `epochs` epochs of every job of `scenario`, each of another run, and test them.
+    """Count `epochs` epochs of every job that is not killed, each of another run, and test them.
 
     Raises ValueError if an epoch is no permutation. `progress` hears of every run.
     """
     workload = SCENARIOS[scenario](samples, 0).with_jobs(epochs=COUNTED_EPOCH + 1, batch_size=BATCH_SIZE)
     plan = schedule(workload)
     classes = _classes(workload)
-    counts = [Counts(job.indices, classes[job.indices]) for job in workload.jobs]
+    counts = {
+        k: Counts(job.indices, classes[job.indices])
+        for k, job in enumerate(workload.jobs)
+        if job.killed_at is None
+    }
     for seed in range(epochs):
         group = make_group(sampler, samples, capacity=round(CAPACITY * samples), seed=seed)
-        for job, order in enumerate(_second_epochs(plan, group, seed)):
-            counts[job].add(order)
+        orders = _second_epochs(plan, group, seed)
+        for job, count in counts.items():
+            count.add(orders[job])
         if progress is not None:
             progress(1)
-    return Judgement(scenario=scenario, sampler=sampler, verdicts=[each.verdict() for each in counts])
+    return Judgement(
+        scenario=scenario, sampler=sampler, verdicts=[each.verdict() for each in counts.values()]
+    )
 
 
 def judge_all(
@@ -123,7 +130,7 @@ def _second_epochs(plan: Schedule, group: SamplingGroup, seed: int) -> list[NDAr
             group.join(name, spec.indices, seed=job_seed(seed, job), batch_size=spec.batch_size)
         else:
             group.leave(name)
-    return [np.concatenate(part) for part in parts]
+    return [np.concatenate([np.empty(0, dtype=np.int64), *part]) for part in parts]
 
 
 def _classes(workload: Workload) -> NDArray[np.int64]:

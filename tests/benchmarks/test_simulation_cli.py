@@ -49,6 +49,16 @@ def test_json_has_one_object_for_each_sampler_policy_and_capacity(capsys: pytest
         assert line["machine"]["cores"] >= 1
 
 
+def test_named_scenarios_take_capacities_as_shares(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "--json", *SMALL, "--scenario", "speed2,windows", "--capacity", "5%,25%")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert {line["scenario"] for line in lines} == {"speed2", "windows"}
+    assert {line["capacity_percent"] for line in lines} == {5, 25}
+    for line in lines:
+        if line["capacity_percent"] == 5:
+            assert line["overlap_percent"] == line["hit_rate_percent"]
+
+
 def test_uniformity_prints_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "p.png"
     options = [
@@ -73,7 +83,10 @@ def test_uniformity_prints_and_draws(capsys: pytest.CaptureFixture[str], tmp_pat
         (["--sampler", "magic"], "magic"),
         (["--policy", "fifo"], "allowed are"),
         (["--capacity", "12XB"], "12XB"),
+        (["--capacity", "120%"], "at most 100%"),
         (["--starts", "0,1", "--speeds", "1"], "2 starts and 1 speeds"),
+        (["--speeds", "1,-1"], "speed"),
+        (["--independence", "2"], "from 0 to 1"),
         (["--seeds", "0"], "at least 1"),
     ],
 )
