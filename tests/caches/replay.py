@@ -28,7 +28,7 @@ class Request:
 def requests(
     orders: Sequence[Sequence[Order]], *, starts: Sequence[int] | None = None, batch: int = 1
 ) -> list[Request]:
-    """What all jobs ask for, in order: `orders[job][epoch]`; job j joins `starts[j]` batches after the first."""
+    """What jobs ask for, in order: `orders[job][epoch]`; job j joins `starts[j]` batches after the first."""
     timed = []
     for job, epochs in enumerate(orders):
         instant = starts[job] if starts else 0

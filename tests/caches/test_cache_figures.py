@@ -1,7 +1,8 @@
 """The hit rates of the thesis's figure 5-1, and of its neighbourhood, in percent.
 
-Four jobs of one speed read 500 samples each in orders of their own, one by one, for one epoch. Read in batches,
-jobs that start together would share what they ask for at one instant, which no policy can take credit for.
+Four jobs of one speed read 500 samples each in orders of their own, one by one, for one epoch. If they read
+in batches, those that start together would share what they ask for at one instant, for which no policy can
+take credit.
 """
 
 from __future__ import annotations

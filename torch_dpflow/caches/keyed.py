@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 
-from torch_dpflow.caches.policy import Job, Policy, check_weight
+from torch_dpflow.caches.policy import Job, Policy, check_key, check_weight
 from torch_dpflow.lookahead import Lookahead
 
 
@@ -18,6 +18,8 @@ class KeyedPolicy(Policy):
         self._jobs: dict[Job, float] = {}
 
     def access(self, key: int, job: Job) -> bool:
+        if key < 0:
+            check_key(key)
         if job not in self._jobs:
             self._jobs[job] = 1.0
         if key in self._sizes:
@@ -28,6 +30,8 @@ class KeyedPolicy(Policy):
         return False
 
     def admit(self, key: int, size: int = 1) -> Sequence[int]:
+        if key < 0:
+            check_key(key)
         if key in self._sizes:
             return self._resize(key, size)
         self._offered += 1

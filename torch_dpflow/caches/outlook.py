@@ -45,6 +45,7 @@ class Outlook(Ranking):
         #: The same joined over places, by byte; None where values have changed since. As arrays and as lists.
         self._joined: list[Distances | None] = []
         self._joined_of: list[list[float] | None] = []
+        self.settle()
 
     # -- what differs ----------------------------------------------------------------------------------------
 

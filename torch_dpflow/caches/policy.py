@@ -25,6 +25,9 @@ import numpy.typing as npt
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.lookahead import Keys, Lookahead
 
+#: The highest key that is allowed.
+LARGEST_KEY = 2**31 - 2
+
 Job = Hashable
 Mask = npt.NDArray[np.bool_]
 Sizes = npt.NDArray[np.integer[Any]]
@@ -128,17 +131,18 @@ class Policy(ABC):
 
     def access_many(self, keys: Keys, job: Job) -> Mask:
         """`job` reads all of `keys` at one moment; returns which were resident, shape as `keys`."""
+        check_keys(keys)
         return np.fromiter((self.access(key, job) for key in keys.tolist()), dtype=np.bool_, count=len(keys))
 
     def admit_many(self, keys: Keys, sizes: Sizes | None = None) -> npt.NDArray[np.int64]:
         """Offer loaded keys together; returns those that must go, some of `keys` among them perhaps.
 
-        `sizes`: bytes of each key, None for 1 each.
+        `sizes`: bytes of each key, None for 1 each. A key that is there twice counts once.
         """
-        gone: list[int] = []
-        for key, size in zip(keys.tolist(), [1] * len(keys) if sizes is None else sizes.tolist()):
-            gone.extend(self.admit(key, size))
-        return np.asarray(gone, dtype=np.int64)
+        check_keys(keys)
+        offered = dict(zip(keys.tolist(), [1] * len(keys) if sizes is None else sizes.tolist()))
+        gone = dict.fromkeys(victim for key, size in offered.items() for victim in self.admit(key, size))
+        return np.array([key for key in gone if key not in self], dtype=np.int64)
 
     def statistics(self) -> PolicyStatistics:
         """What was counted until now."""
@@ -178,6 +182,19 @@ class Policy(ABC):
 
     def _is_too_large(self, size: int) -> bool:
         return self.max_bytes is not None and size > self.max_bytes
+
+
+def check_key(key: int) -> None:
+    """OptionError unless `key` may be one."""
+    if not 0 <= key <= LARGEST_KEY:
+        raise OptionError(f"key {key}: keys from 0 to {LARGEST_KEY} are allowed")
+
+
+def check_keys(keys: Keys) -> None:
+    """OptionError unless all of `keys` may be some."""
+    if len(keys):
+        check_key(int(keys.min()))
+        check_key(int(keys.max()))
 
 
 def check_weight(job: Job, weight: float) -> float:

@@ -9,12 +9,10 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.caches.policy import Job, Mask, Policy, Sizes
+from torch_dpflow.caches.policy import LARGEST_KEY, Job, Mask, Policy, Sizes, check_key
 from torch_dpflow.caches.residents import Ranking, Residents
 from torch_dpflow.errors import OptionError
 from torch_dpflow.lookahead import Keys
-
-_LARGEST_KEY = 2**31 - 2
 
 
 class RankedPolicy(Policy):
@@ -40,8 +38,8 @@ class RankedPolicy(Policy):
         keys: int | None = None,
     ) -> None:
         super().__init__(max_items=max_items, max_bytes=max_bytes)
-        if keys is not None and not 0 <= keys <= _LARGEST_KEY + 1:
-            raise OptionError(f"keys={keys}: 0 to {_LARGEST_KEY + 1} keys are allowed")
+        if keys is not None and not 0 <= keys <= LARGEST_KEY + 1:
+            raise OptionError(f"keys={keys}: 0 to {LARGEST_KEY + 1} keys are allowed")
         self._ranking = ranking
         self._residents = Residents(ranking, self.front)
         self._span = 0
@@ -80,6 +78,8 @@ class RankedPolicy(Policy):
         return True
 
     def access_many(self, keys: Keys, job: Job) -> Mask:
+        if not len(keys):
+            return np.zeros(0, dtype=np.bool_)
         self._reach_many(keys)
         self._read_many(keys, job)
         hits: Mask = self._residents.loads.take(keys) > 0
@@ -115,6 +115,8 @@ class RankedPolicy(Policy):
         if sizes is not None and self._sizes is None:
             self._sizes = np.ones(self._span, dtype=np.int64)
         keys, sizes, gone = self._sort_out(keys, sizes)
+        if not len(keys):
+            return gone
         if self._sizes is not None:
             self._sizes[keys] = 1 if sizes is None else sizes
         self._bytes += len(keys) if sizes is None else int(sizes.sum())
@@ -226,19 +228,16 @@ class RankedPolicy(Policy):
 
     def _reach_many(self, keys: Keys) -> None:
         if len(keys):
+            check_key(int(keys.min()))
             highest = int(keys.max())
             if highest >= self._span:
                 self._reach(highest)
-            lowest = int(keys.min())
-            if lowest < 0:
-                self._reach(lowest)
 
     def _reach(self, key: int) -> None:
         """Make room for `key` and some more."""
-        if not 0 <= key <= _LARGEST_KEY:
-            raise OptionError(f"key {key}: keys from 0 to {_LARGEST_KEY} are allowed")
+        check_key(key)
         span = (
-            key + 1 if self._span == 0 else min(max(key + 1, self._span + self._span // 2), _LARGEST_KEY + 1)
+            key + 1 if self._span == 0 else min(max(key + 1, self._span + self._span // 2), LARGEST_KEY + 1)
         )
         self._residents.grow(span)
         if self._sizes is not None:

@@ -1,0 +1,197 @@
+"""Every policy keeps the contract, and does what is peculiar to it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from torch_dpflow.caches.alsd import ALSD
+from torch_dpflow.caches.lfu import LFU
+from torch_dpflow.caches.lru import LRU
+from torch_dpflow.caches.minio import MinIO
+from torch_dpflow.caches.opt import OPT
+from torch_dpflow.caches.policy import Policy
+from torch_dpflow.caches.refcnt import RefCnt
+from torch_dpflow.caches.registry import POLICIES, make_policy
+from torch_dpflow.errors import OptionError, UsageError
+from torch_dpflow.lookahead import Lookahead
+from torch_dpflow.testing.policies import PolicyContract
+
+
+class ByName(PolicyContract):
+    policy: ClassVar[str]
+    options: ClassVar[dict[str, Any]] = {}
+
+    def make_policy(self, *, stream: Any, keys: int, **budgets: Any) -> Policy:
+        options = self.options | ({"stream": stream} if self.policy == "opt" else {})
+        return make_policy(self.policy, keys=keys, **budgets, **options)
+
+
+class TestLRUContract(ByName):
+    policy = "lru"
+
+
+class TestLFUContract(ByName):
+    policy = "lfu"
+
+
+class TestMinIOContract(ByName):
+    policy = "minio"
+
+
+class TestRefCntContract(ByName):
+    policy = "refcnt"
+
+
+class TestUseDistanceContract(ByName):
+    policy = "use-distance"
+
+
+class TestOPTContract(ByName):
+    policy = "opt"
+
+
+class TestALSDMinContract(ByName):
+    policy = "alsd"
+
+
+class TestALSDMeanContract(ByName):
+    policy = "alsd"
+    options: ClassVar[dict[str, Any]] = {"aggregate": "mean"}
+
+
+class TestALSDWithoutKnowingTheKeysContract(PolicyContract):
+    def make_policy(self, *, stream: Any, keys: int, **budgets: Any) -> Policy:
+        return ALSD(**budgets)
+
+
+def read(policy: Policy, keys: list[int], job: str = "a") -> list[int]:
+    """`job` reads `keys`, and what is missing is offered; returns what went, in order."""
+    gone: list[int] = []
+    for key in keys:
+        if not policy.access(key, job):
+            gone += policy.admit(key)
+    return gone
+
+
+def test_every_policy_is_known_by_its_name() -> None:
+    assert sorted(POLICIES) == ["alsd", "lfu", "lru", "minio", "opt", "refcnt", "use-distance"]
+    for name, policy in POLICIES.items():
+        options = {"stream": np.arange(3)} if name == "opt" else {}
+        assert type(make_policy(name, max_items=1, keys=3, **options)) is policy
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(OptionError, match=r"policy='arc'.*'alsd', 'lfu', 'lru'"):
+        make_policy("arc", max_items=1)
+
+
+def test_lru_gives_up_what_was_not_read_for_the_longest_time() -> None:
+    assert read(LRU(max_items=3), [1, 2, 3, 1, 4, 5]) == [2, 3]
+
+
+def test_lfu_gives_up_what_was_read_least_and_of_that_the_eldest() -> None:
+    assert read(LFU(max_items=3), [1, 2, 3, 1, 3, 4, 5, 1, 3, 5, 6]) == [2, 4, 5]
+
+
+def test_lfu_finds_the_least_read_after_counts_have_grown_apart() -> None:
+    policy = LFU(max_items=3)
+    read(policy, [1] * 9 + [2] * 5 + [3])
+    assert [policy.evict() for _ in range(3)] == [3, 2, 1]
+
+
+def test_minio_keeps_what_came_first() -> None:
+    policy = MinIO(max_bytes=10)
+    assert list(policy.admit(1, 4)) == []
+    assert list(policy.admit(2, 7)) == [2]
+    assert list(policy.admit(3, 6)) == []
+    assert sorted(policy) == [1, 3]
+    assert policy.statistics().bypassed == 1
+    assert policy.evict() == 3
+
+
+def test_refcnt_gives_up_what_the_fewest_jobs_need() -> None:
+    policy = RefCnt(max_items=3, keys=6)
+    for job, members in (("a", [0, 1, 2, 3]), ("b", [1, 2, 3, 4]), ("c", [2, 3, 4, 5])):
+        policy.foresee(job, Lookahead.of_order(np.array(members), epoch=0))
+    for key in (0, 1, 2):
+        policy.admit(key)
+    # Jobs that need them: 0: a; 1: a, b; 2: a, b, c; 3: a, b, c.
+    assert list(policy.admit(3)) == [0]
+    assert policy.access(1, "a")
+    assert policy.access(1, "b")
+    assert list(policy.admit(4)) == [1]
+    policy.forget("c")
+    assert policy.evict() == 4
+
+
+def test_refcnt_begins_a_job_anew_when_it_has_read_everything() -> None:
+    policy = RefCnt(max_items=2, keys=3)
+    read(policy, [0, 1, 2], "a")
+    assert sorted(policy) == [1, 2]
+    # All three were read; in the next epoch 1 is read again, so 2 is the one that is needed.
+    assert policy.access(1, "a")
+    assert policy.evict() == 1
+
+
+def test_opt_gives_up_what_is_read_last() -> None:
+    stream = np.array([1, 2, 3, 1, 2, 3, 3])
+    assert read(OPT(stream=stream, max_items=2), stream.tolist()) == [3, 1]
+
+
+def test_opt_turns_down_another_stream_than_its_own() -> None:
+    policy = OPT(stream=np.array([1, 2]), max_items=1)
+    policy.access(1, "a")
+    with pytest.raises(UsageError, match=r"'b' reads \[7\].*has \[2\]"):
+        policy.access(7, "b")
+    assert not policy.access(2, "b")
+
+
+@pytest.mark.parametrize("stream", [np.zeros((2, 2), dtype=np.int64), np.array([0.5]), np.array([-1])])
+def test_opt_turns_down_a_stream_that_is_none(stream: Any) -> None:
+    with pytest.raises(OptionError):
+        OPT(stream=stream, max_items=1)
+
+
+def test_alsd_turns_down_what_is_no_option() -> None:
+    with pytest.raises(OptionError, match=r"aggregate='max' is not one of \('min', 'mean'\)"):
+        ALSD(max_items=1, aggregate="max")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="keys=-1"):
+        ALSD(max_items=1, keys=-1)
+
+
+def test_alsd_without_lookahead_gives_up_what_was_read_first() -> None:
+    policy = ALSD(max_items=2, keys=6)
+    assert read(policy, [0, 1, 2, 3]) == [0, 1]
+
+
+def test_alsd_without_lookahead_spares_what_is_unread_in_the_next_epoch() -> None:
+    policy = ALSD(max_items=2, keys=4)
+    read(policy, [0, 1, 2, 3])
+    assert sorted(policy) == [2, 3]
+    # The second epoch: 2 and 3 are due, so 0 and 1 do not push them out.
+    assert read(policy, [0, 1]) == [0, 1]
+    assert policy.access(3, "a")
+    assert policy.access(2, "a")
+
+
+def test_alsd_weighs_jobs_in_the_mean() -> None:
+    for weight, victim in ((10.0, 2), (0.1, 0)):
+        policy = ALSD(max_items=2, keys=3, aggregate="mean")
+        policy.join("light")
+        policy.join("heavy", weight=weight)
+        policy.foresee("light", Lookahead.of_order(np.array([2, 1, 0]), epoch=0))
+        policy.foresee("heavy", Lookahead.of_order(np.array([0, 1, 2]), epoch=0))
+        assert policy.admit_many(np.array([0, 1, 2])).tolist() == [victim]
+
+
+def test_alsd_takes_the_job_that_is_sooner_by_its_speed() -> None:
+    policy = ALSD(max_items=1, keys=10)
+    policy.foresee("fast", Lookahead.of_order(np.arange(9), epoch=0, speed=100.0))
+    policy.foresee("slow", Lookahead.of_order(np.array([9, *range(9)]), epoch=0, speed=1.0))
+    policy.access(9, "slow")
+    policy.admit(5)
+    # 5 is due in 0.05 s, 9 not before the slow job's next epoch.
+    assert list(policy.admit(9)) == [9]

@@ -1,0 +1,93 @@
+"""With as many keys as it takes to fill several slabs, what goes is still what is worth least."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from torch_dpflow.caches.alsd import ALSD, Aggregate
+from torch_dpflow.caches.residents import Residents
+from torch_dpflow.lookahead import Lookahead
+
+SAMPLES, SLOTS, BATCH, JOBS = 30_000, 9_000, 400, 3
+
+Positions = npt.NDArray[np.int64]
+
+
+class Bench:
+    """The residents of a cache whose jobs told their whole orders, as plain arrays."""
+
+    def __init__(self, orders: list[Positions]) -> None:
+        self.positions = np.array([order.argsort() for order in orders])
+        self.reached = np.zeros(len(orders), dtype=np.int64)
+        self.loads = np.zeros(SAMPLES, dtype=np.int64)
+        self.last_load = 0
+
+    def distances(self, aggregate: Aggregate) -> npt.NDArray[np.int64]:
+        left = self.positions - self.reached[:, None]
+        if aggregate == "mean":
+            total: npt.NDArray[np.int64] = np.where(left < 0, SAMPLES, left).sum(axis=0)
+            return total
+        moments = np.where(left < 0, self.reached.max() + SAMPLES, self.positions)
+        earliest: npt.NDArray[np.int64] = moments.min(axis=0)
+        return earliest
+
+    def admit(self, keys: Positions, aggregate: Aggregate) -> list[int]:
+        """Which keys go, in order, if `keys` come in."""
+        self.loads[keys] = np.arange(self.last_load, self.last_load + len(keys)) + 1
+        self.last_load += len(keys)
+        resident = np.flatnonzero(self.loads)
+        order = np.lexsort((self.loads[resident], -self.distances(aggregate)[resident]))
+        gone = resident[order[: max(0, len(resident) - SLOTS)]]
+        self.loads[gone] = 0
+        return gone.tolist()
+
+
+@pytest.mark.parametrize("by_one", [False, True], ids=["in-bulk", "some-one-by-one"])
+@pytest.mark.parametrize("aggregate", ["min", "mean"])
+def test_alsd_gives_up_the_farthest(aggregate: Aggregate, by_one: bool) -> None:
+    rng = np.random.default_rng(5)
+    orders = [rng.permutation(SAMPLES) for _ in range(JOBS)]
+    policy, bench = ALSD(max_items=SLOTS, keys=SAMPLES, aggregate=aggregate), Bench(orders)
+    for job, order in enumerate(orders):
+        policy.foresee(job, Lookahead.of_order(order, epoch=0))
+    for first in range(0, SAMPLES, BATCH):
+        for job, order in enumerate(orders):
+            keys = order[first : first + BATCH]
+            singly = by_one and first % (5 * BATCH) == 0
+            step = _one_by_one if singly else _in_bulk
+            step(policy, bench, job, keys, aggregate)
+
+
+def _in_bulk(policy: ALSD, bench: Bench, job: int, keys: Positions, aggregate: Aggregate) -> None:
+    bench.reached[job] += len(keys)
+    hits = policy.access_many(keys, job)
+    assert (hits == (bench.loads[keys] > 0)).all()
+    assert policy.admit_many(keys[~hits]).tolist() == bench.admit(keys[~hits], aggregate)
+
+
+def _one_by_one(policy: ALSD, bench: Bench, job: int, keys: Positions, aggregate: Aggregate) -> None:
+    """A few keys of the batch, each on its own; the rest in bulk."""
+    for key in keys[:20].tolist():
+        bench.reached[job] += 1
+        if not policy.access(key, job):
+            assert list(policy.admit(key)) == bench.admit(np.array([key]), aggregate)
+    _in_bulk(policy, bench, job, keys[20:], aggregate)
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["one-by-one", "in-bulk"])
+def test_load_numbers_that_run_out_are_counted_anew(monkeypatch: pytest.MonkeyPatch, many: bool) -> None:
+    monkeypatch.setattr(Residents, "last_load", 20)
+    policy = ALSD(max_items=6, keys=100)
+    admit: Callable[[list[int]], list[int]]
+    if many:
+        admit = lambda keys: policy.admit_many(np.array(keys)).tolist()  # noqa: E731
+    else:
+        admit = lambda keys: [gone for key in keys for gone in policy.admit(key)]  # noqa: E731
+    gone = [key for first in range(0, 60, 6) for key in admit(list(range(first, first + 6)))]
+    # All are equally far, so they go in the order in which they came.
+    assert gone == list(range(54))
+    assert sorted(policy) == list(range(54, 60))
