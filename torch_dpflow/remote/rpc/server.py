@@ -76,7 +76,8 @@ class RpcServer:
         self._clock = clock
         self._incarnation = secrets.token_bytes(16)
         self._posted: deque[Callable[[], None]] = deque()
-        self._thread = threading.get_ident()
+        #: The server's thread, once there is one; no thread has the number 0.
+        self._thread = 0
         self._stopped = False
         self._tick_at = clock() + options.ping_s / 2
         self._stats = ServerStats()

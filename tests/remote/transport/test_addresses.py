@@ -1,0 +1,71 @@
+"""Which addresses, identities and limits a transport takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torch_dpflow.errors import OptionError, TransportError
+from torch_dpflow.remote.transport import connect, is_loopback, listen
+
+
+@pytest.mark.parametrize(
+    "address", ["", "ipc", "ipc://", "udp://127.0.0.1:1", "127.0.0.1:1", "tcp:/127.0.0.1:1"]
+)
+def test_address_of_no_transport_is_refused(address: str) -> None:
+    with pytest.raises(OptionError, match=r"must be ipc://PATH, tcp://HOST:PORT or inproc://NAME"):
+        listen(address)
+    with pytest.raises(OptionError, match=r"must be ipc://PATH, tcp://HOST:PORT or inproc://NAME"):
+        connect(address)
+
+
+@pytest.mark.parametrize("identity", [b"", b"\x00zero first", b"x" * 256])
+@pytest.mark.parametrize("address", ["ipc:///nowhere", "inproc://nowhere"])
+def test_identity_that_cannot_name_a_peer_is_refused(address: str, identity: bytes) -> None:
+    with pytest.raises(OptionError, match="identity="):
+        connect(address, identity=identity)
+
+
+@pytest.mark.parametrize(
+    ("address", "loopback"),
+    [
+        ("tcp://127.0.0.1:1", True),
+        ("tcp://127.9.8.7:1", True),
+        ("tcp://[::1]:1", True),
+        ("tcp://localhost:1", True),
+        ("tcp://10.0.0.1:1", False),
+        ("tcp://0.0.0.0:1", False),
+        ("tcp://*:1", False),
+        ("tcp://[::]:1", False),
+        ("tcp://localhost.example.org:1", False),
+    ],
+)
+def test_loopback_is_told_from_the_network(address: str, loopback: bool) -> None:
+    assert is_loopback(address) is loopback
+
+
+def test_tcp_port_that_is_free_is_chosen_and_told() -> None:
+    listener = listen("tcp://127.0.0.1:0")
+    assert int(listener.address.rpartition(":")[2]) > 0
+    listener.close()
+
+
+def test_path_that_cannot_be_had_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(TransportError, match="cannot listen at"):
+        listen(f"ipc://{tmp_path}/{'x' * 120}")
+    with pytest.raises(TransportError, match="cannot listen at"):
+        listen(f"ipc://{tmp_path}/absent/socket")
+
+
+def test_socket_that_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(f"{tmp_path}/socket")
+    listener = listen(f"ipc://{tmp_path}/socket")
+    connection = connect(listener.address)
+    connection.send([b"hello"])
+    assert listener.receive(20) is not None
+    connection.close()
+    listener.close()
