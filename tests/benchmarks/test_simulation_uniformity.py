@@ -70,7 +70,9 @@ def test_the_control_fails(scenario: str) -> None:
 @pytest.mark.parametrize("sampler", UNIFORM)
 @pytest.mark.parametrize("scenario", SCENARIO_NAMES)
 def test_uniform_over_ten_thousand_epochs(sampler: str, scenario: str) -> None:
-    judgement = judge(sampler, scenario, epochs=10_000)
+    # With equal sets no sampler that is blind to labels can fail, and Joader takes half an hour for it.
+    epochs = 2_000 if sampler == "joader" and scenario not in PARTIAL else 10_000
+    judgement = judge(sampler, scenario, epochs=epochs)
     assert judgement.failing_positions <= 0.01
     assert judgement.failing_items <= 0.01
     assert judgement.ratio_range == pytest.approx((1, 1), abs=0.02)
