@@ -98,25 +98,35 @@ class CallService:
         def finish(outcome: Outcome) -> None:
             self._finish(session.client, header.call, remembered, outcome)
 
+        # The request's frames are let go before the answer leaves, so that the client finds its memory free.
+        outcome = self._run(method, session, header, frames, finish)
+        if not isinstance(outcome, Later):
+            finish(outcome)
+
+    def _run(
+        self,
+        method: _Method | None,
+        session: Session,
+        header: messages.Request,
+        frames: list[memoryview],
+        finish: Callable[[Outcome], None],
+    ) -> Outcome | Later:
         try:
             payload = session.carrier.unpack(frames, header.packing)
             if method is None:
                 raise LookupError(f"no method {header.method!r} here, only {sorted(self._methods)}")
-            body = decode_body(header.body, method.decoder)
             call = IncomingCall(
                 session.client,
                 header.method,
-                body,
+                decode_body(header.body, method.decoder),
                 payload,
                 header.patience_s,
                 lambda outcome: self._post(lambda: finish(outcome)),
             )
             result = method.handler(call)
         except Exception as error:
-            finish(error)
-        else:
-            if not isinstance(result, Later):
-                finish(Result() if result is None else result)
+            return error
+        return Result() if result is None else result
 
     def _finish(self, client: bytes, call: int, remembered: bool, outcome: Outcome) -> None:
         reply = _prepare(outcome)
