@@ -24,8 +24,6 @@ class ForesightPolicy(RankedPolicy):
     known.
     """
 
-    uses_keys = True
-
     def __init__(
         self, outlook: Outlook, *, max_items: int | None, max_bytes: int | None, keys: int | None
     ) -> None:

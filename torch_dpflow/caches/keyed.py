@@ -12,8 +12,10 @@ from torch_dpflow.lookahead import Lookahead
 class KeyedPolicy(Policy):
     """A policy over a dict of sizes; a subclass keeps the order. Every hook is O(1)."""
 
-    def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None) -> None:
-        super().__init__(max_items=max_items, max_bytes=max_bytes)
+    def __init__(
+        self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None
+    ) -> None:
+        super().__init__(max_items=max_items, max_bytes=max_bytes, keys=keys)
         self._sizes: dict[int, int] = {}
         self._jobs: dict[Job, float] = {}
 

@@ -34,8 +34,10 @@ class LFU(KeyedPolicy):
 
     name = "lfu"
 
-    def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None) -> None:
-        super().__init__(max_items=max_items, max_bytes=max_bytes)
+    def __init__(
+        self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None
+    ) -> None:
+        super().__init__(max_items=max_items, max_bytes=max_bytes, keys=keys)
         #: A ring through this keyless rung; `higher` of it is the lowest count in use.
         self._ground = _Rung(0)
         self._rung_of: dict[int, _Rung] = {}

@@ -12,8 +12,10 @@ class LRU(KeyedPolicy):
 
     name = "lru"
 
-    def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None) -> None:
-        super().__init__(max_items=max_items, max_bytes=max_bytes)
+    def __init__(
+        self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None
+    ) -> None:
+        super().__init__(max_items=max_items, max_bytes=max_bytes, keys=keys)
         # The mapping of sizes is the order of use too.
         self._order: OrderedDict[int, int] = OrderedDict()
         self._sizes = self._order

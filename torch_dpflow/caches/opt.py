@@ -41,7 +41,14 @@ class OPT(RankedPolicy):
 
     name = "opt"
 
-    def __init__(self, *, stream: Keys, max_items: int | None = None, max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        stream: Keys,
+        max_items: int | None = None,
+        max_bytes: int | None = None,
+        keys: int | None = None,
+    ) -> None:
         if stream.ndim != 1 or stream.dtype.kind not in "iu":
             raise OptionError(
                 f"stream: a one-dimensional integer array is required, got {stream.dtype} {stream.shape}"
@@ -51,7 +58,7 @@ class OPT(RankedPolicy):
         self._place = 0
         self._due = _NextAccess()
         self._jobs: dict[Job, None] = {}
-        super().__init__(self._due, max_items=max_items, max_bytes=max_bytes)
+        super().__init__(self._due, max_items=max_items, max_bytes=max_bytes, keys=keys)
         self._reach_many(stream)
 
     @property

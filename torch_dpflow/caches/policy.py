@@ -75,17 +75,21 @@ class Policy(ABC):
     Args:
         max_items: how many keys may be resident; None for any number.
         max_bytes: how large they may be together; None for any size.
+        keys: how many keys there are, 0 to `keys` - 1; None: not known. Policies that look ahead use it.
 
     Raises:
-        OptionError: no budget, or one below 1.
+        OptionError: no budget, one below 1, or a number of keys that is not possible.
+        OptionTypeError: a budget that is no int.
     """
 
     #: what the registry knows it by
     name: ClassVar[str]
-    #: whether it can be told with `keys` how many keys there are
-    uses_keys: ClassVar[bool] = False
 
-    def __init__(self, *, max_items: int | None = None, max_bytes: int | None = None) -> None:
+    def __init__(
+        self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None
+    ) -> None:
+        if keys is not None and not 0 <= keys <= LARGEST_KEY + 1:
+            raise OptionError(f"keys={keys}: 0 to {LARGEST_KEY + 1} keys are allowed")
         if max_items is None and max_bytes is None:
             raise OptionError("a policy needs a budget: give max_items, max_bytes, or both")
         self.max_items = _budget("max_items", max_items)

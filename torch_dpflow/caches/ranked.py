@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from torch_dpflow.caches.policy import LARGEST_KEY, Job, Mask, Policy, Sizes, check_key
 from torch_dpflow.caches.residents import Ranking, Residents
-from torch_dpflow.errors import OptionError
 from torch_dpflow.lookahead import Keys
 
 
@@ -23,7 +22,7 @@ class RankedPolicy(Policy):
 
     Args:
         ranking: what the distances are.
-        keys: how many keys there are, 0 to `keys` - 1. None: not known; room is made as keys appear.
+        keys: as for every policy; where it is not known, room is made as keys appear.
     """
 
     #: How many keys are kept in fine order; see `Residents`.
@@ -37,9 +36,7 @@ class RankedPolicy(Policy):
         max_bytes: int | None = None,
         keys: int | None = None,
     ) -> None:
-        super().__init__(max_items=max_items, max_bytes=max_bytes)
-        if keys is not None and not 0 <= keys <= LARGEST_KEY + 1:
-            raise OptionError(f"keys={keys}: 0 to {LARGEST_KEY + 1} keys are allowed")
+        super().__init__(max_items=max_items, max_bytes=max_bytes, keys=keys)
         self._ranking = ranking
         self._residents = Residents(ranking, self.front)
         self._span = 0

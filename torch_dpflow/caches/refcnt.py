@@ -59,7 +59,6 @@ class RefCnt(RankedPolicy):
     """
 
     name = "refcnt"
-    uses_keys = True
 
     def __init__(
         self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -16,9 +17,18 @@ from torch_dpflow.caches.refcnt import RefCnt
 from torch_dpflow.caches.use_distance import UseDistance
 from torch_dpflow.errors import OptionError
 
-#: Every policy by its name.
-POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
-    {policy.name: policy for policy in (ALSD, LFU, LRU, MinIO, OPT, RefCnt, UseDistance)}
+#: What makes a policy, by its name. "opt" wants its `stream` besides, so it serves for comparison only.
+POLICIES: Mapping[str, Callable[..., Policy]] = MappingProxyType(
+    {
+        "alsd": ALSD,
+        "alsd-mean": partial(ALSD, aggregate="mean"),
+        "lfu": LFU,
+        "lru": LRU,
+        "minio": MinIO,
+        "opt": OPT,
+        "refcnt": RefCnt,
+        "use-distance": UseDistance,
+    }
 )
 
 
@@ -30,14 +40,10 @@ def make_policy(
     keys: int | None = None,
     **options: Any,
 ) -> Policy:
-    """A new policy of that name.
+    """A new policy of that name; `options`: what it takes beside its budget and the number of keys.
 
-    `keys`: how many keys there are, for policies that want to know; `options`: what else the policy takes.
     Raises OptionError for an unknown name, and what the policy raises.
     """
-    policy = POLICIES.get(name)
-    if policy is None:
+    if name not in POLICIES:
         raise OptionError(f"policy={name!r} is not one of {sorted(POLICIES)}")
-    if policy.uses_keys:
-        options["keys"] = keys
-    return policy(max_items=max_items, max_bytes=max_bytes, **options)
+    return POLICIES[name](max_items=max_items, max_bytes=max_bytes, keys=keys, **options)

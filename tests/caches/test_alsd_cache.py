@@ -1,0 +1,361 @@
+"""ALSDCache as a dataset: what it keeps, what it hands out, under torch's loader and across processes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from torch_dpflow.caches import ALSDCache
+from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
+from torch_dpflow.lookahead import Lookahead
+from torch_dpflow.samplers import DynaGCSSampler
+
+
+class Counting(Dataset[Any]):
+    """Row `i` is a tensor of `i`s; counts how often each is loaded."""
+
+    def __init__(self, size: int, width: int = 4) -> None:
+        self.size, self.width = size, width
+        self.loads: list[Any] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        self.loads.append(index)
+        if not -self.size <= index < self.size:
+            raise IndexError(f"row {index} of {self.size}")
+        return torch.full((self.width,), float(index))
+
+
+class Together(Counting):
+    """Loads several rows at once."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.batches: list[list[int]] = []
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        self.batches.append(indices)
+        return [self[index] for index in indices]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class Words(Dataset[str]):
+    """Has keys instead of positions, and no length."""
+
+    def __init__(self) -> None:
+        self.loads: list[Any] = []
+
+    def __getitem__(self, index: Any) -> str:
+        self.loads.append(index)
+        return f"<{index}>"
+
+
+def negate(sample: torch.Tensor) -> torch.Tensor:
+    return sample.neg_()
+
+
+# -- keeping ---------------------------------------------------------------------------------------------
+
+
+def test_loads_each_sample_once_while_all_fit() -> None:
+    dataset = Counting(10)
+    cache = ALSDCache(dataset, 10)
+    for _ in range(3):
+        assert [int(cache[k][0]) for k in range(10)] == list(range(10))
+    assert dataset.loads == list(range(10))
+    statistics = cache.statistics()
+    assert (statistics.hits, statistics.misses, statistics.loads) == (20, 10, 10)
+    assert (statistics.items, statistics.max_items, statistics.max_bytes) == (10, 10, None)
+    assert statistics.hit_rate == pytest.approx(2 / 3)
+
+
+def test_keeps_within_measured_bytes() -> None:
+    cache = ALSDCache(Counting(10, width=25_000), "310kB")
+    for k in range(10):
+        cache[k]
+    statistics = cache.statistics()
+    assert statistics.items == 3
+    assert 300_000 <= statistics.bytes <= 310_000 == statistics.max_bytes
+
+
+def test_refuses_what_is_larger_than_all_of_it() -> None:
+    cache = ALSDCache(Counting(2, width=25_000), "50kB")
+    assert int(cache[1][0]) == 1
+    assert (cache.statistics().refused, cache.statistics().items) == (1, 0)
+
+
+@pytest.mark.parametrize("policy", ["alsd", "alsd-mean", "use-distance", "refcnt", "lru", "lfu", "minio"])
+def test_every_policy_serves(policy: str) -> None:
+    dataset = Counting(20)
+    cache = ALSDCache(dataset, 5, policy=policy)
+    for _ in range(3):
+        assert [int(cache[k][0]) for k in range(20)] == list(range(20))
+    assert cache.statistics().items == 5
+
+
+def test_without_a_sampler_an_epoch_hits_as_many_samples_as_fit() -> None:
+    cache = ALSDCache(Counting(20), 5)
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        for k in rng.permutation(20).tolist():
+            cache[k]
+    assert cache.statistics().hits == 3 * 5
+
+
+def test_a_cleared_cache_begins_anew() -> None:
+    cache = ALSDCache(Counting(3), 3)
+    cache[0]
+    cache.clear()
+    assert (cache.statistics().items, cache.statistics().misses) == (0, 0)
+    assert int(cache[0][0]) == 0
+
+
+# -- what is handed out ----------------------------------------------------------------------------------
+
+
+def test_writing_to_a_sample_does_not_reach_the_cache() -> None:
+    dataset = TensorDataset(torch.ones(3, 2))
+    cache = ALSDCache(dataset, 3)
+    for _ in range(3):
+        (sample,) = cache[1]
+        assert sample.tolist() == [1, 1]
+        sample += 5
+
+
+def test_what_is_kept_does_not_follow_the_dataset() -> None:
+    rows = torch.ones(3, 2)
+    cache = ALSDCache(TensorDataset(rows), 3)
+    cache[0]
+    rows.zero_()
+    assert cache[0][0].tolist() == [1, 1]
+
+
+def test_the_transform_is_applied_afresh_and_its_result_not_kept() -> None:
+    cache = ALSDCache(Counting(3), 3, transform=negate)
+    assert [int(cache[2][0]) for _ in range(3)] == [-2, -2, -2]
+
+
+def test_without_copies_the_same_object_is_handed_out() -> None:
+    cache = ALSDCache(Counting(3), 3, copy=False)
+    assert cache[1] is cache[1]
+    assert cache.__getitems__([1])[0] is cache[1]
+
+
+# -- indices ---------------------------------------------------------------------------------------------
+
+
+def test_an_index_from_the_end_is_the_same_sample() -> None:
+    dataset = Counting(10)
+    cache = ALSDCache(dataset, 10)
+    assert [int(cache[k][0]) for k in (-1, 9, np.int64(9), torch.tensor(-1))] == [9, 9, 9, 9]
+    assert dataset.loads == [9]
+
+
+@pytest.mark.parametrize("index", [10, -11])
+def test_an_index_outside_is_the_datasets_to_turn_down(index: int) -> None:
+    cache = ALSDCache(Counting(10), 10)
+    for _ in range(2):
+        with pytest.raises(IndexError, match=f"row {index} of 10"):
+            cache[index]
+        with pytest.raises(IndexError, match=f"row {index} of 10"):
+            cache.__getitems__([1, index])
+    assert cache.statistics().errors == 0
+
+
+def test_keys_of_any_kind_are_kept_where_the_dataset_takes_them() -> None:
+    dataset = Words()
+    cache = ALSDCache(dataset, 10)
+    for _ in range(2):
+        assert [cache[key] for key in ("a", -1, 7, ("b", 2))] == ["<a>", "<-1>", "<7>", "<('b', 2)>"]
+    assert dataset.loads == ["a", -1, 7, ("b", 2)]
+
+
+def test_a_list_of_indices_goes_to_the_dataset() -> None:
+    dataset = Words()
+    cache = ALSDCache(dataset, 10)
+    assert [cache[[1, 2]] for _ in range(2)] == ["<[1, 2]>"] * 2
+    assert dataset.loads == [[1, 2]] * 2
+
+
+def test_several_indices_are_loaded_together_and_each_once() -> None:
+    dataset = Together(10)
+    cache = ALSDCache(dataset, 10)
+    cache[3]
+    samples = cache.__getitems__([3, 4, -5, 4, 3, 5])
+    assert [int(sample[0]) for sample in samples] == [3, 4, 5, 4, 3, 5]
+    assert dataset.batches == [[4, 5]]
+    samples[1].zero_()
+    assert [int(sample[0]) for sample in cache.__getitems__([4])] == [4]
+    assert (cache.statistics().hits, cache.statistics().loads) == (5, 3)
+
+
+def test_several_indices_are_loaded_one_by_one_where_the_dataset_cannot_otherwise() -> None:
+    dataset = Counting(10)
+    cache = ALSDCache(dataset, 3, transform=negate)
+    assert [int(sample[0]) for sample in cache.__getitems__([1, 2, 1])] == [-1, -2, -1]
+    assert dataset.loads == [1, 2]
+
+
+def test_a_batch_of_another_length_is_an_error() -> None:
+    class Forgetful(Together):
+        def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+            return super().__getitems__(indices)[1:]
+
+    with pytest.raises(UsageError, match="1 samples for 2 indices"):
+        ALSDCache(Forgetful(4), 4).__getitems__([0, 1])
+
+
+def test_it_nests_in_other_datasets() -> None:
+    dataset = Counting(10)
+    cache = ALSDCache(Subset(dataset, [5, 6, 7]), 3)
+    both = ConcatDataset([cache, cache])
+    assert [int(both[k][0]) for k in range(6)] == [5, 6, 7, 5, 6, 7]
+    assert dataset.loads == [5, 6, 7]
+    assert len(cache) == 3
+
+
+# -- samplers --------------------------------------------------------------------------------------------
+
+
+class Told:
+    """Draws the orders given, and tells of each and of the next."""
+
+    def __init__(self, orders: list[list[int]]) -> None:
+        self.orders, self.epoch, self.asked = orders, -1, 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(self.orders[self.epoch])
+
+    def __len__(self) -> int:
+        return len(self.orders[0])
+
+    def lookahead(self) -> Lookahead | None:
+        self.asked += 1
+        if self.epoch < 0:
+            return None
+        rest = self.orders[self.epoch + 1 :]
+        order = np.array(self.orders[self.epoch])
+        return Lookahead.of_order(order, epoch=self.epoch, following=np.array(rest[0]) if rest else None)
+
+
+def hits_with(sampler: Told | None, orders: list[list[int]]) -> int:
+    cache = ALSDCache(Counting(400), 100, sampler=sampler)
+    loader = DataLoader(cache, batch_size=5, sampler=sampler or Told(orders))
+    for order in orders:
+        assert torch.cat(list(loader))[:, 0].tolist() == order
+    return cache.statistics().hits
+
+
+def test_a_sampler_that_tells_its_order_makes_for_more_hits() -> None:
+    """Each epoch reads another half of the samples; of a whole one, no policy could keep more than fit."""
+    rng = np.random.default_rng(1)
+    orders = [rng.permutation(400)[:200].tolist() for _ in range(5)]
+    sampler = Told(orders)
+    assert hits_with(sampler, orders) > 1.5 * hits_with(None, orders)
+    assert sampler.asked == 5
+
+
+def test_a_sampler_that_knows_nothing_yet_is_asked_again() -> None:
+    sampler = Told([[0, 1, 2], [2, 1, 0]])
+    cache = ALSDCache(Counting(3), 1, sampler=sampler)
+    cache[0]
+    iter(sampler)
+    cache[0]
+    assert sampler.asked == 2
+
+
+@pytest.mark.skipif(not hasattr(DynaGCSSampler, "lookahead"), reason="the sampler tells no lookahead")
+def test_the_librarys_own_sampler_tells_its_order() -> None:
+    dataset = Counting(100)
+    sampler = DynaGCSSampler(dataset, seed=3)
+    cache = ALSDCache(dataset, 25, sampler=sampler)
+    for _ in range(4):
+        assert (
+            len(set(torch.cat(list(DataLoader(cache, batch_size=5, sampler=sampler)))[:, 0].tolist())) == 100
+        )
+    assert cache.statistics().hits >= 3 * 25
+
+
+# -- processes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_serves_torchs_workers(context: str) -> None:
+    cache = ALSDCache(Counting(12), 12, transform=negate)
+    loader = DataLoader(
+        cache, batch_size=4, num_workers=2, persistent_workers=True, multiprocessing_context=context
+    )
+    for _ in range(2):
+        assert torch.cat(list(loader))[:, 0].tolist() == [-k for k in range(12)]
+    assert cache.statistics().misses == 0
+    del loader
+
+
+def test_a_forked_worker_starts_with_what_its_parent_had() -> None:
+    class Once(Counting):
+        def __getitem__(self, index: Any) -> torch.Tensor:
+            assert index not in self.loads, "loaded again"
+            return super().__getitem__(index)
+
+    cache = ALSDCache(Once(6), 6)
+    for k in range(6):
+        cache[k]
+    loader = DataLoader(cache, batch_size=3, num_workers=1, multiprocessing_context="fork")
+    assert torch.cat(list(loader))[:, 0].tolist() == list(range(6))
+
+
+def test_a_pickle_takes_the_options_along_and_leaves_the_content() -> None:
+    cache = ALSDCache(Counting(6, width=100), "1MiB", policy="lru", transform=negate, copy=False)
+    cache[1]
+    twin = pickle.loads(pickle.dumps(cache))
+    assert (twin.capacity, twin.policy, twin.transform, twin.copy) == ("1MiB", "lru", negate, False)
+    assert (twin.statistics().items, twin.statistics().misses) == (0, 0)
+    assert twin.statistics().max_bytes == 2**20
+    assert int(twin[1][0]) == -1
+    assert len(pickle.dumps(cache)) < 2000
+
+
+# -- what is turned down ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dataset", [Stream(), 7, object()])
+def test_what_cannot_be_indexed_is_turned_down(dataset: Any) -> None:
+    with pytest.raises(OptionTypeError, match=f"{type(dataset).__name__}, which cannot be indexed"):
+        ALSDCache(dataset, 3)
+
+
+@pytest.mark.parametrize("policy", ["arc", "opt", None])
+def test_an_unknown_policy_is_answered_with_the_known_ones(policy: Any) -> None:
+    with pytest.raises(OptionError, match=r"'alsd', 'alsd-mean', 'lfu', 'lru', 'minio', 'refcnt'"):
+        ALSDCache(Counting(3), 3, policy=policy)
+
+
+def test_a_capacity_that_is_none_is_turned_down() -> None:
+    with pytest.raises(OptionError, match="12XB"):
+        ALSDCache(Counting(3), "12XB")
+
+
+def test_a_transform_or_sampler_that_is_none_is_turned_down() -> None:
+    with pytest.raises(OptionTypeError, match="transform=3 is not callable"):
+        ALSDCache(Counting(3), 3, transform=3)  # type: ignore[arg-type]
+    with pytest.raises(OptionTypeError, match="no method lookahead"):
+        ALSDCache(Counting(3), 3, sampler=range(3))  # type: ignore[arg-type]
+
+
+def test_a_sample_that_cannot_be_copied_is_named() -> None:
+    cache = ALSDCache([{"open": (k for k in range(3))}], 3)  # type: ignore[arg-type]
+    with pytest.raises(OptionTypeError, match=r"dict cannot be copied.*copy=False"):
+        cache[0]

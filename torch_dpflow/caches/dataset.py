@@ -1,0 +1,180 @@
+"""ALSDCache: a dataset that keeps samples of another."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset
+
+from torch_dpflow.caches.announcer import Announcer, Foreseeing
+from torch_dpflow.caches.capacity import parse_capacity
+from torch_dpflow.caches.registry import POLICIES, make_policy
+from torch_dpflow.caches.store import CacheStatistics, SampleStore
+from torch_dpflow.errors import OptionError, OptionTypeError
+
+#: Policies that know the past and what samplers tell; "opt" would have to know everything.
+_POLICIES = sorted(POLICIES.keys() - {"opt"})
+
+
+class ALSDCache(Dataset[Any]):
+    """A view of a map-style dataset that keeps the samples which are read again soonest.
+
+    Indexing gives what the dataset gives, then put through `transform`: so decoding goes before the cache
+    and random augmentation after it, drawn afresh each time. Samples are kept and handed out as copies, so
+    whoever writes to one changes nothing here. Any thread may call. While one thread loads a sample, others
+    that ask for it wait for that load; an error reaches all of them, and the next to ask tries again.
+
+    Each process has a cache of its own: a worker made by fork starts with what its parent had kept, one made
+    otherwise, or from a pickle, starts empty. Under torch's loader use `persistent_workers=True`, or the
+    workers' caches end with the epoch.
+
+    Without `sampler` the order is not known: "alsd" then takes every sample to be read once in an epoch and
+    keeps what has not been read in this one. With it, samples go whose next use is farthest. The sampler must
+    draw in the process that reads, or must be able to tell its order there: a DynaGCSSampler on its own can.
+
+    An index counts from the end if it is negative and the dataset has a length. One that is no number is a
+    key of its own; one that cannot be hashed, such as a list, or lies outside the dataset, goes to the
+    dataset as it is and is not kept.
+
+    Args:
+        dataset: a map-style dataset; its `__getitems__` is used if it has one.
+        capacity: bytes as text, such as "16GiB" or "500MB", of the samples as measured; or as an int the
+            number of samples.
+        policy: "alsd", "alsd-mean", "use-distance", "refcnt", "lru", "lfu" or "minio".
+        transform: applied to each sample that is handed out; its result is not kept.
+        sampler: what draws the indices, if it has a method `lookahead()`.
+        copy: False keeps and hands out what the dataset returned itself, which nobody may then write to,
+            `transform` neither.
+
+    Raises:
+        OptionError: `capacity` or `policy` is not one of those allowed.
+        OptionTypeError: an argument is of the wrong type; the dataset is iterable, not map-style.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        capacity: int | str,
+        *,
+        policy: str = "alsd",
+        transform: Callable[[Any], Any] | None = None,
+        sampler: Foreseeing | None = None,
+        copy: bool = True,
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise OptionTypeError(
+                f"dataset is a {type(dataset).__name__}, which cannot be indexed; ALSDCache keeps samples by "
+                "index, so give a map-style dataset (one with __getitem__)"
+            )
+        if policy not in _POLICIES:
+            raise OptionError(f"policy={policy!r} is not one of {_POLICIES}")
+        if transform is not None and not callable(transform):
+            raise OptionTypeError(
+                f"transform={transform!r} is not callable; give a function of one sample, or None"
+            )
+        self.dataset = dataset
+        self.capacity = capacity
+        self.policy = policy
+        self.transform = transform
+        self.sampler = sampler
+        self.copy = bool(copy)
+        self._budget = parse_capacity(capacity)
+        self._open()
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: Any) -> Any:
+        key, place = self._locate(index)
+        if key is None:
+            return self._transformed(self.dataset[index])
+        return self._transformed(self._store.get(key, partial(operator.getitem, self.dataset, place)))
+
+    def __getitems__(self, indices: list[Any]) -> list[Any]:
+        """The samples of several indices, in order; what is missing is loaded together if the dataset can."""
+        located = [self._locate(index) for index in indices]
+        keys = [key for key, _ in located if key is not None]
+        if len(keys) < len(located):
+            return [self[index] for index in indices]
+        samples = self._store.get_many(keys, lambda own: self._load_many([located[k][1] for k in own]))
+        return [self._transformed(sample) for sample in samples]
+
+    def statistics(self) -> CacheStatistics:
+        """What this process has counted until now."""
+        return self._store.statistics()
+
+    def clear(self) -> None:
+        """Drop all samples and counts of this process."""
+        self._store.clear()
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Begin with nothing."""
+        self._length = _length_of(self.dataset)
+        #: keys of indices that are no positions
+        self._names: dict[Hashable, int] = {}
+        self._numbers = itertools.count(self._length or 0)
+        announcer = None if self.sampler is None else Announcer(self.sampler)
+        self._store = SampleStore(
+            partial(
+                make_policy,
+                self.policy,
+                max_items=self._budget.items,
+                max_bytes=self._budget.bytes,
+                keys=self._length,
+            ),
+            copies=self.copy,
+            before_read=None if announcer is None else announcer.reads,
+        )
+
+    def _locate(self, index: Any) -> tuple[int | None, Any]:
+        """The key of an index, and the index to load it by; no key for what is not kept."""
+        try:
+            position = operator.index(index)
+        except TypeError:
+            return self._name(index), index
+        if self._length is None:
+            return self._name(position), index
+        if not -self._length <= position < self._length:
+            return None, index
+        position %= self._length
+        return position, position
+
+    def _name(self, index: Any) -> int | None:
+        try:
+            # In one step, so that threads agree; a number that was not needed is lost.
+            return self._names.setdefault(index, next(self._numbers))
+        except TypeError:
+            return None
+
+    def _load_many(self, indices: list[Any]) -> list[Any]:
+        together = getattr(self.dataset, "__getitems__", None)
+        if callable(together):
+            return list(together(indices))
+        return [self.dataset[index] for index in indices]
+
+    def _transformed(self, sample: Any) -> Any:
+        return sample if self.transform is None else self.transform(sample)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _NOT_PICKLED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+
+#: What a pickle leaves behind: the content.
+_NOT_PICKLED = {"_store", "_names", "_numbers", "_length"}
+
+
+def _length_of(dataset: Dataset[Any]) -> int | None:
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None

@@ -1,0 +1,257 @@
+"""A thread-safe store of samples within a budget, where simultaneous misses of one sample load it once."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from torch_dpflow.caches.policy import Job, Policy
+from torch_dpflow.caches.samples import duplicate, measure
+from torch_dpflow.errors import UsageError
+
+#: The one job that reads a store of its own.
+_JOB: Job = "owner"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStatistics:
+    """A snapshot of what a cache has counted since it was made. Always `loads + errors == misses`, but for
+    loads under way."""
+
+    #: samples handed out that were held, or that another thread was loading just then
+    hits: int
+    #: samples that had to be loaded
+    misses: int
+    #: loads that ended well, and loads that raised
+    loads: int
+    errors: int
+    #: samples that went to make room, that were not worth keeping, and that were larger than the whole cache
+    evicted: int
+    bypassed: int
+    refused: int
+    #: what is held now: samples, and their measured bytes
+    items: int
+    bytes: int
+    #: the budget: samples or bytes, the other None
+    max_items: int | None
+    max_bytes: int | None
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits per sample handed out; 0.0 before the first."""
+        return self.hits / max(1, self.hits + self.misses)
+
+
+class SampleStore:
+    """Samples by key, as many as the policy keeps.
+
+    Any thread may call. The lock is held while the policy decides, never while a sample is loaded, measured
+    or copied. A load that raises is not remembered: the error reaches everybody who waited for that load,
+    and the next reader tries again. After a fork the child has its own store with what was in it; an empty
+    one if another thread was changing it at that moment.
+
+    Args:
+        make_policy: makes the policy, a new one each time.
+        copies: whether to keep a copy of what was loaded and to hand out copies of that.
+        before_read: told of the policy and of how many samples are about to be read; called under the lock.
+    """
+
+    def __init__(
+        self,
+        make_policy: Callable[[], Policy],
+        *,
+        copies: bool,
+        before_read: Callable[[Policy, Job, int], None] | None = None,
+    ) -> None:
+        self._make_policy = make_policy
+        self._copies = copies
+        self._before_read = before_read
+        self._lock = threading.Lock()
+        self._empty()
+        _STORES.add(self)
+
+    def get(self, key: int, load: Callable[[], Any]) -> Any:
+        """The sample of `key`; `load` is called where it is not held and nobody else is loading it."""
+        with self._lock:
+            self._tell(1)
+            if self._policy.access(key, _JOB):
+                sample, flight, joined = self._samples[key], None, False
+            else:
+                sample, (flight, joined) = None, self._board(key)
+        if flight is None:
+            return self._copy(sample)
+        if joined:
+            return self._wait(key, flight, load)
+        return self._load([key], [flight], lambda: [load()])[0]
+
+    def get_many(self, keys: Sequence[int], load: Callable[[list[int]], Sequence[Any]]) -> list[Any]:
+        """The samples of `keys`, in order. `load` gets the places in `keys` of those that it has to load."""
+        found: list[Any] = [None] * len(keys)
+        own: list[int] = []
+        flights: dict[int, Future[Any]] = {}
+        with self._lock:
+            self._tell(len(keys))
+            held = self._policy.access_many(np.asarray(keys, dtype=np.int64), _JOB).tolist()
+            for place, (key, hit) in enumerate(zip(keys, held)):
+                if hit:
+                    found[place] = self._samples[key]
+                    continue
+                flights[place], joined = self._board(key)
+                if not joined:
+                    own.append(place)
+        for place, hit in enumerate(held):
+            if hit:
+                found[place] = self._copy(found[place])
+        if own:
+            loaded = self._load([keys[k] for k in own], [flights.pop(k) for k in own], lambda: load(own))
+            for place, sample in zip(own, loaded):
+                found[place] = sample
+        # Only now: two readers that wait for each other's loads have both finished their own.
+        for place, flight in flights.items():
+            found[place] = self._wait(keys[place], flight, partial(_load_one, load, place))
+        return found
+
+    def clear(self) -> None:
+        """Forget all samples and counts; loads under way end without being kept."""
+        with self._lock:
+            self._empty()
+
+    def statistics(self) -> CacheStatistics:
+        """What was counted until now."""
+        with self._lock:
+            policy, counted = self._policy, self._policy.statistics()
+            return CacheStatistics(
+                hits=counted.hits + self._joined,
+                misses=counted.misses - self._joined - self._abandoned,
+                loads=self._loads,
+                errors=self._errors,
+                evicted=counted.evicted,
+                bypassed=counted.bypassed,
+                refused=counted.refused,
+                items=counted.items,
+                bytes=counted.bytes,
+                max_items=policy.max_items,
+                max_bytes=policy.max_bytes,
+            )
+
+    # -- under the lock --------------------------------------------------------------------------------------
+
+    def _empty(self) -> None:
+        self._policy = self._make_policy()
+        self._samples: dict[int, Any] = {}
+        #: loads under way
+        self._flights: dict[int, Future[Any]] = {}
+        self._loads = self._errors = 0
+        #: accesses that the policy counted as misses: those that joined a load, and those repeated because
+        #: the load that they had joined was interrupted
+        self._joined = self._abandoned = 0
+
+    def _tell(self, count: int) -> None:
+        if self._before_read is not None:
+            self._before_read(self._policy, _JOB, count)
+
+    def _board(self, key: int) -> tuple[Future[Any], bool]:
+        """The load of a key under way, or a new one; and whether it was under way."""
+        flight = self._flights.get(key)
+        if flight is not None:
+            self._joined += 1
+            return flight, True
+        flight = self._flights[key] = Future()
+        return flight, False
+
+    def _keep(self, keys: list[int], flights: list[Future[Any]], kept: list[Any], sizes: list[int]) -> None:
+        """Offer loaded samples to the policy, unless they were loaded for a content that was cleared."""
+        current = [self._land(key, flight) for key, flight in zip(keys, flights)]
+        if all(current):
+            gone = self._policy.admit_many(np.array(keys), np.array(sizes))
+            self._samples.update(zip(keys, kept))
+            for key in gone.tolist():
+                del self._samples[key]
+        self._loads += len(keys)
+
+    def _land(self, key: int, flight: Future[Any]) -> bool:
+        """A load is over; returns whether it is still wanted."""
+        wanted = self._flights.get(key) is flight
+        if wanted:
+            del self._flights[key]
+        return wanted
+
+    # -- without the lock ------------------------------------------------------------------------------------
+
+    def _copy(self, sample: Any) -> Any:
+        return duplicate(sample) if self._copies else sample
+
+    def _load(
+        self, keys: list[int], flights: list[Future[Any]], load: Callable[[], Sequence[Any]]
+    ) -> Sequence[Any]:
+        """Load samples that nobody else is loading, for everybody who waits for them."""
+        try:
+            loaded = load()
+            if len(loaded) != len(keys):
+                raise UsageError(
+                    f"the dataset's __getitems__ returned {len(loaded)} samples for {len(keys)} indices; "
+                    "it must return one for each, in order"
+                )
+            kept = [self._copy(sample) for sample in loaded]
+            sizes = [measure(sample) for sample in kept]
+        except BaseException as error:
+            self._fail(keys, flights, error)
+            raise
+        with self._lock:
+            self._keep(keys, flights, kept, sizes)
+        for flight, sample in zip(flights, kept):
+            flight.set_result(sample)
+        return loaded
+
+    def _fail(self, keys: list[int], flights: list[Future[Any]], error: BaseException) -> None:
+        with self._lock:
+            for key, flight in zip(keys, flights):
+                self._land(key, flight)
+            self._errors += len(keys)
+        for flight in flights:
+            if isinstance(error, Exception):
+                flight.set_exception(error)
+            else:
+                flight.cancel()  # an interrupt is meant for one thread: the others start over
+
+    def _wait(self, key: int, flight: Future[Any], load: Callable[[], Any]) -> Any:
+        try:
+            return self._copy(flight.result())
+        except CancelledError:
+            with self._lock:
+                self._joined -= 1
+                self._abandoned += 1
+            return self.get(key, load)
+
+    # -- forks -----------------------------------------------------------------------------------------------
+
+    def _after_fork(self) -> None:
+        """In the child: whoever held the lock or was loading is not there."""
+        interrupted = self._lock.locked()
+        self._lock = threading.Lock()
+        self._flights = {}
+        if interrupted:
+            self._empty()
+
+
+def _load_one(load: Callable[[list[int]], Sequence[Any]], place: int) -> Any:
+    return load([place])[0]
+
+
+_STORES: weakref.WeakSet[SampleStore] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for store in _STORES:
+        store._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
