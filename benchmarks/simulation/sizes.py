@@ -3,11 +3,7 @@
 import re
 from dataclasses import dataclass
 
-_UNITS = {"B": 1} | {
-    prefix + suffix: base ** (power + 1)
-    for suffix, base in (("B", 1000), ("iB", 1024))
-    for power, prefix in enumerate(("k", "M", "G", "T"))
-}
+from torch_dpflow.caches.capacity import parse_capacity as parse_budget
 
 
 @dataclass(frozen=True)
@@ -25,16 +21,10 @@ class Capacity:
 
 
 def parse_size(text: str) -> int:
-    """Bytes in `text`, a number with a unit: B, kB, MB, GB, TB are decimal, KiB to TiB binary.
-
-    Raises ValueError for anything else, and for less than one byte.
-    """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-    factor = units.get(match[2].lower() or "b") if match else None
-    if match is None or factor is None or float(match[1]) * factor < 1:
-        raise ValueError(f"{text!r} is no size; write a number with one of {', '.join(_UNITS)}, e.g. 16GiB")
-    return int(float(match[1]) * factor)
+    """Bytes, in the units of ALSDCache's capacity. Raises ValueError where that does."""
+    size = parse_budget(text).bytes
+    assert size is not None, "text is always a size in bytes"
+    return size
 
 
 def parse_capacity(text: str) -> Capacity:
