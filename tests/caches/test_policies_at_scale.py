@@ -12,7 +12,7 @@ from torch_dpflow.caches.alsd import ALSD, Aggregate
 from torch_dpflow.caches.residents import Residents
 from torch_dpflow.lookahead import Lookahead
 
-SAMPLES, SLOTS, BATCH, JOBS = 30_000, 9_000, 400, 3
+SAMPLES, BATCH, JOBS = 30_000, 400, 3
 
 Positions = npt.NDArray[np.int64]
 
@@ -20,7 +20,8 @@ Positions = npt.NDArray[np.int64]
 class Bench:
     """The residents of a cache whose jobs told their whole orders, as plain arrays."""
 
-    def __init__(self, orders: list[Positions]) -> None:
+    def __init__(self, orders: list[Positions], slots: int) -> None:
+        self.slots = slots
         self.positions = np.array([order.argsort() for order in orders])
         self.reached = np.zeros(len(orders), dtype=np.int64)
         self.loads = np.zeros(SAMPLES, dtype=np.int64)
@@ -41,7 +42,7 @@ class Bench:
         self.last_load += len(keys)
         resident = np.flatnonzero(self.loads)
         order = np.lexsort((self.loads[resident], -self.distances(aggregate)[resident]))
-        gone = resident[order[: max(0, len(resident) - SLOTS)]]
+        gone = resident[order[: max(0, len(resident) - self.slots)]]
         self.loads[gone] = 0
         return gone.tolist()
 
@@ -51,7 +52,8 @@ class Bench:
 def test_alsd_gives_up_the_farthest(aggregate: Aggregate, by_one: bool) -> None:
     rng = np.random.default_rng(5)
     orders = [rng.permutation(SAMPLES) for _ in range(JOBS)]
-    policy, bench = ALSD(max_items=SLOTS, keys=SAMPLES, aggregate=aggregate), Bench(orders)
+    policy = ALSD(max_items=9000, keys=SAMPLES, aggregate=aggregate)
+    bench = Bench(orders, 9000)
     for job, order in enumerate(orders):
         policy.foresee(job, Lookahead.of_order(order, epoch=0))
     for first in range(0, SAMPLES, BATCH):
@@ -76,6 +78,25 @@ def _one_by_one(policy: ALSD, bench: Bench, job: int, keys: Positions, aggregate
         if not policy.access(key, job):
             assert list(policy.admit(key)) == bench.admit(np.array([key]), aggregate)
     _in_bulk(policy, bench, job, keys[20:], aggregate)
+
+
+class BriefALSD(ALSD):
+    front = 16
+
+
+@pytest.mark.parametrize("aggregate", ["min", "mean"])
+def test_alsd_gives_up_the_farthest_where_few_of_many_keys_are_resident(aggregate: Aggregate) -> None:
+    """Jobs follow each other closely, so most accesses are hits, which leave old entries in the queue."""
+    order = np.random.default_rng(6).permutation(SAMPLES)
+    policy, bench = BriefALSD(max_items=300, keys=SAMPLES, aggregate=aggregate), Bench([order] * JOBS, 300)
+    for job in range(JOBS):
+        policy.foresee(job, Lookahead.of_order(order, epoch=0))
+    for first in range(0, 10_000, 40):
+        for job in range(JOBS):
+            behind = first - 80 * job
+            if behind >= 0:
+                _in_bulk(policy, bench, job, order[behind : behind + 40], aggregate)
+    assert policy.statistics().hit_rate > 0.6
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["one-by-one", "in-bulk"])

@@ -253,9 +253,13 @@ class Residents:
 
     def rebuild(self) -> None:
         """Any distance may have changed in any way. O(the largest key)."""
+        self._restart(self.keys())
+
+    def _restart(self, keys: Keys) -> None:
+        """Begin anew with one entry for each resident key."""
         self._front, self._heap = _NO_KEYS, []
         self._strays, self._stray_arrays, self._stray_count = [], [], 0
-        self._slabs.restart(self.keys())
+        self._slabs.restart(keys)
 
     # -- between front and slabs -----------------------------------------------------------------------------
 
@@ -286,7 +290,16 @@ class Residents:
             low = ranks <= self._slabs.floor
             self._slabs.put(strays[low], ranks[low])
         if self._slabs.size > 2 * self.count + 8 * self._front_size:
+            self._drop_repeated()
+
+    def _drop_repeated(self) -> None:
+        """Most entries are dead, or not their key's latest: leave one for each resident key."""
+        if 16 * self.count > len(self.loads):
             self.rebuild()
+            return
+        if self._heap:
+            self._to_front()
+        self._restart(np.unique(self._living(np.concatenate([self._front, *self._slabs.entries()]))))
 
     def _lower_front(self) -> None:
         """The front has grown too long: leave the highest keys and lay the others on the slabs."""

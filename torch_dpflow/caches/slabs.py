@@ -119,6 +119,10 @@ class Slabs:
             slab.bound = complex(slab.bound.real + distance, slab.bound.imag)
         self._changed()
 
+    def entries(self) -> list[Keys]:
+        """All entries, in pieces, in no order."""
+        return [chunk for slab in self._stack for chunk in slab.chunks]
+
     def restart(self, keys: Keys) -> None:
         """Hold just `keys`, of whose ranks nothing is known."""
         self._stack = [_Slab(complex(np.inf, 0.0), keys)] if len(keys) else []
