@@ -3,9 +3,9 @@
     python -m benchmarks.transport [--json | --markdown] [--rounds N] [--quick]
 
 The test of the thesis (5.4.1): a list of five bytes objects of 500 kB each goes to a server, which gets the
-list and sends it back; the client compares what it got with what it sent. And: small calls per second. Over
-tcp on loopback and over ipc (a unix socket). Each side has a server and a client process of its own; they
-take turns.
+list and sends it back; the client compares what it got with what it sent. The same with arrays, which are
+what a loader sends. And small calls. Over tcp on loopback and over ipc (a unix socket). Each side has a server
+and a client process of its own; they take turns.
 
 "memory kept" means processes in which glibc keeps freed memory, as our transport has it do: gRPC is measured
 as it is and in such processes. The raw socket has them too: it is the floor.
@@ -24,8 +24,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 
+import numpy as np
+
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
-from benchmarks.transport_sides import SIDES, Client
+from benchmarks.transport_sides import SIDES, Array, Client
 
 OBJECTS, OBJECT_BYTES, SMALL_BYTES = 5, 500_000, 50
 SHAPE = [OBJECT_BYTES] * OBJECTS
@@ -72,7 +74,8 @@ def compare(scheme: str, directory: str, rounds: int, echoes: int, pings: int) -
             for number, (name, (side, keeps)) in enumerate(CONTESTANTS.items())
         }
         workloads = {
-            f"{OBJECTS} x {OBJECT_BYTES // 1000} kB, {scheme}": ("echo", echoes),
+            f"{OBJECTS} x {OBJECT_BYTES // 1000} kB bytes, {scheme}": ("bytes", echoes),
+            f"{OBJECTS} x {OBJECT_BYTES // 1000} kB arrays, {scheme}": ("arrays", echoes),
             f"{SMALL_BYTES} B, {scheme}": ("ping", pings),
         }
         return [
@@ -124,23 +127,34 @@ def _be_client(side: str, keeps: bool, address: str, server: int, pipe: Connecti
     if keeps:
         _keep_freed_memory()
     client = SIDES[side].connect(address, SHAPE)
-    objects = [os.urandom(size) for size in SHAPE]
+    content = [os.urandom(size) for size in SHAPE]
+    arrays = [np.frombuffer(bytearray(piece), np.uint8) for piece in content]
+    works = {
+        "bytes": functools.partial(_echo, client, content),
+        "arrays": functools.partial(_echo_arrays, client, arrays),
+        "ping": functools.partial(_ping, client),
+    }
     while True:
         kind, count = pipe.recv()
-        work = (
-            functools.partial(_echo, client, objects) if kind == "echo" else functools.partial(_ping, client)
-        )
-        pipe.send(_measure(kind, work, count, server))
+        pipe.send(_measure(kind, works[kind], count, server))
 
 
 def _echo(client: Client, objects: list[bytes]) -> None:
-    if client.echo(objects) != objects:
-        raise AssertionError("what came back is not what was sent")
+    _check(client.echo(objects) == objects)
+
+
+def _echo_arrays(client: Client, arrays: list[Array]) -> None:
+    received = client.echo_arrays(arrays)
+    _check(len(received) == len(arrays) and all(map(np.array_equal, received, arrays)))
 
 
 def _ping(client: Client) -> None:
     payload = b"x" * SMALL_BYTES
-    if client.ping(payload) != payload:
+    _check(client.ping(payload) == payload)
+
+
+def _check(equal: bool) -> None:
+    if not equal:
         raise AssertionError("what came back is not what was sent")
 
 

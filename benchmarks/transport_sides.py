@@ -1,32 +1,40 @@
 """The sides of the transport benchmark: each has a server in one process and a client in another.
 
-All three do the same work: the client sends a list of bytes objects, the server gets the list and sends it
-back, and the client checks that what it got equals what it sent. "raw" is the floor: the bytes of the objects
-over a socket, and lengths agreed on beforehand.
+All three do the same work: the client sends a list of objects, the server gets the list and sends it back,
+and the client checks that what it got equals what it sent. The objects are bytes, of which each end makes
+copies of its own, or arrays, which may lie where they arrived. "raw" is the floor: the objects' bytes over a
+socket, and lengths agreed on beforehand.
 """
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
+import numpy as np
+
+from torch_dpflow.remote.parcel import ParcelTable, decode, encode
 from torch_dpflow.remote.rpc import IncomingCall, Result, RpcClient, RpcServer
 from torch_dpflow.remote.transport import listen
 from torch_dpflow.remote.transport.base import Frame
 
-Objects = list[bytes]
+Array = np.ndarray[Any, np.dtype[np.uint8]]
 #: From this size on pickle writes a bytes object by itself.
 BIG_BYTES = 64 * 1024
 
 
 class Client(Protocol):
-    """One side's client. Both calls block."""
+    """One side's client. All calls block."""
 
-    def echo(self, objects: Objects) -> Objects:
+    def echo(self, objects: list[bytes]) -> list[bytes]:
         """Send a list of bytes objects and get it back."""
+
+    def echo_arrays(self, arrays: list[Array]) -> list[Array]:
+        """Send a list of arrays and get it back."""
 
     def ping(self, payload: bytes) -> bytes:
         """Send a few bytes and get them back."""
@@ -46,11 +54,12 @@ class Side(Protocol):
 
 
 class Dpflow:
-    """Our calls, with pickle's bulk out of band."""
+    """Our calls: bytes objects in a pickle with its bulk out of band, arrays as a parcel."""
 
     def serve(self, address: str, ready: Callable[[str], None], shape: Sequence[int]) -> None:
         server = RpcServer(listen(address))
         server.register("echo", _echo)
+        server.register("echo_arrays", _echo_arrays, body_type=ParcelTable)
         server.register("ping", lambda call: Result(call.body))
         ready(server.address)
         server.serve()
@@ -63,8 +72,13 @@ class _DpflowClient:
     def __init__(self, client: RpcClient) -> None:
         self._client = client
 
-    def echo(self, objects: Objects) -> Objects:
-        received: Objects = unpickle(self._client.call("echo", None, pickle_apart(objects)).frames)
+    def echo(self, objects: list[bytes]) -> list[bytes]:
+        received: list[bytes] = unpickle(self._client.call("echo", None, pickle_apart(objects)).frames)
+        return received
+
+    def echo_arrays(self, arrays: list[Array]) -> list[Array]:
+        answer = self._client.call("echo_arrays", *encode(arrays), reply_type=ParcelTable)
+        received: list[Array] = decode(answer.body, answer.frames)
         return received
 
     def ping(self, payload: bytes) -> bytes:
@@ -74,6 +88,10 @@ class _DpflowClient:
 
 def _echo(call: IncomingCall) -> Result:
     return Result(None, pickle_apart(unpickle(call.frames)))
+
+
+def _echo_arrays(call: IncomingCall) -> Result:
+    return Result(*encode(decode(call.body, call.frames)))
 
 
 class _Chunks(list[bytes]):
@@ -146,8 +164,12 @@ class _GrpcClient:
         )
         self._ping = channel.unary_unary("/bench/ping")
 
-    def echo(self, objects: Objects) -> Objects:
-        received: Objects = self._echo(objects)
+    def echo(self, objects: list[bytes]) -> list[bytes]:
+        received: list[bytes] = self._echo(objects)
+        return received
+
+    def echo_arrays(self, arrays: list[Array]) -> list[Array]:
+        received: list[Array] = self._echo(arrays)
         return received
 
     def ping(self, payload: bytes) -> bytes:
@@ -182,9 +204,11 @@ class Raw:
                 while True:
                     kind = stream.receive_exactly(1)
                     if kind == b"p":
-                        connection.sendall(stream.receive_exactly(50))
+                        stream.send(stream.receive_exactly(50))
+                    elif kind == b"e":
+                        stream.send_all(stream.receive_objects())
                     else:
-                        stream.send_objects(stream.receive_objects())
+                        stream.send_all(stream.receive_arrays())
             except EOFError:
                 connection.close()
 
@@ -203,18 +227,21 @@ class _RawStream:
         self._shape = shape
         self._buffer = bytearray(sum(shape))
 
-    def send_objects(self, objects: Objects) -> None:
+    def send_all(self, objects: Sequence[Any]) -> None:
         for content in objects:
             self._connection.sendall(content)
 
-    def receive_objects(self) -> Objects:
+    def receive_objects(self) -> list[bytes]:
+        return [bytes(piece) for piece in self._receive()]
+
+    def receive_arrays(self) -> list[Array]:
+        return [np.frombuffer(piece, np.uint8) for piece in self._receive()]
+
+    def _receive(self) -> list[memoryview]:
         view = memoryview(self._buffer)
         self._fill(view)
-        objects, start = [], 0
-        for size in self._shape:
-            objects.append(bytes(view[start : start + size]))
-            start += size
-        return objects
+        ends = list(itertools.accumulate(self._shape))
+        return [view[end - size : end] for end, size in zip(ends, self._shape)]
 
     def receive_exactly(self, size: int) -> bytes:
         buffer = bytearray(size)
@@ -237,10 +264,15 @@ class _RawClient:
     def __init__(self, stream: _RawStream) -> None:
         self._stream = stream
 
-    def echo(self, objects: Objects) -> Objects:
+    def echo(self, objects: list[bytes]) -> list[bytes]:
         self._stream.send(b"e")
-        self._stream.send_objects(objects)
+        self._stream.send_all(objects)
         return self._stream.receive_objects()
+
+    def echo_arrays(self, arrays: list[Array]) -> list[Array]:
+        self._stream.send(b"a")
+        self._stream.send_all(arrays)
+        return self._stream.receive_arrays()
 
     def ping(self, payload: bytes) -> bytes:
         self._stream.send(b"p" + payload)

@@ -45,9 +45,11 @@ def test_every_side_returns_what_it_was_sent(tmp_path: Path) -> None:
     done = run(command, capture_output=True, text=True, check=True)
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert [record["workload"] for record in records] == [
-        "5 x 500 kB, tcp",
+        "5 x 500 kB bytes, tcp",
+        "5 x 500 kB arrays, tcp",
         "50 B, tcp",
-        "5 x 500 kB, ipc",
+        "5 x 500 kB bytes, ipc",
+        "5 x 500 kB arrays, ipc",
         "50 B, ipc",
     ]
     for record in records:
