@@ -4,8 +4,8 @@
 
 The test of the thesis (5.4.1): a list of five bytes objects of 500 kB each goes to a server, which gets the
 list and sends it back; the client compares what it got with what it sent. The same with arrays, which are
-what a loader sends. And small calls. Over tcp on loopback and over ipc (a unix socket). Each side has a server
-and a client process of its own; they take turns.
+what a loader sends. And small calls. Over tcp on loopback and over ipc (a unix socket). Each side has a
+server and a client process of its own; they take turns.
 
 "memory kept" means processes in which glibc keeps freed memory, as our transport has it do: gRPC is measured
 as it is and in such processes. The raw socket has them too: it is the floor.

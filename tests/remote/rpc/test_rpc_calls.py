@@ -30,6 +30,7 @@ from torch_dpflow.remote.rpc import (
     ServerOptions,
 )
 from torch_dpflow.remote.transport import TransportOptions
+from torch_dpflow.remote.transport.curve import create_cluster
 
 StartServer = Callable[..., RpcServer]
 OpenClient = Callable[..., RpcClient]
@@ -151,6 +152,19 @@ def test_call_answered_later_in_another_thread_holds_up_no_other(
         pool.submit(held[0].fail, RuntimeError("too late")).result()
     answer = slow.result()
     assert (answer.body, bytes(answer.frames[0])) == ("done", b"payload")
+
+
+def test_calls_over_tcp_with_keys(start_server: StartServer, open_client: OpenClient) -> None:
+    cluster = create_cluster("tcp://127.0.0.1:0")
+    keys = TransportOptions(keys=cluster.server_keys())
+    server = start_server("tcp://127.0.0.1:0", prepare, transport=keys)
+    friend = open_client(server.address, transport=TransportOptions(keys=cluster.client_keys()))
+    stranger = open_client(server.address, transport=TransportOptions(send_timeout_s=0.05))
+    with pytest.raises((DeadlineError, PeerLostError)):
+        stranger.call("echo", "let me in", timeout_s=0.2)
+    assert friend.call("echo", "hello", [bytes(100_000)]).body == "hello"
+    assert server.stats().clients == 1
+    assert server.stats().strangers == 0
 
 
 def test_deadline_passes_where_nobody_listens(ipc_address: str, open_client: OpenClient) -> None:

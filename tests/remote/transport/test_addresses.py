@@ -58,6 +58,14 @@ def test_path_that_cannot_be_had_is_said_so(tmp_path: Path) -> None:
         listen(f"ipc://{tmp_path}/absent/socket")
 
 
+def test_file_that_is_no_socket_is_not_taken_away(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("data")
+    with pytest.raises(TransportError, match="no socket"):
+        listen(f"ipc://{precious}")
+    assert precious.read_text() == "data"
+
+
 def test_socket_that_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:
     import socket
 

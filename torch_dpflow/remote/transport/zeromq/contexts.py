@@ -76,6 +76,7 @@ def guarded_context(keys: ServerKeys) -> zmq.SyncContext:
 
     libzmq has one authenticator for each context, hence a context of its own for each listener with keys.
     """
+    keep_freed_memory()
     context = zmq.Context(io_threads=1)
     gate = context.socket(zmq.REP)
     gate.bind(_ZAP_ADDRESS)

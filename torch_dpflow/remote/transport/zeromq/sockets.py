@@ -10,6 +10,7 @@ import errno
 import math
 import os
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Sequence
@@ -308,8 +309,12 @@ def _check_path(path: str, *, take_leftover: bool) -> None:
 
     A file without a listener is what a killed process has left, or what a closing one is about to remove.
     """
-    if not os.path.exists(path):
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
         return
+    if not stat.S_ISSOCK(mode):
+        raise OSError(errno.EEXIST, "a file is there that is no socket")
     with kernel_socket(AF_UNIX) as probe:
         probe.settimeout(1.0)
         if probe.connect_ex(path) == 0 or not take_leftover:
