@@ -1,0 +1,67 @@
+"""The demonstration, in small: one table at its end, and nothing left after Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+SMALL = ("--train=16", "--val=8", "--epochs=1")
+
+
+def left_in(folder: Path) -> list[str]:
+    """What lies in `folder`, which is the temporary directory too, but for the cache that torch keeps."""
+    return [name for name in os.listdir(folder) if not name.startswith("torchinductor_")]
+
+
+def start(folder: Path) -> "subprocess.Popen[str]":
+    environment = os.environ | {"TMPDIR": str(folder), "COLUMNS": "120"}
+    command = [sys.executable, "-m", "examples.demo", f"--data={folder / 'images'}", *SMALL]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+
+
+def test_it_ends_with_one_table_of_both_loaders(tmp_path: Path) -> None:
+    with start(tmp_path) as process:
+        printed, _ = process.communicate()
+    assert process.returncode == 0
+    table = printed[printed.index("resnet18") :]
+    for heading in ("samples/s", "stall share", "time to first batch", "accuracy"):
+        assert heading in table
+    rows = [line.split("│")[1:6] for line in table.splitlines() if line.startswith("│")]
+    assert [row[0].strip() for row in rows] == ["torch", "dpflow"]
+    assert all(cell.strip() for row in rows for cell in row)
+    assert left_in(tmp_path) == ["images"]
+
+
+def test_ctrl_c_while_training_leaves_no_process_and_no_file(
+    tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    with start(tmp_path) as process:
+        family = psutil.Process(process.pid)
+
+        def training() -> list[psutil.Process]:
+            # Its children are the loader's workers.
+            return [child for trainer in family.children() for child in trainer.children(recursive=True)]
+
+        eventually(lambda: (tmp_path / "images").exists() and training(), what="the loader's workers")
+        descendants = family.children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate()
+    assert process.returncode == 130
+    assert "interrupted" in printed
+    eventually(lambda: not any(child.is_running() for child in descendants), what="the end of all processes")
+    assert left_in(tmp_path) == ["images"]
+
+
+def test_ctrl_c_while_generating_leaves_no_file(tmp_path: Path, eventually: Callable[..., None]) -> None:
+    with start(tmp_path) as process:
+        eventually(lambda: any(tmp_path.glob("images.partial/*/*/*.jpg")), what="the first image")
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+    assert process.returncode == 130
+    assert left_in(tmp_path) == []
