@@ -129,7 +129,7 @@ class Pair:
 
 @pytest.mark.parametrize("in_bytes", [False, True], ids=["items", "bytes"])
 @pytest.mark.parametrize("aggregate", ["min", "mean", "certain"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_evicts_what_the_formulas_say(seed: int, aggregate: str, in_bytes: bool) -> None:
     pair = Pair(np.random.default_rng(seed), keys=24, aggregate=aggregate, in_bytes=in_bytes)

@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from torch_dpflow.caches.alsd import ALSD
 from torch_dpflow.caches.lfu import LFU
@@ -198,3 +200,31 @@ def test_alsd_takes_the_job_that_is_sooner_by_its_speed() -> None:
     policy.admit(5)
     # 5 is due in 0.05 s, 9 not before the slow job's next epoch.
     assert list(policy.admit(9)) == [9]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_refcnt_counts_as_one_does_by_hand(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sets = {job: rng.permutation(16)[: rng.integers(4, 17)] for job in "abc"}
+    policy = RefCnt(max_items=int(rng.integers(1, 10)), keys=16)
+    needed: dict[str, set[int]] = {}
+    resident: dict[int, None] = {}
+    orders: dict[str, list[int]] = {job: [] for job in sets}
+    for epoch in range(60):
+        job = str(rng.choice(list(sets)))
+        if not orders[job]:
+            orders[job] = rng.permutation(sets[job]).tolist()
+            needed[job] = set(orders[job])
+            policy.foresee(job, Lookahead.of_order(np.array(orders[job]), epoch=epoch))
+        keys = [orders[job].pop(0) for _ in range(min(3, len(orders[job])))]
+        needed[job] -= set(keys)
+        hits = policy.access_many(np.array(keys), job).tolist()
+        assert hits == [key in resident for key in keys]
+        missed = [key for key, hit in zip(keys, hits) if not hit]
+        gone = policy.admit_many(np.array(missed, dtype=np.int64)).tolist()
+        resident.update(dict.fromkeys(missed))
+        for victim in gone:
+            counts = {key: sum(key in wanted for wanted in needed.values()) for key in resident}
+            assert victim == min(resident, key=counts.__getitem__)
+            del resident[victim]

@@ -171,9 +171,13 @@ class SampleStore:
         """Offer loaded samples to the policy, unless they were loaded for a content that was cleared."""
         current = [self._land(key, flight) for key, flight in zip(keys, flights)]
         if all(current):
-            gone = self._policy.admit_many(np.array(keys), np.array(sizes))
+            gone: Sequence[int]
+            if len(keys) == 1:
+                gone = self._policy.admit(keys[0], sizes[0])
+            else:
+                gone = self._policy.admit_many(np.array(keys), np.array(sizes)).tolist()
             self._samples.update(zip(keys, kept))
-            for key in gone.tolist():
+            for key in gone:
                 del self._samples[key]
         self._loads += len(keys)
 

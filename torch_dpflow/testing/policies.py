@@ -34,7 +34,7 @@ class PolicyContract:
     """The contract of `torch_dpflow.caches.policy`, as tests."""
 
     #: How many histories of calls are tried, and how long each is.
-    examples = 60
+    examples = 40
     calls = 50
 
     def make_policy(
