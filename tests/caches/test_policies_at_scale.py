@@ -101,7 +101,7 @@ def test_alsd_gives_up_the_farthest_where_few_of_many_keys_are_resident(aggregat
 
 @pytest.mark.parametrize("many", [False, True], ids=["one-by-one", "in-bulk"])
 def test_load_numbers_that_run_out_are_counted_anew(monkeypatch: pytest.MonkeyPatch, many: bool) -> None:
-    monkeypatch.setattr(Residents, "last_load", 20)
+    monkeypatch.setattr(Residents, "highest_load", 20)
     policy = ALSD(max_items=6, keys=100)
     admit: Callable[[list[int]], list[int]]
     if many:

@@ -22,7 +22,7 @@ class ALSD(ForesightPolicy):
     known: what it has read goes before what it has not, first come first go. For one job that keeps as many
     hits as never replacing anything. Where `keys` is not known either, what was loaded first goes first.
 
-    Amortised, an access costs O(log n); when a job begins an epoch, O(keys).
+    Amortised, an access costs O(log n); when a job begins an epoch or leaves, O(keys).
 
     Args:
         aggregate: how the jobs' distances are put together. "min": the time until the first job reads the

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 
-from torch_dpflow.caches.policy import Job, Policy, check_key, check_weight
+from torch_dpflow.caches.policy import Job, Policy, check_key, check_size, check_weight
 from torch_dpflow.lookahead import Lookahead
 
 
@@ -34,6 +34,8 @@ class KeyedPolicy(Policy):
     def admit(self, key: int, size: int = 1) -> Sequence[int]:
         if key < 0:
             check_key(key)
+        if size < 0:
+            check_size(size)
         if key in self._sizes:
             return self._resize(key, size)
         self._offered += 1

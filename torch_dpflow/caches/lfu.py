@@ -3,6 +3,8 @@ eviction scheme" (2010)."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from torch_dpflow.caches.keyed import KeyedPolicy
 
 
@@ -13,7 +15,8 @@ class _Rung:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.keys: dict[int, None] = {}
+        # Not a dict: to find the first key of one that is emptied from the front it walks over all that left.
+        self.keys: OrderedDict[int, None] = OrderedDict()
         self.lower = self
         self.higher = self
 

@@ -144,6 +144,8 @@ class Policy(ABC):
         `sizes`: bytes of each key, None for 1 each. A key that is there twice counts once.
         """
         check_keys(keys)
+        if sizes is not None:
+            check_sizes(keys, sizes)
         offered = dict(zip(keys.tolist(), [1] * len(keys) if sizes is None else sizes.tolist()))
         gone = dict.fromkeys(victim for key, size in offered.items() for victim in self.admit(key, size))
         return np.array([key for key in gone if key not in self], dtype=np.int64)
@@ -199,6 +201,20 @@ def check_keys(keys: Keys) -> None:
     if len(keys):
         check_key(int(keys.min()))
         check_key(int(keys.max()))
+
+
+def check_sizes(keys: Keys, sizes: Sizes) -> None:
+    """OptionError unless `sizes` may be the sizes of `keys`."""
+    if len(sizes) != len(keys):
+        raise OptionError(f"{len(sizes)} sizes for {len(keys)} keys: give one for each, or None")
+    if len(sizes):
+        check_size(int(sizes.min()))
+
+
+def check_size(size: int) -> None:
+    """OptionError unless `size` may be one."""
+    if size < 0:
+        raise OptionError(f"size={size}: a number of bytes of at least 0 is required")
 
 
 def check_weight(job: Job, weight: float) -> float:

@@ -9,7 +9,16 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.caches.policy import LARGEST_KEY, Job, Mask, Policy, Sizes, check_key
+from torch_dpflow.caches.policy import (
+    LARGEST_KEY,
+    Job,
+    Mask,
+    Policy,
+    Sizes,
+    check_key,
+    check_size,
+    check_sizes,
+)
 from torch_dpflow.caches.residents import Ranking, Residents
 from torch_dpflow.lookahead import Keys
 
@@ -90,8 +99,8 @@ class RankedPolicy(Policy):
     def admit(self, key: int, size: int = 1) -> Sequence[int]:
         if not 0 <= key < self._span:
             self._reach(key)
-        if size != 1 and self._sizes is None:
-            self._sizes = np.ones(self._span, dtype=np.int64)
+        if size != 1:
+            self._expect_sizes(size)
         residents = self._residents
         if residents.load_of[key]:
             return self._resize(key, size)
@@ -109,8 +118,9 @@ class RankedPolicy(Policy):
 
     def admit_many(self, keys: Keys, sizes: Sizes | None = None) -> npt.NDArray[np.int64]:
         self._reach_many(keys)
-        if sizes is not None and self._sizes is None:
-            self._sizes = np.ones(self._span, dtype=np.int64)
+        if sizes is not None:
+            check_sizes(keys, sizes)
+            self._expect_sizes()
         keys, sizes, gone = self._sort_out(keys, sizes)
         if not len(keys):
             return gone
@@ -151,6 +161,12 @@ class RankedPolicy(Policy):
         return iter(self._residents.keys().tolist())
 
     # -- budget ----------------------------------------------------------------------------------------------
+
+    def _expect_sizes(self, size: int = 1) -> None:
+        """From now on sizes differ; `size` is one of them."""
+        check_size(size)
+        if self._sizes is None:
+            self._sizes = np.ones(self._span, dtype=np.int64)
 
     def _size_of(self, key: int) -> int:
         return 1 if self._sizes is None else int(self._sizes[key])

@@ -55,7 +55,7 @@ class RefCnt(RankedPolicy):
     Of lookaheads it takes which keys a job reads, not when. A job that has told nothing is taken to read
     every key once in an epoch.
 
-    Amortised, an access costs O(log n); when a job begins an epoch, O(keys).
+    Amortised, an access costs O(log n); when a job begins an epoch or leaves, O(keys).
     """
 
     name = "refcnt"

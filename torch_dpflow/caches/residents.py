@@ -55,8 +55,8 @@ class Residents:
         front: how many keys are kept in fine order.
     """
 
-    #: the highest load number
-    last_load: ClassVar[int] = 2**31 - 1
+    #: The highest load number; after it, counting begins anew.
+    highest_load: ClassVar[int] = 2**31 - 1
 
     def __init__(self, ranking: Ranking, front: int) -> None:
         self._ranking = ranking
@@ -91,7 +91,7 @@ class Residents:
 
     def add(self, key: int, distance: float) -> None:
         """A key that is not resident becomes so."""
-        if self._last_load == self.last_load:
+        if self._last_load == self.highest_load:
             self._renumber()
         self._last_load += 1
         self.load_of[key] = self._last_load
@@ -154,7 +154,7 @@ class Residents:
 
     def add_many(self, keys: Keys, distances: Distances) -> None:
         """Distinct keys that are not resident become so, in this order."""
-        if self._last_load + len(keys) > self.last_load:
+        if self._last_load + len(keys) > self.highest_load:
             self._renumber()
         self.loads[keys] = np.arange(self._last_load + 1, self._last_load + 1 + len(keys))
         self._last_load += len(keys)

@@ -148,6 +148,15 @@ class PolicyContract:
                 many()
         assert policy.statistics() == before
 
+    def test_turns_down_sizes_that_are_none(self) -> None:
+        policy = self._reading([0, 1], max_bytes=10)
+        with pytest.raises(OptionError, match="size=-1"):
+            policy.admit(0, -1)
+        for sizes in ([3], [3, -1]):
+            with pytest.raises(OptionError, match="size"):
+                policy.admit_many(np.array([0, 1]), np.array(sizes))
+        assert (len(policy), policy.statistics().offered) == (0, 0)
+
     def _reading(self, stream: Sequence[int], **budgets: Any) -> Policy:
         return self.make_policy(stream=np.array(stream, dtype=np.int64), keys=_KEYS, **budgets)
 
