@@ -1,7 +1,5 @@
 """Samplers and cache policies by name, as the simulator's options call them."""
 
-from typing import Any
-
 from torch_dpflow.caches import registry
 from torch_dpflow.caches.policy import Policy
 from torch_dpflow.samplers.group import SamplingGroup
@@ -10,12 +8,9 @@ from torch_dpflow.samplers.registry import STRATEGIES, sampling_group
 #: not a policy: the sampler's own directory decides what stays
 DIRECTORY = "directory"
 
-#: policies with options of their own: name here -> name in the registry, options
-_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {"alsd-mean": ("alsd", {"aggregate": "mean"})}
-
 SAMPLER_NAMES = tuple(STRATEGIES)
 #: OPT is not among them: it has to be told the whole stream, and stands beside every result anyway
-POLICY_NAMES = (DIRECTORY, *(name for name in registry.POLICIES if name != "opt"), *_VARIANTS)
+POLICY_NAMES = (DIRECTORY, *(name for name in registry.POLICIES if name != "opt"))
 
 
 def make_group(sampler: str, samples: int, *, capacity: int, seed: int) -> SamplingGroup:
@@ -30,5 +25,4 @@ def has_directory(sampler: str) -> bool:
 
 def make_policy(policy: str, slots: int, samples: int) -> Policy:
     """A new policy for a cache of `slots` samples out of `samples`."""
-    name, options = _VARIANTS.get(policy, (policy, {}))
-    return registry.make_policy(name, max_items=slots, keys=samples, **options)
+    return registry.make_policy(policy, max_items=slots, keys=samples)
