@@ -12,6 +12,13 @@
     │   ├── WorkerStartError       workers end before they load anything
     │   └── PoisonTaskError        a batch that took down every worker it was given to
     ├── LoaderTimeoutError         (RuntimeError, TimeoutError)  no batch within `timeout`
+    ├── StorageError               (OSError)  a storage, an object in it, or the way there
+    │   ├── ObjectMissingError     (FileNotFoundError)  there is no such object, bucket or file
+    │   ├── AccessDeniedError      (PermissionError)  the storage knows us and says no, or does not know us
+    │   ├── TruncatedObjectError   (EOFError)  fewer bytes than there should be
+    │   ├── ChecksumError          (ValueError)  other bytes than the dataset describes
+    │   ├── StorageUnavailableError (ConnectionError)  refused, reset or overloaded, again and again
+    │   └── StorageTimeoutError    (TimeoutError)  no answer in time
     └── TransportError             a peer or the network
         ├── MessageError           (ValueError)  malformed or unknown bytes
         ├── PeerLostError          (ConnectionError)  the other side is gone
@@ -64,6 +71,34 @@ class PoisonTaskError(WorkerError):
 
 class LoaderTimeoutError(DPFlowError, RuntimeError, TimeoutError):
     """No batch came within the loader's `timeout`."""
+
+
+class StorageError(DPFlowError, OSError):
+    """A storage did not give what it was asked for; the message names the object."""
+
+
+class ObjectMissingError(StorageError, FileNotFoundError):
+    """There is no such object, bucket or file."""
+
+
+class AccessDeniedError(StorageError, PermissionError):
+    """The storage turned the credentials down, or wants some and got none."""
+
+
+class TruncatedObjectError(StorageError, EOFError):
+    """An object ended before the bytes that were asked for or announced."""
+
+
+class ChecksumError(StorageError, ValueError):
+    """An object's bytes are not those that its dataset describes."""
+
+
+class StorageUnavailableError(StorageError, ConnectionError):
+    """The storage refused or reset the connection, or said that it is overloaded."""
+
+
+class StorageTimeoutError(StorageError, TimeoutError):
+    """The storage did not answer in time."""
 
 
 class TransportError(DPFlowError):
