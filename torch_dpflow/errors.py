@@ -7,7 +7,14 @@
     │   ├── OptionError            (ValueError)  a value out of range
     │   ├── OptionTypeError        (TypeError)   a value of the wrong type
     │   ├── StateError             (ValueError)  a state_dict that does not fit
-    │   └── NotPicklableError      (PicklingError, TypeError, AttributeError)  cannot travel to a worker
+    │   ├── NotPicklableError      (PicklingError, TypeError, AttributeError)  cannot travel to a worker
+    │   └── MissingExtraError      (ImportError)  an optional dependency is not installed
+    ├── DatasetError               a dataset store, or what it names
+    │   ├── DatasetNotFoundError   (LookupError)  no such store, dataset, version or variant
+    │   ├── DamagedStoreError      (ValueError)  a file of the store is missing, cut short or altered
+    │   ├── NewerFormatError       (ValueError)  a later release wrote the store
+    │   ├── PublishedError         (FileExistsError)  a published version would have to change
+    │   └── SourceError            (ValueError)  what is to be imported is not as its kind demands
     ├── WorkerError                (RuntimeError)  a worker or the code that it runs
     │   ├── WorkerStartError       workers end before they load anything
     │   └── PoisonTaskError        a batch that took down every worker it was given to
@@ -55,6 +62,34 @@ class StateError(UsageError, ValueError):
 
 class NotPicklableError(UsageError, pickle.PicklingError, TypeError, AttributeError):
     """An object cannot be pickled, so it cannot travel to a worker."""
+
+
+class MissingExtraError(UsageError, ImportError):
+    """A dependency that only some users need is not installed; the message has the pip command."""
+
+
+class DatasetError(DPFlowError):
+    """A dataset store cannot do what is asked, or what it names is not as it says."""
+
+
+class DatasetNotFoundError(DatasetError, LookupError):
+    """There is no such store, dataset, version or variant."""
+
+
+class DamagedStoreError(DatasetError, ValueError):
+    """A file of a dataset store is missing, cut short or altered, or contradicts another."""
+
+
+class NewerFormatError(DatasetError, ValueError):
+    """A later release of the library wrote this; reading on would mean guessing."""
+
+
+class PublishedError(DatasetError, FileExistsError):
+    """A published version never changes; publish another one."""
+
+
+class SourceError(DatasetError, ValueError):
+    """What is to be imported is not laid out as its importer demands."""
 
 
 class WorkerError(DPFlowError, RuntimeError):

@@ -1,0 +1,1 @@
+"""Datasets by name, on any storage: the storage specification, the store, importers and the reader."""

@@ -1,0 +1,267 @@
+"""The storage specification: every file of a dataset store, as typed structs (thesis, section 3.3.1).
+
+::
+
+    <store>/store.json                                            StoreRecord
+    <store>/<namespace>/<name>/versions/<version>.json            Dataset: one published version
+    <store>/<namespace>/<name>/meta/<version>/<variant>/ms-<n>.json   DatasetShardMeta: metadata of samples
+    <store>/<namespace>/<name>/data/...                           the data, where it lies in the store at all
+    <store>/<namespace>/<name>/drafts/<version>/<variant>/...     progress of an unfinished import
+
+A version is published by writing its `Dataset` file, once and last; nothing that it names changes afterwards.
+Shards hold `shard_size` samples each, the last one of a variant what is left, so the shard of a sample is
+arithmetic. A later version may name shards that an earlier one wrote: appending writes only what is new.
+
+Every file carries its kind and the format's number; unknown fields are refused. So a file that is damaged,
+belongs elsewhere or was written by a later release is named in an error and never half understood.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from torch_dpflow.datasets.checksums import CHECKSUM_PATTERN, sha256_of
+from torch_dpflow.datasets.names import ID_PATTERN, LABEL_PATTERN
+from torch_dpflow.errors import DamagedStoreError, DatasetNotFoundError, NewerFormatError
+
+#: The format that this release writes, and the newest that it reads.
+FORMAT = 1
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+DatasetId = Annotated[str, msgspec.Meta(pattern=ID_PATTERN, description="namespace/name")]
+Label = Annotated[str, msgspec.Meta(pattern=LABEL_PATTERN)]
+Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+Checksum = Annotated[str, msgspec.Meta(pattern=CHECKSUM_PATTERN, description="algorithm:hexadecimal digest")]
+EncodedObject = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
+Location = Annotated[str, msgspec.Meta(min_length=1, description="relative to the data's root, or a URL")]
+
+
+class SpecStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What all structs of the specification have in common; `kw_only` is not inherited."""
+
+
+class StoreRecord(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-store"):
+    """`store.json`: this is a dataset store. Datasets are found by listing, so importers do not contend."""
+
+    #: Written always: readers look at it before anything else.
+    format: Literal[1]
+    #: When the store was made, ISO 8601, UTC.
+    created: str
+
+
+class SampleMeta(SpecStruct, frozen=True, kw_only=True, gc=False):
+    """One sample: where its bytes lie, and what is known of it."""
+
+    #: Relative to the variant's data root, or a URL.
+    path: Location
+    #: Where the sample begins inside the object, bytes; None: the sample is the whole object.
+    offset: Count | None = None
+    #: Bytes of the sample; None: not known (then `offset` is None too).
+    length: Count | None = None
+    checksum: Checksum | None = None
+    #: The annotations as a JSON object, still encoded: a shard costs little more in memory than on disk.
+    meta: EncodedObject
+
+    def fields(self) -> dict[str, Any]:
+        """The annotations, decoded anew each time: whoever writes to them changes nobody else's."""
+        return msgspec.json.decode(self.meta, type=dict[str, Any])
+
+
+class DatasetShardMeta(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-shard"):
+    """`ms-<n>.json`: the metadata of consecutive samples of one variant."""
+
+    format: Literal[1]
+    dataset: DatasetId
+    #: The version that wrote this shard; later ones may name it too.
+    version: Label
+    variant: Label
+    #: Which shard of the variant, from 0.
+    shard: Count
+    samples: list[SampleMeta]
+
+
+class ShardEntry(SpecStruct, frozen=True, kw_only=True, gc=False):
+    """What a version knows of a shard: enough to find it and to tell whether it is whole."""
+
+    #: Under which version's directory the shard lies.
+    version: Label
+    #: Size of the file.
+    bytes: Count
+    sha256: Sha256
+
+
+class Place(NamedTuple):
+    """Where the metadata of a sample is: which shard, and which of its samples."""
+
+    shard: int
+    offset: int
+
+
+class Variant(SpecStruct, frozen=True, kw_only=True):
+    """A named part of a version, such as "train"."""
+
+    #: Where the samples' data lies: a path relative to the dataset's directory, or a URL.
+    data: Location
+    samples: Count
+    #: Samples in every shard but the last.
+    shard_size: Annotated[int, msgspec.Meta(ge=1)]
+    shards: list[ShardEntry]
+    #: What holds for all samples, such as the names of classes.
+    info: dict[str, Any] = {}
+    #: Where the samples came from: the importer and what it was given.
+    source: dict[str, Any] = {}
+
+    def locate(self, index: int) -> Place:
+        """Where sample `index` (0 to samples - 1) is described. Raises IndexError outside."""
+        if not 0 <= index < self.samples:
+            raise IndexError(f"sample {index} is out of range; there are {self.samples}, from 0")
+        return Place(*divmod(index, self.shard_size))
+
+    def shard_samples(self, number: int) -> int:
+        """How many samples shard `number` holds."""
+        return min(self.shard_size, self.samples - number * self.shard_size)
+
+
+class Dataset(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset"):
+    """`versions/<version>.json`: one published version of a dataset. Never changes."""
+
+    format: Literal[1]
+    id: DatasetId
+    version: Label
+    #: When it was published, ISO 8601, UTC.
+    created: str
+    variants: dict[Label, Variant]
+    #: The version that this one was appended to.
+    parent: Label | None = None
+    description: str = ""
+    #: SHA-256 of this file with `digest` left out: a flipped bit anywhere is noticed.
+    digest: Sha256 | Literal[""] = ""
+
+    def variant(self, name: str | None = None) -> Variant:
+        """A variant by name; None: the only one. Raises DatasetNotFoundError."""
+        if name is None and len(self.variants) == 1:
+            return next(iter(self.variants.values()))
+        if name is None or name not in self.variants:
+            wanted = "no variant is named" if name is None else f"there is no variant {name!r}"
+            raise DatasetNotFoundError(
+                f"{wanted} of {self.id}:{self.version}; it has {sorted(self.variants)}"
+            )
+        return self.variants[name]
+
+    def shard_path(self, variant: str, number: int) -> str:
+        """The path of a shard, relative to the dataset's directory."""
+        return shard_path(self.variants[variant].shards[number].version, variant, number)
+
+    def decode_shard(self, variant: str, number: int, data: bytes) -> DatasetShardMeta:
+        """Open the bytes of a shard, checked against what is known of it. Raises DamagedStoreError."""
+        name = f"{self.id}/{self.shard_path(variant, number)}"
+        entry = self.variants[variant].shards[number]
+        if len(data) != entry.bytes:
+            raise DamagedStoreError(
+                f"{name} has {len(data)} bytes, {self.id}:{self.version} says {entry.bytes}; "
+                "it was cut short or overwritten: restore it from a copy"
+            )
+        if sha256_of(data) != entry.sha256:
+            raise DamagedStoreError(
+                f"{name} does not match its SHA-256; it was damaged: restore it from a copy"
+            )
+        shard = decode_file(data, DatasetShardMeta, name)
+        expected = (self.id, entry.version, variant, number, self.variants[variant].shard_samples(number))
+        found = (shard.dataset, shard.version, shard.variant, shard.shard, len(shard.samples))
+        if found != expected:
+            raise DamagedStoreError(
+                f"{name} describes (dataset, version, variant, shard, samples) {found} instead of {expected}"
+            )
+        return shard
+
+
+def shard_path(version: str, variant: str, number: int) -> str:
+    """The path of a shard that `version` wrote, relative to the dataset's directory."""
+    return f"meta/{version}/{variant}/ms-{number}.json"
+
+
+def data_url(dataset_url: str, root: str, path: str) -> str:
+    """Where a sample's object lies: `path` under the data's `root`, under the dataset's directory.
+
+    Each of them may be a URL; then what stands before it does not count.
+
+    Raises:
+        DamagedStoreError: a relative path climbs out of its root.
+    """
+    url = dataset_url
+    for part in (root, path):
+        if "://" in part:
+            url = part
+        elif part.startswith("/") or ".." in part.split("/"):
+            raise DamagedStoreError(f"the path {part!r} leads out of {url}; only a URL may lie elsewhere")
+        else:
+            url = posixpath.join(url, part)
+    return url
+
+
+class _Header(msgspec.Struct):
+    kind: str
+    format: int
+
+
+_Kind = TypeVar("_Kind", bound=SpecStruct)
+
+
+def decode_file(data: bytes, kind: type[_Kind], name: str) -> _Kind:
+    """Open a file of the store; `name` is what errors call it.
+
+    Raises:
+        NewerFormatError: a later release of the library wrote it.
+        DamagedStoreError: it is no JSON, of another kind, or breaks the schema.
+    """
+    try:
+        header = msgspec.json.decode(data, type=_Header)
+        if header.format > FORMAT:
+            raise NewerFormatError(
+                f"{name} has format {header.format}; this release reads up to {FORMAT}: update torch_dpflow"
+            )
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise DamagedStoreError(f"{name} is no {kind.__struct_config__.tag} file: {error}") from error
+
+
+def encode_file(record: SpecStruct) -> bytes:
+    """The bytes of a file of the store, the same for equal records."""
+    return msgspec.json.encode(record, order="deterministic")
+
+
+def sealed(dataset: Dataset) -> Dataset:
+    """The same version with its digest filled in."""
+    return msgspec.structs.replace(dataset, digest=_digest(dataset))
+
+
+def decode_dataset(data: bytes, name: str) -> Dataset:
+    """Open a version's file and check all that can be checked without reading another.
+
+    Raises:
+        NewerFormatError: a later release of the library wrote it.
+        DamagedStoreError: it was damaged, or its counts contradict each other.
+    """
+    dataset = decode_file(data, Dataset, name)
+    if dataset.digest != _digest(dataset):
+        raise DamagedStoreError(f"{name} does not match its digest; it was damaged: restore it from a copy")
+    for label, variant in dataset.variants.items():
+        if len(variant.shards) != -(-variant.samples // variant.shard_size):
+            raise DamagedStoreError(
+                f"{name} names {len(variant.shards)} shards of {variant.shard_size} samples "
+                f"for the {variant.samples} samples of {label!r}"
+            )
+    return dataset
+
+
+def json_schemas() -> dict[str, dict[str, Any]]:
+    """The JSON schema (draft 2020-12) of each kind of file, by kind."""
+    kinds: tuple[type[SpecStruct], ...] = (StoreRecord, Dataset, DatasetShardMeta)
+    return {str(kind.__struct_config__.tag): msgspec.json.schema(kind) for kind in kinds}
+
+
+def _digest(dataset: Dataset) -> str:
+    return sha256_of(encode_file(msgspec.structs.replace(dataset, digest="")))
