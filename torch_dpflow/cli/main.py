@@ -1,0 +1,50 @@
+"""The root of the command line: knows the names of the commands, imports one only when it is called."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import click
+
+from torch_dpflow._version import __version__
+from torch_dpflow.errors import DPFlowError
+
+#: name → (module, attribute, what it does). A command is imported when it runs, or is asked for its own help.
+COMMANDS = {
+    "dataset": ("torch_dpflow.cli.dataset", "dataset", "Import, list, show, verify and extend datasets."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands live in modules that are imported on demand.
+
+    An error of the library is printed as one line, without a traceback, and ends the command with status 1.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute, _ = COMMANDS[cmd_name]
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][2]) for name in sorted(COMMANDS)])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DPFlowError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="dpflow")
+def root() -> None:
+    """Load data for PyTorch on elastic workers."""
