@@ -88,11 +88,14 @@ def _uniformity(arguments: argparse.Namespace) -> None:
             workers=arguments.workers,
             progress=lambda done: progress.advance(task, done),
         )
-        judgements = list(judging)
+        judgements = []
+        for judgement in judging:
+            judgements.append(judgement)
+            # At once, because the next one may be minutes away.
+            if arguments.json:
+                tables.print_json("uniformity", [judgement.record()])
     title = f"Uniformity over {epochs:,} epochs of 1,000 samples, Benjamini-Hochberg at {LEVEL}; worst job"
-    if arguments.json:
-        tables.print_json("uniformity", (judgement.record() for judgement in judgements))
-    else:
+    if not arguments.json:
         _console().print(tables.judgements_table(judgements, title))
     if arguments.plot:
         _draw_p_values(arguments.plot, title, judgements)

@@ -18,8 +18,8 @@ from torch_dpflow.samplers.sampling_tree import sample_round
 SIZE = 24
 
 
-def mask_of(members: set[int] | frozenset[int] | range) -> np.ndarray:
-    mask = np.zeros(SIZE, np.bool_)
+def mask_of(members: set[int] | frozenset[int] | range, size: int = SIZE) -> np.ndarray:
+    mask = np.zeros(size, np.bool_)
     mask[list(members)] = True
     return mask
 
@@ -110,6 +110,27 @@ def test_a_job_that_sits_out_loses_nothing() -> None:
     for _ in range(20):
         sample_round(cells, [0, 2], np.random.default_rng(4))
     assert needs_of(cells) == {1: set(range(20))}
+
+
+@pytest.mark.parametrize("jobs", [3, 9], ids=["few cells", "hundreds of cells"])
+def test_what_some_jobs_need_is_found_among_any_number_of_cells(jobs: int) -> None:
+    rng = np.random.default_rng(5)
+    cells, sets = Cells(2000), [rng.random(2000) < 0.5 for _ in range(jobs)]
+    for job, members in enumerate(sets):
+        cells.insert(job, members)
+    everyone = (1 << jobs) - 1
+    for _ in range(50):
+        wanted = int(rng.integers(1, everyone + 1))
+        more = int(rng.choice([0, wanted | 1, everyone]))
+        found = np.ones(2000, np.bool_)
+        for job in bits_of(wanted):
+            found &= sets[job]
+        if more:
+            found &= ~np.logical_and.reduce([sets[job] for job in bits_of(more)])
+        assert cells.samples_in(cells.needed_by(wanted, more)) == np.count_nonzero(found)
+        sample_round(cells, range(jobs), rng)
+        cells.validate()
+        sets = [mask_of(needs_of(cells).get(job, set()), 2000) for job in range(jobs)]
 
 
 def test_there_is_a_limit_to_the_jobs_and_leaving_frees_a_place() -> None:

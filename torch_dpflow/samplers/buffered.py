@@ -61,7 +61,7 @@ class BufferedGroup(SamplingGroup):
 
     def _left_to_give(self, member: Member) -> int:
         """Samples that the member needs beyond its buffer; 0 between epochs."""
-        return int(self._cells.needed[self._bits[member.name]])
+        return self._cells.needed[self._bits[member.name]]
 
     def _hungry(self, member: Member) -> list[Member]:
         """Jobs to be served along with this one, itself first: those whose buffer holds less than a batch."""

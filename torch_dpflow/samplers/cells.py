@@ -7,10 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_dpflow.errors import OptionError
-from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, compact
+from torch_dpflow.samplers.indices import BoolArray, CompactArray, compact
 
 #: Bits of a mask.
 MAX_JOBS = 64
+#: So many cells are searched as plain numbers, because a call of numpy costs as much as looking at them.
+_FEW_CELLS = 64
 #: Where a sample is: its cell and its slot there. Holds until the next sample of the cell is taken.
 Place: TypeAlias = tuple[int, int]
 
@@ -28,15 +30,16 @@ class Cells:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        #: Of each cell, who needs it, shape (cells,). Empty cells linger until the next insertion or
-        #: deletion.
-        self.masks: NDArray[np.uint64] = np.empty(0, np.uint64)
-        #: Of each cell, the number of its samples, shape (cells,).
-        self.sizes: IndexArray = np.empty(0, np.int64)
+        #: Of each cell, who needs it. Empty cells linger until the next insertion or deletion.
+        self.masks: list[int] = []
+        #: Of each cell, the number of its samples.
+        self.sizes: list[int] = []
         self._place: dict[int, int] = {}
         self._samples: list[CompactArray] = []
         #: For each bit, the number of samples that the job needs.
-        self.needed: IndexArray = np.zeros(MAX_JOBS, np.int64)
+        self.needed = [0] * MAX_JOBS
+        #: `masks` as an array, once there are many; out of date where it is shorter.
+        self._mask_array: NDArray[np.uint64] = np.empty(0, np.uint64)
 
     def insert(self, job: int, members: BoolArray) -> None:
         """Job number `job`, which needs nothing so far, needs the samples of this mask of shape (size,)."""
@@ -66,56 +69,90 @@ class Cells:
             if self.sizes[place]:
                 yield mask, self._samples[place][: self.sizes[place]]
 
-    def needed_by(self, jobs: Iterable[int]) -> BoolArray:
-        """Which cells all of these jobs need, shape (cells,)."""
-        mask = np.uint64(sum(1 << job for job in jobs))
-        found: BoolArray = (self.masks & mask) == mask
-        return found
+    def needed_by(self, jobs: int, short_of: int = 0) -> list[int]:
+        """The cells that all jobs of the mask `jobs` need, ascending.
 
-    def pick(self, cells: IndexArray, rng: np.random.Generator, count: int = 1) -> list[Place]:
+        `short_of` is a mask of more jobs: what all of those need is left out.
+        """
+        if len(self.masks) > _FEW_CELLS:
+            return self._search(jobs, short_of)
+        if short_of:
+            return [
+                cell
+                for cell, mask in enumerate(self.masks)
+                if mask & jobs == jobs and mask & short_of != short_of
+            ]
+        return [cell for cell, mask in enumerate(self.masks) if mask & jobs == jobs]
+
+    def samples_in(self, cells: Iterable[int]) -> int:
+        """The number of samples of these cells together."""
+        sizes = self.sizes
+        return sum([sizes[cell] for cell in cells])
+
+    def pick(self, cells: Iterable[int], rng: np.random.Generator) -> Place:
+        """Where a sample is that is uniform over the union of these cells, which holds at least one."""
+        sizes = self.sizes
+        slot = int(rng.random() * self.samples_in(cells))
+        for cell in cells:
+            if slot < sizes[cell]:
+                return cell, slot
+            slot -= sizes[cell]
+        raise AssertionError("a uniform number reached 1")
+
+    def pick_many(self, cells: list[int], rng: np.random.Generator, count: int) -> list[Place]:
         """`count` distinct samples, uniform over the union of these cells, which holds at least as many."""
-        ends = np.cumsum(self.sizes[cells])
-        total = int(ends[-1])
-        drawn = (
-            np.array([int(rng.random() * total)]) if count == 1 else rng.choice(total, count, replace=False)
-        )
+        if count == 1:
+            return [self.pick(cells, rng)]
+        sizes = np.array([self.sizes[cell] for cell in cells])
+        ends = np.cumsum(sizes)
+        drawn = rng.choice(int(ends[-1]), count, replace=False)
         found = np.searchsorted(ends, drawn, side="right")
-        slots = drawn - ends[found] + self.sizes[cells[found]]
-        return list(zip(cells[found].tolist(), slots.tolist()))
+        slots = drawn - ends[found] + sizes[found]
+        return [(cells[k], slot) for k, slot in zip(found.tolist(), slots.tolist())]
 
     def take(self, place: Place, jobs: int) -> int:
         """The sample in this place, which the jobs of the mask `jobs` have needed and need no more."""
         cell, slot = place
         samples = self._samples[cell]
-        sample = samples[slot]
+        sample = int(samples[slot])
         self.sizes[cell] -= 1
         samples[slot] = samples[self.sizes[cell]]
-        if left := int(self.masks[cell]) & ~jobs:
+        if left := self.masks[cell] & ~jobs:
             self._add(left, sample)
         for job in bits_of(jobs):
             self.needed[job] -= 1
-        return int(sample)
+        return sample
 
-    def _add(self, mask: int, sample: np.signedinteger[Any]) -> None:
+    def _search(self, jobs: int, short_of: int) -> list[int]:
+        if len(self._mask_array) < len(self.masks):
+            self._mask_array = np.array(self.masks, np.uint64)
+        found: BoolArray = (self._mask_array & np.uint64(jobs)) == np.uint64(jobs)
+        if short_of:
+            found &= (self._mask_array & np.uint64(short_of)) != np.uint64(short_of)
+        cells: list[int] = np.flatnonzero(found).tolist()
+        return cells
+
+    def _add(self, mask: int, sample: int) -> None:
         place = self._place.get(mask)
         if place is None:
             place = self._place[mask] = len(self._samples)
             self._samples.append(np.empty(8, compact(self.size)))
-            self.masks = np.append(self.masks, np.uint64(mask))
-            self.sizes = np.append(self.sizes, 0)
-        length = int(self.sizes[place])
-        if length == len(self._samples[place]):
-            self._samples[place] = np.concatenate([self._samples[place], np.empty_like(self._samples[place])])
-        self._samples[place][length] = sample
-        self.sizes[place] += 1
+            self.masks.append(mask)
+            self.sizes.append(0)
+        length, samples = self.sizes[place], self._samples[place]
+        if length == len(samples):
+            samples = self._samples[place] = np.concatenate([samples, np.empty_like(samples)])
+        samples[length] = sample
+        self.sizes[place] = length + 1
 
     def _rebuild(self, parts: Iterable[tuple[int, CompactArray]]) -> None:
         kept = [(mask, samples) for mask, samples in parts if len(samples)]
-        self.masks = np.array([mask for mask, _ in kept], np.uint64)
-        self.sizes = np.array([len(samples) for _, samples in kept], np.int64)
-        self._place = {mask: place for place, (mask, _) in enumerate(kept)}
+        self.masks = [mask for mask, _ in kept]
+        self.sizes = [len(samples) for _, samples in kept]
+        self._place = {mask: place for place, mask in enumerate(self.masks)}
         # `take` swaps within a cell, so its array must be its own.
         self._samples = [samples.copy() for _, samples in kept]
+        self._mask_array = np.empty(0, np.uint64)
 
     def validate(self) -> None:
         """AssertionError unless the cells are disjoint and the counts of what each job needs are theirs."""
@@ -123,22 +160,23 @@ class Cells:
         assert len(np.unique(samples)) == len(samples)
         assert 0 not in self._place
         for job in range(MAX_JOBS):
-            assert self.needed[job] == self.sizes[self.needed_by([job])].sum(), job
+            assert self.needed[job] == self.samples_in(self.needed_by(1 << job)), job
 
     def state_dict(self) -> dict[str, Any]:
-        """The cells with their order, which decides what a draw finds, as arrays of its own."""
+        """All cells, empty ones too, because their order decides what a draw finds; as arrays of its own."""
         cells = [
             (mask, self._samples[place][: self.sizes[place]].copy()) for mask, place in self._place.items()
         ]
-        return {"cells": cells, "needed": self.needed.copy()}
+        return {"cells": cells, "needed": list(self.needed)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up what `state_dict` of cells of the same size gave."""
-        self.masks = np.array([mask for mask, _ in state["cells"]], np.uint64)
-        self.sizes = np.array([len(samples) for _, samples in state["cells"]], np.int64)
-        self._place = {mask: place for place, (mask, _) in enumerate(state["cells"])}
+        self.masks = [mask for mask, _ in state["cells"]]
+        self.sizes = [len(samples) for _, samples in state["cells"]]
+        self._place = {mask: place for place, mask in enumerate(self.masks)}
         self._samples = [samples.copy() for _, samples in state["cells"]]
-        self.needed = state["needed"].copy()
+        self._mask_array = np.empty(0, np.uint64)
+        self.needed = list(state["needed"])
 
 
 def bits_of(mask: int) -> Iterable[int]:

@@ -7,7 +7,6 @@ here for comparison; the shared log does the same work without that fault.
 from typing import Any
 
 from torch_dpflow.samplers.buffered import BufferedGroup
-from torch_dpflow.samplers.cells import bits_of
 from torch_dpflow.samplers.indices import IndexArray
 from torch_dpflow.samplers.intersection_tree import IntersectionTree
 from torch_dpflow.samplers.member import Member
@@ -46,11 +45,11 @@ class IntersectionTreeGroup(BufferedGroup):
 
     def _give(self, node: int, count: int) -> None:
         """Sample up to `count` of what all jobs of the node need into their buffers."""
-        cells = self._cells.needed_by(bits_of(node)).nonzero()[0]
-        count = min(count, int(self._cells.sizes[cells].sum()))
+        cells = self._cells.needed_by(node)
+        count = min(count, self._cells.samples_in(cells))
         if not count:
             return
-        places = self._cells.pick(cells, self._rng, count)
+        places = self._cells.pick_many(cells, self._rng, count)
         # From the end of each cell, because taking a sample moves the cell's last one into its slot.
         taken = {place: self._cells.take(place, node) for place in sorted(places, reverse=True)}
         for name, bit in self._bits.items():

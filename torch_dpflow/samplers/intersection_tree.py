@@ -48,8 +48,8 @@ class IntersectionTree:
         """How much a node is worth: the size of what is shared over the sizes of the sets, times the
         likeness of the speeds (eq. 3-6)."""
         jobs = list(bits_of(node))
-        total = int(self._cells.needed[jobs].sum())
-        shared = int(self._cells.sizes[self._cells.needed_by(jobs)].sum())
+        total = sum(self._cells.needed[job] for job in jobs)
+        shared = self._cells.samples_in(self._cells.needed_by(node))
         return shared / total * speed_likeness([self._speeds.get(job) for job in jobs]) if total else 0.0
 
     def _all(self) -> Iterator[int]:

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from torch_dpflow.samplers.cells import Cells, Place, bits_of
-from torch_dpflow.samplers.indices import BoolArray
 
 
 def sample_round(cells: Cells, jobs: Sequence[int], rng: np.random.Generator) -> dict[int, int]:
@@ -25,21 +24,23 @@ def sample_round(cells: Cells, jobs: Sequence[int], rng: np.random.Generator) ->
 
     O(jobs * cells), no matter how many samples there are.
     """
-    level = sorted(jobs, key=lambda job: (cells.needed[job], job))
-    left = {job: int(cells.needed[job]) for job in level}
-    above = np.zeros(len(cells.masks), np.bool_)
+    needed = cells.needed
+    level = sorted(jobs, key=lambda job: (needed[job], job))
+    left = {job: needed[job] for job in level}
+    above, everyone = 0, sum(1 << job for job in level)
     readers: dict[Place, int] = {}
     while level:
-        vertex = cells.needed_by(level) & ~above
-        above |= vertex
-        size = int(cells.sizes[vertex].sum())
+        # What more jobs need all fewer need too, so the vertex above stands for all those above.
+        vertex = cells.needed_by(everyone, above)
+        size = cells.samples_in(vertex)
         takers = _takers([left[job] for job in level], size, rng)
         if takers:
-            place = _draw(cells, vertex, rng)
+            place = cells.pick(vertex, rng)
         else:
-            place, takers = _draw(cells, cells.needed_by(level[:1]) & ~above, rng), 1
-        readers[place] = readers.get(place, 0) | sum(1 << job for job in level[:takers])
-        level = level[takers:]
+            place, takers = cells.pick(cells.needed_by(1 << level[0], everyone), rng), 1
+        taking = sum(1 << job for job in level[:takers])
+        readers[place] = readers.get(place, 0) | taking
+        level, above, everyone = level[takers:], everyone, everyone & ~taking
         for job in level:
             left[job] -= size
     return _take(cells, readers)
@@ -56,10 +57,6 @@ def _takers(left: Sequence[int], size: int, rng: np.random.Generator) -> int:
     ):
         takers += 1
     return takers
-
-
-def _draw(cells: Cells, vertex: BoolArray, rng: np.random.Generator) -> Place:
-    return cells.pick(np.flatnonzero(vertex), rng)[0]
 
 
 def _take(cells: Cells, readers: dict[Place, int]) -> dict[int, int]:
