@@ -311,26 +311,42 @@ def test_read_only_memory_arrives_writable(carry: Carry) -> None:
     assert carried_tensor.tolist() == [3] * 5
 
 
-def test_memory_is_aligned(carry: Carry) -> None:
-    mixed = carry([torch.zeros(size, dtype=torch.uint8) for size in (1, 3, 65, 10_000, LARGE_BYTES + 1)])
-    assert [tensor.data_ptr() % 64 for tensor in mixed] == [0] * 5
+def test_shared_memory_is_aligned_for_vectors() -> None:
+    sizes = (1, 3, 65, 10_000, 40_000, LARGE_BYTES + 1)
+    carried = carry_shared([torch.zeros(size, dtype=torch.uint8) for size in sizes])
+    assert [tensor.data_ptr() % 64 for tensor in carried] == [0] * len(sizes)
 
 
-@pytest.mark.parametrize("shift", [0, 1, 8])
+def shifted(frame: Any, shift: int) -> memoryview:
+    """The frame's content, `shift` bytes behind a multiple of 64."""
+    room = torch.zeros(128 + len(frame), dtype=torch.uint8).numpy()
+    start = -room.ctypes.data % 64 + shift
+    room[start : start + len(frame)] = np.frombuffer(frame, np.uint8)
+    return memoryview(room)[start : start + len(frame)]
+
+
+@pytest.mark.parametrize("shift", [0, 1, 4, 8, 16])
 @pytest.mark.parametrize("writable", [True, False])
 def test_a_frame_may_lie_anywhere(shift: int, writable: bool) -> None:
     tensor = torch.randn(LARGE_BYTES)
     table, frames = encode((tensor, torch.arange(3)))
-    moved = []
-    for frame in frames:
-        room = torch.zeros(64 + shift + len(frame), dtype=torch.uint8).numpy()
-        room[64 + shift :] = np.frombuffer(frame, np.uint8)
-        view = memoryview(room)[64 + shift :]
-        moved.append(view if writable else view.toreadonly())
-    carried, count = decode(table, moved)
+    moved = [shifted(frame, shift) for frame in frames]
+    carried, count = decode(table, moved if writable else [frame.toreadonly() for frame in moved])
     assert torch.equal(carried, tensor)
-    assert carried.data_ptr() % 64 == 0
+    assert carried.data_ptr() % 8 == 0
     assert count.tolist() == [0, 1, 2]
+    in_place = writable and shift % 8 == 0
+    assert np.shares_memory(carried.numpy(), np.asarray(moved[1])) == in_place
+
+
+@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble], ids=str)
+@pytest.mark.parametrize("count", [3, LARGE_BYTES])
+def test_long_doubles_are_aligned_to_themselves(dtype: Any, count: int) -> None:
+    array = np.arange(count).astype(dtype)
+    table, frames = encode([array, array[:0].real, np.arange(count)])
+    carried = decode(table, [shifted(frame, 8) for frame in frames])
+    assert all(piece.flags.aligned for piece in carried)
+    assert carried[0].tolist() == array.tolist()
 
 
 OBJECTS = {

@@ -12,8 +12,11 @@ import torch
 #: One-dimensional bytes.
 Memory: TypeAlias = npt.NDArray[np.uint8]
 
-#: Vector instructions and cache lines want it.
+#: Vector instructions and cache lines want it; memory of our own begins at a multiple of it.
 ALIGNMENT = 64
+#: Enough for every item but numpy's long double; what a socket received is aligned to this and no more, and a
+#: copy of it would cost more than unaligned vectors do.
+WORD = 8
 
 
 def storage_over(memory: Memory) -> torch.UntypedStorage:

@@ -1,9 +1,10 @@
 """Objects to frames and back, without copies: one parcel is one encoded sample or batch.
 
-A parcel is a pickle head (protocol 5) and out-of-band buffers. A large buffer lies in a block of shared
-memory where there is an arena, and is a frame of its own where there is none. Small ones are coalesced, each
-64-byte aligned: behind the head in the first frame, or together in one block. The table says where each lies.
-Services pass (table, frames) on unopened.
+A parcel is a pickle head (protocol 5) and out-of-band buffers: the memory of tensors, of arrays and of big
+bytes objects. A large buffer lies in a block of shared memory where there is an arena, and is a frame of its
+own where there is none. Small ones are coalesced, each 64-byte aligned: behind the head in the first frame,
+or together in one block, as are all big bytes objects. The table says where each lies. Services pass
+(table, frames) on unopened.
 
 Only workers and jobs open parcels, and only from peers that have proved who they are: a pickle can run code.
 """
@@ -21,7 +22,7 @@ import numpy as np
 
 from torch_dpflow.errors import MessageError, TransportError
 from torch_dpflow.remote.arena import Arena, ArenaReader, Block, BlockRef
-from torch_dpflow.remote.memory import ALIGNMENT, address_of, aligned_copy
+from torch_dpflow.remote.memory import ALIGNMENT, WORD, address_of, aligned_copy
 from torch_dpflow.remote.reduction import ParcelPickler, Source
 from torch_dpflow.remote.unpicklable import explain
 
@@ -33,6 +34,8 @@ LARGE_BYTES = 1 << 16
 #: From this size on the head, and the coalesced buffers, go into shared memory, bytes. Measured: below it the
 #: socket is as fast.
 SHARED_BYTES = 1 << 15
+#: Most buffers of a parcel that have a frame of their own: a message may have only so many.
+MAX_LARGE_FRAMES = 1000
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -53,6 +56,8 @@ class ParcelTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
     head: Place
     #: One for each use of a buffer in the head, in order; the same place twice is the same memory.
     buffers: tuple[Place, ...]
+    #: What the address of every buffer has to be a multiple of, for the items that lie in it.
+    alignment: int = WORD
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +126,10 @@ class _Packing:
         self._region = 0
 
     def pack(self, chunks: list[bytes], sources: list[Source]) -> tuple[ParcelTable, list[Frame]]:
+        if self._arena is not None:
+            self._share_bytes_objects(self._arena, sources)
         places = [self._places.get(source[:2]) or self._place(source) for source in sources]
+        alignment = max((source.alignment for source in sources), default=WORD)
         first: Frame = b"".join(chunks)
         head = Place(0, 0, len(first))
         if (block := self._share(len(first))) is not None:
@@ -133,25 +141,42 @@ class _Packing:
             # Until now a small buffer's place was one in the region; the region's own is known only here.
             places = [Place(part, start + p.offset, p.size) if p.part == 0 else p for p in places]
         frames: list[Frame] = [first, *self._frames]
-        return ParcelTable(len(frames), tuple(self._blocks), head, tuple(places)), frames
+        return ParcelTable(len(frames), tuple(self._blocks), head, tuple(places), alignment), frames
+
+    def _share_bytes_objects(self, arena: Arena, sources: list[Source]) -> None:
+        """Put all bytes objects into one block: decoding copies them, so none of them keeps it."""
+        pieces = {source[:2]: source for source in sources if type(source.owner) is bytes}
+        if not pieces:
+            return
+        block = arena.allocate(sum(_aligned(source.nbytes) for source in pieces.values()))
+        if block is None:
+            return
+        part, offset = self._publish(block), 0
+        for key, source in pieces.items():
+            ctypes.memmove(block.address + offset, source.address, source.nbytes)
+            self._places[key] = Place(part, offset, source.nbytes)
+            offset += _aligned(source.nbytes)
 
     def _place(self, source: Source) -> Place:
-        if source.nbytes >= LARGE_BYTES:
-            place = Place(self._place_large(source), 0, source.nbytes)
+        part = self._place_large(source) if source.nbytes >= LARGE_BYTES else None
+        if part is not None:
+            place = Place(part, 0, source.nbytes)
         else:
             place = Place(0, self._region, source.nbytes)
             self._small.append((source, self._region))
-            self._region += source.nbytes + -source.nbytes % ALIGNMENT
+            self._region += _aligned(source.nbytes)
         self._places[source[:2]] = place
         return place
 
-    def _place_large(self, source: Source) -> int:
+    def _place_large(self, source: Source) -> int | None:
         if self._arena is not None:
             block = self._arena.block_at(source.address, source.nbytes)
             if block is None and (block := self._arena.allocate(source.nbytes)) is not None:
                 ctypes.memmove(block.address, source.address, source.nbytes)
             if block is not None:
                 return self._publish(block)
+        if len(self._frames) >= MAX_LARGE_FRAMES:
+            return None
         self._frames.append(source.view())
         return len(self._frames)
 
@@ -161,7 +186,7 @@ class _Packing:
         if block is not None:
             self._copy_small(block.address)
             return first, 0, self._publish(block)
-        start = len(first) + -len(first) % ALIGNMENT
+        start = _aligned(len(first))
         frame = np.zeros(start + self._region, np.uint8)
         frame.data[: len(first)] = first
         self._copy_small(address_of(frame) + start)
@@ -230,9 +255,9 @@ class _Unpacking:
         frame, start = self._frames[part], 0
         if part == 0:  # the head and its padding are not worth a copy
             head = self._table.head
-            start = head.size + -head.size % ALIGNMENT if head.part == 0 else 0
+            start = _aligned(head.size) if head.part == 0 else 0
             frame = frame[start:]
-        if frame.readonly or address_of(np.frombuffer(frame, np.uint8)) % ALIGNMENT:
+        if frame.readonly or address_of(np.frombuffer(frame, np.uint8)) % max(self._table.alignment, WORD):
             frame = aligned_copy(frame).data
         return frame, start
 
@@ -242,3 +267,7 @@ class _Unpacking:
         if self._reader is None:
             raise MessageError("parcel lies in a worker's shared memory; decoding it takes its ArenaReader")
         return self._reader.view(self._table.blocks[number]).data
+
+
+def _aligned(size: int) -> int:
+    return size + -size % ALIGNMENT

@@ -3,7 +3,8 @@
 A tensor becomes its storage, dtype, shape, strides and offset; two tensors of one storage meet again through
 pickle's memo. A storage or an array becomes a stand-in for a buffer, and its memory goes to `sources`. All
 other layouts and subclasses go torch's own way, which ends at storages. What torch registers with
-multiprocessing's ForkingPickler takes no part, so no descriptor is passed behind our back.
+multiprocessing's ForkingPickler takes no part, so no descriptor is passed behind our back. A big bytes object
+leaves the pickle too; opening the parcel copies it, as bytes own their memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch.storage import TypedStorage
 
-from torch_dpflow.remote.memory import Memory, address_of, memory_of, storage_over, tensor_over
+from torch_dpflow.remote.memory import WORD, Memory, address_of, memory_of, storage_over, tensor_over
 
 #: A view travels without the rest of its storage where it takes up less than this share, and so much less.
 _SPAN_SHARE = 0.5
@@ -35,8 +36,10 @@ class Source(NamedTuple):
 
     address: int
     nbytes: int
-    #: Keeps the memory alive.
+    #: Keeps the memory alive. A bytes object where that is what travels, and nothing else is bytes here.
     owner: Any
+    #: What the address of the decoded memory has to be a multiple of.
+    alignment: int = WORD
 
     def view(self) -> memoryview:
         """The memory itself, not a copy."""
@@ -54,24 +57,59 @@ class _Span(NamedTuple):
     memory: Memory
 
 
+#: From this size on pickle writes a bytes object by itself, without a copy of it.
+_APART_BYTES = 1 << 16
+#: To pickle: call `bytes` with the next buffer.
+_BYTES_OF_BUFFER = pickle.GLOBAL + b"builtins\nbytes\n" + pickle.NEXT_BUFFER + pickle.TUPLE1 + pickle.REDUCE
 #: What pickle sees in the place of memory. Writable, or it would have the decoded memory made read-only.
 _STAND_IN = pickle.PickleBuffer(bytearray(1))
 
 
-class _Chunks(list[bytes]):
-    """A file for pickle, which hands over a big bytes object as itself, without a copy."""
+class _Stream:
+    """The file that pickle writes to: big bytes objects go to `sources`, all else to `chunks`.
 
-    write = list.append
+    pickle hands a big bytes object to `write` as itself, after a chunk that ends with its opcode and length,
+    outside of any pickle frame. In their place come instructions to make bytes of the next buffer.
+    """
+
+    def __init__(self) -> None:
+        self.chunks: list[bytes] = []
+        self.sources: list[Source] = []
+
+    def write(self, chunk: Any) -> None:
+        """Called by pickle with a chunk of the stream, or with the content of one big object."""
+        if len(chunk) >= _APART_BYTES and type(chunk) is bytes and not _begins_with_frame(chunk):
+            header = _bytes_header(len(chunk))
+            if self.chunks and self.chunks[-1].endswith(header):
+                self.chunks[-1] = self.chunks[-1][: -len(header)] + _BYTES_OF_BUFFER
+                self.sources.append(Source(address_of(np.frombuffer(chunk, np.uint8)), len(chunk), chunk))
+                return
+        self.chunks.append(chunk)
+
+
+def _begins_with_frame(chunk: bytes) -> bool:
+    """Whether this may be pickle's own output, the tail of the chunk before it being chance.
+
+    pickle flushes as much only in frames. A bytes object that looks like one stays in the stream, unharmed.
+    """
+    return chunk[:1] == pickle.FRAME and int.from_bytes(chunk[1:9], "little") <= len(chunk)
+
+
+def _bytes_header(size: int) -> bytes:
+    if size <= 0xFFFFFFFF:
+        return pickle.BINBYTES + size.to_bytes(4, "little")
+    return pickle.BINBYTES8 + size.to_bytes(8, "little")
 
 
 class ParcelPickler(pickle.Pickler):
-    """Pickles into `chunks`; the memory of tensors and arrays goes to `sources`, in the order of its use."""
+    """Pickles into `chunks`; the memory of tensors, arrays and big bytes goes to `sources`, as it is met."""
 
     def __init__(self) -> None:
-        self.chunks = _Chunks()
-        self.sources: list[Source] = []
+        stream = _Stream()
+        self.chunks = stream.chunks
+        self.sources = stream.sources
         # Not a method of ours: in a cycle with its pickler, a batch's memory would wait for the collector.
-        super().__init__(self.chunks, protocol=5, buffer_callback=partial(_take_buffer, self.sources))
+        super().__init__(stream, protocol=5, buffer_callback=partial(_take_buffer, self.sources))
 
     def reducer_override(self, obj: Any) -> Any:
         """Pickle's hook for every object that is not a plain builtin."""
@@ -115,7 +153,8 @@ class ParcelPickler(pickle.Pickler):
         order = "F" if array.flags.fnc else "C"
         if not array.flags.forc:
             array = np.ascontiguousarray(array)
-        self.sources.append(Source(address_of(array), array.nbytes, array))
+        alignment = max(dtype.alignment, WORD)
+        self.sources.append(Source(address_of(array), array.nbytes, array, alignment))
         return rebuild_array, (_STAND_IN, dtype.str if plain else dtype, array.shape, order)
 
 
