@@ -20,11 +20,8 @@ import numpy as np
 from torch_dpflow.remote.parcel import ParcelTable, decode, encode
 from torch_dpflow.remote.rpc import IncomingCall, Result, RpcClient, RpcServer
 from torch_dpflow.remote.transport import listen
-from torch_dpflow.remote.transport.base import Frame
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
-#: From this size on pickle writes a bytes object by itself.
-BIG_BYTES = 64 * 1024
 
 
 class Client(Protocol):
@@ -54,12 +51,11 @@ class Side(Protocol):
 
 
 class Dpflow:
-    """Our calls: bytes objects in a pickle with its bulk out of band, arrays as a parcel."""
+    """Our calls, with a parcel as their payload."""
 
     def serve(self, address: str, ready: Callable[[str], None], shape: Sequence[int]) -> None:
         server = RpcServer(listen(address))
-        server.register("echo", _echo)
-        server.register("echo_arrays", _echo_arrays, body_type=ParcelTable)
+        server.register("echo", _echo, body_type=ParcelTable)
         server.register("ping", lambda call: Result(call.body))
         ready(server.address)
         server.serve()
@@ -72,14 +68,12 @@ class _DpflowClient:
     def __init__(self, client: RpcClient) -> None:
         self._client = client
 
-    def echo(self, objects: list[bytes]) -> list[bytes]:
-        received: list[bytes] = unpickle(self._client.call("echo", None, pickle_apart(objects)).frames)
+    def echo(self, objects: list[Any]) -> list[Any]:
+        answer = self._client.call("echo", *encode(objects), reply_type=ParcelTable)
+        received: list[Any] = decode(answer.body, answer.frames)
         return received
 
-    def echo_arrays(self, arrays: list[Array]) -> list[Array]:
-        answer = self._client.call("echo_arrays", *encode(arrays), reply_type=ParcelTable)
-        received: list[Array] = decode(answer.body, answer.frames)
-        return received
+    echo_arrays = echo
 
     def ping(self, payload: bytes) -> bytes:
         answer: bytes = self._client.call("ping", payload).body
@@ -87,42 +81,7 @@ class _DpflowClient:
 
 
 def _echo(call: IncomingCall) -> Result:
-    return Result(None, pickle_apart(unpickle(call.frames)))
-
-
-def _echo_arrays(call: IncomingCall) -> Result:
     return Result(*encode(decode(call.body, call.frames)))
-
-
-class _Chunks(list[bytes]):
-    """A file whose writes stay apart: pickle hands a big bytes object over as it is, without a copy."""
-
-    write = list[bytes].append
-
-
-#: Instructions to pickle: call `bytes` with the next out-of-band buffer.
-_TAKE_BUFFER = b"cbuiltins\nbytes\n\x97\x85R"
-
-
-def pickle_apart(obj: Any) -> list[Frame]:
-    """Pickle `obj` with its big bytes objects out of band, without copying them: the head, then they."""
-    chunks = _Chunks()
-    pickle.Pickler(chunks, protocol=5).dump(obj)
-    head: list[bytes] = []
-    frames: list[Frame] = []
-    for chunk in chunks:
-        opcode = b"B" + len(chunk).to_bytes(4, "little")
-        if len(chunk) >= BIG_BYTES and head and head[-1].endswith(opcode):
-            head[-1] = head[-1].removesuffix(opcode) + _TAKE_BUFFER
-            frames.append(chunk)
-        else:
-            head.append(chunk)
-    return [b"".join(head), *frames]
-
-
-def unpickle(frames: Sequence[Frame]) -> Any:
-    """The object that was pickled apart; each big bytes object is copied once, to where it stays."""
-    return pickle.loads(frames[0], buffers=frames[1:])
 
 
 # --- gRPC ---
