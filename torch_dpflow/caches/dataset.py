@@ -34,7 +34,8 @@ class ALSDCache(Dataset[Any]):
 
     Without `sampler` the order is not known: "alsd" then takes every sample to be read once in an epoch and
     keeps what has not been read in this one. With it, samples go whose next use is farthest. The sampler must
-    draw in the process that reads, or must be able to tell its order there: a DynaGCSSampler on its own can.
+    draw in the process that reads: a copy of it in a worker does not know where the epoch is, and
+    DynaGCSSampler's says nothing there.
 
     An index counts from the end if it is negative and the dataset has a length. One that is no number is a
     key of its own; one that cannot be hashed, such as a list, or lies outside the dataset, goes to the

@@ -3,11 +3,13 @@
 from abc import ABC, abstractmethod
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from torch_dpflow.errors import StateError, UsageError
+from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.indices import CompactArray, IndexArray
 from torch_dpflow.samplers.ranks import GlobalBatches, RankShares, rank_slice
@@ -32,6 +34,10 @@ class Pass(ABC):
     def shared_state(self, consumed: int) -> dict[str, Any] | None:
         """What it takes besides the position to go on after `consumed` samples; None: nothing."""
 
+    @abstractmethod
+    def lookahead(self) -> Lookahead:
+        """What is known of the samples that it has not yielded yet."""
+
 
 class PrivatePass(Pass):
     """A pass over an order that is settled; it starts anywhere at no cost."""
@@ -48,6 +54,10 @@ class PrivatePass(Pass):
 
     def shared_state(self, consumed: int) -> None:
         """Nothing: the order can be drawn again."""
+
+    def lookahead(self) -> Lookahead:
+        """All of it."""
+        return Lookahead.of_order(self._part, epoch=self.epoch, position=self.position)
 
 
 class SharedPass(Pass):
@@ -70,7 +80,7 @@ class SharedPass(Pass):
     ) -> None:
         super().__init__(epoch, position)
         self._group, self._job = group, job
-        self._rank, self._replicas = rank, shares.replicas
+        self._rank, self._replicas, self._length = rank, shares.replicas, shares.per_rank
         resumed = _Resumed.of(state, group.size, rank)
         group.start_epoch(job, epoch, done=resumed.done)
         self._batches = GlobalBatches(
@@ -120,6 +130,19 @@ class SharedPass(Pass):
             "head": self._batches.head.tolist(),
             "pending": record[consumed - self._recorded_from :].tolist(),
         }
+
+    def lookahead(self) -> Lookahead:
+        """What was drawn but not yielded, then what the group tells; of one rank of several, where it is.
+
+        Which rank gets what of a global batch is not known before it is drawn.
+        """
+        if self._replicas > 1:
+            return Lookahead(epoch=self.epoch, length=self._length, position=self.position)
+        told = self._group.lookahead(self._job)
+        pending = np.concatenate(self._record)[self.position - self._recorded_from :]
+        return replace(
+            told, position=told.position - len(pending), certain=np.concatenate([pending, told.certain])
+        )
 
 
 class _Resumed:

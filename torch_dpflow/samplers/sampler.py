@@ -1,12 +1,14 @@
 """DynaGCSSampler: an order for torch's DataLoader or ours, private or shared with other jobs."""
 
 from collections.abc import Iterator, Sized
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, get_worker_info
 
 from torch_dpflow.errors import OptionError, StateError, UsageError
+from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.arguments import check_group, given_indices, length_of, own_rank
 from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.indices import MAX_SEED, CompactArray, check_number, check_whole, permutation
@@ -35,20 +37,20 @@ class DynaGCSSampler(Sampler[int]):
     One thread at a time may use the samplers of a group. A sampler pickles, with a copy of its group.
 
     Args:
-        data_source: a data set, of which all positions are read; or a sequence, array, tensor or range of
-        whole
-            numbers: the indices to read.
-        group: the jobs to share with, `sampling_group(...)`; None: alone. batch_size: samples that a rank
-        takes at once; used in a group, where None draws 64 at a time. num_replicas: number of ranks; by
-        default torch.distributed's, if it is initialised, else 1. rank: which of them this is; by default
-        torch.distributed's, if it is initialised, else 0. shuffle: False reads the indices in the order
-        given; not in a group. seed: decides the order. In one group give all jobs the same seed, or seeds
-        that lie far apart: seed 1 in
-            epoch 0 is seed 0 in epoch 1.
+        data_source: a data set, of which all positions are read; or the indices to read, as a sequence,
+            array, tensor or range of whole numbers.
+        group: the jobs to share with, `sampling_group(...)`; None: alone.
+        batch_size: samples that a rank takes at once; used in a group, where None draws 64 at a time.
+        num_replicas: number of ranks; by default torch.distributed's, if it is initialised, else 1.
+        rank: which of them this is; by default torch.distributed's, if it is initialised, else 0.
+        shuffle: False reads the indices in the order given; not in a group.
+        seed: decides the order. In one group give all jobs the same seed, or seeds that lie far apart:
+            seed 1 in epoch 0 is seed 0 in epoch 1.
         drop_last: leave out the tail that does not divide evenly among the ranks, instead of repeating
-        samples. strategy: how the group shares; must be the group's. Without a group nothing is shared.
+            samples.
+        strategy: how the group shares; must be the group's. Without a group nothing is shared.
         independence: share of the picks, 0 to 1, that ignore what others have loaded; see
-        `SharedLogGroup`.
+            `SharedLogGroup`.
 
     Raises:
         OptionError: a value is out of range, or the group is of another strategy or size.
@@ -117,14 +119,8 @@ class DynaGCSSampler(Sampler[int]):
         """
         if self.group is not None and self._job is None:
             raise UsageError("the sampler has left its group; make a new one to join again")
-        position, shared = self._resume or (0, None)
-        # RandomSampler draws anew for each iteration, DistributedSampler only after set_epoch().
-        finished = self._latest is not None or (self._resume is not None and position >= len(self))
-        if finished and not self._is_distributed:
-            self._epoch += 1
-        if finished:
-            position, shared = 0, None
-        self._latest, self._resume = self._begin(position, shared), None
+        self._epoch, position, shared = self._upcoming()
+        self._latest, self._resume = self._begin(self._epoch, position, shared), None
         return iter(self._latest)
 
     def set_epoch(self, epoch: int) -> None:
@@ -150,8 +146,7 @@ class DynaGCSSampler(Sampler[int]):
 
         Args:
             consumed: how many of the epoch's samples this rank has used, where a loader draws ahead of
-            what it
-                delivers; None: all that were yielded.
+                what it delivers; None: all that were yielded.
 
         Raises:
             OptionError: `consumed` is below 0, or more than were yielded.
@@ -172,14 +167,42 @@ class DynaGCSSampler(Sampler[int]):
         self._epoch, self._latest = epoch, None
         self._resume = position, state["shared"]
 
+    def lookahead(self) -> Lookahead | None:
+        """What this rank reads next, for a cache in the process that draws. Draws nothing.
+
+        Alone, the whole order, and the next epoch's too unless `set_epoch` decides which that is. In a
+        group, what the group can tell; for one rank of several, only how much is left. None, which is
+        nothing: after `leave`, and in a worker, whose copy of the sampler draws nothing.
+        """
+        if get_worker_info() is not None or (self.group is not None and self._job is None):
+            return None
+        if self.group is not None:
+            return self._upcoming_in_group() if self._latest is None else self._latest.lookahead()
+        told = (self._latest or self._begin(*self._upcoming())).lookahead()
+        return told if self._is_distributed else replace(told, following=self._part(told.epoch + 1))
+
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _begin(self, position: int, shared: dict[str, Any] | None) -> Pass:
-        self._end_running()
+    def _upcoming(self) -> tuple[int, int, dict[str, Any] | None]:
+        """Epoch, position and shared state with which the next iteration is to begin."""
+        position, shared = self._resume or (0, None)
+        finished = self._latest is not None or (self._resume is not None and position >= len(self))
+        if not finished:
+            return self._epoch, position, shared
+        # RandomSampler draws anew for each iteration, DistributedSampler only after set_epoch().
+        return (self._epoch if self._is_distributed else self._epoch + 1), 0, None
+
+    def _upcoming_in_group(self) -> Lookahead:
+        epoch, position, _ = self._upcoming()
+        members = self._indices if self.num_replicas == 1 else None
+        return Lookahead(epoch=epoch, length=len(self), position=position, members=members)
+
+    def _begin(self, epoch: int, position: int, shared: dict[str, Any] | None) -> Pass:
         if self.group is None or self._job is None:
-            return PrivatePass(self._epoch, position, self._shares.of(self._order(), self.rank))
+            return PrivatePass(epoch, position, self._part(epoch))
+        self._end_running()
         self._running = SharedPass(
-            self._epoch,
+            epoch,
             group=self.group,
             job=self._job,
             shares=self._shares,
@@ -190,12 +213,12 @@ class DynaGCSSampler(Sampler[int]):
         )
         return self._running
 
-    def _order(self) -> CompactArray:
-        """The order of all ranks together."""
+    def _part(self, epoch: int) -> CompactArray:
+        """This rank's part of an epoch of its own."""
         order: CompactArray = np.arange(self._length)
         if self.shuffle:
-            order = permutation(self._length, self.seed, self._epoch)
-        return order if self._indices is None else self._indices[order]
+            order = permutation(self._length, self.seed, epoch)
+        return self._shares.of(order if self._indices is None else self._indices[order], self.rank)
 
     def _end_running(self) -> None:
         if self._running is not None:
