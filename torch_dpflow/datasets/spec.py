@@ -65,9 +65,20 @@ class SampleMeta(SpecStruct, frozen=True, kw_only=True, gc=False):
     #: The annotations as a JSON object, still encoded: a shard costs little more in memory than on disk.
     meta: EncodedObject
 
+    def __post_init__(self) -> None:
+        if self.offset is not None and self.length is None:
+            raise ValueError("a sample with an offset needs a length")
+
     def fields(self) -> dict[str, Any]:
-        """The annotations, decoded anew each time: whoever writes to them changes nobody else's."""
-        return msgspec.json.decode(self.meta, type=dict[str, Any])
+        """The annotations, decoded anew each time: whoever writes to them changes nobody else's.
+
+        Raises:
+            DamagedStoreError: they are no JSON object.
+        """
+        try:
+            return msgspec.json.decode(self.meta, type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise DamagedStoreError(f"the annotations of {self.path} are no JSON object: {error}") from error
 
 
 class DatasetShardMeta(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-shard"):
@@ -157,25 +168,36 @@ class Dataset(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="data
 
     def decode_shard(self, variant: str, number: int, data: bytes) -> DatasetShardMeta:
         """Open the bytes of a shard, checked against what is known of it. Raises DamagedStoreError."""
-        name = f"{self.id}/{self.shard_path(variant, number)}"
         entry = self.variants[variant].shards[number]
-        if len(data) != entry.bytes:
-            raise DamagedStoreError(
-                f"{name} has {len(data)} bytes, {self.id}:{self.version} says {entry.bytes}; "
-                "it was cut short or overwritten: restore it from a copy"
-            )
-        if sha256_of(data) != entry.sha256:
-            raise DamagedStoreError(
-                f"{name} does not match its SHA-256; it was damaged: restore it from a copy"
-            )
-        shard = decode_file(data, DatasetShardMeta, name)
-        expected = (self.id, entry.version, variant, number, self.variants[variant].shard_samples(number))
-        found = (shard.dataset, shard.version, shard.variant, shard.shard, len(shard.samples))
-        if found != expected:
-            raise DamagedStoreError(
-                f"{name} describes (dataset, version, variant, shard, samples) {found} instead of {expected}"
-            )
-        return shard
+        samples = self.variants[variant].shard_samples(number)
+        identity = ShardIdentity(self.id, entry.version, variant, number, samples)
+        return decode_shard(data, f"{self.id}/{self.shard_path(variant, number)}", entry, identity)
+
+
+class ShardIdentity(NamedTuple):
+    """What a shard says of itself."""
+
+    dataset: str
+    version: str
+    variant: str
+    shard: int
+    samples: int
+
+
+def decode_shard(data: bytes, name: str, entry: ShardEntry, identity: ShardIdentity) -> DatasetShardMeta:
+    """Open a shard's bytes; `name` is what errors call it. Raises DamagedStoreError, NewerFormatError."""
+    if len(data) != entry.bytes:
+        raise DamagedStoreError(
+            f"{name} has {len(data)} bytes instead of {entry.bytes}; it was cut short or overwritten: "
+            "restore it from a copy"
+        )
+    if sha256_of(data) != entry.sha256:
+        raise DamagedStoreError(f"{name} does not match its SHA-256; it was damaged: restore it from a copy")
+    shard = decode_file(data, DatasetShardMeta, name)
+    found = ShardIdentity(shard.dataset, shard.version, shard.variant, shard.shard, len(shard.samples))
+    if found != identity:
+        raise DamagedStoreError(f"{name} is {found} instead of {identity}; restore it from a copy")
+    return shard
 
 
 def shard_path(version: str, variant: str, number: int) -> str:

@@ -1,0 +1,125 @@
+"""Turns what an importer finds into the metadata of samples: paths, checksums, annotations as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from torch_dpflow.datasets.checksums import ChecksumAlgorithm, checksum_of
+from torch_dpflow.datasets.importers.base import Importer, Item
+from torch_dpflow.datasets.objects import Objects
+from torch_dpflow.datasets.packing import ShardPacks
+from torch_dpflow.datasets.spec import SampleMeta, data_url
+from torch_dpflow.errors import DatasetError, SourceError
+
+#: Objects that are read at the same time to take their checksums.
+_READ_THREADS = 16
+
+
+class Describer:
+    """Describes the items of one importer, relative to the variant that they go into.
+
+    Args:
+        importer: whose items they are.
+        dataset_url: the dataset's directory.
+        data: the variant's data root, to which paths are made relative where they can be.
+        pack_root: where packs go, relative to the dataset's directory.
+        checksum: taken of every sample, which reads all data; None: only of those that go into packs, whose
+            bytes pass by anyway.
+    """
+
+    def __init__(
+        self,
+        importer: Importer,
+        *,
+        dataset_url: str,
+        data: str,
+        pack_root: str,
+        checksum: ChecksumAlgorithm | None,
+    ) -> None:
+        self._objects = Objects(importer.options)
+        self._dataset_url = dataset_url
+        self._root = data_url(dataset_url, data, "")
+        self._own_root = data if importer.root is None else importer.root
+        self._pack_root = pack_root
+        self._checksum = checksum
+
+    def describe(self, items: Iterable[Item], packs: ShardPacks) -> list[SampleMeta]:
+        """The metadata of a shard's items. Those that bring bytes are added to the packs.
+
+        Raises:
+            SourceError: an item has no object, leads out of its root, or has annotations that are no JSON.
+        """
+        samples = [self.found(item) if item.data is None else self._packed(item, packs) for item in items]
+        if self._checksum is None:
+            return samples
+        with ThreadPoolExecutor(_READ_THREADS, "dpflow-checksum") as threads:
+            return list(threads.map(self._checked, samples))
+
+    def found(self, item: Item) -> SampleMeta:
+        """The metadata of an item that lies somewhere."""
+        assert item.path is not None
+        try:
+            url = data_url(self._dataset_url, self._own_root, item.path)
+        except DatasetError as error:
+            raise SourceError(str(error)) from error
+        return self._sample(item, url, offset=item.offset, length=item.length, checksum=item.checksum)
+
+    def _packed(self, item: Item, packs: ShardPacks) -> SampleMeta:
+        assert item.data is not None
+        pack, offset = packs.add(item.data)
+        url = f"{self._dataset_url}/{self._pack_root}/{pack}"
+        return self._sample(
+            item, url, offset=offset, length=len(item.data), checksum=self.checksum(item.data)
+        )
+
+    def checksum(self, data: bytes) -> str:
+        """The checksum of a sample that goes into a pack."""
+        return checksum_of(data, self._checksum or "crc32")
+
+    def _sample(
+        self, item: Item, url: str, *, offset: int | None, length: int | None, checksum: str | None
+    ) -> SampleMeta:
+        path = url.removeprefix(f"{self._root.rstrip('/')}/")
+        meta = encode_annotations(item.meta, path)
+        try:
+            return SampleMeta(path=path, offset=offset, length=length, checksum=checksum, meta=meta)
+        except ValueError as error:
+            raise SourceError(f"{path}: {error}") from error
+
+    def _checked(self, sample: SampleMeta) -> SampleMeta:
+        if sample.checksum is not None:
+            return sample
+        assert self._checksum is not None
+        url = data_url(self._dataset_url, self._root, sample.path)
+        try:
+            data = self._objects.read(url, sample.offset, sample.length)
+        except OSError as error:
+            raise SourceError(f"{url} cannot be read: {type(error).__name__}: {error}") from error
+        return msgspec.structs.replace(sample, length=len(data), checksum=checksum_of(data, self._checksum))
+
+
+def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:
+    """Annotations as a JSON object; `name` is what errors call the sample. Raises SourceError."""
+    try:
+        encoded = _ENCODER.encode(meta)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise SourceError(
+            f"the annotations of {name} cannot be written as JSON: {error}: {meta!r}"
+        ) from error
+    if not encoded.startswith(b"{"):
+        raise SourceError(f"the annotations of {name} are no mapping: {meta!r}")
+    return msgspec.Raw(encoded)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray) or hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} is no JSON value")
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_plain)

@@ -1,0 +1,182 @@
+"""Draft: a version that is being written."""
+
+from __future__ import annotations
+
+from torch_dpflow.datasets.checksums import ChecksumAlgorithm
+from torch_dpflow.datasets.describing import Describer
+from torch_dpflow.datasets.importers.base import Importer
+from torch_dpflow.datasets.names import DatasetRef
+from torch_dpflow.datasets.progress import DraftRecord, Progress
+from torch_dpflow.datasets.spec import Dataset, Variant, encode_file, sealed
+from torch_dpflow.datasets.store import DatasetStore, StoredDataset, now
+from torch_dpflow.datasets.writer import ProgressCallback, VariantWriter
+from torch_dpflow.errors import OptionError, PublishedError
+
+#: Samples in a metadata shard: some 100 to 300 kB, one quick read.
+SHARD_SIZE = 1000
+
+
+class Draft:
+    """A version that is being written: add variants, then publish. Until then nobody can read it.
+
+    Everything is kept in the store, so a draft that was killed goes on when the same variants are added
+    again, from any machine. Of two who publish the same version, one gets a PublishedError.
+
+    Args:
+        store: where it goes.
+        dataset_id: "namespace/name".
+        version: a version that is not published.
+        parent: a published version that this one continues: it has all of its samples and those added.
+        description: a line or two for people.
+
+    Raises:
+        PublishedError: the version is published.
+        DatasetNotFoundError: the parent is not.
+    """
+
+    def __init__(
+        self,
+        store: DatasetStore,
+        dataset_id: str,
+        version: str,
+        *,
+        parent: str | None = None,
+        description: str = "",
+    ) -> None:
+        self._ref = DatasetRef(dataset_id, version)
+        self._files = store.files.at(self._ref.id)
+        self._parent = None if parent is None else store.load(dataset_id, parent)
+        self._description = description
+        self._version = version
+        if self._files.exists(self._manifest):
+            raise self._published()
+
+    @property
+    def parent(self) -> Dataset | None:
+        """The version that this one continues."""
+        return self._parent
+
+    def add(
+        self,
+        variant: str,
+        importer: Importer,
+        *,
+        shard_size: int | None = None,
+        checksum: ChecksumAlgorithm | None = None,
+        progress: ProgressCallback = lambda samples: None,
+    ) -> Variant:
+        """Import a source into a variant; goes on where an earlier run was killed, and may be called again.
+
+        Args:
+            variant: its name, such as "train".
+            importer: reads the source.
+            shard_size: samples in a metadata shard, 1000 by default; a parent's variant keeps its own.
+            checksum: "crc32" or "sha256" of every sample, which reads all data once; None takes none, except
+                of samples that the importer brings as bytes.
+            progress: called with the number of samples written, after every shard.
+
+        Raises:
+            OptionError: an import of something else into this variant has begun; a bad `shard_size`.
+            SourceError: the source is not laid out as it should be, is empty, or has changed since.
+        """
+        ref = DatasetRef(self._ref.id, self._version, variant)
+        base = self._base(variant)
+        record = self._record(importer, base, shard_size, checksum)
+        describer = Describer(
+            importer,
+            dataset_url=self._files.url,
+            data=record.data,
+            pack_root=f"data/{self._version}/{variant}",
+            checksum=checksum,
+        )
+        return VariantWriter(self._files, ref, record, base).write(importer, describer, progress)
+
+    def publish(self) -> Dataset:
+        """Make the version readable, with all variants that were added and those of the parent. Atomic.
+
+        Raises:
+            PublishedError: somebody else has published it.
+            OptionError: nothing was added, or the import of a variant has not ended.
+        """
+        variants = {} if self._parent is None else dict(self._parent.variants)
+        added = self._finished()
+        if not added:
+            raise OptionError(f"there is nothing to publish as {self._ref}; add a variant first")
+        dataset = sealed(
+            Dataset(
+                format=1,
+                id=self._ref.id,
+                version=self._version,
+                created=now(),
+                variants={**variants, **added},
+                parent=None if self._parent is None else self._parent.version,
+                description=self._description,
+            )
+        )
+        try:
+            self._files.create(self._manifest, encode_file(dataset))
+        except FileExistsError as error:
+            raise self._published() from error
+        self._files.remove(self._folder)
+        return dataset
+
+    def discard(self) -> None:
+        """Remove everything that was written for this version. Data that was there before stays."""
+        if self._files.exists(self._manifest):
+            raise self._published()
+        for variant in self._files.children(self._folder):
+            self._files.remove(f"data/{self._version}/{variant.name}")
+        self._files.remove(f"meta/{self._version}")
+        self._files.remove(self._folder)
+
+    @property
+    def _folder(self) -> str:
+        return f"drafts/{self._version}"
+
+    @property
+    def _manifest(self) -> str:
+        return f"versions/{self._version}.json"
+
+    def _base(self, variant: str) -> StoredDataset | None:
+        if self._parent is None or variant not in self._parent.variants:
+            return None
+        return StoredDataset(files=self._files, dataset=self._parent, variant_name=variant)
+
+    def _record(
+        self,
+        importer: Importer,
+        base: StoredDataset | None,
+        shard_size: int | None,
+        checksum: ChecksumAlgorithm | None,
+    ) -> DraftRecord:
+        if shard_size is not None and shard_size < 1:
+            raise OptionError(f"shard_size={shard_size} is out of range; give at least 1 sample")
+        root = "data" if importer.root is None else importer.root
+        if base is not None:
+            shard_size, root = base.variant.shard_size, base.variant.data
+        return DraftRecord(
+            format=1,
+            data=root.removeprefix(f"{self._files.url}/"),
+            shard_size=shard_size or SHARD_SIZE,
+            source=dict(importer.source),
+            checksum=checksum,
+            parent=None if self._parent is None else self._parent.version,
+        )
+
+    def _finished(self) -> dict[str, Variant]:
+        found = {}
+        for child in self._files.children(self._folder):
+            variant = Progress(self._files, self._version, child.name).finished()
+            if variant is None:
+                raise OptionError(
+                    f"the import of {self._ref}:{child.name} has not ended; add it again to go on with it, "
+                    "or discard the draft"
+                )
+            found[child.name] = variant
+        return found
+
+    def _published(self) -> PublishedError:
+        return PublishedError(
+            f"{self._ref} is published in {self._files.url}, and a published version never changes; publish "
+            "the next one, by appending to this one or by importing anew"
+        )

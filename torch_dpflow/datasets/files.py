@@ -1,0 +1,190 @@
+"""The files of a dataset store: read whole and written whole, alike on every storage that fsspec knows."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from torch_dpflow.errors import OptionError
+
+#: What makes a single put fail when the object exists already, by protocol.
+_EXCLUSIVE_PUT: dict[str, dict[str, Any]] = {
+    "s3": {"mode": "create"},
+    "memory": {"mode": "create"},
+    "oss": {"headers": {"x-oss-forbid-overwrite": "true"}},
+}
+
+
+class Child(NamedTuple):
+    """An entry of a directory."""
+
+    name: str
+    is_directory: bool
+    #: bytes; None where the storage does not say
+    size: int | None
+
+
+class Files:
+    """A directory, by URL, and everything below it. Paths are relative to it, with "/" between parts.
+
+    A file appears with all its bytes or not at all, whoever is killed meanwhile: on a local disk or a mount
+    it is written beside its place and renamed, on object stores it is a single put. Any thread may call; a
+    pickle or a fork opens its own connection.
+
+    Args:
+        url: a URL such as "s3://bucket/datasets", or a local path.
+        options: what fsspec needs to open it, such as credentials. They are never written anywhere.
+
+    Raises:
+        OptionError: no such protocol, or the package that speaks it is not installed.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+        self.options = dict(options or {})
+        self._pid = -1
+        self._connect(str(url))
+        #: the directory's URL, absolute, without a slash at the end
+        self.url: str = self._fs.unstrip_protocol(self._root)
+
+    def _connect(self, url: str) -> None:
+        try:
+            self._fs, self._root = fsspec.url_to_fs(url, **self.options)
+        except (ValueError, ImportError) as error:
+            raise OptionError(
+                f"{url!r} cannot be opened: {error}; give a local path or a URL that fsspec can open, and "
+                "install the package for its protocol (s3fs for s3://, ossfs for oss://)"
+            ) from error
+        self._pid = os.getpid()
+
+    @property
+    def filesystem(self) -> Any:
+        """The fsspec file system, opened anew in a forked child."""
+        if self._pid != os.getpid():
+            self._connect(self.url)
+        return self._fs
+
+    def at(self, path: str) -> Files:
+        """The directory `path` below this one."""
+        return Files(f"{self.url}/{path}", self.options)
+
+    def read(self, path: str) -> bytes:
+        """All bytes of a file. Raises FileNotFoundError."""
+        data = self.filesystem.cat_file(self._full(path))
+        assert isinstance(data, bytes)
+        return data
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file or a directory."""
+        self.filesystem.invalidate_cache()
+        return bool(self.filesystem.exists(self._full(path)))
+
+    def write(self, path: str, data: bytes) -> None:
+        """Put a file in its place, over whatever is there."""
+        fs, full = self.filesystem, self._full(path)
+        if isinstance(fs, LocalFileSystem):
+            os.replace(_written_beside(full, data), full)
+        else:
+            fs.pipe_file(full, data)
+
+    def create(self, path: str, data: bytes) -> None:
+        """Put a file where there is none. Raises FileExistsError; of several writers one succeeds.
+
+        Local disks, memory, S3 and OSS decide that themselves; elsewhere two writers in the same instant can
+        both succeed, and the later one's file stays.
+        """
+        if self.exists(path):
+            raise FileExistsError(f"{self.url}/{path} exists already")
+        fs, full = self.filesystem, self._full(path)
+        if isinstance(fs, LocalFileSystem):
+            _link_into_place(_written_beside(full, data), full)
+            return
+        protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
+        try:
+            fs.pipe_file(full, data, **_EXCLUSIVE_PUT.get(protocol, {}))
+        except Exception as error:
+            if self.exists(path):
+                raise FileExistsError(f"{self.url}/{path} exists already") from error
+            raise
+
+    def children(self, path: str = "") -> list[Child]:
+        """What a directory holds but hidden entries, sorted by name; nothing when there is none such."""
+        fs, full = self.filesystem, self._full(path)
+        fs.invalidate_cache()
+        try:
+            entries = fs.ls(full, detail=True)
+        except FileNotFoundError:
+            return []
+        found = []
+        for entry in entries:
+            name = entry["name"].rstrip("/").rpartition("/")[2]
+            if name and not name.startswith(".") and entry["name"].rstrip("/") != full.rstrip("/"):
+                found.append(Child(name, _is_directory(fs, entry), entry.get("size")))
+        return sorted(found)
+
+    def remove(self, path: str) -> None:
+        """Remove a file or a directory with everything in it, if it is there."""
+        with suppress(FileNotFoundError):
+            self.filesystem.rm(self._full(path), recursive=True)
+
+    def sweep(self, path: str) -> None:
+        """Remove what killed writers left beside the files of a directory."""
+        fs, full = self.filesystem, self._full(path)
+        if isinstance(fs, LocalFileSystem) and os.path.isdir(full):
+            for name in os.listdir(full):
+                if name.startswith(".") and name.endswith(_UNFINISHED):
+                    os.unlink(os.path.join(full, name))
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"url": self.url, "options": self.options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+
+_UNFINISHED = ".unfinished"
+
+
+def _is_directory(fs: Any, entry: Mapping[str, Any]) -> bool:
+    if entry["type"] == "other" and entry.get("islink"):
+        return bool(fs.isdir(entry["name"]))  # a local listing does not look behind links
+    return bool(entry["type"] == "directory")
+
+
+def _written_beside(path: str, data: bytes) -> str:
+    folder, name = os.path.split(path)
+    os.makedirs(folder, exist_ok=True)
+    beside = os.path.join(folder, f".{name}.{secrets.token_hex(4)}{_UNFINISHED}")
+    try:
+        with open(beside, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(beside)
+        raise
+    return beside
+
+
+def _link_into_place(beside: str, path: str) -> None:
+    """Rename, but never over a file: a link fails where a rename would overwrite."""
+    try:
+        os.link(beside, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a mount without hard links
+        if os.path.exists(path):
+            raise FileExistsError(f"{path} exists already") from None
+        os.replace(beside, path)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(beside)

@@ -1,0 +1,123 @@
+"""The files of an unfinished import, under `drafts/<version>/<variant>/` in a dataset's directory.
+
+::
+
+    draft.json      DraftRecord: what is being imported; written first
+    ms-<n>.json     ImportedShard: shard n is written, with all its samples' data
+    done.json       ImportedVariant: all shards are; publishing needs nothing else
+
+They are small and each is written once, so a kill costs one shard of work and an import of any size writes in
+proportion to its samples. They go when the version is published.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from torch_dpflow.datasets.files import Files
+from torch_dpflow.datasets.spec import (
+    Count,
+    Label,
+    Location,
+    ShardEntry,
+    SpecStruct,
+    Variant,
+    decode_file,
+    encode_file,
+)
+from torch_dpflow.errors import OptionError
+
+
+class DraftRecord(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-draft"):
+    """What is being imported, and how; an import goes on only where all of it is the same."""
+
+    format: Literal[1]
+    data: Location
+    shard_size: Annotated[int, msgspec.Meta(ge=1)]
+    source: dict[str, Any]
+    checksum: str | None = None
+    parent: Label | None = None
+
+
+class ImportedShard(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-draft-shard"):
+    """One shard is in its place."""
+
+    format: Literal[1]
+    shard: Count
+    samples: Count
+    entry: ShardEntry
+
+
+class ImportedVariant(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-draft-done"):
+    """A whole variant is in its place."""
+
+    format: Literal[1]
+    variant: Variant
+
+
+class Progress:
+    """How far the import of one variant has come, kept in the store itself.
+
+    Args:
+        files: the dataset's directory.
+    """
+
+    def __init__(self, files: Files, version: str, variant: str) -> None:
+        self._files = files
+        self._folder = f"drafts/{version}/{variant}"
+
+    def begin(self, record: DraftRecord) -> None:
+        """Note what is being imported, or see that it is what was noted.
+
+        Raises:
+            OptionError: an import of something else has begun and not ended.
+        """
+        path = f"{self._folder}/draft.json"
+        try:
+            self._files.create(path, encode_file(record))
+        except FileExistsError:
+            noted = decode_file(self._files.read(path), DraftRecord, self._name("draft.json"))
+            if noted != record:
+                raise OptionError(
+                    f"an unfinished import is in the way: it has {_differences(noted, record)}; "
+                    "give the same to go on with it, or discard it (--restart)"
+                ) from None
+
+    def shards(self, first: int) -> list[ImportedShard]:
+        """The shards that are written, from number `first` on without a gap."""
+        names = {child.name for child in self._files.children(self._folder)}
+        found: list[ImportedShard] = []
+        while (name := f"ms-{first + len(found)}.json") in names:
+            found.append(
+                decode_file(self._files.read(f"{self._folder}/{name}"), ImportedShard, self._name(name))
+            )
+        return found
+
+    def note_shard(self, shard: ImportedShard) -> None:
+        """A shard is in its place."""
+        self._files.write(f"{self._folder}/ms-{shard.shard}.json", encode_file(shard))
+
+    def finished(self) -> Variant | None:
+        """The whole variant, if it is written."""
+        try:
+            data = self._files.read(f"{self._folder}/done.json")
+        except FileNotFoundError:
+            return None
+        return decode_file(data, ImportedVariant, self._name("done.json")).variant
+
+    def finish(self, variant: Variant) -> None:
+        """The whole variant is in its place."""
+        self._files.write(
+            f"{self._folder}/done.json", encode_file(ImportedVariant(format=1, variant=variant))
+        )
+
+    def _name(self, file: str) -> str:
+        return f"{self._files.url}/{self._folder}/{file}"
+
+
+def _differences(noted: DraftRecord, given: DraftRecord) -> str:
+    before, now = msgspec.to_builtins(noted), msgspec.to_builtins(given)
+    keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    return ", ".join(f"{key}={before.get(key)!r} instead of {now.get(key)!r}" for key in keys)

@@ -1,0 +1,206 @@
+"""DatasetStore: a directory of datasets on any storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from torch_dpflow.datasets.files import Files
+from torch_dpflow.datasets.names import DatasetRef, version_order
+from torch_dpflow.datasets.spec import (
+    Dataset,
+    DatasetShardMeta,
+    SampleMeta,
+    StoreRecord,
+    Variant,
+    data_url,
+    decode_dataset,
+    decode_file,
+    encode_file,
+)
+from torch_dpflow.errors import DamagedStoreError, DatasetNotFoundError
+
+_RECORD = "store.json"
+
+
+class DatasetStore:
+    """Finds datasets by name under one directory, by convention called `datasets`.
+
+    Opening reads one small file; opening a dataset reads one more, however many samples it has. Nothing is
+    cached, so what others publish is seen at once. Safe to use from any thread, to pickle, and after a fork.
+
+    Args:
+        url: the directory: a local path or any URL of fsspec's, such as "oss://bucket/datasets".
+        storage_options: what fsspec needs to open it.
+
+    Raises:
+        DatasetNotFoundError: there is no store; `DatasetStore.create` makes one.
+        DamagedStoreError, NewerFormatError: there is one that cannot be read.
+    """
+
+    def __init__(self, url: str, **storage_options: Any) -> None:
+        self.files = Files(url, storage_options)
+        try:
+            data = self.files.read(_RECORD)
+        except FileNotFoundError as error:
+            raise DatasetNotFoundError(
+                f"there is no dataset store at {self.files.url} (no {_RECORD}); check the address, or make "
+                f"one with DatasetStore.create({str(url)!r})"
+            ) from error
+        self.record = decode_file(data, StoreRecord, f"{self.files.url}/{_RECORD}")
+
+    @classmethod
+    def create(cls, url: str, **storage_options: Any) -> DatasetStore:
+        """Open a store, making an empty one where there is none."""
+        files = Files(url, storage_options)
+        if not files.exists(_RECORD):
+            with suppress(FileExistsError):  # somebody else may be faster
+                files.create(_RECORD, encode_file(StoreRecord(format=1, created=now())))
+        return cls(url, **storage_options)
+
+    @property
+    def url(self) -> str:
+        """The directory's URL."""
+        return self.files.url
+
+    def ids(self) -> list[str]:
+        """The ids of all datasets, unfinished ones too, sorted. Lists the store and each namespace."""
+        return [
+            f"{namespace.name}/{dataset.name}"
+            for namespace in self.files.children()
+            if namespace.is_directory
+            for dataset in self.files.children(namespace.name)
+            if dataset.is_directory
+        ]
+
+    def versions(self, dataset_id: str) -> list[str]:
+        """The published versions of a dataset, v2 before v10."""
+        files = self.files.children(f"{DatasetRef(dataset_id).id}/versions")
+        names = [file.name.removesuffix(".json") for file in files if file.name.endswith(".json")]
+        return sorted(names, key=version_order)
+
+    def drafts(self, dataset_id: str) -> list[str]:
+        """The versions whose import has begun and not ended, v2 before v10."""
+        found = {file.name for file in self.files.children(f"{DatasetRef(dataset_id).id}/drafts")}
+        return sorted(found - set(self.versions(dataset_id)), key=version_order)
+
+    def load(self, dataset_id: str, version: str | None = None) -> Dataset:
+        """What is known of a version; None: the last one, which costs a listing.
+
+        Raises:
+            DatasetNotFoundError: no such dataset or version is published.
+            DamagedStoreError, NewerFormatError: its file cannot be read.
+        """
+        ref = DatasetRef(dataset_id, version or self._last_version(dataset_id))
+        path = f"{ref.id}/versions/{ref.version}.json"
+        try:
+            data = self.files.read(path)
+        except FileNotFoundError as error:
+            raise self._not_found(ref) from error
+        name = f"{self.url}/{path}"
+        dataset = decode_dataset(data, name)
+        if (dataset.id, dataset.version) != (ref.id, ref.version):
+            raise DamagedStoreError(
+                f"{name} describes {dataset.id}:{dataset.version}; it was put in a wrong place"
+            )
+        return dataset
+
+    def open(self, ref: DatasetRef | str) -> StoredDataset:
+        """A variant to read, such as "core/mscoco:v1:train2017"; without a version the last one.
+
+        Raises:
+            DatasetNotFoundError: there is none; or the version has several variants and none is named.
+            DamagedStoreError, NewerFormatError: its file cannot be read.
+        """
+        ref = DatasetRef.parse(ref) if isinstance(ref, str) else ref
+        dataset = self.load(ref.id, ref.version)
+        variant = dataset.variant(ref.variant)
+        name = ref.variant or next(iter(dataset.variants))
+        assert dataset.variants[name] is variant
+        return StoredDataset(files=self.files.at(ref.id), dataset=dataset, variant_name=name)
+
+    def _last_version(self, dataset_id: str) -> str:
+        versions = self.versions(dataset_id)
+        if not versions:
+            raise self._not_found(DatasetRef(dataset_id))
+        return versions[-1]
+
+    def _not_found(self, ref: DatasetRef) -> DatasetNotFoundError:
+        """Say what there is instead."""
+        versions, drafts = self.versions(ref.id), self.drafts(ref.id)
+        if ref.version in drafts or (ref.version is None and drafts):
+            which = ref.version or drafts[-1]
+            return DatasetNotFoundError(
+                f"{ref.id}:{which} in {self.url} is unfinished: its import has begun and not ended; "
+                "run the same import again, it goes on where it stopped"
+            )
+        if versions:
+            return DatasetNotFoundError(f"there is no {ref} in {self.url}; {ref.id} has versions {versions}")
+        return DatasetNotFoundError(f"there is no dataset {ref.id} in {self.url}; it has {self.ids()}")
+
+    def __repr__(self) -> str:
+        return f"DatasetStore({self.url!r})"
+
+
+@dataclass(frozen=True)
+class StoredDataset:
+    """A variant of a published version, ready to be read: what is known of it, and where it lies.
+
+    Holds the version's own file and no metadata of samples. Picklable; safe to use from any thread.
+    """
+
+    files: Files
+    dataset: Dataset
+    variant_name: str
+
+    @property
+    def ref(self) -> DatasetRef:
+        """Its full name."""
+        return DatasetRef(self.dataset.id, self.dataset.version, self.variant_name)
+
+    @property
+    def variant(self) -> Variant:
+        """What is known of the variant."""
+        return self.dataset.variants[self.variant_name]
+
+    @property
+    def url(self) -> str:
+        """The URL of the dataset's directory."""
+        return self.files.url
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What fsspec needs to open the store."""
+        return self.files.options
+
+    def __len__(self) -> int:
+        return self.variant.samples
+
+    def shard(self, number: int) -> DatasetShardMeta:
+        """Read one metadata shard, anew each time. Raises DamagedStoreError when it is missing or altered."""
+        path = self.dataset.shard_path(self.variant_name, number)
+        try:
+            data = self.files.read(path)
+        except FileNotFoundError as error:
+            raise DamagedStoreError(f"{self.url}/{path} is missing; restore it from a copy") from error
+        return self.dataset.decode_shard(self.variant_name, number, data)
+
+    def samples(self) -> Iterator[SampleMeta]:
+        """The metadata of all samples, in order; one shard is in memory at a time."""
+        for number in range(len(self.variant.shards)):
+            yield from self.shard(number).samples
+
+    def data_url(self, sample: SampleMeta) -> str:
+        """Where a sample's object lies."""
+        return data_url(self.url, self.variant.data, sample.path)
+
+    def __repr__(self) -> str:
+        return f"StoredDataset({self.ref}, {len(self)} samples, {self.url!r})"
+
+
+def now() -> str:
+    """The time in UTC, ISO 8601, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
