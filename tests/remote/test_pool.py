@@ -1,0 +1,182 @@
+"""What a pool says to its owner, call by call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from torch_dpflow.caches import make_policy
+from torch_dpflow.errors import OptionError, UsageError
+from torch_dpflow.remote.pool import Pool
+from torch_dpflow.remote.pool_objects import Cancel, Load, Serve
+
+
+def make_pool(*, policy: str | None = None, capacity: int = 1 << 20, **options: Any) -> Pool:
+    make = None if policy is None else lambda budget: make_policy(policy, max_bytes=budget)
+    defaults: dict[str, Any] = {"concurrency": 8, "repeatable": False}
+    pool = Pool(capacity_bytes=capacity, policy=make, **{**defaults, **options})
+    for job in ("a", "b"):
+        pool.join(job)
+    return pool
+
+
+def test_a_sample_is_loaded_when_it_is_wanted_and_served_when_all_of_a_fetch_are_there() -> None:
+    pool = make_pool()
+    assert pool.want("a", [(0, 7), (1, 9)], draw=3) == [Load(1, 7, 3), Load(2, 9, 3)]
+    assert pool.fetch("a", 50, [0, 1]) == []
+    assert pool.loaded(2, "nine", 10) == []
+    assert pool.loaded(1, "seven", 10) == [Serve(50, [(0, "seven"), (1, "nine")])]
+
+
+def test_a_fetch_of_what_is_there_is_answered_at_once_and_again_if_it_is_repeated() -> None:
+    pool = make_pool()
+    pool.want("a", [(0, 7)], draw=3)
+    pool.loaded(1, "seven", 10)
+    assert pool.fetch("a", 50, [0]) == [Serve(50, [(0, "seven")])]
+    assert pool.fetch("a", 51, [0]) == [Serve(51, [(0, "seven")])]
+
+
+def test_a_want_that_comes_twice_counts_once() -> None:
+    pool = make_pool()
+    pool.want("a", [(0, 7)], draw=3)
+    assert pool.want("a", [(0, 7)], draw=3) == []
+    assert pool.release("a", [0]) == [Cancel([1])]
+
+
+def test_two_jobs_share_one_load_and_it_goes_when_both_have_it() -> None:
+    pool = make_pool()
+    pool.want("a", [(0, 7)], draw=3)
+    assert pool.want("b", [(0, 7)], draw=4) == []
+    pool.loaded(1, "seven", 10)
+    assert pool.fetch("a", 50, [0]) == [Serve(50, [(0, "seven")])]
+    pool.release("a", [0])
+    assert pool.statistics().held_bytes == 10
+    assert pool.fetch("b", 51, [0]) == [Serve(51, [(0, "seven")])]
+    pool.release("b", [0])
+    assert pool.statistics().held_bytes == 0
+
+
+def test_a_job_is_never_given_one_draw_twice() -> None:
+    pool = make_pool()
+    pool.want("a", [(0, 7)], draw=3)
+    pool.want("b", [(0, 7)], draw=4)
+    pool.loaded(1, "seven", 10)
+    pool.fetch("a", 50, [0])
+    pool.release("a", [0])
+    assert pool.want("a", [(1, 7)], draw=5) == [Load(2, 7, 5)]
+
+
+def test_a_draw_is_kept_for_a_job_that_has_not_had_it_and_goes_with_the_last() -> None:
+    pool = make_pool(policy="lru")
+    pool.want("a", [(0, 7)], draw=3)
+    pool.loaded(1, "seven", 10)
+    pool.release("a", [0])
+    assert pool.statistics().cached == 1
+    assert pool.want("b", [(0, 7)], draw=4) == []
+    assert pool.statistics().cached == 0
+    pool.release("b", [0])
+    assert pool.statistics().held_bytes == 0
+
+
+def test_a_draw_kept_for_a_job_goes_when_that_job_leaves() -> None:
+    pool = make_pool(policy="lru")
+    pool.want("a", [(0, 7)], draw=3)
+    pool.loaded(1, "seven", 10)
+    pool.release("a", [0])
+    pool.leave("b")
+    assert pool.statistics().held_bytes == 0
+
+
+def test_what_can_be_repeated_is_kept_for_everybody() -> None:
+    pool = make_pool(policy="lru", repeatable=True)
+    pool.want("a", [(0, 7)], draw=3)
+    pool.loaded(1, "seven", 10)
+    pool.release("a", [0])
+    assert pool.want("a", [(1, 7)], draw=5) == []
+    assert pool.fetch("a", 50, [1]) == [Serve(50, [(1, "seven")])]
+
+
+def test_a_failed_load_is_served_and_not_kept() -> None:
+    pool = make_pool(policy="lru", repeatable=True)
+    pool.want("a", [(0, 7)], draw=3)
+    pool.fetch("a", 50, [0])
+    assert pool.loaded(1, "no such file", 10, keep=False) == [Serve(50, [(0, "no such file")])]
+    pool.release("a", [0])
+    assert pool.want("a", [(1, 7)], draw=3) == [Load(2, 7, 3)]
+
+
+def test_what_a_job_waits_for_is_loaded_before_what_others_want_later() -> None:
+    pool = make_pool(concurrency=1)
+    assert pool.want("a", [(ticket, ticket) for ticket in range(5)], draw=3) == [Load(1, 0, 3)]
+    pool.want("b", [(ticket, 10 + ticket) for ticket in range(5)], draw=4)
+    pool.fetch("b", 50, [4])
+    assert pool.loaded(1, "zero", 10) == [Load(2, 14, 4)]
+
+
+def test_what_is_far_ahead_makes_room_for_what_a_job_waits_for_and_is_loaded_again() -> None:
+    pool = make_pool(capacity=20)
+    pool.want("a", [(0, 0), (1, 1)], draw=3)
+    assert pool.loaded(1, "zero", 10) == [Load(2, 1, 3)]
+    assert pool.loaded(2, "one", 10) == []
+    assert pool.want("b", [(0, 5)], draw=4) == []
+    assert pool.fetch("b", 50, [0]) == [Load(3, 5, 4)]
+    assert pool.loaded(3, "five", 10) == [Serve(50, [(0, "five")])]
+    assert pool.statistics().held_bytes == 20
+    assert pool.fetch("a", 51, [0]) == [Serve(51, [(0, "zero")])]
+    assert pool.release("b", [0]) == [Load(4, 1, 3)]
+    assert pool.statistics().reloads == 1
+
+
+def test_without_room_a_fetch_is_answered_with_what_is_there() -> None:
+    pool = make_pool(capacity=20)
+    pool.want("a", [(ticket, ticket) for ticket in range(3)], draw=3)
+    pool.fetch("a", 50, [0, 1, 2])
+    assert pool.loaded(1, "zero", 15) == [Serve(50, [(0, "zero")])]
+    assert pool.fetch("a", 51, [1, 2]) == []
+    assert pool.release("a", [0]) == [Load(2, 1, 3)]
+
+
+def test_a_sample_larger_than_all_room_is_loaded_alone() -> None:
+    pool = make_pool(capacity=20)
+    pool.want("a", [(0, 0), (1, 1)], draw=3)
+    pool.fetch("a", 50, [0, 1])
+    assert pool.loaded(1, "zero", 500) == [Serve(50, [(0, "zero")])]
+    assert pool.fetch("a", 51, [1]) == []
+    assert pool.release("a", [0]) == [Load(2, 1, 3)]
+
+
+def test_a_job_that_leaves_cancels_what_only_it_wanted() -> None:
+    pool = make_pool()
+    pool.want("a", [(0, 0), (1, 1)], draw=3)
+    pool.want("b", [(0, 1)], draw=4)
+    pool.fetch("a", 50, [0, 1])
+    assert pool.leave("a") == [Serve(50, []), Cancel([1])]
+    assert pool.loaded(1, "zero", 10) == []
+    assert pool.leave("a") == []
+
+
+def test_a_ticket_that_is_given_up_does_not_hold_up_its_fetch() -> None:
+    pool = make_pool()
+    pool.want("a", [(0, 0), (1, 1)], draw=3)
+    pool.fetch("a", 50, [0, 1])
+    pool.loaded(1, "zero", 10)
+    assert pool.release("a", [1]) == [Serve(50, [(0, "zero")]), Cancel([2])]
+
+
+@pytest.mark.parametrize("wrong", [{"capacity": 0}, {"concurrency": 0}])
+def test_limits_below_one_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(OptionError, match="must be at least 1"):
+        make_pool(**wrong)
+
+
+def test_wrong_calls_say_what_to_do() -> None:
+    pool = make_pool()
+    with pytest.raises(UsageError, match="'c' has not joined"):
+        pool.want("c", [(0, 0)], draw=3)
+    with pytest.raises(UsageError, match="ticket 5, which it does not want"):
+        pool.fetch("a", 50, [5])
+    pool.want("a", [(0, 0)], draw=3)
+    pool.fetch("a", 50, [0])
+    with pytest.raises(UsageError, match="request 50 is open"):
+        pool.fetch("a", 50, [0])
