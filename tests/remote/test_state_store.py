@@ -1,0 +1,144 @@
+"""Every state store keeps what it was given, also through the death of the process that gave it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.new_process import interpreter
+from torch_dpflow.errors import OptionError, StateError
+from torch_dpflow.remote.state_store import MAX_KEY, SQLiteStore, StateStore, open_store
+
+
+@pytest.fixture
+def redis_socket(tmp_path: Path) -> Iterator[str]:
+    """The socket of a Redis server of our own."""
+    pytest.importorskip("redis", reason="the package redis is not installed")
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("no redis-server on this machine")
+    socket = f"{tmp_path}/socket"
+    command = [program, "--port", "0", "--unixsocket", socket, "--dir", str(tmp_path), "--save", ""]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert any("eady to accept connections" in line for line in server.stdout)
+        yield f"unix://{socket}"
+        server.terminate()
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where a store is: each kind in turn."""
+    if request.param == "sqlite":
+        return f"sqlite://{tmp_path}/state"
+    return request.getfixturevalue("redis_socket")
+
+
+@pytest.fixture
+def opened(url: str) -> Iterator[Callable[[], StateStore]]:
+    """Open the store, as often as wanted."""
+    stores: list[StateStore] = []
+
+    def open_again() -> StateStore:
+        stores.append(open_store(url))
+        return stores[-1]
+
+    yield open_again
+    for store in stores:
+        store.close()
+        store.close()
+
+
+def test_what_was_put_is_there_and_what_was_deleted_is_not(opened: Callable[[], StateStore]) -> None:
+    store = opened()
+    assert store.get("flow/a") is None
+    store.put("flow/a", b"\x00\xff")
+    store.put("flow/a", b"later")
+    store.put("flow/b", b"")
+    assert store.get("flow/a") == b"later"
+    assert store.get("flow/b") == b""
+    store.delete("flow/a")
+    store.delete("flow/a")
+    assert store.get("flow/a") is None
+
+
+def test_keys_are_found_by_their_beginning_whatever_characters_it_has(
+    opened: Callable[[], StateStore],
+) -> None:
+    store = opened()
+    names = ["flow/a", "flow/b*", "flow/b[1]", "flow/b?", "flow/bc", "flowers", "blob/ä\\_%"]
+    for name in names:
+        store.put(name, b"x")
+    assert store.find() == sorted(names)
+    assert store.find("flow/") == ["flow/a", "flow/b*", "flow/b?", "flow/b[1]", "flow/bc"]
+    assert store.find("flow/b*") == ["flow/b*"]
+    assert store.find("flow/b[") == ["flow/b[1]"]
+    assert store.find("blob/ä\\_%") == ["blob/ä\\_%"]
+    assert store.find("none") == []
+
+
+def test_a_large_value_comes_back(opened: Callable[[], StateStore]) -> None:
+    value = os.urandom(1 << 20) * 16
+    store = opened()
+    store.put("blob", value)
+    assert store.get("blob") == value
+
+
+def test_a_new_process_finds_what_another_had_put_before_it_was_killed(
+    url: str, opened: Callable[[], StateStore]
+) -> None:
+    program = (
+        "import os, signal, sys\n"
+        "from torch_dpflow.remote.state_store import open_store\n"
+        "store = open_store(sys.argv[1])\n"
+        "store.put('flow/a', b'kept')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    with interpreter(program, url) as process:
+        assert process.communicate(timeout=60) == ("", "")
+    assert opened().get("flow/a") == b"kept"
+
+
+def test_keys_and_values_have_limits(
+    opened: Callable[[], StateStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened()
+    for key in ("", "x" * (MAX_KEY + 1)):
+        with pytest.raises(OptionError, match="1 to 512 are allowed"):
+            store.put(key, b"")
+        with pytest.raises(OptionError, match="1 to 512 are allowed"):
+            store.get(key)
+    monkeypatch.setattr("torch_dpflow.remote.state_store.MAX_VALUE_BYTES", 10)
+    with pytest.raises(OptionError, match="a value of 11 bytes; 10 are allowed"):
+        store.put("flow", bytes(11))
+
+
+def test_a_store_that_is_no_store_says_so(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("this is not a database " * 100)
+    with pytest.raises(StateError, match="give another path, or remove it"):
+        open_store(str(tmp_path / "text"))
+    with pytest.raises(StateError, match="cannot be used"):
+        open_store(str(tmp_path / "no" / "folder"))
+    with pytest.raises(OptionError, match="give a path, sqlite:"):
+        open_store("etcd://host")
+
+
+def test_a_closed_store_says_so_and_its_file_is_the_owners(tmp_path: Path) -> None:
+    store = SQLiteStore(tmp_path / "state")
+    assert stat.S_IMODE(os.stat(tmp_path / "state").st_mode) == 0o600
+    store.close()
+    with pytest.raises(StateError, match="is closed"):
+        store.get("flow")
+
+
+def test_a_server_that_is_not_there_is_told_without_its_password(tmp_path: Path) -> None:
+    pytest.importorskip("redis", reason="the package redis is not installed")
+    with pytest.raises(StateError, match="is it up") as caught:
+        open_store("redis://user:secret@127.0.0.1:1/0")
+    assert "secret" not in str(caught.value)

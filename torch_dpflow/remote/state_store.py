@@ -1,0 +1,197 @@
+"""Where a coordinator keeps what must outlive it: bytes by name. SQLite by default, Redis as an extra."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from torch_dpflow.errors import OptionError, StateError
+
+#: Longest key, characters, and longest value, bytes.
+MAX_KEY, MAX_VALUE_BYTES = 512, 1 << 30
+#: Put before every key in Redis, which others may use as well.
+_REDIS_PREFIX = "torch_dpflow:"
+#: How many keys Redis is asked for at once.
+_REDIS_BATCH = 500
+
+
+class StateStore(Protocol):
+    """Bytes by key. What `put` has returned from survives the process; each call is whole or not at all.
+
+    Any thread may call. Keys are text of 1 to `MAX_KEY` characters, values at most `MAX_VALUE_BYTES`. Every
+    call raises StateError where the store cannot be reached or is damaged, OptionError for a key or value
+    that is not allowed.
+    """
+
+    def get(self, key: str) -> bytes | None:
+        """The value of `key`; None where there is none."""
+
+    def put(self, key: str, value: bytes) -> None:
+        """Set the value of `key`."""
+
+    def delete(self, key: str) -> None:
+        """Remove `key`, if it is there."""
+
+    def find(self, prefix: str = "") -> list[str]:
+        """Every key that begins with `prefix`, sorted."""
+
+    def close(self) -> None:
+        """Let go of the store. May be called twice."""
+
+
+def open_store(url: str) -> StateStore:
+    """The store at `url`: a path or sqlite:///PATH, or redis://HOST:PORT/NUMBER.
+
+    Raises OptionError for another kind of address and where the package for Redis is missing, StateError
+    where the store cannot be opened.
+    """
+    scheme = urlsplit(url).scheme
+    if scheme in ("", "sqlite"):
+        return SQLiteStore(url.removeprefix("sqlite://"))
+    if scheme in ("redis", "rediss", "unix"):
+        return RedisStore(url)
+    raise OptionError(
+        f"state={url!r}: give a path, sqlite:///PATH, redis://HOST:PORT/NUMBER or unix://PATH of a Redis "
+        "socket"
+    )
+
+
+class SQLiteStore:
+    """A store in one file that only its owner may read. One process at a time writes to it.
+
+    Args:
+        path: made where it is not there.
+
+    Raises:
+        StateError: the file cannot be opened, or is no store.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._lock = threading.Lock()
+        self._closed = False
+        try:
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self._connection = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
+        except (OSError, sqlite3.Error) as error:
+            raise self._broken(error) from error
+        try:
+            # A write ahead log loses nothing when the process is killed; power may take the last writes.
+            self._connection.execute("PRAGMA journal_mode=WAL")
+            self._connection.execute("PRAGMA synchronous=NORMAL")
+            self._connection.execute(
+                "CREATE TABLE IF NOT EXISTS state (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID"
+            )
+        except sqlite3.Error as error:
+            self._connection.close()
+            raise self._broken(error) from error
+
+    def get(self, key: str) -> bytes | None:
+        rows = self._run("SELECT value FROM state WHERE key = ?", _checked(key))
+        return bytes(rows[0][0]) if rows else None
+
+    def put(self, key: str, value: bytes) -> None:
+        self._run("INSERT OR REPLACE INTO state VALUES (?, ?)", _checked(key), _fitting(key, value))
+
+    def delete(self, key: str) -> None:
+        self._run("DELETE FROM state WHERE key = ?", _checked(key))
+
+    def find(self, prefix: str = "") -> list[str]:
+        rows = self._run(
+            "SELECT key FROM state WHERE substr(key, 1, ?) = ? ORDER BY key", len(prefix), prefix
+        )
+        return [row[0] for row in rows]
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._connection.close()
+
+    def _run(self, statement: str, *values: object) -> list[Any]:
+        with self._lock:
+            if self._closed:
+                raise StateError(f"the state store {os.fspath(self._path)!r} is closed")
+            try:
+                return self._connection.execute(statement, values).fetchall()
+            except sqlite3.Error as error:
+                raise self._broken(error) from error
+
+    def _broken(self, error: Exception) -> StateError:
+        return StateError(
+            f"the state store {os.fspath(self._path)!r} cannot be used: {error}; give another path, or "
+            "remove it"
+        )
+
+
+class RedisStore:
+    """A store in a Redis server. How much survives the server's own death is that server's configuration.
+
+    Args:
+        url: redis://HOST:PORT/NUMBER, rediss:// with TLS, or unix://PATH.
+
+    Raises:
+        OptionError: the package is missing.
+        StateError: the server does not answer.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            import redis
+        except ImportError as error:
+            raise OptionError(
+                f"state={_without_password(url)!r} needs the package redis: pip install torch_dpflow[redis]"
+            ) from error
+        self._url = _without_password(url)
+        self._error: type[Exception] = redis.RedisError
+        self._client: Any = redis.Redis.from_url(url, socket_timeout=10, socket_connect_timeout=10)
+        try:
+            self._ask(self._client.ping)
+        except StateError:
+            self.close()
+            raise
+
+    def get(self, key: str) -> bytes | None:
+        value: bytes | None = self._ask(self._client.get, _REDIS_PREFIX + _checked(key))
+        return value
+
+    def put(self, key: str, value: bytes) -> None:
+        self._ask(self._client.set, _REDIS_PREFIX + _checked(key), _fitting(key, value))
+
+    def delete(self, key: str) -> None:
+        self._ask(self._client.delete, _REDIS_PREFIX + _checked(key))
+
+    def find(self, prefix: str = "") -> list[str]:
+        start = _REDIS_PREFIX + prefix
+        pattern = "".join(f"\\{letter}" if letter in "*?[]^-\\" else letter for letter in start) + "*"
+        found = self._ask(lambda: set(self._client.scan_iter(match=pattern, count=_REDIS_BATCH)))
+        return sorted(key.decode().removeprefix(_REDIS_PREFIX) for key in found)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _ask(self, method: Any, *arguments: object) -> Any:
+        try:
+            return method(*arguments)
+        except self._error as error:
+            raise StateError(f"the state store {self._url!r} cannot be used: {error}; is it up?") from error
+
+
+def _without_password(url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _checked(key: str) -> str:
+    if not 1 <= len(key) <= MAX_KEY:
+        raise OptionError(f"a key of {len(key)} characters: 1 to {MAX_KEY} are allowed")
+    return key
+
+
+def _fitting(key: str, value: bytes) -> bytes:
+    if len(value) > MAX_VALUE_BYTES:
+        raise OptionError(f"{key!r}: a value of {len(value)} bytes; {MAX_VALUE_BYTES} are allowed")
+    return value
