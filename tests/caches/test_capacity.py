@@ -26,6 +26,10 @@ def test_text_is_bytes(text: str, size: int) -> None:
     assert parse_capacity(text) == Capacity(bytes=size)
 
 
+def test_no_number_is_too_large_to_be_read() -> None:
+    assert (parse_capacity("9" * 400 + "GB").bytes or 0) > 10**400
+
+
 def test_an_int_is_samples() -> None:
     assert parse_capacity(7) == Capacity(items=7)
 

@@ -210,7 +210,7 @@ def test_after_leaving_it_cannot_be_used() -> None:
     assert one.group.jobs == (other.job,)
     with pytest.raises(UsageError, match="left its group"):
         iter(one)
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError, match="left its group"):
         list(running)
     assert sorted(other) == EVERYTHING
 

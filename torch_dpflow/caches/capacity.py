@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 
 from torch_dpflow.errors import OptionError, OptionTypeError
 
@@ -50,7 +51,7 @@ def _parse_bytes(text: str) -> int:
     unit = _BYTES.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise OptionError(f"capacity={text!r} is no size; {_ALLOWED}")
-    size = int(float(match[1]) * unit)
+    size = int(Decimal(match[1]) * unit)
     if size < 1:
         raise OptionError(f"capacity={text!r} is below one byte; {_ALLOWED}")
     return size

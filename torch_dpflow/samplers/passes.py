@@ -92,8 +92,12 @@ class SharedPass(Pass):
         self._record: list[IndexArray] = [resumed.pending]
         #: What all ranks were given since.
         self._drawn: list[IndexArray] = []
-        #: Another pass has begun, which took the job's epoch over.
-        self.is_over = False
+        #: Why it cannot go on, once it cannot.
+        self._ended: str | None = None
+
+    def end(self, why: str) -> None:
+        """The epoch is not this pass's any more; who goes on iterating gets a UsageError that says `why`."""
+        self._ended = why
 
     def __iter__(self) -> Iterator[int]:
         part = self._record[0]
@@ -101,11 +105,8 @@ class SharedPass(Pass):
             for index in part.tolist():
                 self.position += 1
                 yield index
-            if self.is_over:
-                raise UsageError(
-                    f"a newer iteration of the sampler of job {self._job!r} has begun; in a group only the "
-                    "latest goes on, because a job is in one epoch at a time"
-                )
+            if self._ended is not None:
+                raise UsageError(self._ended)
             batch = self._batches.draw()
             if not len(batch):
                 return

@@ -19,6 +19,11 @@ from torch_dpflow.samplers.registry import check_strategy
 STATE_VERSION = 1
 #: Samples that are drawn from a group at once where the batch size is not told.
 _DRAWN_AT_ONCE = 64
+_LEFT = "the sampler has left its group; make a new one to join again"
+_SUPERSEDED = (
+    "a newer iteration of the sampler has begun; in a group only the latest goes on, because a job is in one "
+    "epoch at a time"
+)
 
 
 class DynaGCSSampler(Sampler[int]):
@@ -118,7 +123,7 @@ class DynaGCSSampler(Sampler[int]):
             UsageError: the sampler has left its group.
         """
         if self.group is not None and self._job is None:
-            raise UsageError("the sampler has left its group; make a new one to join again")
+            raise UsageError(_LEFT)
         self._epoch, position, shared = self._upcoming()
         self._latest, self._resume = self._begin(self._epoch, position, shared), None
         return iter(self._latest)
@@ -139,7 +144,7 @@ class DynaGCSSampler(Sampler[int]):
         if self.group is not None and self._job is not None:
             self.group.leave(self._job)
             self._job = None
-            self._end_running()
+            self._end_running(_LEFT)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """Where the sampler is, as plain data; no side effect. O(1) alone, O(samples) in a group.
@@ -200,7 +205,7 @@ class DynaGCSSampler(Sampler[int]):
     def _begin(self, epoch: int, position: int, shared: dict[str, Any] | None) -> Pass:
         if self.group is None or self._job is None:
             return PrivatePass(epoch, position, self._part(epoch))
-        self._end_running()
+        self._end_running(_SUPERSEDED)
         self._running = SharedPass(
             epoch,
             group=self.group,
@@ -220,9 +225,9 @@ class DynaGCSSampler(Sampler[int]):
             order = permutation(self._length, self.seed, epoch)
         return self._shares.of(order if self._indices is None else self._indices[order], self.rank)
 
-    def _end_running(self) -> None:
+    def _end_running(self, why: str) -> None:
         if self._running is not None:
-            self._running.is_over = True
+            self._running.end(why)
 
     def _standing(self, consumed: int | None) -> tuple[int, dict[str, Any] | None]:
         latest = self._latest
