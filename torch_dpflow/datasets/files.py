@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import IO, Any, NamedTuple
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -78,6 +78,12 @@ class Files:
         data = self.filesystem.cat_file(self._full(path))
         assert isinstance(data, bytes)
         return data
+
+    @contextmanager
+    def open(self, path: str) -> Iterator[IO[bytes]]:
+        """A file to read as a stream. Raises FileNotFoundError."""
+        with self.filesystem.open(self._full(path), "rb") as file:
+            yield file
 
     def exists(self, path: str) -> bool:
         """Whether there is a file or a directory."""

@@ -97,7 +97,7 @@ class VariantWriter:
             samples=count,
             shard_size=size,
             shards=entries,
-            info=dict(importer.info()),
+            info={**({} if self._base is None else self._base.variant.info), **importer.info()},
             source=self._record.source,
         )
 

@@ -1,0 +1,79 @@
+"""Imports trees of images, one directory a class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch_dpflow.datasets.files import Files
+from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.datasets.importers.tree import FoundFile, files_below
+from torch_dpflow.errors import SourceError
+
+#: The endings that torchvision's ImageFolder takes for images.
+IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+
+
+class ImageFolderImporter:
+    """Reads `<root>/<class>/**/<image>`, in the order and with the labels of torchvision's.
+
+    Annotations: `label` (number of the class) and `class` (its name). `info` has `classes`, by label.
+    The listing of one class is in memory at a time.
+
+    Args:
+        root: the directory that holds the classes; a path or a URL.
+        endings: of files that are images, in lower case; others are passed over.
+        classes: names whose labels are fixed already, in order; others get the labels that follow. None:
+            the directories' names, sorted.
+        options: what fsspec needs to open `root`.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        endings: Sequence[str] = IMAGE_ENDINGS,
+        classes: Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.options = dict(options or {})
+        self._files = Files(root, self.options)
+        self._endings = tuple(endings)
+        self._known = list(classes or [])
+        self._labels: dict[str, int] = {}
+        self.root: str | None = self._files.url
+        self.source = {"importer": "imagefolder", "root": self.root, "endings": list(self._endings)}
+
+    def items(self, start: int = 0) -> Iterator[Item]:
+        present = self._find_classes()
+        position = 0
+        for name in present:
+            found = self._images(name)
+            if position + len(found) > start:
+                for image in found[max(0, start - position) :]:
+                    meta = {"label": self._labels[name], "class": name}
+                    yield Item(path=image.path, length=image.size, meta=meta)
+            position += len(found)
+
+    def total(self) -> int | None:
+        return None
+
+    def info(self) -> Mapping[str, Any]:
+        return {"classes": list(self._labels)}
+
+    def _find_classes(self) -> list[str]:
+        present = [child.name for child in self._files.children() if child.is_directory]
+        if not present:
+            raise SourceError(f"{self.root} has no directories; an ImageFolder tree has one for each class")
+        names = [*self._known, *(name for name in present if name not in self._known)]
+        self._labels = {name: label for label, name in enumerate(names)}
+        return present
+
+    def _images(self, name: str) -> list[FoundFile]:
+        found = [file for file in files_below(self._files, name) if file.path.lower().endswith(self._endings)]
+        if not found:
+            raise SourceError(
+                f"{self.root}/{name} holds no image; a class needs at least one file that ends with one of "
+                f"{', '.join(self._endings)}"
+            )
+        return found

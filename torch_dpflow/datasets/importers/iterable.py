@@ -1,0 +1,70 @@
+"""Imports whatever Python can iterate over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from itertools import islice
+from typing import Any
+
+from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.errors import SourceError
+
+#: What an iterable may give: the bytes of a sample and its annotations, or a whole Item.
+IterableItem = Item | tuple[bytes, Mapping[str, Any]]
+
+
+class IterableImporter:
+    """Reads any iterable, or any dataset that can be indexed and has a length, of `(bytes, annotations)`.
+
+    Bytes are packed into larger objects in the store. To go on after a kill, give an iterable that repeats
+    the same items in the same order; what can be indexed goes on at once, the rest skips what is there.
+
+    Args:
+        iterable: what to import.
+        name: says what it is; an unfinished import goes on only under the same name.
+        root: the URL that paths of items are relative to, if there are any; None: all bring their bytes.
+        info: what holds for all samples.
+        options: what fsspec needs to open `root`.
+    """
+
+    def __init__(
+        self,
+        iterable: Iterable[IterableItem],
+        *,
+        name: str = "iterable",
+        root: str | None = None,
+        info: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._iterable = iterable
+        self._info = dict(info or {})
+        self.options = dict(options or {})
+        self.root = root
+        self.source = {"importer": "iterable", "name": name, "root": root}
+
+    def items(self, start: int = 0) -> Iterator[Item]:
+        for position, found in enumerate(self._from(start), start):
+            yield found if isinstance(found, Item) else _item(found, position)
+
+    def total(self) -> int | None:
+        return len(self._iterable) if isinstance(self._iterable, Sized) else None
+
+    def info(self) -> Mapping[str, Any]:
+        return self._info
+
+    def _from(self, start: int) -> Iterator[Any]:
+        if isinstance(self._iterable, Sized) and hasattr(self._iterable, "__getitem__"):
+            return (self._iterable[position] for position in range(start, len(self._iterable)))
+        return islice(iter(self._iterable), start, None)
+
+
+def _item(found: Any, position: int) -> Item:
+    try:
+        data, meta = found
+    except (TypeError, ValueError):
+        data = meta = None
+    if not isinstance(data, bytes | bytearray | memoryview) or not isinstance(meta, Mapping):
+        raise SourceError(
+            f"item {position} is {found!s:.200}; give (bytes, mapping of annotations), or an Item"
+        )
+    return Item(data=bytes(data), meta=meta)

@@ -1,0 +1,121 @@
+"""Reads arrays of a JSON file as streams, so that the file may be larger than memory."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Collection, Iterator
+from typing import IO, Any
+
+#: Bytes that are read at a time.
+_BLOCK = 2**18
+#: Characters of the largest element: what malformed JSON can make us keep in memory before we give up.
+_LONGEST = 2**26
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_SCANNER = json.JSONDecoder()
+
+
+def read_arrays(file: IO[bytes], names: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """The elements of the arrays `names` in the object that a JSON file holds: (name, element), as they come.
+
+    The file is read once; one block of it and one element are in memory. Any JSON parser builds a document as
+    a whole, and those that give events build elements in Python; this one lets `json`'s C scanner decode one
+    element after the other, which is as fast as decoding the whole.
+
+    Raises:
+        ValueError: the file is no JSON object, or ends in its middle.
+    """
+    text = _Text(file)
+    text.expect("{")
+    if text.skip_if("}"):
+        return text.expect("")
+    while True:
+        name = text.value()
+        text.expect(":")
+        if text.skip_if("["):
+            for element in _elements(text):
+                if name in names:
+                    yield name, element
+        else:
+            text.value()
+        if not text.skip_if(","):
+            break
+    text.expect("}")
+    text.expect("")
+
+
+def _elements(text: _Text) -> Iterator[Any]:
+    """The elements of the array that has just begun."""
+    if text.skip_if("]"):
+        return
+    yield text.value()
+    while text.skip_if(","):
+        yield text.value()
+    text.expect("]")
+
+
+class _Text:
+    """A window over the text of a file, and where in it reading stands."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._window = ""
+        self._at = 0
+        #: characters before the window
+        self._passed = 0
+        self._ended = False
+
+    def skip_if(self, character: str) -> bool:
+        """Go past `character` if it is next."""
+        if self._next() != character:
+            return False
+        self._at += 1
+        return True
+
+    def expect(self, character: str) -> None:
+        """Go past `character`; "" stands for the end of the file."""
+        if not self.skip_if(character):
+            raise self._malformed(f"expected {character or 'its end'!r}", self._at)
+
+    def value(self) -> Any:
+        """Go past a value and return it."""
+        self._next()
+        while True:
+            try:
+                value, end = _SCANNER.raw_decode(self._window, self._at)
+            except json.JSONDecodeError as error:
+                if self._ended or len(self._window) - self._at > _LONGEST:
+                    raise self._malformed(error.msg, error.pos) from None
+            else:
+                # A number at the window's end may go on behind it.
+                if end < len(self._window) or self._ended:
+                    self._at = end
+                    return value
+            self._read()
+
+    def _next(self) -> str:
+        """The next character that is no space; "" at the end of the file."""
+        while True:
+            found = _SPACE.match(self._window, self._at)
+            assert found is not None
+            self._at = found.end()
+            if self._at < len(self._window) or self._ended:
+                return self._window[self._at : self._at + 1]
+            self._read()
+
+    def _read(self) -> None:
+        """Drop what was passed and double what is left, so that a long value is not scanned too often."""
+        rest = self._window[self._at :]
+        data = self._file.read(max(_BLOCK, len(rest)))
+        self._ended = not data
+        self._passed += self._at
+        self._window = rest + self._decoder.decode(data, final=self._ended)
+        self._at = 0
+
+    def _malformed(self, what: str, at: int) -> ValueError:
+        if self._ended and (at >= len(self._window) or what.startswith("Unterminated")):
+            return ValueError(f"it ends in its middle, after {self._passed + len(self._window)} characters")
+        return ValueError(f"{what} at character {self._passed + at}")

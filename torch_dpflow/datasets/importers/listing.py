@@ -1,0 +1,120 @@
+"""Imports tables that list samples: CSV, TSV and Parquet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch_dpflow.datasets.files import Files
+from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.errors import MissingExtraError, OptionError, SourceError
+
+#: Rows that are in memory at a time (of a CSV file: as many as fit into a block of bytes).
+_BATCH_ROWS = 4096
+_CSV_BLOCK = 2**20
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+
+
+class ListingImporter:
+    """Reads a table with a column of paths; its other columns become annotations, null ones are left out.
+
+    The types of a CSV's columns are told from its first megabyte. The table may be larger than memory.
+
+    Args:
+        listing: a path or URL that ends with .csv, .tsv or .parquet.
+        root: what the paths are relative to; None: the listing's directory.
+        path_column: the column of paths, or of URLs.
+        offset_column: where the samples begin inside their objects, bytes; with it goes `length_column`.
+        length_column: the samples' sizes, bytes.
+        checksum_column: "crc32:…" or "sha256:…".
+        options: what fsspec needs to open the listing and `root`.
+
+    Raises:
+        OptionError: the listing ends otherwise.
+        MissingExtraError: pyarrow is not installed.
+    """
+
+    def __init__(
+        self,
+        listing: str,
+        *,
+        root: str | None = None,
+        path_column: str = "path",
+        offset_column: str | None = None,
+        length_column: str | None = None,
+        checksum_column: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        folder, _, self._name = str(listing).rstrip("/").rpartition("/")
+        self._ending = "." + self._name.rpartition(".")[2].lower()
+        if self._ending not in {*_SEPARATORS, ".parquet"}:
+            raise OptionError(
+                f"listing={listing!r} ends with {self._ending}; give a .csv, .tsv or .parquet file"
+            )
+        self.options = dict(options or {})
+        self._files = Files(folder or ".", self.options)
+        self._columns = {
+            "path": path_column,
+            "offset": offset_column,
+            "length": length_column,
+            "checksum": checksum_column,
+        }
+        self._total: int | None = None
+        self.root: str | None = self._files.url if root is None else Files(root, self.options).url
+        self.source = {
+            "importer": "listing",
+            "listing": f"{self._files.url}/{self._name}",
+            "root": self.root,
+            "columns": self._columns,
+        }
+
+    def items(self, start: int = 0) -> Iterator[Item]:
+        used = {field: column for field, column in self._columns.items() if column is not None}
+        position = 0
+        for rows in self._batches():
+            missing = set(used.values()) - set(rows.schema.names)
+            if missing:
+                raise SourceError(
+                    f"{self.source['listing']} has no column {sorted(missing)}; it has {rows.schema.names}"
+                )
+            skipped = min(len(rows), max(0, start - position))
+            position += len(rows)
+            for number, row in enumerate(rows.slice(skipped).to_pylist(), position - len(rows) + skipped):
+                yield self._item(row, used, number)
+
+    def total(self) -> int | None:
+        return self._total
+
+    def info(self) -> Mapping[str, Any]:
+        return {}
+
+    def _item(self, row: dict[str, Any], used: Mapping[str, str], number: int) -> Item:
+        fields = {field: row.pop(column) for field, column in used.items()}
+        if not isinstance(fields["path"], str) or not fields["path"]:
+            raise SourceError(
+                f"{self.source['listing']}, row {number}: {used['path']!r} is {fields['path']!r}; give a path"
+            )
+        return Item(**fields, meta={name: value for name, value in row.items() if value is not None})
+
+    def _batches(self) -> Iterator[Any]:
+        try:
+            import pyarrow
+            from pyarrow import csv, parquet
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(
+                "listings need pyarrow; install it with: pip install 'torch_dpflow[datasets]'"
+            ) from error
+        try:
+            with self._files.open(self._name) as file:
+                if self._ending == ".parquet":
+                    table = parquet.ParquetFile(file)
+                    self._total = table.metadata.num_rows
+                    yield from table.iter_batches(batch_size=_BATCH_ROWS)
+                else:
+                    parse = csv.ParseOptions(delimiter=_SEPARATORS[self._ending])
+                    read = csv.ReadOptions(block_size=_CSV_BLOCK)
+                    yield from csv.open_csv(file, read_options=read, parse_options=parse)
+        except pyarrow.ArrowInvalid as error:
+            raise SourceError(f"{self.source['listing']} cannot be read: {error}") from error
+        except FileNotFoundError as error:
+            raise SourceError(f"there is no {self.source['listing']}") from error

@@ -1,0 +1,95 @@
+"""Imports folders of utterances with their transcripts, laid out as LibriSpeech is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from torch_dpflow.datasets.files import Child, Files
+from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.errors import SourceError
+
+AUDIO_ENDINGS = (".flac", ".wav", ".mp3", ".ogg", ".opus")
+_TRANSCRIPT = ".trans.txt"
+
+
+class SpeechImporter:
+    """Reads `<root>/<speaker>/<chapter>/<utterance>.flac` and the chapter's `*.trans.txt`, sorted by name.
+
+    A line of a transcript is an utterance's name, a space and its words. Annotations: `utterance`, `speaker`,
+    `chapter` and `text`. One chapter is in memory at a time.
+
+    Args:
+        root: the directory that holds the speakers; a path or a URL.
+        endings: of files that are audio, in lower case; others are passed over.
+        options: what fsspec needs to open `root`.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        endings: Sequence[str] = AUDIO_ENDINGS,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.options = dict(options or {})
+        self._files = Files(root, self.options)
+        self._endings = tuple(endings)
+        self.root: str | None = self._files.url
+        self.source = {"importer": "speech", "root": self.root, "endings": list(self._endings)}
+
+    def items(self, start: int = 0) -> Iterator[Item]:
+        return islice(self._all_items(), start, None)
+
+    def total(self) -> int | None:
+        return None
+
+    def info(self) -> Mapping[str, Any]:
+        return {}
+
+    def _all_items(self) -> Iterator[Item]:
+        for speaker in self._files.children():
+            if speaker.is_directory:
+                for chapter in self._files.children(speaker.name):
+                    if chapter.is_directory:
+                        yield from self._chapter(speaker.name, chapter.name)
+
+    def _chapter(self, speaker: str, chapter: str) -> Iterator[Item]:
+        folder = f"{speaker}/{chapter}"
+        children = self._files.children(folder)
+        words = self._transcripts(folder, children)
+        for child in children:
+            stem, dot, ending = child.name.rpartition(".")
+            if (dot + ending).lower() not in self._endings:
+                continue
+            if stem not in words:
+                raise SourceError(
+                    f"{self.root}/{folder}/{child.name} has no line in a *{_TRANSCRIPT} beside it"
+                )
+            meta = {"utterance": stem, "speaker": speaker, "chapter": chapter, "text": words.pop(stem)}
+            yield Item(path=f"{folder}/{child.name}", length=child.size, meta=meta)
+        if words:
+            raise SourceError(
+                f"{self.root}/{folder} has transcripts of audio that is missing: {sorted(words)}"
+            )
+
+    def _transcripts(self, folder: str, children: list[Child]) -> dict[str, str]:
+        words: dict[str, str] = {}
+        for child in children:
+            if not child.name.endswith(_TRANSCRIPT):
+                continue
+            path = f"{folder}/{child.name}"
+            for number, line in enumerate(self._text(path).splitlines(), 1):
+                name, _, text = line.strip().partition(" ")
+                if name in words:
+                    raise SourceError(f"{self.root}/{path}, line {number}: {name} has two transcripts")
+                if name:
+                    words[name] = text
+        return words
+
+    def _text(self, path: str) -> str:
+        try:
+            return self._files.read(path).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise SourceError(f"{self.root}/{path} is no UTF-8 text: {error}") from error

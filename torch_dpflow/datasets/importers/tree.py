@@ -1,0 +1,31 @@
+"""Lists trees of files on any storage."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch_dpflow.datasets.files import Files
+
+
+class FoundFile(NamedTuple):
+    """A file of a tree."""
+
+    #: Relative to the root that was listed.
+    path: str
+    #: bytes; None where the storage does not say
+    size: int | None
+
+
+def files_below(files: Files, folder: str) -> list[FoundFile]:
+    """All files below `folder` but hidden ones, sorted by directory and then by name, as torchvision does."""
+    found: list[tuple[str, FoundFile]] = []
+    pending = [folder]
+    while pending:
+        directory = pending.pop()
+        for child in files.children(directory):
+            path = f"{directory}/{child.name}"
+            if child.is_directory:
+                pending.append(path)
+            else:
+                found.append((directory, FoundFile(path, child.size)))
+    return [file for _, file in sorted(found)]
