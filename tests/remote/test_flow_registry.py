@@ -1,0 +1,193 @@
+"""Flows: which definitions are refused, and how requests and time move a flow through its life."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_dpflow.errors import OptionError, UsageError
+from torch_dpflow.remote.flow_registry import (
+    FlowRegistry,
+    FlowState,
+    Forget,
+    Instruction,
+    Save,
+    Start,
+    Stop,
+)
+from torch_dpflow.remote.flow_spec import FlowSpec
+
+
+def spec(name: str = "imagenet/train", version: int = 1, **changes: Any) -> FlowSpec:
+    fields: dict[str, Any] = {
+        "size": 100,
+        "content": "0" * 64,
+        "fingerprint": {"dataset": "ImageFolder of 100 samples", "transform": "Resize(224)"},
+        "idle_s": 60.0,
+        **changes,
+    }
+    return FlowSpec(name=name, version=version, **fields)
+
+
+def test_a_life_from_registration_to_deletion() -> None:
+    flows, flow = FlowRegistry(), spec()
+    assert flows.register(flow, 0.0) == [Save(flow)]
+    assert flows.flows[0].state is FlowState.CREATED
+    found, told = flows.access(flow.name, 1, 1.0)
+    assert told == [Start(flow)]
+    assert flows.report(flow.instance, 0, 2.0) == []
+    assert found.state is FlowState.READY
+    flows.report(flow.instance, 2, 3.0)
+    assert found.state is FlowState.ACCESSED
+    assert flows.access(flow.name, 1, 4.0)[1] == []
+    assert flows.tick(1000.0) == []
+    flows.report(flow.instance, 0, 1000.0)
+    assert found.state is FlowState.READY
+    assert flows.tick(1059.0) == []
+    assert flows.tick(1060.0) == [Stop(flow.instance)]
+    assert found.state is FlowState.IDLE
+    assert flows.access(flow.name, 1, 2000.0)[1] == [Start(flow)]
+    flows.report(flow.instance, 0, 2001.0)
+    assert flows.tick(3000.0) == [Stop(flow.instance)]
+    assert flows.delete(flow.name) == [Stop(flow.instance), Forget(flow)]
+    assert found.state is FlowState.DELETED
+    assert flows.flows == []
+
+
+def test_the_same_description_again_changes_nothing() -> None:
+    flows = FlowRegistry()
+    flows.register(spec(), 0.0)
+    assert flows.register(spec(), 1.0) == []
+
+
+def test_a_lower_version_is_refused() -> None:
+    flows = FlowRegistry()
+    flows.register(spec(version=3), 0.0)
+    with pytest.raises(UsageError, match="version 2 is refused, version 3 is in force"):
+        flows.register(spec(version=2), 1.0)
+
+
+def test_the_same_version_with_another_fingerprint_is_refused_and_the_difference_named() -> None:
+    flows = FlowRegistry()
+    flows.register(spec(), 0.0)
+    other = spec(fingerprint={"dataset": "ImageFolder of 100 samples", "transform": "Resize(256)"})
+    with pytest.raises(UsageError, match=r"transform is Resize\(256\), registered is Resize\(224\)"):
+        flows.register(other, 1.0)
+    with pytest.raises(UsageError, match="policy is lru, registered is absent"):
+        flows.register(spec(fingerprint={**spec().fingerprint, "policy": "lru"}), 1.0)
+
+
+def test_a_higher_version_replaces_and_jobs_of_the_lower_one_read_on() -> None:
+    flows = FlowRegistry()
+    flows.register(spec(), 0.0)
+    flows.access("imagenet/train", 1, 0.0)
+    flows.report("imagenet/train@1", 1, 0.0)
+    assert flows.register(spec(version=2), 1.0) == [Save(spec(version=2))]
+    with pytest.raises(UsageError, match="version 1, is not in force"):
+        flows.access("imagenet/train", 1, 2.0)
+    assert flows.access("imagenet/train", 2, 2.0)[1] == [Start(spec(version=2))]
+    assert flows.tick(1000.0) == []
+    flows.report("imagenet/train@1", 0, 1000.0)
+    assert flows.tick(1000.0) == [Stop("imagenet/train@1"), Forget(spec())]
+
+
+def test_a_flow_that_nobody_reads_gives_way_to_a_higher_version_at_once() -> None:
+    flows = FlowRegistry()
+    flows.register(spec(), 0.0)
+    flows.register(spec(version=2), 1.0)
+    assert flows.tick(1.0) == [Stop("imagenet/train@1"), Forget(spec())]
+
+
+def test_a_flow_that_is_read_cannot_be_deleted() -> None:
+    flows = FlowRegistry()
+    flows.register(spec(), 0.0)
+    flows.report("imagenet/train@1", 3, 0.0)
+    with pytest.raises(UsageError, match="is read by 3 jobs"):
+        flows.delete("imagenet/train")
+    with pytest.raises(UsageError, match="'other' is not registered"):
+        flows.delete("other")
+
+
+def test_services_of_a_flow_that_is_not_known_are_ended() -> None:
+    assert FlowRegistry().report("gone@1", 1, 0.0) == [Stop("gone@1")]
+
+
+def test_a_registry_that_starts_anew_takes_up_what_runs() -> None:
+    flows = FlowRegistry()
+    flows.restore(spec(version=2), 0.0)
+    flows.restore(spec(version=1), 0.0)
+    assert [flow.spec.version for flow in flows.flows] == [2]
+    flows.report("imagenet/train@2", 4, 1.0)
+    assert flows.flows[0].state is FlowState.ACCESSED
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "../etc"}, "a letter or digit first"),
+        ({"name": "a b"}, "a letter or digit first"),
+        ({"name": "x" * 101}, "a letter or digit first"),
+        ({"version": 0}, "version=0; 1 to"),
+        ({"size": 0}, "size=0; 1 to"),
+        ({"shards": 0}, "shards=0; 1 to 100 are allowed"),
+        ({"shards": 101}, "shards=101; 1 to 100 are allowed"),
+        ({"workers": 0}, "workers=0; 1 to"),
+        ({"memory_bytes": 0}, "memory_bytes=0; 1048576 to"),
+        ({"cache_samples": 101}, "cache_samples=101; 0 to 100 are allowed"),
+        ({"content": "../../x"}, "is no SHA-256"),
+    ],
+)
+def test_what_is_not_possible_is_refused_whole(changes: dict[str, Any], message: str) -> None:
+    flows = FlowRegistry()
+    with pytest.raises(OptionError, match=message):
+        flows.register(spec(**changes), 0.0)
+    assert flows.flows == []
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["register", "access", "report", "down", "delete", "tick"]),
+            st.sampled_from(["a", "b"]),
+            st.integers(1, 3),
+            st.integers(0, 2),
+        ),
+        max_size=40,
+    )
+)
+def test_services_run_only_where_somebody_needs_them(steps: list[tuple[str, str, int, int]]) -> None:
+    flows = FlowRegistry()
+    running: set[str] = set()
+    now = 0.0
+    for what, name, version, jobs in steps:
+        now += 40.0
+        told: list[Instruction] = []
+        instance = f"{name}@{version}"
+        try:
+            if what == "register":
+                told = flows.register(spec(name, version), now)
+            elif what == "access":
+                told = flows.access(name, version, now)[1]
+            elif what == "report" and instance in running:
+                told = flows.report(instance, jobs, now)
+            elif what == "down" and instance in running:
+                running.discard(instance)
+                flows.down(instance)
+            elif what == "delete":
+                told = flows.delete(name)
+            else:
+                told = flows.tick(now)
+        except UsageError:
+            pass
+        for instruction in told:
+            if isinstance(instruction, Start):
+                running.add(instruction.spec.instance)
+            elif isinstance(instruction, Stop):
+                running.discard(instruction.instance)
+        flows.validate()
+        known = {flow.spec.instance: flow for flow in flows.flows}
+        assert running <= known.keys()
+        assert all(known[one].state not in (FlowState.IDLE,) or known[one].starting for one in running)

@@ -1,0 +1,93 @@
+"""What a flow is: the description that a job registers, and its checks. Opaque to services but for these."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import msgspec
+
+from torch_dpflow.errors import OptionError
+from torch_dpflow.remote.messages import Count, Name, Seconds, Text
+
+#: Most samples, shards and workers of a flow.
+MAX_SIZE, MAX_SHARDS, MAX_WORKERS = 2**31 - 1, 256, 4096
+#: Least room of a shard's pool, bytes.
+MIN_MEMORY = 1 << 20
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class FlowSpec(
+    msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True, gc=False
+):
+    """A named, versioned description of loading.
+
+    Raises OptionError from `check`.
+    """
+
+    name: Name
+    #: Counts the flow's definitions: the highest is in force.
+    version: Count
+    #: Number of samples.
+    size: Count
+    #: SHA-256 of the assignment (dataset, stages) in hexadecimal, under which it is stored.
+    content: Name
+    #: What two descriptions of one version must agree in, by name: for people, when they do not.
+    fingerprint: Annotated[dict[Name, Text], msgspec.Meta(max_length=64)]
+    #: Whether loading a sample twice gives the same.
+    repeatable: bool = False
+    shards: Count = 1
+    #: Of all shards together.
+    workers: Count = 2
+    #: Room for samples of all shards together, bytes.
+    memory_bytes: Count = 1 << 30
+    #: Cache policy, or "none".
+    policy: Name = "alsd"
+    #: Sampling strategy.
+    strategy: Name = "shared-log"
+    #: How many samples the caches hold, for strategies that follow what is resident; 0: a tenth of them.
+    cache_samples: Count = 0
+    #: What the sampling group draws by chance.
+    seed: Count = 0
+    #: How long services outlive the last job, seconds.
+    idle_s: Seconds = 600.0
+
+    @property
+    def instance(self) -> str:
+        """Names this version of the flow among all flows and versions."""
+        return f"{self.name}@{self.version}"
+
+    def check(self) -> None:
+        """Raise OptionError unless every number is possible and the name is one."""
+        check_flow_name(self.name)
+        for name, value, least, most in (
+            ("version", self.version, 1, 2**53),
+            ("size", self.size, 1, MAX_SIZE),
+            ("shards", self.shards, 1, min(MAX_SHARDS, self.size)),
+            ("workers", self.workers, self.shards, MAX_WORKERS),
+            ("memory_bytes", self.memory_bytes, MIN_MEMORY * self.shards, 2**53),
+            ("cache_samples", self.cache_samples, 0, self.size),
+        ):
+            if not least <= value <= most:
+                raise OptionError(f"flow {self.name!r}: {name}={value}; {least} to {most} are allowed")
+        if not _DIGEST.fullmatch(self.content):
+            raise OptionError(f"flow {self.name!r}: content={self.content!r} is no SHA-256 in hexadecimal")
+
+    def difference(self, other: FlowSpec) -> str:
+        """In what the descriptions differ, for people; empty where they agree."""
+        differing: list[str] = []
+        for name in dict.fromkeys([*self.fingerprint, *other.fingerprint]):
+            here, there = self.fingerprint.get(name, "absent"), other.fingerprint.get(name, "absent")
+            if here != there:
+                differing.append(f"{name} is {here}, registered is {there}")
+        return "; ".join(differing)
+
+
+def check_flow_name(name: str) -> None:
+    """Raise OptionError unless `name` may name a flow."""
+    if not _NAME.fullmatch(name):
+        raise OptionError(
+            f"flow={name!r}: 1 to 100 of the characters A-Z a-z 0-9 . _ / - are allowed, a letter or digit "
+            "first"
+        )
