@@ -22,7 +22,7 @@ import numpy as np
 
 from torch_dpflow.errors import MessageError, TransportError
 from torch_dpflow.remote.arena import Arena, ArenaReader, Block, BlockRef
-from torch_dpflow.remote.memory import ALIGNMENT, WORD, address_of, aligned_copy
+from torch_dpflow.remote.memory import ALIGNMENT, WORD, address_of, aligned_copy, is_aligned
 from torch_dpflow.remote.reduction import ParcelPickler, Source
 from torch_dpflow.remote.unpicklable import explain
 
@@ -119,7 +119,7 @@ class _Packing:
         #: Large frames; the first frame comes before them.
         self._frames: list[Frame] = []
         self._blocks: list[BlockRef] = []
-        #: By address and size, so that memory used twice travels once.
+        #: By key and size, so that memory used twice travels once.
         self._places: dict[tuple[int, int], Place] = {}
         #: Small buffers and where they go in the coalesced region; its size so far.
         self._small: list[tuple[Source, int]] = []
@@ -257,7 +257,7 @@ class _Unpacking:
             head = self._table.head
             start = _aligned(head.size) if head.part == 0 else 0
             frame = frame[start:]
-        if frame.readonly or address_of(np.frombuffer(frame, np.uint8)) % max(self._table.alignment, WORD):
+        if frame.readonly or not is_aligned(frame, max(self._table.alignment, WORD)):
             frame = aligned_copy(frame).data
         return frame, start
 

@@ -34,12 +34,18 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 class Source(NamedTuple):
     """Memory that a parcel refers to."""
 
-    address: int
+    #: The address; or a bytes object's id, which tells it apart as well and costs less to find out.
+    key: int
     nbytes: int
     #: Keeps the memory alive. A bytes object where that is what travels, and nothing else is bytes here.
     owner: Any
     #: What the address of the decoded memory has to be a multiple of.
     alignment: int = WORD
+
+    @property
+    def address(self) -> int:
+        """Where the memory begins."""
+        return address_of(np.frombuffer(self.owner, np.uint8)) if type(self.owner) is bytes else self.key
 
     def view(self) -> memoryview:
         """The memory itself, not a copy."""
@@ -82,7 +88,7 @@ class _Stream:
             header = _bytes_header(len(chunk))
             if self.chunks and self.chunks[-1].endswith(header):
                 self.chunks[-1] = self.chunks[-1][: -len(header)] + _BYTES_OF_BUFFER
-                self.sources.append(Source(address_of(np.frombuffer(chunk, np.uint8)), len(chunk), chunk))
+                self.sources.append(Source(id(chunk), len(chunk), chunk))
                 return
         self.chunks.append(chunk)
 
