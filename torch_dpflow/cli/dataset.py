@@ -2,9 +2,249 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import click
+
+from torch_dpflow.cli.dataset_printing import (
+    import_progress,
+    print_datasets,
+    print_json,
+    print_version,
+    problem_line,
+    verify_progress,
+)
+from torch_dpflow.datasets.draft import SHARD_SIZE, Draft
+from torch_dpflow.datasets.importers.registry import IMPORTERS, make_importer
+from torch_dpflow.datasets.names import DatasetRef, next_version
+from torch_dpflow.datasets.spec import Dataset
+from torch_dpflow.datasets.store import DatasetStore
+from torch_dpflow.datasets.verify import verify
+from torch_dpflow.errors import DatasetNotFoundError, OptionError
+
+Command = Callable[..., Any]
+
+
+def _pairs(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, str]:
+    """NAME=VALUE arguments as a mapping."""
+    pairs = [text.partition("=") for text in texts]
+    for text, (name, equals, value) in zip(texts, pairs):
+        if not (name and equals and value):
+            raise click.BadParameter(f"{text!r} is not of the form NAME=VALUE")
+    found = {name: value for name, _, value in pairs}
+    if len(found) < len(pairs):
+        raise click.BadParameter(f"a name is given twice in {' '.join(texts)}")
+    return found
+
+
+def _store_options(command: Command) -> Command:
+    storage = click.option(
+        "--storage-option",
+        "storage_options",
+        metavar="NAME=VALUE",
+        multiple=True,
+        callback=_pairs,
+        help="What fsspec needs to open the store, such as endpoint=…; may be repeated.",
+    )
+    store = click.option(
+        "--store",
+        "url",
+        metavar="URL",
+        envvar="DPFLOW_STORE",
+        required=True,
+        show_envvar=True,
+        help="The directory of the store: a path, s3://…, oss://…",
+    )
+    return store(storage(command))
+
+
+def _import_options(command: Command) -> Command:
+    options = [
+        click.argument("kind", type=click.Choice(sorted(IMPORTERS))),
+        click.argument("ref", metavar="NAMESPACE/NAME:VERSION"),
+        click.argument("sources", metavar="VARIANT=SOURCE...", nargs=-1, required=True, callback=_pairs),
+        click.option(
+            "-s",
+            "--setting",
+            "settings",
+            metavar="NAME=VALUE",
+            multiple=True,
+            callback=_pairs,
+            help="A setting of the importer, such as images=…; {variant} stands for the variant's name.",
+        ),
+        click.option(
+            "--checksum",
+            type=click.Choice(["crc32", "sha256"]),
+            help="Read all data and keep its checksums.",
+        ),
+        click.option("--description", default="", help="A line for people."),
+        click.option("--restart", is_flag=True, help="Discard what an interrupted run has written."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 @click.group()
 def dataset() -> None:
-    """Keep datasets by name, on any storage."""
+    """Import, list, show, verify and extend datasets."""
+
+
+@dataset.command("import")
+@_import_options
+@click.option("--shard-size", type=click.IntRange(min=1), default=SHARD_SIZE, show_default=True)
+@_store_options
+def import_(
+    url: str,
+    storage_options: dict[str, str],
+    kind: str,
+    ref: str,
+    sources: dict[str, str],
+    restart: bool,
+    description: str,
+    **how: Any,
+) -> None:
+    """Publish a version of a dataset from one source for each variant. The data stays where it lies.
+
+    An interrupted import goes on where it stopped when the same command is run again.
+
+    \b
+    dpflow dataset import imagefolder core/imagenet:v1 train=/data/train val=/data/val
+    dpflow dataset import coco core/mscoco:v1 train2017=/coco/instances_train2017.json \\
+        -s images=/coco/{variant}
+    dpflow dataset import speech core/libri-speech:v1 train-clean-100=/libri/train-clean-100
+    dpflow dataset import listing core/clicks:v1 train=s3://bucket/clicks.parquet -s path_column=key
+    dpflow dataset import iterable core/digits:v1 train=my_package.digits:samples
+    """
+    target = _target(ref)
+    store = DatasetStore.create(url, **storage_options)
+    draft = Draft(store, target.id, str(target.version), description=description)
+    _run(draft, kind, sources, restart=restart, options=storage_options, **how)
+
+
+@dataset.command()
+@_import_options
+@click.option("--as", "version", help="The new version's name; the next number by default.")
+@_store_options
+def append(
+    url: str,
+    storage_options: dict[str, str],
+    kind: str,
+    ref: str,
+    sources: dict[str, str],
+    version: str | None,
+    restart: bool,
+    description: str,
+    **how: Any,
+) -> None:
+    """Publish a further version that has all samples of an older one, and more behind them.
+
+    \b
+    dpflow dataset append imagefolder core/imagenet:v1 train=/data/more --as v2
+    """
+    store = DatasetStore(url, **storage_options)
+    target = _target(ref)
+    parent = str(target.version)
+    draft = Draft(store, target.id, version or next_version(parent), parent=parent, description=description)
+    _run(draft, kind, sources, restart=restart, options=storage_options, **how)
+
+
+@dataset.command("list")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object for each version.")
+@_store_options
+def list_(url: str, storage_options: dict[str, str], as_json: bool) -> None:
+    """List all datasets with their versions, and imports that have not ended."""
+    store = DatasetStore(url, **storage_options)
+    published = [store.load(name, version) for name in store.ids() for version in store.versions(name)]
+    drafts = [DatasetRef(name, version) for name in store.ids() for version in store.drafts(name)]
+    if as_json:
+        for version in published:
+            print_json(version)
+    else:
+        print_datasets(published, drafts)
+
+
+@dataset.command()
+@click.argument("ref", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
+@click.option("--sample", type=click.IntRange(min=0), help="Also show what is known of this sample.")
+@click.option("--json", "as_json", is_flag=True, help="The version's file as it is.")
+@_store_options
+def show(url: str, storage_options: dict[str, str], ref: str, sample: int | None, as_json: bool) -> None:
+    """Show a version, the last one by default: variants, counts, where its data lies and came from."""
+    store = DatasetStore(url, **storage_options)
+    target = DatasetRef.parse(ref)
+    version = store.load(target.id, target.version)
+    if as_json:
+        print_json(version)
+        return
+    described = None
+    if sample is not None:
+        stored = store.open(DatasetRef(target.id, version.version, target.variant or _only_variant(version)))
+        described = stored.sample(sample)
+    print_version(version, target.variant, described)
+
+
+@dataset.command("verify")
+@click.argument("ref", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
+@click.option("--data", is_flag=True, help="Look at every sample's object too; reads those with checksums.")
+@_store_options
+def verify_(url: str, storage_options: dict[str, str], ref: str, data: bool) -> None:
+    """Check that a version is whole: every metadata shard, and with --data every sample's bytes.
+
+    Prints one line for each problem; the status is 1 if there was any.
+    """
+    store = DatasetStore(url, **storage_options)
+    target = DatasetRef.parse(ref)
+    version = store.load(target.id, target.version)
+    names = [target.variant] if target.variant else sorted(version.variants)
+    bad = 0
+    for name in names:
+        stored = store.open(DatasetRef(target.id, version.version, name))
+        with verify_progress(name, len(stored)) as progress:
+            for problem in verify(stored, data=data, progress=progress):
+                bad += problem.samples
+                click.echo(problem_line(name, problem))
+        click.echo(f"{stored.ref}: {len(stored)} samples checked")
+    if bad:
+        raise click.ClickException(f"{bad} samples cannot be read as they should be")
+
+
+def _run(
+    draft: Draft,
+    kind: str,
+    sources: dict[str, str],
+    *,
+    settings: dict[str, str],
+    options: dict[str, str],
+    restart: bool,
+    **how: Any,
+) -> None:
+    """Import every source and publish."""
+    if restart:
+        draft.discard()
+    for variant, source in sources.items():
+        filled = {name: value.replace("{variant}", variant) for name, value in settings.items()}
+        importer = make_importer(kind, source, filled, options)
+        with import_progress(variant, importer) as progress:
+            draft.add(variant, importer, progress=progress, **how)
+    published = draft.publish()
+    for name in sources:
+        click.echo(f"{published.id}:{published.version}:{name}: {published.variants[name].samples} samples")
+
+
+def _target(ref: str) -> DatasetRef:
+    target = DatasetRef.parse(ref)
+    if target.version is None or target.variant is not None:
+        raise OptionError(
+            f"{ref!r} should name a version, such as {target.id}:v1; variants go before sources"
+        )
+    return target
+
+
+def _only_variant(version: Dataset) -> str:
+    if len(version.variants) > 1:
+        raise DatasetNotFoundError(
+            f"{version.id}:{version.version} has variants {sorted(version.variants)}; name one"
+        )
+    return next(iter(version.variants))

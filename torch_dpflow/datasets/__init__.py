@@ -1,1 +1,21 @@
 """Datasets by name, on any storage: the storage specification, the store, importers and the reader."""
+
+from torch_dpflow.datasets.draft import Draft
+from torch_dpflow.datasets.names import DatasetRef
+from torch_dpflow.datasets.spec import Dataset, DatasetShardMeta, SampleMeta, Variant, json_schemas
+from torch_dpflow.datasets.store import DatasetStore, StoredDataset
+from torch_dpflow.datasets.verify import Problem, verify
+
+__all__ = [
+    "Dataset",
+    "DatasetRef",
+    "DatasetShardMeta",
+    "DatasetStore",
+    "Draft",
+    "Problem",
+    "SampleMeta",
+    "StoredDataset",
+    "Variant",
+    "json_schemas",
+    "verify",
+]

@@ -81,6 +81,8 @@ class Draft:
         """
         ref = DatasetRef(self._ref.id, self._version, variant)
         base = self._base(variant)
+        if base is not None:
+            importer.extend(base.variant.info)
         record = self._record(importer, base, shard_size, checksum)
         describer = Describer(
             importer,

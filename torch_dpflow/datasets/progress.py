@@ -79,11 +79,14 @@ class Progress:
             self._files.create(path, encode_file(record))
         except FileExistsError:
             noted = decode_file(self._files.read(path), DraftRecord, self._name("draft.json"))
-            if noted != record:
+            if noted == record:
+                return
+            if len(self._files.children(self._folder)) > 1:
                 raise OptionError(
                     f"an unfinished import is in the way: it has {_differences(noted, record)}; "
                     "give the same to go on with it, or discard it (--restart)"
                 ) from None
+            self._files.write(path, encode_file(record))  # nothing came of it
 
     def shards(self, first: int) -> list[ImportedShard]:
         """The shards that are written, from number `first` on without a gap."""

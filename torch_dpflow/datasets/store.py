@@ -188,6 +188,11 @@ class StoredDataset:
             raise DamagedStoreError(f"{self.url}/{path} is missing; restore it from a copy") from error
         return self.dataset.decode_shard(self.variant_name, number, data)
 
+    def sample(self, index: int) -> SampleMeta:
+        """The metadata of one sample: reads its shard. Raises IndexError outside."""
+        place = self.variant.locate(index)
+        return self.shard(place.shard).samples[place.offset]
+
     def samples(self) -> Iterator[SampleMeta]:
         """The metadata of all samples, in order; one shard is in memory at a time."""
         for number in range(len(self.variant.shards)):

@@ -33,9 +33,14 @@ class Importer(Protocol):
     #: The URL of the directory that paths are relative to; None: all items bring their own bytes.
     root: str | None
     #: What fsspec needs to open `root`. Never written anywhere.
-    options: Mapping[str, Any]
-    #: Describes the source, in JSON. An unfinished import goes on only with an equal description.
-    source: Mapping[str, Any]
+    options: dict[str, Any]
+
+    @property
+    def source(self) -> Mapping[str, Any]:
+        """The source, described in JSON. An unfinished import goes on only with an equal description."""
+
+    def extend(self, info: Mapping[str, Any]) -> None:
+        """What is read will be put behind samples that have this `info`. Called before items are drawn."""
 
     def items(self, start: int = 0) -> Iterator[Item]:
         """The samples from number `start` on, with memory that does not grow with their number.

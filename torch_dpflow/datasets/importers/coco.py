@@ -68,6 +68,9 @@ class CocoImporter:
             "segmentation": segmentation,
         }
 
+    def extend(self, info: Mapping[str, Any]) -> None:
+        """Samples of this kind do not depend on those before them."""
+
     def items(self, start: int = 0) -> Iterator[Item]:
         with self._joined() as database:
             for image, encoded in database.execute(_IMAGES, (start,)):

@@ -42,7 +42,21 @@ class ImageFolderImporter:
         self._known = list(classes or [])
         self._labels: dict[str, int] = {}
         self.root: str | None = self._files.url
-        self.source = {"importer": "imagefolder", "root": self.root, "endings": list(self._endings)}
+
+    @property
+    def source(self) -> Mapping[str, Any]:
+        """See `Importer`."""
+        return {
+            "importer": "imagefolder",
+            "root": self.root,
+            "endings": list(self._endings),
+            "classes": self._known,
+        }
+
+    def extend(self, info: Mapping[str, Any]) -> None:
+        """The classes of `info` keep their labels."""
+        known = info.get("classes", [])
+        self._known = [*known, *(name for name in self._known if name not in known)]
 
     def items(self, start: int = 0) -> Iterator[Item]:
         present = self._find_classes()

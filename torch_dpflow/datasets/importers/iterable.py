@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from itertools import islice
 from typing import Any
 
 from torch_dpflow.datasets.importers.base import Item
-from torch_dpflow.errors import SourceError
+from torch_dpflow.errors import OptionError, SourceError
 
 #: What an iterable may give: the bytes of a sample and its annotations, or a whole Item.
 IterableItem = Item | tuple[bytes, Mapping[str, Any]]
@@ -41,6 +42,28 @@ class IterableImporter:
         self.options = dict(options or {})
         self.root = root
         self.source = {"importer": "iterable", "name": name, "root": root}
+
+    @classmethod
+    def from_text(cls, source: str, **settings: Any) -> IterableImporter:
+        """Of "package.module:name": an iterable, or a function without arguments that returns one.
+
+        Raises:
+            OptionError: there is no such module or name.
+        """
+        module, _, name = source.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise OptionError(f"{source!r} cannot be imported: {error}; give package.module:name") from error
+        iterable = found() if callable(found) else found
+        if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
+            raise OptionError(
+                f"{source!r} is no iterable but {iterable!r:.80}; give package.module:name of one"
+            )
+        return cls(iterable, **{"name": source, **settings})
+
+    def extend(self, info: Mapping[str, Any]) -> None:
+        """Samples of this kind do not depend on those before them."""
 
     def items(self, start: int = 0) -> Iterator[Item]:
         for position, found in enumerate(self._from(start), start):

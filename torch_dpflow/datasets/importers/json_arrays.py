@@ -78,7 +78,7 @@ class _Text:
     def expect(self, character: str) -> None:
         """Go past `character`; "" stands for the end of the file."""
         if not self.skip_if(character):
-            raise self._malformed(f"expected {character or 'its end'!r}", self._at)
+            raise self._malformed(f"expected {repr(character) if character else 'its end'}", self._at)
 
     def value(self) -> Any:
         """Go past a value and return it."""

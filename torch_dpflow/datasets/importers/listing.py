@@ -68,6 +68,9 @@ class ListingImporter:
             "columns": self._columns,
         }
 
+    def extend(self, info: Mapping[str, Any]) -> None:
+        """Samples of this kind do not depend on those before them."""
+
     def items(self, start: int = 0) -> Iterator[Item]:
         used = {field: column for field, column in self._columns.items() if column is not None}
         position = 0

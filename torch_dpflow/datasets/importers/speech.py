@@ -39,6 +39,9 @@ class SpeechImporter:
         self.root: str | None = self._files.url
         self.source = {"importer": "speech", "root": self.root, "endings": list(self._endings)}
 
+    def extend(self, info: Mapping[str, Any]) -> None:
+        """Samples of this kind do not depend on those before them."""
+
     def items(self, start: int = 0) -> Iterator[Item]:
         return islice(self._all_items(), start, None)
 

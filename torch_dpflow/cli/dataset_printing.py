@@ -1,0 +1,98 @@
+"""What `dpflow dataset` shows: tables, trees and progress bars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import click
+import msgspec
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from torch_dpflow.datasets.importers.base import Importer
+from torch_dpflow.datasets.names import DatasetRef
+from torch_dpflow.datasets.spec import Dataset, SampleMeta, encode_file
+from torch_dpflow.datasets.verify import Problem
+
+
+def print_json(dataset: Dataset) -> None:
+    """A version's file, on one line."""
+    click.echo(encode_file(dataset).decode())
+
+
+def print_datasets(published: Sequence[Dataset], drafts: Sequence[DatasetRef]) -> None:
+    """One line for each variant of each version."""
+    table = Table("dataset", "version", "variant", "published", box=None)
+    table.add_column("samples", justify="right")
+    for dataset in published:
+        for name, variant in dataset.variants.items():
+            table.add_row(dataset.id, dataset.version, name, dataset.created, f"{variant.samples:,}")
+    for draft in drafts:
+        table.add_row(draft.id, str(draft.version), "", "unfinished import", "")
+    Console().print(table)
+
+
+def print_version(dataset: Dataset, only: str | None, sample: SampleMeta | None) -> None:
+    """What is known of a version, of one variant or all of them, and of a sample."""
+    names = sorted(dataset.variants) if only is None else [only]
+    variants = {name: dataset.variant(name) for name in names}
+    click.echo(f"{dataset.id}:{dataset.version}  published {dataset.created}")
+    if dataset.description:
+        click.echo(f"  {dataset.description}")
+    if dataset.parent is not None:
+        click.echo(f"  continues {dataset.parent}")
+    for name, variant in variants.items():
+        size = sum(entry.bytes for entry in variant.shards)
+        click.echo(f"  {name}: {variant.samples:,} samples")
+        click.echo(f"    data    {variant.data}")
+        click.echo(f"    shards  {len(variant.shards)} of {variant.shard_size} samples, {size:,} bytes")
+        for label, known in (("source", variant.source), ("info", variant.info)):
+            text = msgspec.json.encode(known).decode()
+            click.echo(f"    {label:<7} {text if len(text) <= 300 else text[:300] + '…'}")
+    if sample is not None:
+        click.echo(msgspec.json.format(msgspec.json.encode(sample)).decode())
+
+
+def problem_line(variant: str, problem: Problem) -> str:
+    """One line for a problem."""
+    last = problem.sample + problem.samples - 1
+    where = f"sample {problem.sample}" if problem.samples == 1 else f"samples {problem.sample} to {last}"
+    return f"{variant}, {where}: {problem.what}"
+
+
+@contextmanager
+def import_progress(variant: str, importer: Importer) -> Iterator[Callable[[int], None]]:
+    """A bar for an import, on stderr; how far it goes is known once the importer knows."""
+    with _bar() as bar:
+        task = bar.add_task(variant, total=None)
+        yield lambda samples: bar.update(task, completed=samples, total=importer.total())
+        bar.update(task, total=bar.tasks[task].completed)
+
+
+@contextmanager
+def verify_progress(variant: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar for a check, on stderr."""
+    with _bar() as bar:
+        task = bar.add_task(variant, total=total)
+        yield lambda samples: bar.update(task, completed=samples)
+
+
+def _bar() -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("samples"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    )
