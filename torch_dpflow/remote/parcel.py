@@ -129,7 +129,7 @@ class _Packing:
         if self._arena is not None:
             self._share_bytes_objects(self._arena, sources)
         places = [self._places.get(source[:2]) or self._place(source) for source in sources]
-        alignment = max((source.alignment for source in sources), default=WORD)
+        alignment = max([source.alignment for source in sources], default=WORD)
         first: Frame = b"".join(chunks)
         head = Place(0, 0, len(first))
         if (block := self._share(len(first))) is not None:

@@ -47,9 +47,11 @@ class Source(NamedTuple):
         """Where the memory begins."""
         return address_of(np.frombuffer(self.owner, np.uint8)) if type(self.owner) is bytes else self.key
 
-    def view(self) -> memoryview:
+    def view(self) -> bytes | memoryview:
         """The memory itself, not a copy."""
         owner = self.owner
+        if type(owner) is bytes:
+            return owner
         if isinstance(owner, torch.UntypedStorage):
             owner = memory_of(owner)
         if isinstance(owner, np.ndarray):
