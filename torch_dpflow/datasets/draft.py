@@ -100,6 +100,8 @@ class Draft:
             PublishedError: somebody else has published it.
             OptionError: nothing was added, or the import of a variant has not ended.
         """
+        if self._files.exists(self._manifest):
+            raise self._published()
         variants = {} if self._parent is None else dict(self._parent.variants)
         added = self._finished()
         if not added:

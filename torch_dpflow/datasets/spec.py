@@ -30,6 +30,9 @@ from torch_dpflow.errors import DamagedStoreError, DatasetNotFoundError, NewerFo
 #: The format that this release writes, and the newest that it reads.
 FORMAT = 1
 
+#: What decoding bytes that are no JSON, or other JSON than expected, can raise.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
 Count = Annotated[int, msgspec.Meta(ge=0)]
 DatasetId = Annotated[str, msgspec.Meta(pattern=ID_PATTERN, description="namespace/name")]
 Label = Annotated[str, msgspec.Meta(pattern=LABEL_PATTERN)]
@@ -77,7 +80,7 @@ class SampleMeta(SpecStruct, frozen=True, kw_only=True, gc=False):
         """
         try:
             return msgspec.json.decode(self.meta, type=dict[str, Any])
-        except msgspec.MsgspecError as error:
+        except _UNREADABLE as error:
             raise DamagedStoreError(f"the annotations of {self.path} are no JSON object: {error}") from error
 
 
@@ -246,7 +249,7 @@ def decode_file(data: bytes, kind: type[_Kind], name: str) -> _Kind:
                 f"{name} has format {header.format}; this release reads up to {FORMAT}: update torch_dpflow"
             )
         return msgspec.json.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
+    except _UNREADABLE as error:
         raise DamagedStoreError(f"{name} is no {kind.__struct_config__.tag} file: {error}") from error
 
 

@@ -65,7 +65,8 @@ class VariantWriter:
         if finished is not None:
             progress(finished.samples - self._base_samples)
             return finished
-        self._files.sweep(f"meta/{self._version}/{self._variant}")
+        for folder in ("meta", "data"):
+            self._files.sweep(f"{folder}/{self._version}/{self._variant}")
         variant = self._write_rest(importer, describer, progress)
         self._progress.finish(variant)
         return variant

@@ -1,0 +1,185 @@
+"""DatasetStore: finding what is published, on disk and in memory alike."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.datasets.samples_source import Numbered, contents, numbers, publish
+from tests.new_process import in_fork
+from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
+from torch_dpflow.datasets.files import Files
+from torch_dpflow.datasets.importers.iterable import IterableImporter
+from torch_dpflow.errors import (
+    DamagedStoreError,
+    DatasetNotFoundError,
+    NewerFormatError,
+    OptionError,
+    PublishedError,
+)
+
+
+class CountingFiles(Files):
+    """Notes what is read."""
+
+    def __init__(self, url: str, options: object = None) -> None:
+        super().__init__(url)
+        self.reads: list[str] = []
+
+    def read(self, path: str) -> bytes:
+        self.reads.append(path)
+        return super().read(path)
+
+
+def test_a_store_is_made_once(store_url: str) -> None:
+    with pytest.raises(DatasetNotFoundError, match="no dataset store at"):
+        DatasetStore(store_url)
+    made = DatasetStore.create(store_url)
+    assert DatasetStore.create(store_url).record == DatasetStore(store_url).record == made.record
+    assert made.ids() == []
+
+
+def test_datasets_are_found_by_name(store: DatasetStore) -> None:
+    for name, version in [("core/b", "v10"), ("core/b", "v2"), ("core/a", "v1"), ("lab/a", "v1")]:
+        publish(store, Numbered(3), name=name, version=version)
+    assert store.ids() == ["core/a", "core/b", "lab/a"]
+    assert store.versions("core/b") == ["v2", "v10"]
+    assert store.versions("core/none") == []
+    assert store.open("core/b").ref == store.open("core/b:v10:train").ref
+    assert len(store.open("core/b:v2")) == 3
+
+
+def test_what_there_is_instead_is_told(store: DatasetStore) -> None:
+    publish(store, Numbered(3))
+    with pytest.raises(DatasetNotFoundError, match=r"no dataset core/none in .*; it has \['core/numbers'\]"):
+        store.open("core/none:v1")
+    with pytest.raises(DatasetNotFoundError, match=r"no core/numbers:v2 in .* has versions \['v1'\]"):
+        store.open("core/numbers:v2")
+    with pytest.raises(DatasetNotFoundError, match=r"no variant 'val' of .*\['train'\]"):
+        store.open("core/numbers:v1:val")
+    with pytest.raises(DatasetNotFoundError, match="no dataset core/none"):
+        store.load("core/none")
+
+
+def test_an_unfinished_import_is_named_and_not_read(store: DatasetStore) -> None:
+    Draft(store, "core/numbers", "v1").add("train", IterableImporter(Numbered(3)))
+    assert store.ids() == ["core/numbers"]
+    assert store.versions("core/numbers") == []
+    assert store.drafts("core/numbers") == ["v1"]
+    for name in ("core/numbers:v1", "core/numbers"):
+        with pytest.raises(DatasetNotFoundError, match=r"v1 in .* is unfinished.*run the same import again"):
+            store.open(name)
+
+
+def test_opening_reads_one_file_and_a_sample_one_shard(store: DatasetStore) -> None:
+    publish(store, Numbered(50))
+    counting = DatasetStore(store.url)
+    counting.files = CountingFiles(store.url)
+    stored = counting.open("core/numbers:v1:train")
+    assert counting.files.reads == ["core/numbers/versions/v1.json"]
+
+    files = CountingFiles(stored.url)
+    stored = StoredDataset(files=files, dataset=stored.dataset, variant_name="train")
+    assert stored.sample(37).fields() == {"number": 37}
+    assert files.reads == ["meta/v1/train/ms-9.json"]
+
+
+def test_a_published_version_never_changes(store: DatasetStore) -> None:
+    publish(store, Numbered(9))
+    with pytest.raises(PublishedError, match=r"core/numbers:v1 is published in .* never changes"):
+        Draft(store, "core/numbers", "v1")
+    assert contents(store.open("core/numbers:v1")) == numbers(9)
+
+
+def test_of_two_who_publish_one_version_one_is_told(store: DatasetStore) -> None:
+    drafts = [Draft(store, "core/numbers", "v1") for _ in range(2)]
+    for draft in drafts:
+        draft.add("train", IterableImporter(Numbered(9)))
+    drafts[0].publish()
+    with pytest.raises(PublishedError):
+        drafts[1].publish()
+    with pytest.raises(PublishedError):
+        drafts[1].discard()
+    assert contents(store.open("core/numbers:v1")) == numbers(9)
+
+
+def test_of_many_who_create_a_file_at_once_one_succeeds(store: DatasetStore) -> None:
+    together = threading.Barrier(8)
+    won: list[int] = []
+
+    def create(number: int) -> None:
+        together.wait()
+        try:
+            store.files.create("race", b"%d" % number * 1000)
+        except FileExistsError:
+            return
+        won.append(number)
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert store.files.read("race") == b"%d" % won[0] * 1000
+    assert [child.name for child in store.files.children()] == ["race", "store.json"]
+
+
+def test_a_store_travels_by_pickle_and_by_fork(store: DatasetStore) -> None:
+    stored = publish(store, Numbered(9))
+    copy = pickle.loads(pickle.dumps(stored))
+    assert contents(copy) == numbers(9)
+    assert pickle.loads(pickle.dumps(store)).ids() == ["core/numbers"]
+    assert in_fork(contents, stored) == numbers(9)
+
+
+def test_damage_is_named(local_store: DatasetStore) -> None:
+    stored = publish(local_store, Numbered(9))
+    folder = Path(stored.url.removeprefix("file://"))
+    shard = folder / "meta/v1/train/ms-1.json"
+    whole = shard.read_bytes()
+    for damaged in (b"", whole[:-1], whole.replace(b"4", b"5", 1), whole + b" "):
+        shard.write_bytes(damaged)
+        with pytest.raises(DamagedStoreError, match=r"core/numbers/meta/v1/train/ms-1\.json"):
+            stored.sample(4)
+        assert stored.sample(3).fields() == {"number": 3}
+    shard.unlink()
+    with pytest.raises(DamagedStoreError, match=r"meta/v1/train/ms-1\.json is missing"):
+        stored.sample(4)
+
+
+def test_a_version_in_a_wrong_place_is_named(local_store: DatasetStore) -> None:
+    stored = publish(local_store, Numbered(3))
+    versions = Path(stored.url.removeprefix("file://")) / "versions"
+    (versions / "v2.json").write_bytes((versions / "v1.json").read_bytes())
+    with pytest.raises(
+        DamagedStoreError, match=r"v2\.json describes core/numbers:v1; it was put in a wrong place"
+    ):
+        local_store.open("core/numbers:v2")
+
+
+def test_a_store_of_a_newer_format_is_named(local_store: DatasetStore) -> None:
+    record = Path(local_store.url.removeprefix("file://")) / "store.json"
+    record.write_bytes(record.read_bytes().replace(b'"format":1', b'"format":7'))
+    with pytest.raises(NewerFormatError, match=r"store\.json has format 7"):
+        DatasetStore(local_store.url)
+
+
+def test_a_storage_that_cannot_be_opened_is_named() -> None:
+    with pytest.raises(OptionError, match=r"nothing://x.*cannot be opened"):
+        DatasetStore("nothing://x")
+
+
+def test_options_of_the_storage_are_kept_out_of_the_store(tmp_path: Path) -> None:
+    store = DatasetStore.create(f"file://{tmp_path}", auto_mkdir=True)
+    stored = publish(store, Numbered(9))
+    assert stored.options == {"auto_mkdir": True}
+    assert all(b"auto_mkdir" not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_a_plain_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert DatasetStore.create("datasets").url == f"file://{tmp_path}/datasets"

@@ -1,0 +1,305 @@
+"""Drafts: importing, going on after a kill, appending."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.datasets.samples_source import Numbered, content, contents, lazily, numbers, publish
+from tests.new_process import interpreter
+from torch_dpflow.datasets import DatasetStore, Draft
+from torch_dpflow.datasets import packing as packing_module
+from torch_dpflow.datasets.importers import Item
+from torch_dpflow.datasets.importers.iterable import IterableImporter
+from torch_dpflow.errors import DatasetNotFoundError, OptionError, SourceError
+
+
+class Stop(Exception):
+    """An importer's source breaks down."""
+
+
+def breaking(count: int) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The first samples, and then an error."""
+    yield from lazily(count)
+    raise Stop
+
+
+def _add(store: DatasetStore, source: Any, **how: Any) -> Draft:
+    draft = Draft(store, "core/numbers", "v1")
+    draft.add("train", IterableImporter(source, name="numbered"), shard_size=4, **how)
+    return draft
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 9])
+def test_what_is_imported_is_read_again(store: DatasetStore, count: int) -> None:
+    stored = publish(store, Numbered(count))
+    assert contents(stored) == numbers(count)
+    assert len(stored.variant.shards) == -(-count // 4)
+
+
+def test_an_import_that_broke_goes_on_where_it_stopped(store: DatasetStore) -> None:
+    whole = publish(store, Numbered(11), name="core/whole").variant
+    for stop in range(12):
+        draft = Draft(store, "core/numbers", f"v{stop}")
+        with pytest.raises(Stop):
+            draft.add("train", IterableImporter(breaking(stop), name="numbered"), shard_size=4)
+        source, seen = Numbered(11), []
+        draft.add("train", IterableImporter(source, name="numbered"), shard_size=4, progress=seen.append)
+        kept = stop // 4 * 4
+        # Only the last sample that is there already is drawn again, to see that it is the same.
+        assert source.asked == list(range(max(0, kept - 1), 11))
+        assert seen[0] == kept
+        stored = draft.publish().variants["train"]
+        assert (stored.samples, len(stored.shards)) == (whole.samples, len(whole.shards))
+        assert contents(store.open(f"core/numbers:v{stop}")) == numbers(11)
+
+
+_IMPORT_FOR_EVER = """
+import sys, itertools
+from tests.datasets.samples_source import content
+from torch_dpflow.datasets import DatasetStore, Draft
+from torch_dpflow.datasets.importers.iterable import IterableImporter
+endless = ((content(n), {"number": n}) for n in itertools.count())
+draft = Draft(DatasetStore.create(sys.argv[1]), "core/numbers", "v1")
+draft.add("train", IterableImporter(endless, name="numbered"), shard_size=4)
+"""
+
+
+def test_a_killed_import_goes_on_where_it_stopped(tmp_path: Path, eventually: Callable[..., None]) -> None:
+    folder = tmp_path / "datasets/core/numbers"
+    with interpreter(_IMPORT_FOR_EVER, str(tmp_path / "datasets")) as process:
+        eventually(lambda: (folder / "drafts/v1/train/ms-20.json").exists(), what="a shard")
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    store = DatasetStore(str(tmp_path / "datasets"))
+    assert store.versions("core/numbers") == []
+    written = len(list((folder / "drafts/v1/train").glob("ms-*.json")))
+    (folder / "meta/v1/train/.ms-0.json.0a.unfinished").write_bytes(b"left by a killed writer")
+
+    count = 4 * written + 10
+    source = Numbered(count)
+    _add(store, source).publish()
+    assert source.asked[0] == 4 * written - 1
+    assert contents(store.open("core/numbers:v1")) == numbers(count)
+    leftovers = [path.name for path in folder.rglob("*") if path.is_file() and path.name.startswith(".")]
+    assert leftovers == []
+    assert not (folder / "drafts/v1").exists()
+
+
+def test_publishing_goes_on_after_all_was_written(store: DatasetStore) -> None:
+    _add(store, Numbered(9))
+    source = Numbered(9)
+    seen: list[int] = []
+    _add(store, source, progress=seen.append).publish()
+    assert (source.asked, seen) == ([], [9])
+    assert contents(store.open("core/numbers:v1")) == numbers(9)
+
+
+def test_a_source_that_has_changed_is_named(store: DatasetStore) -> None:
+    with pytest.raises(Stop):
+        _add(store, breaking(9))
+    with pytest.raises(SourceError, match=r"changed since.*sample 7 was.*'|sample 7 was .*number.*:7"):
+        _add(store, Numbered(20, first=1))
+    with pytest.raises(SourceError, match="has changed since its import was interrupted"):
+        _add(store, Numbered(3))
+    _add(store, Numbered(20)).publish()
+    assert contents(store.open("core/numbers:v1")) == numbers(20)
+
+
+def test_a_source_that_has_grown_is_named(store: DatasetStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed after the last shard was noted and before the whole was: that shard is not full."""
+    with monkeypatch.context() as patch:
+        patch.setattr("torch_dpflow.datasets.progress.Progress.finish", lambda *_: pytest.fail("killed"))
+        with pytest.raises(pytest.fail.Exception):
+            _add(store, Numbered(6))
+    with pytest.raises(SourceError, match="it had 6 samples and has more now"):
+        _add(store, Numbered(7))
+    _add(store, Numbered(6)).publish()
+    assert contents(store.open("core/numbers:v1")) == numbers(6)
+
+
+def test_another_import_in_the_way_is_named(store: DatasetStore) -> None:
+    with pytest.raises(Stop):
+        _add(store, breaking(9))
+    draft = Draft(store, "core/numbers", "v1")
+    other = IterableImporter(Numbered(20), name="other")
+    with pytest.raises(OptionError, match=r"in the way: it has .*shard_size=4 instead of 1000, source="):
+        draft.add("train", other)
+    with pytest.raises(OptionError, match="has not ended"):
+        draft.publish()
+    draft.discard()
+    assert store.ids() == [] or store.drafts("core/numbers") == []
+    draft.add("train", other, shard_size=5)
+    assert draft.publish().variants["train"].samples == 20
+
+
+def test_an_import_of_which_nothing_came_is_not_in_the_way(store: DatasetStore) -> None:
+    with pytest.raises(SourceError, match=r"there is nothing to import from .*name='empty'"):
+        Draft(store, "core/numbers", "v1").add("train", IterableImporter([], name="empty"))
+    _add(store, Numbered(3)).publish()
+    assert contents(store.open("core/numbers:v1")) == numbers(3)
+
+
+def test_nothing_is_not_published(store: DatasetStore) -> None:
+    with pytest.raises(OptionError, match="nothing to publish as core/numbers:v1"):
+        Draft(store, "core/numbers", "v1").publish()
+
+
+@pytest.mark.parametrize("shard_size", [0, -1])
+def test_a_shard_holds_at_least_a_sample(store: DatasetStore, shard_size: int) -> None:
+    with pytest.raises(OptionError, match=f"shard_size={shard_size}"):
+        Draft(store, "core/x", "v1").add("train", IterableImporter(Numbered(1)), shard_size=shard_size)
+
+
+def test_variants_are_published_together(store: DatasetStore) -> None:
+    draft = Draft(store, "core/numbers", "v1", description="numbers from 0")
+    draft.add("train", IterableImporter(Numbered(5)), shard_size=2)
+    draft.add("val", IterableImporter(Numbered(3)), shard_size=3)
+    assert draft.publish().description == "numbers from 0"
+    assert [len(store.open(f"core/numbers:v1:{name}")) for name in ("train", "val")] == [5, 3]
+    with pytest.raises(DatasetNotFoundError, match=r"no variant is named.*\['train', 'val'\]"):
+        store.open("core/numbers:v1")
+
+
+# -- appending -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [1, 3, 4, 5, 8])
+@pytest.mark.parametrize("more", [1, 3, 4, 9])
+def test_appended_samples_come_behind(store: DatasetStore, before: int, more: int) -> None:
+    first = publish(store, Numbered(before))
+    second = publish(store, Numbered(more, first=before), version="v2", parent="v1", shard_size=None)
+    assert contents(second) == numbers(before + more)
+    assert contents(first) == numbers(before)
+    assert second.dataset.parent == "v1"
+    kept = before // 4
+    assert second.variant.shards[:kept] == first.variant.shards[:kept]
+    assert {entry.version for entry in second.variant.shards[kept:]} == {"v2"}
+
+
+@pytest.mark.parametrize("stop", range(10))
+def test_an_append_that_broke_goes_on_where_it_stopped(local_store: DatasetStore, stop: int) -> None:
+    publish(local_store, Numbered(6))
+
+    def rest(count: int) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        for number in range(6, 6 + count):
+            yield content(number), {"number": number}
+        raise Stop
+
+    draft = Draft(local_store, "core/numbers", "v2", parent="v1")
+    with pytest.raises(Stop):
+        draft.add("train", IterableImporter(rest(stop), name="more"))
+    draft.add("train", IterableImporter(Numbered(10, first=6), name="more"))
+    draft.publish()
+    assert contents(local_store.open("core/numbers:v2")) == numbers(16)
+
+
+def test_variants_that_nothing_is_added_to_stay(store: DatasetStore) -> None:
+    draft = Draft(store, "core/numbers", "v1")
+    for name in ("train", "val"):
+        draft.add(name, IterableImporter(Numbered(3)))
+    draft.publish()
+    draft = Draft(store, "core/numbers", "v2", parent="v1")
+    draft.add("test", IterableImporter(Numbered(2)))
+    draft.add("val", IterableImporter(Numbered(2, first=3)))
+    draft.publish()
+    assert {name: v.samples for name, v in store.load("core/numbers").variants.items()} == {
+        "train": 3,
+        "val": 5,
+        "test": 2,
+    }
+
+
+def test_a_parent_must_be_published(store: DatasetStore) -> None:
+    with pytest.raises(DatasetNotFoundError):
+        Draft(store, "core/numbers", "v2", parent="v1")
+
+
+# -- what samples can be ---------------------------------------------------------------------------------
+
+
+def test_annotations_may_hold_numpy_and_torch(store: DatasetStore) -> None:
+    meta = {"label": np.int64(3), "box": np.array([0.5, 2]), "mask": torch.tensor([1, 0]), "name": "é"}
+    stored = publish(store, [(b"x", meta)])
+    assert stored.sample(0).fields() == {"label": 3, "box": [0.5, 2], "mask": [1, 0], "name": "é"}
+
+
+@pytest.mark.parametrize("meta", [{"x": object()}, {"x": {1, 2j}}])
+def test_annotations_that_are_no_json_are_named(store: DatasetStore, meta: dict[str, Any]) -> None:
+    with pytest.raises(SourceError, match=r"annotations of .*pack-0-0.bin cannot be written as JSON"):
+        publish(store, [(b"x", meta)])
+
+
+def test_packs_are_bounded(store: DatasetStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing_module, "PACK_BYTES", 10)
+    source = [(b"x" * size, {}) for size in (4, 4, 4, 30, 0, 10, 1)]
+    stored = publish(store, source, shard_size=7)
+    assert [data for data, _ in contents(stored)] == [data for data, _ in source]
+    sizes = {child.name: child.size for child in store.files.children("core/numbers/data/v1/train")}
+    assert sizes == {
+        "pack-0-0.bin": 8,
+        "pack-0-1.bin": 4,
+        "pack-0-2.bin": 30,
+        "pack-0-3.bin": 10,
+        "pack-0-4.bin": 1,
+    }
+
+
+def test_samples_without_any_bytes_have_a_pack(store: DatasetStore) -> None:
+    assert contents(publish(store, [(b"", {}), (b"", {})])) == [(b"", {}), (b"", {})]
+
+
+def test_data_inside_the_dataset_is_named_by_relative_paths(
+    local_store: DatasetStore, tmp_path: Path
+) -> None:
+    """So the whole directory can be copied elsewhere and read there."""
+    folder = tmp_path / "datasets/core/files/data/images"
+    folder.mkdir(parents=True)
+    (folder / "a.jpg").write_bytes(b"a")
+    importer = IterableImporter([Item(path="a.jpg", length=1)], root=f"file://{folder}")
+    draft = Draft(local_store, "core/files", "v1")
+    draft.add("train", importer, checksum="crc32")
+    variant = draft.publish().variants["train"]
+    assert variant.data == "data/images"
+    (tmp_path / "datasets").rename(tmp_path / "moved")
+    assert contents(DatasetStore(str(tmp_path / "moved")).open("core/files")) == [(b"a", {})]
+
+
+def test_appended_data_may_lie_elsewhere(local_store: DatasetStore, tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.jpg").write_bytes(folder.encode())
+    for version, folder, parent in (("v1", "one", None), ("v2", "two", "v1"), ("v3", "one", "v2")):
+        importer = IterableImporter([Item(path="a.jpg")], root=f"file://{tmp_path}/{folder}")
+        draft = Draft(local_store, "core/files", version, parent=parent)
+        draft.add("train", importer, checksum="sha256")
+        draft.publish()
+    samples = list(local_store.open("core/files").samples())
+    assert [sample.path for sample in samples] == ["a.jpg", f"file://{tmp_path}/two/a.jpg", "a.jpg"]
+    assert [sample.length for sample in samples] == [3, 3, 3]
+    assert samples[0].checksum == samples[2].checksum != samples[1].checksum
+
+
+def test_a_checksum_of_what_is_missing_is_refused(local_store: DatasetStore, tmp_path: Path) -> None:
+    importer = IterableImporter([Item(path="gone.jpg")], root=f"file://{tmp_path}")
+    with pytest.raises(SourceError, match=r"gone\.jpg cannot be read: FileNotFoundError"):
+        Draft(local_store, "core/files", "v1").add("train", importer, checksum="crc32")
+
+
+@pytest.mark.parametrize("path", ["../out.jpg", "/etc/passwd"])
+def test_a_path_out_of_its_root_is_refused(local_store: DatasetStore, tmp_path: Path, path: str) -> None:
+    importer = IterableImporter([Item(path=path)], root=f"file://{tmp_path}")
+    with pytest.raises(SourceError, match="leads out of"):
+        Draft(local_store, "core/files", "v1").add("train", importer)
+
+
+def test_an_item_has_either_a_path_or_bytes() -> None:
+    for wrong in ({}, {"path": "a", "data": b"a"}):
+        with pytest.raises(ValueError, match="either `path` or `data`"):
+            Item(**wrong)
