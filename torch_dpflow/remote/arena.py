@@ -95,7 +95,6 @@ class Arena:
         self._by_address: dict[int, Segment] = {}
         #: How many segments have been given back; the reader looks for them when this has changed.
         self._retired = 0
-        self._trimmed: list[int] = []
         self._numbers = 0
         self._allocations = 0
         #: Bytes of all segments, in use and free.
@@ -151,11 +150,6 @@ class Arena:
         token = secrets.token_bytes(segments.TOKEN_BYTES)
         block.memory.data[:] = token
         return ProbeRef(token, self.publish(block))
-
-    def trimmed(self) -> list[int]:
-        """Segments given back since the last call, for `ArenaReader.forget`."""
-        trimmed, self._trimmed = self._trimmed, []
-        return trimmed
 
     def close(self) -> None:
         """Give everything back. What is mapped or in use stays valid until its last user is gone."""
@@ -231,7 +225,6 @@ class Arena:
         del self._by_address[segment.address]
         self.allocated_bytes -= segment.size
         self._retired += 1
-        self._trimmed.append(segment.number)
         segment.memory[0] = RETIRED
         segment.close()
         if self._directory is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from weakref import ref as weakref
 
@@ -64,11 +64,6 @@ class ArenaReader:
             return bytes(self.view(ref.block)) == ref.token
         except TransportError:
             return False
-
-    def forget(self, trimmed: Iterable[int]) -> None:
-        """Unmap the segments that the writer has given back; views that are left keep theirs."""
-        for number in trimmed:
-            self._segments.pop(number, None)
 
     def close(self) -> None:
         """Unmap everything; views that are left keep their memory."""
