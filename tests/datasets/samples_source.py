@@ -63,3 +63,8 @@ def contents(stored: StoredDataset) -> list[tuple[bytes, dict[str, Any]]]:
 def numbers(count: int, *, first: int = 0) -> list[tuple[bytes, dict[str, Any]]]:
     """What `contents` should give."""
     return [(content(number), {"number": number}) for number in range(first, first + count)]
+
+
+def numbers_for_import() -> list[tuple[bytes, dict[str, Any]]]:
+    """An iterable to import by name."""
+    return numbers(3)

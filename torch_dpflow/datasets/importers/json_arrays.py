@@ -13,6 +13,9 @@ _BLOCK = 2**18
 #: Characters of the largest element: what malformed JSON can make us keep in memory before we give up.
 _LONGEST = 2**26
 
+#: A number at the window's end may go on behind it: 0 may be the beginning of 0.5, and 1 of 1e+5.
+_NUMBER_TAIL = len("e+")
+
 _SPACE = re.compile(r"[ \t\n\r]*")
 _SCANNER = json.JSONDecoder()
 
@@ -90,8 +93,7 @@ class _Text:
                 if self._ended or len(self._window) - self._at > _LONGEST:
                     raise self._malformed(error.msg, error.pos) from None
             else:
-                # A number at the window's end may go on behind it.
-                if end < len(self._window) or self._ended:
+                if end + _NUMBER_TAIL < len(self._window) or self._ended:
                     self._at = end
                     return value
             self._read()
