@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torch_dpflow.remote.arena import BlockRef
-from torch_dpflow.remote.parcel import ParcelTable, Place, encode
+from torch_dpflow.remote.parcel import LARGE_BYTES, ParcelTable, Place, encode
 
 FOLDER = Path(__file__).parent / "corpus_parcel"
 
@@ -43,6 +43,7 @@ def _objects() -> dict[str, Any]:
         "arrays": {"a": np.arange(5), "f": np.asfortranarray(np.eye(3)), "t": np.array(["x", "yz"])},
         "sparse": torch.eye(4).to_sparse(),
         "parameter": torch.nn.Parameter(torch.ones(2, 2)),
+        "long-double": np.arange(3).astype(np.longdouble),
         "empty": [torch.zeros(0), np.zeros((0, 4))],
     }
 
@@ -54,6 +55,12 @@ def _with_a_frame_of_its_own() -> tuple[ParcelTable, list[bytes]]:
     small, big = table.buffers
     content = [first[: big.offset], first[big.offset : big.offset + big.size]]
     return ParcelTable(2, (), table.head, (small, Place(1, 0, big.size))), content
+
+
+def _with_big_bytes() -> tuple[ParcelTable, list[bytes]]:
+    """A parcel with a bytes object out of band, as if 100 bytes were big."""
+    table, frames = encode([bytes(LARGE_BYTES), 5])
+    return ParcelTable(2, (), table.head, (Place(1, 0, 100),)), [bytes(frames[0]), bytes(range(100))]
 
 
 def _malformed() -> Iterator[tuple[str, ParcelTable, list[bytes]]]:
@@ -93,6 +100,7 @@ def main() -> None:
         table, frames = encode(obj)
         _write(name, table, [bytes(frame) for frame in frames])
     _write("frame", *_with_a_frame_of_its_own())
+    _write("bytes", *_with_big_bytes())
     for name, table, content in _malformed():
         _write(f"bad-{name}", table, content)
 

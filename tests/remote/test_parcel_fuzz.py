@@ -7,6 +7,7 @@ change that; parcels are taken from authenticated peers only.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from tests.remote.parcel_corpus import Seed, load
 from torch_dpflow.errors import MessageError, TransportError
 from torch_dpflow.remote.arena import Arena, ArenaReader, BlockRef
-from torch_dpflow.remote.parcel import ParcelTable, Place, decode, discard
+from torch_dpflow.remote.parcel import Frame, ParcelTable, Place, decode, discard
 
 SEEDS = load()
 WELL_FORMED = {name: seed for name, seed in SEEDS.items() if not name.startswith("bad-")}
@@ -45,7 +46,7 @@ def reader() -> ArenaReader:
     return ArenaReader(os.getpid())
 
 
-def survive(table: ParcelTable, frames: list[bytes], reader: ArenaReader | None) -> None:
+def survive(table: ParcelTable, frames: Sequence[Frame], reader: ArenaReader | None) -> None:
     with suppress(TransportError):
         decode(table, frames, reader=reader)
     discard(table, reader=reader)
@@ -106,10 +107,23 @@ def test_frames_cut_short_or_changed_in_number(name: str, frames: list[int], dat
     head=st.none() | places,
     buffers=st.none() | st.lists(places, max_size=4),
     count=numbers,
+    alignment=numbers,
 )
-@example(name="pair", blocks=[], head=None, buffers=[Place(0, 128, -64), Place(0, 1 << 63, 64)], count=1)
+@example(
+    name="pair",
+    blocks=[],
+    head=None,
+    buffers=[Place(0, 128, -64), Place(0, 1 << 63, 64)],
+    count=1,
+    alignment=0,
+)
 def test_made_up_tables(
-    name: str, blocks: list[BlockRef], head: Place | None, buffers: list[Place] | None, count: int
+    name: str,
+    blocks: list[BlockRef],
+    head: Place | None,
+    buffers: list[Place] | None,
+    count: int,
+    alignment: int,
 ) -> None:
     seed = SEEDS[name]
     table = _table.decode(seed.table)
@@ -118,8 +132,10 @@ def test_made_up_tables(
         tuple(blocks),
         table.head if head is None else head,
         table.buffers if buffers is None else tuple(buffers),
+        alignment,
     )
     survive(made_up, seed.frames, None)
+    survive(made_up, [bytearray(frame) for frame in seed.frames], None)
     survive(made_up, seed.frames, ArenaReader(os.getpid()))
 
 
