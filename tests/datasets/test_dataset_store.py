@@ -6,7 +6,9 @@ import pickle
 import threading
 from pathlib import Path
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.datasets.samples_source import Numbered, contents, numbers, publish
 from tests.new_process import in_fork
@@ -14,11 +16,13 @@ from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.errors import (
+    AccessDeniedError,
     DamagedStoreError,
     DatasetNotFoundError,
     NewerFormatError,
     OptionError,
     PublishedError,
+    StorageError,
 )
 
 
@@ -171,6 +175,35 @@ def test_a_store_of_a_newer_format_is_named(local_store: DatasetStore) -> None:
 def test_a_storage_that_cannot_be_opened_is_named() -> None:
     with pytest.raises(OptionError, match=r"nothing://x.*cannot be opened"):
         DatasetStore("nothing://x")
+
+
+class Forbidding(MemoryFileSystem):
+    """A storage that knows us and says no, or whose connection fails."""
+
+    protocol = "forbidding"
+    error: OSError = PermissionError("403")
+
+    def cat_file(self, path: str, *range_: object, **options: object) -> bytes:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(PermissionError("403"), AccessDeniedError), (ConnectionResetError("reset"), StorageError)],
+)
+def test_what_a_storage_refuses_is_named(
+    monkeypatch: pytest.MonkeyPatch, error: OSError, kind: type[StorageError]
+) -> None:
+    fsspec.register_implementation("forbidding", Forbidding, clobber=True)
+    monkeypatch.setattr(Forbidding, "error", error)
+    with pytest.raises(kind, match=rf"forbidding://.*bucket/store\.json: .*{error}"):
+        DatasetStore("forbidding://bucket")
+
+
+def test_a_directory_in_place_of_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "store.json").mkdir()
+    with pytest.raises(StorageError, match=r"store\.json: IsADirectoryError"):
+        DatasetStore(str(tmp_path))
 
 
 def test_options_of_the_storage_are_kept_out_of_the_store(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import IO, Any, NamedTuple
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from torch_dpflow.errors import OptionError
+from torch_dpflow.errors import AccessDeniedError, DPFlowError, OptionError, StorageError
 
 #: What makes a single put fail when the object exists already, by protocol.
 _EXCLUSIVE_PUT: dict[str, dict[str, Any]] = {
@@ -35,7 +35,8 @@ class Files:
 
     A file appears with all its bytes or not at all, whoever is killed meanwhile: on a local disk or a mount
     it is written beside its place and renamed, on object stores it is a single put. Any thread may call; a
-    pickle or a fork opens its own connection.
+    pickle or a fork opens its own connection. What a storage cannot do is told as a StorageError that names
+    the file, AccessDeniedError for one; a file that is missing as Python's FileNotFoundError.
 
     Args:
         url: a URL such as "s3://bucket/datasets", or a local path.
@@ -75,28 +76,31 @@ class Files:
 
     def read(self, path: str) -> bytes:
         """All bytes of a file. Raises FileNotFoundError."""
-        data = self.filesystem.cat_file(self._full(path))
-        assert isinstance(data, bytes)
-        return data
+        with self._told(path):
+            return bytes(self.filesystem.cat_file(self._full(path)))
 
     @contextmanager
     def open(self, path: str) -> Iterator[IO[bytes]]:
         """A file to read as a stream. Raises FileNotFoundError."""
-        with self.filesystem.open(self._full(path), "rb") as file:
+        with self._told(path):
+            file = self.filesystem.open(self._full(path), "rb")
+        with file:
             yield file
 
     def exists(self, path: str) -> bool:
         """Whether there is a file or a directory."""
-        self.filesystem.invalidate_cache()
-        return bool(self.filesystem.exists(self._full(path)))
+        with self._told(path):
+            self.filesystem.invalidate_cache()
+            return bool(self.filesystem.exists(self._full(path)))
 
     def write(self, path: str, data: bytes) -> None:
         """Put a file in its place, over whatever is there."""
         fs, full = self.filesystem, self._full(path)
-        if isinstance(fs, LocalFileSystem):
-            os.replace(_written_beside(full, data), full)
-        else:
-            fs.pipe_file(full, data)
+        with self._told(path):
+            if isinstance(fs, LocalFileSystem):
+                os.replace(_written_beside(full, data), full)
+            else:
+                fs.pipe_file(full, data)
 
     def create(self, path: str, data: bytes) -> None:
         """Put a file where there is none. Raises FileExistsError; of several writers one succeeds.
@@ -107,12 +111,17 @@ class Files:
         if self.exists(path):
             raise FileExistsError(f"{self.url}/{path} exists already")
         fs, full = self.filesystem, self._full(path)
-        if isinstance(fs, LocalFileSystem):
-            _link_into_place(_written_beside(full, data), full)
-            return
+        with self._told(path):
+            if isinstance(fs, LocalFileSystem):
+                _link_into_place(_written_beside(full, data), full)
+            else:
+                self._put_exclusively(path, data)
+
+    def _put_exclusively(self, path: str, data: bytes) -> None:
+        fs = self.filesystem
         protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
         try:
-            fs.pipe_file(full, data, **_EXCLUSIVE_PUT.get(protocol, {}))
+            fs.pipe_file(self._full(path), data, **_EXCLUSIVE_PUT.get(protocol, {}))
         except Exception as error:
             if self.exists(path):
                 raise FileExistsError(f"{self.url}/{path} exists already") from error
@@ -123,7 +132,8 @@ class Files:
         fs, full = self.filesystem, self._full(path)
         fs.invalidate_cache()
         try:
-            entries = fs.ls(full, detail=True)
+            with self._told(path):
+                entries = fs.ls(full, detail=True)
         except FileNotFoundError:
             return []
         found = []
@@ -135,7 +145,7 @@ class Files:
 
     def remove(self, path: str) -> None:
         """Remove a file or a directory with everything in it, if it is there."""
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), self._told(path):
             self.filesystem.rm(self._full(path), recursive=True)
 
     def sweep(self, path: str) -> None:
@@ -145,6 +155,20 @@ class Files:
             for name in os.listdir(full):
                 if name.startswith(".") and name.endswith(_UNFINISHED):
                     os.unlink(os.path.join(full, name))
+
+    @contextmanager
+    def _told(self, path: str) -> Iterator[None]:
+        """Give errors of storages the file's name, and a type of ours."""
+        try:
+            yield
+        except (FileNotFoundError, FileExistsError, DPFlowError):
+            raise
+        except PermissionError as error:
+            raise AccessDeniedError(
+                f"{self.url}/{path}: {error}; look at the credentials and at the rights of their owner"
+            ) from error
+        except Exception as error:
+            raise StorageError(f"{self.url}/{path}: {type(error).__name__}: {error}") from error
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
