@@ -2,7 +2,7 @@
 
 Indices per second of every sampler and accesses per second of every policy at 1.28 million samples with 1 to
 16 jobs; how long a set takes to insert and an epoch to start; bytes per sample per job; growth from 10^4 to
-10^7 samples. One process, one thread. Medians of several rounds, with their range.
+10^7 samples. One process, one thread, by its CPU time. Medians of several rounds, with their range.
 """
 
 import argparse

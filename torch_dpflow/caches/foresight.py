@@ -35,11 +35,11 @@ class ForesightPolicy(RankedPolicy):
 
     @property
     def jobs(self) -> tuple[Job, ...]:
-        return self._table.jobs
+        return tuple(self._table.readers)
 
     def join(self, job: Job, *, weight: float = 1.0) -> None:
         weight = check_weight(job, weight)
-        reader = self._table.get(job)
+        reader = self._table.readers.get(job)
         if reader is None:
             self._begin(self._table.add(job, weight), None)
         elif reader.weight != weight:
@@ -54,7 +54,7 @@ class ForesightPolicy(RankedPolicy):
         for keys in (lookahead.certain, lookahead.likely, lookahead.members, lookahead.following):
             if keys is not None:
                 self._reach_many(keys)
-        reader = self._table.get(job) or self._table.add(job, 1.0)
+        reader = self._table.readers.get(job) or self._table.add(job, 1.0)
         goes_on = (reader.epoch, reader.length) == (lookahead.epoch, lookahead.length)
         # A sampler has handed out at least what was read; one that has not is reading the epoch again.
         if goes_on and lookahead.position >= reader.position:
@@ -65,14 +65,14 @@ class ForesightPolicy(RankedPolicy):
     # -- reading ---------------------------------------------------------------------------------------------
 
     def _read(self, key: int, job: Job) -> None:
-        reader = self._table.get(job)
+        reader = self._table.readers.get(job)
         if reader is None or (reader.position >= reader.length and reader.turns):
             reader = self._ready(job)
         self._table.read(reader, key)
         self._outlook.advance(reader)
 
     def _read_many(self, keys: Keys, job: Job) -> None:
-        reader = self._table.get(job)
+        reader = self._table.readers.get(job)
         if reader is None or (reader.position >= reader.length and reader.turns):
             reader = self._ready(job)
         self._table.read_many(reader, keys)
@@ -90,7 +90,7 @@ class ForesightPolicy(RankedPolicy):
 
     def _ready(self, job: Job) -> Reader:
         """A job reads that is new, or has read all of its epoch and not told of the next."""
-        reader = self._table.get(job)
+        reader = self._table.readers.get(job)
         if reader is None:
             reader = self._table.add(job, 1.0)
             self._begin(reader, None)

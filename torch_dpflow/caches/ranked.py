@@ -112,9 +112,7 @@ class RankedPolicy(Policy):
             self._sizes[key] = size
         self._bytes += size
         residents.add(key, self._ranking.renew(key))
-        if self.max_bytes is None and residents.count <= (self.max_items or 0):
-            return ()
-        return self._shrink(key)
+        return self._shrink(key) if self._is_over() else ()
 
     def admit_many(self, keys: Keys, sizes: Sizes | None = None) -> npt.NDArray[np.int64]:
         self._reach_many(keys)
@@ -168,16 +166,22 @@ class RankedPolicy(Policy):
         if self._sizes is None:
             self._sizes = np.ones(self._span, dtype=np.int64)
 
+    def _is_over(self) -> bool:
+        return (self.max_items is not None and self._residents.count > self.max_items) or (
+            self.max_bytes is not None and self._bytes > self.max_bytes
+        )
+
     def _size_of(self, key: int) -> int:
         return 1 if self._sizes is None else int(self._sizes[key])
 
     def _pop(self) -> int:
         key = self._residents.pop()
-        self._bytes -= self._size_of(key)
+        self._bytes -= 1 if self._sizes is None else int(self._sizes[key])
         return key
 
     def _shrink(self, newcomer: int) -> list[int]:
-        gone = []
+        """Make room, of which there is too little, where `newcomer` was just added."""
+        gone = [self._pop()]
         while self._is_over():
             gone.append(self._pop())
         bypassed = newcomer in gone

@@ -37,7 +37,8 @@ class Timetable:
         self._codes = np.array(codes, dtype=np.uint8)
         self._position_code, self._read_code = codes[0], codes[-READ]
         self._span = 0
-        self._readers: dict[Job, Reader] = {}
+        #: What is known of each job, in the order in which they joined.
+        self.readers: dict[Job, Reader] = {}
         self._free: list[int] = []
         #: Shape (span, width). A row is a key's, so that one look into memory serves all jobs.
         self.cells: npt.NDArray[np.int32] = np.zeros((0, 0), dtype=np.int32)
@@ -48,16 +49,7 @@ class Timetable:
         self._make_views()
 
     def __iter__(self) -> Iterator[Reader]:
-        return iter(self._readers.values())
-
-    @property
-    def jobs(self) -> tuple[Job, ...]:
-        """In the order in which they joined."""
-        return tuple(self._readers)
-
-    def get(self, job: Job) -> Reader | None:
-        """What is known of a job; None for a stranger."""
-        return self._readers.get(job)
+        return iter(self.readers.values())
 
     # -- jobs and keys come and go ---------------------------------------------------------------------------
 
@@ -67,12 +59,12 @@ class Timetable:
             self._widen()
         column = self._free.pop()
         reader = Reader(column, *divmod(column, JOBS_PER_PLANE), weight)
-        self._readers[job] = reader
+        self.readers[job] = reader
         return reader
 
     def remove(self, job: Job) -> Reader | None:
         """Wipe out all that is known of a job; returns what it was."""
-        reader = self._readers.pop(job, None)
+        reader = self.readers.pop(job, None)
         if reader is not None:
             self._column(reader)[:] = ABSENT
             self._encode_from(reader, 0)
