@@ -15,6 +15,7 @@
     │   ├── NewerFormatError       (ValueError)  a later release wrote the store
     │   ├── PublishedError         (FileExistsError)  a published version would have to change
     │   └── SourceError            (ValueError)  what is to be imported is not as its kind demands
+    ├── StageError                 (RuntimeError)  a stage of a flow failed on a sample
     ├── WorkerError                (RuntimeError)  a worker or the code that it runs
     │   ├── WorkerStartError       workers end before they load anything
     │   └── PoisonTaskError        a batch that took down every worker it was given to
@@ -90,6 +91,18 @@ class PublishedError(DatasetError, FileExistsError):
 
 class SourceError(DatasetError, ValueError):
     """What is to be imported is not laid out as its importer demands."""
+
+
+class StageError(DPFlowError, RuntimeError):
+    """A stage of a flow failed on a sample; the message names both and has the error, which is the cause."""
+
+    def __init__(self, text: str, stage: str = "") -> None:
+        super().__init__(text, stage)
+        #: The stage's name.
+        self.stage = stage
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class WorkerError(DPFlowError, RuntimeError):

@@ -114,6 +114,24 @@ def test_settings_name_the_variant(dataset: Dataset, tmp_path: Path) -> None:
     assert f"file://{tmp_path}/b/images" in dataset("show", "core/coco:v1:b").stdout
 
 
+def test_iterables_are_found_from_where_one_stands(tmp_path: Path) -> None:
+    (tmp_path / "squares_here.py").write_text(
+        "def samples():\n    return [(b'%d' % n, {'n': n}) for n in range(5)]"
+    )
+    program = """
+import os, sys
+os.chdir(sys.argv.pop(1))
+sys.path.remove("")
+from torch_dpflow.cli import main
+main()
+"""
+    arguments = ["import", "iterable", "core/squares:v1", "train=squares_here:samples"]
+    run = run_interpreter(program, str(tmp_path), "dataset", *arguments, "--store", str(tmp_path / "store"))
+    assert run.returncode == 0, run.stderr
+    stored = DatasetStore(str(tmp_path / "store")).open("core/squares:v1:train")
+    assert stored.sample(4).fields() == {"n": 4}
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "told"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -223,6 +225,8 @@ def _run(
     """Import every source and publish."""
     if restart:
         draft.discard()
+    if kind == "iterable":
+        sys.path.insert(0, os.getcwd())  # as `python -m` does; a console script knows its own directory only
     for variant, source in sources.items():
         filled = {name: value.replace("{variant}", variant) for name, value in settings.items()}
         importer = make_importer(kind, source, filled, options)
