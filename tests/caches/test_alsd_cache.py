@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -293,10 +294,10 @@ def test_the_librarys_own_sampler_tells_its_order() -> None:
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_serves_torchs_workers(context: str) -> None:
-    cache = ALSDCache(Counting(12), 12, transform=negate)
-    loader = DataLoader(
-        cache, batch_size=4, num_workers=2, persistent_workers=True, multiprocessing_context=context
-    )
+    sampler = DynaGCSSampler(range(12), shuffle=False)
+    cache = ALSDCache(Counting(12), 12, transform=negate, sampler=sampler)
+    workers: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": context}
+    loader = DataLoader(cache, batch_size=4, num_workers=2, sampler=sampler, **workers)
     for _ in range(2):
         assert torch.cat(list(loader))[:, 0].tolist() == [-k for k in range(12)]
     assert cache.statistics().misses == 0
@@ -325,6 +326,19 @@ def test_a_pickle_takes_the_options_along_and_leaves_the_content() -> None:
     assert twin.statistics().max_bytes == 2**20
     assert int(twin[1][0]) == -1
     assert len(pickle.dumps(cache)) < 2000
+
+
+def test_a_copy_goes_on_with_a_sampler_and_a_content_of_its_own() -> None:
+    sampler = DynaGCSSampler(range(6), seed=1)
+    cache = ALSDCache(Counting(6), 6, sampler=sampler)
+    running = iter(sampler)
+    cache[next(running)]
+    for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert twin.sampler is not sampler
+        assert twin.sampler.lookahead().position == 1
+        assert twin.statistics().items == 0
+        assert int(twin[3][0]) == 3
+    assert cache.statistics().items == 1
 
 
 # -- what is turned down ---------------------------------------------------------------------------------
