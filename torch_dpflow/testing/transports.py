@@ -167,6 +167,21 @@ class TransportContract:
         connection.send([b"after"])
         assert bytes(heard(listener)[1][0]) == b"after"
 
+    def test_watched_descriptor_ends_a_receive_that_waits(self, pair: tuple[Listener, Connection]) -> None:
+        listener, connection = pair
+        descriptor = os.eventfd(0)
+        try:
+            listener.watch(descriptor)
+            os.eventfd_write(descriptor, 1)
+            assert listener.receive(PATIENCE_S) is None
+            connection.send([b"comes through"])
+            while (message := listener.receive(PATIENCE_S)) is None:
+                pass
+            assert bytes(message[1][0]) == b"comes through"
+            listener.unwatch(descriptor)
+        finally:
+            os.close(descriptor)
+
     def test_a_message_is_not_lost_to_a_wake(self, pair: tuple[Listener, Connection]) -> None:
         listener, connection = pair
         connection.send([b"there"])

@@ -72,10 +72,17 @@ class Listener(Protocol):
     dropped: int
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, list[memoryview]] | None:
-        """The next message as (identity of the peer, frames); None on a timeout or after `wake`.
+        """The next message as (identity of the peer, frames); None on a timeout, after `wake` and when a
+        watched descriptor is readable and no message is there.
 
         The frames are writable and own their memory. `timeout_s=None` waits without end, 0 does not wait.
         """
+
+    def watch(self, descriptor: int) -> None:
+        """From now on let a waiting receive return when `descriptor` is readable; the caller sees to why."""
+
+    def unwatch(self, descriptor: int) -> None:
+        """Undo `watch`, before the descriptor is closed."""
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
         """Queue a message for `peer`; False where the peer is unknown, gone, or its queue full. Never waits.

@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from torch_dpflow.errors import PeerLostError, StateError, TransportError
 from torch_dpflow.remote.transport.base import Frame, TransportOptions, check_frames, check_identity
+
+
+#: How often a listener that watches descriptors looks at them, seconds.
+_WATCH_S = 0.01
 
 
 class _Exchange:
@@ -88,6 +94,8 @@ class InprocListener(_Endpoint):
 
     def __init__(self, address: str, options: TransportOptions) -> None:
         super().__init__(address, options)
+        self._watched = select.poll()
+        self._watching = 0
         with self._exchange.changed:
             if self._exchange.listener is not None:
                 raise TransportError(
@@ -95,17 +103,38 @@ class InprocListener(_Endpoint):
                 )
             self._exchange.listener = self
 
+    def watch(self, descriptor: int) -> None:
+        self._watched.register(descriptor, select.POLLIN)
+        self._watching += 1
+
+    def unwatch(self, descriptor: int) -> None:
+        self._watched.unregister(descriptor)
+        self._watching -= 1
+
     def receive(self, timeout_s: float | None) -> tuple[bytes, list[memoryview]] | None:
         self._check_usable()
         exchange = self._exchange
         with exchange.changed:
-            while self._await(lambda: bool(exchange.inbox), timeout_s):
+            while self._await_message(timeout_s):
                 peer, frames = exchange.inbox.popleft()
                 exchange.waiting[peer] -= 1
                 exchange.changed.notify_all()
                 if self._keeps_limits(frames):
                     return peer, frames
         return None
+
+    def _await_message(self, timeout_s: float | None) -> bool:
+        """With `changed` held: wait for a message; False on a timeout, after `wake`, for a watched descriptor."""
+        inbox = self._exchange.inbox
+        if not self._watching:
+            return self._await(lambda: bool(inbox), timeout_s)
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while not inbox and not self._watched.poll(0) and (end is None or time.monotonic() < end):
+            if self._woken:
+                self._woken = False
+                break
+            self._exchange.changed.wait(_WATCH_S)
+        return bool(inbox)
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
         self._check_usable()

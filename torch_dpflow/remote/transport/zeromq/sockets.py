@@ -105,13 +105,14 @@ class _Endpoint:
             raise PeerLostError(f"the socket of {self.address} is closed")
 
     def _await_input(self, timeout_s: float | None) -> bool:
-        """Whether a message is there; False on a timeout and after `wake`."""
+        """Whether a message is there; False on a timeout, after `wake` and for a watched descriptor."""
         timeout_ms = -1 if timeout_s is None else math.ceil(timeout_s * 1000)
-        ready = zmq.zmq_poll(self._poll_set, timeout_ms)
-        for item, _ in ready:
+        woken = False
+        for item, _ in zmq.zmq_poll(self._poll_set, timeout_ms):
             if item is self._socket:
                 return True
-        if ready:
+            woken = woken or item == self._wake_fd
+        if woken:
             os.eventfd_read(self._wake_fd)
         return False
 
@@ -233,6 +234,12 @@ class ZeroMQListener(_Endpoint):
             self._socket.setsockopt(zmq.ZAP_DOMAIN, contexts.ZAP_DOMAIN)
         elif keys is not None:
             raise OptionError("a listener needs ServerKeys (ConnectionFile.server_keys()), not ClientKeys")
+
+    def watch(self, descriptor: int) -> None:
+        self._poll_set.append((descriptor, zmq.POLLIN))
+
+    def unwatch(self, descriptor: int) -> None:
+        self._poll_set.remove((descriptor, zmq.POLLIN))
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, list[memoryview]] | None:
         while True:
