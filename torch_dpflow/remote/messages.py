@@ -14,6 +14,8 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 
 from torch_dpflow.errors import MessageError
+from torch_dpflow.remote.arena import ProbeRef
+from torch_dpflow.remote.parcel import ParcelTable
 
 #: What this release speaks. Raised by every change that an older release would misread.
 PROTOCOL_VERSION = 1
@@ -216,6 +218,74 @@ class Abort(_Header, tag=24):
     text: Text
 
 
+# --- between a worker and its shard -------------------------------------------------------------------------
+
+#: What a task came to: a batch, an exception, or the end of the worker's stream.
+BATCH, FAILURE, END = range(3)
+#: Most tasks, and most results, in one message.
+MAX_TASKS = 1 << 16
+
+
+class WorkerHello(_Header, tag=30):
+    """Worker to shard, first of all: I can work."""
+
+    worker: Count
+    #: Counts the processes that have worked under this number.
+    incarnation: Count
+    pid: Count
+    #: Of the worker's shared memory, or None where it has none.
+    probe: ProbeRef | None
+
+
+class WorkerWelcome(_Header, tag=31):
+    """Shard to worker: the answer to `WorkerHello`. One frame follows: what its requester says of the epoch."""
+
+    #: Whether the worker's shared memory can be read here.
+    shared_memory: bool
+
+
+class WorkerReady(_Header, tag=36):
+    """Worker to shard: the epoch that `WorkerWelcome` told of has begun here; give me tasks.
+
+    Apart from `WorkerHello`, so that a worker that dies over its own start takes no task's name with it.
+    """
+
+
+class EpochBegin(_Header, tag=32):
+    """Shard to worker: forget the tasks that you hold; an epoch begins. One frame follows, as above."""
+
+
+class Window(_Header, tag=33):
+    """Shard to worker: hold these tasks too, after those that you hold. One frame follows for each."""
+
+    tasks: Annotated[list[Count], msgspec.Meta(max_length=MAX_TASKS)]
+    #: Tasks that others take over: drop them unless you have begun.
+    revoked: Annotated[list[Count], msgspec.Meta(max_length=MAX_TASKS)]
+
+
+class Finished(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """One result. Part of `Exchange`; its parcel's frames follow the header, then that of its stream."""
+
+    task: Count
+    #: BATCH, FAILURE or END.
+    kind: Annotated[int, msgspec.Meta(ge=BATCH, le=END)]
+    parcel: ParcelTable
+    #: Whether the last of its frames says where the worker's own stream is now.
+    has_stream: bool
+
+
+class Exchange(_Header, tag=34):
+    """Worker to shard: what I have done since the last one; I can take more. Frames of the results follow."""
+
+    finished: Annotated[list[Finished], msgspec.Meta(max_length=MAX_TASKS)]
+    #: The task that is begun now, or None where none is left.
+    started: Count | None
+
+
+class Stop(_Header, tag=35):
+    """Shard to worker: finish what you have begun, and go."""
+
+
 # --- all of them --------------------------------------------------------------------------------------------
 
 Header: TypeAlias = (
@@ -235,6 +305,13 @@ Header: TypeAlias = (
     | Credit
     | End
     | Abort
+    | WorkerHello
+    | WorkerWelcome
+    | WorkerReady
+    | EpochBegin
+    | Window
+    | Exchange
+    | Stop
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,0 +1,61 @@
+"""How a worker turns the indices of a batch into the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch._utils import ExceptionWrapper
+
+from torch_dpflow.errors import NotPicklableError
+
+
+class ThreadedFetcher:
+    """Reads the samples of a batch by several threads at once, so that their waits overlap.
+
+    The order of the samples, and what `collate_fn` gets, are as without threads.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], threads: int) -> None:
+        self._dataset = dataset
+        self._collate_fn = collate_fn
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="dpflow-read")
+
+    def fetch(self, index: Any) -> Any:
+        """The batch of these indices."""
+        return self._collate_fn(list(self._pool.map(self._dataset.__getitem__, index)))
+
+
+def failure(worker: int, *, dataset: Any = None, index: Any = None) -> ExceptionWrapper:
+    """The exception that is being handled, with this worker's traceback, ready to be raised by the loader.
+
+    Its text says more where more is known: the batch asks for an index beyond the dataset's length.
+    """
+    wrapper = ExceptionWrapper(where=f"in DataLoader worker process {worker}")
+    if dataset is not None and issubclass(wrapper.exc_type, IndexError | KeyError):
+        wrapper.exc_msg += _length_hint(dataset, index)
+    return wrapper
+
+
+def unpicklable_failure(worker: int, error: NotPicklableError) -> ExceptionWrapper:
+    """The batch was loaded but cannot travel: the same, for an error of ours."""
+    wrapper = ExceptionWrapper(
+        (type(error), error, error.__traceback__), f"in DataLoader worker process {worker}"
+    )
+    return wrapper
+
+
+def _length_hint(dataset: Any, index: Any) -> str:
+    try:
+        length = len(dataset)
+        beyond = [i for i in (index if isinstance(index, list) else [index]) if not -length <= i < length]
+    except Exception:
+        return ""
+    if not beyond:
+        return ""
+    return (
+        f"\nThe batch asks for index {beyond[0]}, but the dataset's length is {length} in this worker. The sampler "
+        "was made for another length: make the sampler and the loader anew after a change of the dataset, and let "
+        "__len__ give the same number in every process.\n"
+    )

@@ -1,0 +1,243 @@
+"""A shard: the queue of tasks and the workers that pull from it. A thin shell around the scheduler.
+
+It moves parcels and opens none: what a result holds is the affair of its `Requester`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch_dpflow.errors import MessageError, SegmentLostError
+from torch_dpflow.log import TRANSPORT
+from torch_dpflow.remote.messages import (
+    EpochBegin,
+    Exchange,
+    Finished,
+    Stop,
+    Window,
+    WorkerHello,
+    WorkerReady,
+    WorkerWelcome,
+    decode,
+    encode,
+)
+from torch_dpflow.remote.scheduler import (
+    Assign,
+    Cancel,
+    Deliver,
+    Discard,
+    Instruction,
+    Join,
+    Lose,
+    Poison,
+    Revoke,
+    Scheduler,
+    Starved,
+    Submit,
+)
+from torch_dpflow.remote.scheduler import Exchange as Exchanged
+from torch_dpflow.remote.transport import Frame, Listener
+
+
+class Requester(Protocol):
+    """On whose behalf a shard loads. Called in the shard's thread."""
+
+    def shares_memory(self, hello: WorkerHello) -> bool:
+        """Whether this worker's shared memory can be read here."""
+
+    def epoch_for(self, worker: int) -> bytes:
+        """What this worker must know of the running epoch; opaque to the shard."""
+
+    def open(self, worker: int, finished: Finished, frames: list[memoryview]) -> Any:
+        """Take in a result's frames. Raises SegmentLostError when they died with the worker."""
+
+    def delivered(self, task: int, worker: int, finished: Finished, opened: Any) -> None:
+        """This is the task's first result."""
+
+    def poisoned(self, task: int, workers: tuple[int, ...]) -> None:
+        """The task has taken down these workers and is given up."""
+
+    def starved(self) -> None:
+        """A worker has nothing to do."""
+
+    def failed(self, worker: int) -> None:
+        """This worker breaks the protocol, or its memory cannot be read: it must be replaced."""
+
+
+@dataclass
+class ShardCounters:
+    """What a shard has seen beside what its scheduler counts."""
+
+    #: Messages that could not be understood.
+    malformed: int = 0
+    #: Messages of workers that had been given up.
+    stale: int = 0
+    #: Results whose shared memory was gone with its worker.
+    lost_results: int = 0
+
+
+class Shard:
+    """Owns tasks and their payloads until a result has come. One thread drives it.
+
+    Args:
+        listener: where workers connect.
+        scheduler: decides who loads what.
+        requester: gets what was loaded.
+        clock: seconds, for the scheduler.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        scheduler: Scheduler,
+        requester: Requester,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._listener = listener
+        self._scheduler = scheduler
+        self._requester = requester
+        self._clock = clock
+        self.counters = ShardCounters()
+        #: What each unfinished task needs, by task.
+        self._payloads: dict[int, Frame] = {}
+        #: The connection of each worker number.
+        self._peers: dict[int, bytes] = {}
+
+    def submit(self, tasks: Sequence[tuple[int, Frame]], *, pinned_to: int | None = None) -> None:
+        """Have these loaded, in this order, by any worker or by one."""
+        self._payloads.update(tasks)
+        self._follow(self._scheduler.handle(Submit([task for task, _ in tasks], pinned_to, self._clock())))
+
+    def cancel(self, tasks: Sequence[int]) -> None:
+        """Nobody wants these any more."""
+        for task in tasks:
+            self._payloads.pop(task, None)
+        self._follow(self._scheduler.handle(Cancel(tasks, self._clock())))
+
+    def begin_epoch(self) -> None:
+        """Cancel what is left of the last epoch and tell every worker of the new one."""
+        self.cancel(list(self._payloads))
+        for worker, peer in self._peers.items():
+            self._listener.send(peer, [encode(EpochBegin()), self._requester.epoch_for(worker)])
+
+    def lose(self, worker: int) -> None:
+        """This worker has died."""
+        self._peers.pop(worker, None)
+        self._follow(self._scheduler.handle(Lose(worker, self._clock())))
+
+    @property
+    def connected(self) -> list[int]:
+        """Workers that have said hello and are not lost."""
+        return list(self._peers)
+
+    def stop_workers(self) -> None:
+        """Tell every worker to go."""
+        for peer in self._peers.values():
+            self._listener.send(peer, [encode(Stop())])
+
+    def hear(self, peer: bytes, frames: list[memoryview]) -> None:
+        """Take in one message of a worker. Whatever is wrong with it is counted and goes no further."""
+        try:
+            header = decode(frames[0])
+            match header:
+                case Exchange():
+                    self._exchange(peer, header, frames[1:])
+                case WorkerHello():
+                    self._welcome(peer, header)
+                case WorkerReady():
+                    self._employ(peer)
+                case _:
+                    raise MessageError(f"a shard hears no {type(header).__name__} from workers")
+        except MessageError as error:
+            self.counters.malformed += 1
+            TRANSPORT.warning("a message from worker connection %r was dropped: %s", peer, error)
+            self._distrust(peer)
+
+    def _distrust(self, peer: bytes) -> None:
+        """Have a worker replaced that talks nonsense: the task that it is at would never be answered."""
+        for worker, known in self._peers.items():
+            if known == peer:
+                self._requester.failed(worker)
+
+    def _welcome(self, peer: bytes, hello: WorkerHello) -> None:
+        self._peers[hello.worker] = peer
+        shared = self._requester.shares_memory(hello)
+        self._listener.send(peer, [encode(WorkerWelcome(shared)), self._requester.epoch_for(hello.worker)])
+
+    def _employ(self, peer: bytes) -> None:
+        worker = _worker_of(peer)
+        if self._peers.get(worker) == peer:
+            self._follow(self._scheduler.handle(Join(worker, self._clock())))
+
+    def _exchange(self, peer: bytes, exchange: Exchange, frames: list[memoryview]) -> None:
+        worker = _worker_of(peer)
+        if self._peers.get(worker) != peer:
+            # It was given up for lost, and its window with it; its replacement repeats what it has done.
+            self.counters.stale += 1
+            return
+        results: dict[int, tuple[Finished, Any]] = {}
+        for finished, own in _split(exchange, frames):
+            try:
+                opened = self._requester.open(worker, finished, own)
+            except SegmentLostError:
+                # Its death will be noticed, and then the task is given to another. If it lives, it has to go.
+                self.counters.lost_results += 1
+                self._requester.failed(worker)
+                continue
+            results[finished.task] = (finished, opened)
+        event = Exchanged(worker, list(results), exchange.started, self._clock())
+        self._follow(self._scheduler.handle(event), results)
+
+    def _follow(
+        self, instructions: Sequence[Instruction], results: dict[int, tuple[Finished, Any]] | None = None
+    ) -> None:
+        windows: dict[int, Window] = {}
+        for instruction in instructions:
+            match instruction:
+                case Deliver(task, worker):
+                    assert results is not None
+                    self._payloads.pop(task, None)
+                    self._requester.delivered(task, worker, *results[task])
+                case Assign(worker, tasks):
+                    windows.setdefault(worker, Window([], [])).tasks.extend(tasks)
+                case Revoke(worker, tasks):
+                    windows.setdefault(worker, Window([], [])).revoked.extend(tasks)
+                case Poison(task, workers):
+                    self._payloads.pop(task, None)
+                    self._requester.poisoned(task, workers)
+                case Starved():
+                    self._requester.starved()
+                case Discard():
+                    pass
+        for worker, window in windows.items():
+            self._send_window(worker, window)
+
+    def _send_window(self, worker: int, window: Window) -> None:
+        peer = self._peers.get(worker)
+        if peer is not None:
+            # A peer that cannot be reached is about to be lost, and its window with it.
+            self._listener.send(peer, [encode(window), *(self._payloads[task] for task in window.tasks)])
+
+
+def _worker_of(peer: bytes) -> int:
+    try:
+        return int(peer.partition(b"/")[0])
+    except ValueError:
+        raise MessageError(f"the peer {peer!r} is not a worker") from None
+
+
+def _split(exchange: Exchange, frames: list[memoryview]) -> list[tuple[Finished, list[memoryview]]]:
+    """Give each result its own frames."""
+    parts = []
+    begin = 0
+    for finished in exchange.finished:
+        end = begin + finished.parcel.frames + finished.has_stream
+        parts.append((finished, frames[begin:end]))
+        begin = end
+    if begin != len(frames):
+        raise MessageError(f"an exchange announces {begin} frames and has {len(frames)}")
+    return parts
