@@ -1,0 +1,101 @@
+"""Counters of a loader and the frozen snapshot that a user sees."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderStats:
+    """What a loader has done since it was made, over all its epochs.
+
+    Stall is the time that the training loop waited in `next()`; its share is taken of the time from the
+    beginning of each iteration to its latest batch.
+    """
+
+    #: Seconds that the training loop waited in `next()`.
+    stall_s: float
+    #: stall_s divided by the seconds that passed while iterating; 0 to 1.
+    stall_share: float
+    #: Seconds from the latest `iter()` to its first batch; None before it.
+    time_to_first_batch_s: float | None
+    #: Iterations begun.
+    epochs: int
+    #: Batches handed to the training loop.
+    batches: int
+    #: Samples in them, where the plan tells (an unbatched item counts one).
+    samples: int
+    #: Bytes in them, as they came from the workers (0 with num_workers=0).
+    bytes: int
+    #: Workers replaced after their death.
+    restarts: int
+    #: Results dropped because the batch had already come from another worker.
+    duplicates: int
+    #: Batches moved from a busy worker to an idle one.
+    steals: int
+
+
+class LoaderMeter:
+    """Counts for one loader. Used by the training thread only."""
+
+    def __init__(self) -> None:
+        self.stall_s = 0.0
+        self.iterating_s = 0.0
+        self.time_to_first_batch_s: float | None = None
+        self.epochs = 0
+        self.batches = 0
+        self.samples = 0
+        self.bytes = 0
+        self.restarts = 0
+        self.duplicates = 0
+        self.steals = 0
+        self._last_seen_s = 0.0
+        self._began_s = 0.0
+
+    def begin_epoch(self) -> None:
+        """An iteration begins now."""
+        self._began_s = self._last_seen_s = time.perf_counter()
+        self.time_to_first_batch_s = None
+        self.epochs += 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The body is one `next()` of the training loop."""
+        entered = time.perf_counter()
+        try:
+            yield
+        finally:
+            left = time.perf_counter()
+            self.stall_s += left - entered
+            self.iterating_s += left - self._last_seen_s
+            self._last_seen_s = left
+
+    def delivered(self, samples: int, size: int) -> None:
+        """A batch of so many samples and bytes goes to the training loop."""
+        self.batches += 1
+        self.samples += samples
+        self.bytes += size
+        if self.time_to_first_batch_s is None:
+            self.time_to_first_batch_s = time.perf_counter() - self._began_s
+
+    def count(self, duplicates: int, steals: int) -> None:
+        """So many more results were dropped, and batches moved."""
+        self.duplicates += duplicates
+        self.steals += steals
+
+    def snapshot(self) -> LoaderStats:
+        """The counts as they are now."""
+        share = self.stall_s / self.iterating_s if self.iterating_s else 0.0
+        return LoaderStats(
+            stall_s=self.stall_s,
+            stall_share=min(1.0, share),
+            time_to_first_batch_s=self.time_to_first_batch_s,
+            epochs=self.epochs,
+            batches=self.batches,
+            samples=self.samples,
+            bytes=self.bytes,
+            restarts=self.restarts,
+            duplicates=self.duplicates,
+            steals=self.steals,
+        )

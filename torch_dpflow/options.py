@@ -1,0 +1,69 @@
+"""Option objects: frozen, keyword-only, checked once when they are made."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch_dpflow.errors import OptionError, OptionTypeError
+
+Seeding = Literal["auto", "batch", "worker"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """What `DPFlowDataLoader` can do beyond torch's loader. The defaults change nothing that a user sees.
+
+    Args:
+        read_threads: threads inside each worker that read the samples of one batch at the same time. More than
+            one hides the latency of storage. It needs a thread-safe `__getitem__`, and a `__getitem__` that
+            draws random numbers draws them in no fixed order, so random augmentation is no longer
+            repeatable: hence 1 by default.
+        seeding: how torch, random and numpy are seeded in a worker. "batch" seeds them before each batch from
+            (base seed, epoch, batch), so random augmentation is the same whatever the number of workers and
+            after any crash. "worker" gives each worker torch's own stream and torch's round-robin
+            assignment: the batches equal those of torch's loader bit for bit, but no work is stolen. "auto"
+            takes "worker" when a `worker_init_fn` is given or the dataset is iterable, else "batch".
+        window_growth: how far the batches in flight may grow beyond torch's `prefetch_factor * num_workers`
+            while a worker has nothing to do because an older batch is late; a factor of at least 1. Only
+            where the sampler draws its order at the start of the epoch, so that drawing further ahead
+            cannot change it.
+        restart_limit: how many times in a row workers are replaced, without one batch arriving in between,
+            before the loader gives up.
+        poison_limit: after how many workers a batch that takes its worker down is given up.
+        shared_memory: bytes of shared memory that each worker may fill; 0 sends every batch through the socket;
+            None allows a quarter of the machine's memory, divided among the workers.
+
+    Raises:
+        OptionError: a value is out of range.
+        OptionTypeError: a value is of the wrong type.
+    """
+
+    read_threads: int = 1
+    seeding: Seeding = "auto"
+    window_growth: float = 2.0
+    restart_limit: int = 8
+    poison_limit: int = 3
+    shared_memory: int | None = None
+
+    def __post_init__(self) -> None:
+        _whole_number("read_threads", self.read_threads, minimum=1)
+        _whole_number("restart_limit", self.restart_limit, minimum=0)
+        _whole_number("poison_limit", self.poison_limit, minimum=1)
+        if self.shared_memory is not None:
+            _whole_number("shared_memory", self.shared_memory, minimum=0)
+        if self.seeding not in get_args(Seeding):
+            raise OptionError(f"seeding={self.seeding!r} is not one of {get_args(Seeding)}")
+        growth = self.window_growth
+        if isinstance(growth, bool) or not isinstance(growth, int | float):
+            raise OptionTypeError(
+                f"window_growth={growth!r} is a {type(growth).__name__}; give a number >= 1"
+            )
+        if not (math.isfinite(growth) and growth >= 1):
+            raise OptionError(f"window_growth={growth!r} is out of range; give a finite factor >= 1")
+
+
+def _whole_number(name: str, value: Any, *, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give an int >= {minimum}")
+    if value < minimum:
+        raise OptionError(f"{name}={value} is out of range; give an int >= {minimum}")

@@ -1,0 +1,347 @@
+"""A private shard: the thread in the training process that feeds one loader, and its workers.
+
+Three parties: the training thread plans, waits and starts workers; the shard's thread moves messages, opens and pins
+batches and sees workers die; the workers load. The training thread alone forks, because a fork from a second thread
+while the first is inside OpenMP or CUDA leaves the child with locks that nobody will release.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch._utils import ExceptionWrapper
+
+from torch_dpflow.directory import PrivateDirectory
+from torch_dpflow.errors import MessageError
+from torch_dpflow.log import LOADER
+from torch_dpflow.platforms.base import Platform, WorkerHandle
+from torch_dpflow.platforms.local import end_all
+from torch_dpflow.remote.arena import ArenaReader
+from torch_dpflow.remote.batches import EpochOrder
+from torch_dpflow.remote.messages import FAILURE, Finished, WorkerHello
+from torch_dpflow.remote.parcel import decode
+from torch_dpflow.remote.scheduler import Scheduler
+from torch_dpflow.remote.services.shard import Shard
+from torch_dpflow.remote.transport import listen
+from torch_dpflow.remote.worker import Post
+from torch_dpflow.state import StreamState
+
+#: Tasks that a worker holds: one that it loads and one that waits, so that it never idles for an answer. More would
+#: only make more to steal.
+WINDOW = 2
+#: How long a worker may take to finish its batch when the loader closes, seconds; torch's figure.
+GRACE_S = 5.0
+#: How long the training thread waits without a look at signals, seconds.
+SIGNALS_S = 1.0
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A task's first result is here, opened and pinned."""
+
+    task: int
+    worker: int
+    kind: int
+    value: Any
+    stream: StreamState | None
+    size: int
+
+
+@dataclass(frozen=True)
+class Poisoned:
+    """A task has taken down these workers one after the other."""
+
+    task: int
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Starved:
+    """A worker has nothing to do."""
+
+
+@dataclass(frozen=True)
+class Died:
+    """A worker has ended; its tasks are queued again and wait for its replacement or for others."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The shard's thread has failed; nothing will come any more."""
+
+    error: BaseException
+
+
+Event = Arrived | Poisoned | Starved | Died | Broken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What the shard's scheduler has counted."""
+
+    duplicates: int
+    steals: int
+
+
+class PrivateShard:
+    """Runs a shard for one loader in this process.
+
+    All methods belong to the training thread.
+
+    Args:
+        platform: starts the workers.
+        workers: how many.
+        order: the first epoch, alike for all workers; `streams` says where each one's own stream begins.
+        streams: per worker, or empty.
+        poison_limit: see `LoaderOptions`.
+        pin: applied to each batch in the shard's thread (copies it to pinned memory), or None.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        *,
+        workers: int,
+        order: EpochOrder,
+        streams: Sequence[StreamState | None],
+        poison_limit: int,
+        pin: Callable[[Any], Any] | None,
+    ) -> None:
+        self._platform = platform
+        self._pin = pin
+        self._order = order
+        self._streams: list[StreamState | None] = [*streams] or [None] * workers
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._readers: dict[int, ArenaReader] = {}
+        self._handles: dict[int, WorkerHandle] = {}
+        #: Workers that are believed to live; the shard's thread owns it once that has started.
+        self._watched: dict[int, WorkerHandle] = {}
+        self._incarnations = [0] * workers
+        self._closing = False
+        self._grace_s = GRACE_S
+        self._owner = os.getpid()
+        self._directory = PrivateDirectory()
+        self._listener = listen(f"ipc://{self._directory.path}/shard")
+        self._scheduler = Scheduler(window=WINDOW, poison_limit=poison_limit)
+        self._shard = Shard(self._listener, self._scheduler, self)
+        self._thread = threading.Thread(target=self._run, name="dpflow-shard", daemon=True)
+        try:
+            started = [self._start(worker) for worker in range(workers)]
+        except BaseException:
+            self.close(grace_s=0)
+            raise
+        for worker, handle in enumerate(started):
+            self._employ(worker, handle)
+        self._thread.start()
+
+    # -- for the training thread -------------------------------------------------------------------------
+
+    def submit(self, tasks: Sequence[tuple[int, Any]], *, pinned_to: int | None = None) -> None:
+        """Have the batches of these indices loaded, in this order."""
+        payloads = [(task, pickle.dumps(index, pickle.HIGHEST_PROTOCOL)) for task, index in tasks]
+        self._command(lambda: self._shard.submit(payloads, pinned_to=pinned_to))
+
+    def cancel(self, tasks: Sequence[int]) -> None:
+        """Nobody wants these any more."""
+        self._command(lambda: self._shard.cancel(tasks))
+
+    def wait(self, timeout_s: float | None) -> Event | None:
+        """The next event, in the order in which they happened; None when none comes in time."""
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            # Now and then Python must come by to see a signal that another thread has taken.
+            slice_s = max(0.0, min(SIGNALS_S, deadline - time.monotonic()))
+            with suppress(queue.Empty):
+                return self._events.get(timeout=slice_s)
+            if time.monotonic() >= deadline:
+                return None
+
+    def poll(self) -> Event | None:
+        """The next event if it has happened already."""
+        return None if self._events.empty() else self._events.get()
+
+    def begin_epoch(self, order: EpochOrder, streams: Sequence[StreamState | None]) -> None:
+        """Forget what is left of the running epoch and begin another with the same workers."""
+
+        def begin() -> None:
+            self._order = order
+            self._streams = [*streams] or [None] * len(self._incarnations)
+            self._shard.begin_epoch()
+
+        self._command(begin)
+
+    def replace_worker(self, worker: int) -> str:
+        """Start another process in place of one that died; returns how it died."""
+        obituary = self.bury(worker)
+        self._incarnations[worker] += 1
+        handle = self._start(worker)
+        self._command(lambda: self._employ(worker, handle))
+        return obituary
+
+    def bury(self, worker: int) -> str:
+        """Clear away after a worker that died; returns how it did."""
+        handle = self._handles.pop(worker)
+        obituary = handle.obituary()
+        handle.end(grace_s=0)
+        return obituary
+
+    @property
+    def handles(self) -> list[WorkerHandle]:
+        """The workers' processes, by number."""
+        return [handle for _, handle in sorted(self._handles.items())]
+
+    def totals(self) -> Totals:
+        """Counts since the start."""
+        counters = self._scheduler.counters
+        return Totals(duplicates=counters.duplicates, steals=counters.steals)
+
+    def close(self, *, grace_s: float = GRACE_S) -> None:
+        """End the workers and the thread and leave nothing behind. May be called twice."""
+        if self._owner != os.getpid():
+            return  # a forked child has inherited the object, not what it owns
+        if threading.current_thread() is self._thread:
+            # The garbage collector found the loader's iterator in this very thread, which cannot wait for itself.
+            threading.Thread(target=self.close, name="dpflow-close").start()
+            return
+        self._grace_s = grace_s
+        self._closing = True
+        if self._thread.is_alive():
+            self._listener.wake()
+            self._thread.join()
+        else:
+            self._shut_down()
+        handles, self._handles = list(self._handles.values()), {}
+        end_all(handles)
+        self._readers.clear()
+        self._directory.remove()
+
+    # -- for both ----------------------------------------------------------------------------------------
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._listener.wake()
+
+    def _start(self, worker: int) -> WorkerHandle:
+        post = Post(
+            worker=worker,
+            incarnation=self._incarnations[worker],
+            address=self._listener.address,
+            owner=self._owner,
+            directory=self._directory.path,
+        )
+        handle = self._handles[worker] = self._platform.start(post)
+        return handle
+
+    # -- the shard's thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        except BaseException as error:
+            self._events.put(Broken(error))
+        finally:
+            self._shut_down()
+
+    def _turn(self) -> None:
+        message = self._listener.receive(None)
+        while message is not None:
+            self._shard.hear(*message)
+            message = self._listener.receive(0)
+        while self._commands:
+            self._commands.popleft()()
+        for worker in [worker for worker, handle in self._watched.items() if handle.has_ended()]:
+            self._dismiss(worker)
+
+    def _shut_down(self) -> None:
+        """Send the workers home and wait until those that listen have left; the others have nothing to finish."""
+        self._shard.stop_workers()
+        deadline = time.monotonic() + self._grace_s
+        while self._leaving() and (left_s := deadline - time.monotonic()) > 0:
+            self._listener.receive(left_s)
+        self._listener.close()
+
+    def _leaving(self) -> bool:
+        """Whether a worker that has been told to stop is still there."""
+        for worker, handle in list(self._watched.items()):
+            if handle.has_ended():
+                del self._watched[worker]
+                self._listener.unwatch(handle.ended)
+        return any(worker in self._watched for worker in self._shard.connected)
+
+    def _employ(self, worker: int, handle: WorkerHandle) -> None:
+        self._watched[worker] = handle
+        self._listener.watch(handle.ended)
+
+    def _dismiss(self, worker: int) -> None:
+        # Results that it sent before its end count; only then is the rest given to others.
+        handle = self._watched.pop(worker)
+        self._listener.unwatch(handle.ended)
+        while (message := self._listener.receive(0)) is not None:
+            self._shard.hear(*message)
+        # First the death, then what came of it, so that a poisoned task's last words are known.
+        self._events.put(Died(worker))
+        self._shard.lose(worker)
+        self._readers.pop(worker, None)
+
+    # -- what the shard asks of us (`Requester`) ---------------------------------------------------------
+
+    def shares_memory(self, hello: WorkerHello) -> bool:
+        reader = self._readers[hello.worker] = ArenaReader(hello.pid)
+        return hello.probe is not None and reader.probe(hello.probe)
+
+    def epoch_for(self, worker: int) -> bytes:
+        return pickle.dumps(replace(self._order, stream=self._streams[worker]))
+
+    def open(self, worker: int, finished: Finished, frames: list[memoryview]) -> Any:
+        stream = pickle.loads(frames.pop()) if finished.has_stream else None
+        try:
+            return decode(finished.parcel, frames, reader=self._readers[worker]), stream
+        except MessageError as error:
+            # It came from a worker of ours as it was sent: a class of the batch fails to unpickle here.
+            cause = error.__cause__ or error
+            where = f"while opening a batch of DataLoader worker process {worker}"
+            return ExceptionWrapper((type(cause), cause, cause.__traceback__), where), stream
+
+    def delivered(self, task: int, worker: int, finished: Finished, opened: Any) -> None:
+        value, stream = opened
+        if stream is not None:
+            self._streams[worker] = stream
+        if self._pin is not None and not isinstance(value, ExceptionWrapper):
+            value = self._pinned(value)
+        kind = FAILURE if isinstance(value, ExceptionWrapper) else finished.kind
+        self._events.put(Arrived(task, worker, kind, value, stream, finished.parcel.nbytes))
+
+    def poisoned(self, task: int, workers: tuple[int, ...]) -> None:
+        self._events.put(Poisoned(task, workers))
+
+    def starved(self) -> None:
+        self._events.put(Starved())
+
+    def failed(self, worker: int) -> None:
+        LOADER.warning(
+            "worker %d cannot be understood or its shared memory not be read; it is replaced", worker
+        )
+        handle = self._watched.get(worker)
+        if handle is not None:
+            handle.kill()
+
+    def _pinned(self, value: Any) -> Any:
+        assert self._pin is not None
+        try:
+            return self._pin(value)
+        except Exception:
+            return ExceptionWrapper(where="in the thread that pins memory")
