@@ -1,0 +1,116 @@
+"""The batches that are planned and not delivered yet, and which worker gets the next. Pure bookkeeping."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class Flight:
+    """One batch on its way."""
+
+    position: int
+    #: The batch's indices.
+    index: Any
+    #: Whose it is, where batches belong to workers.
+    worker: int | None
+    #: What came of it; None: nothing has come yet.
+    outcome: Any = None
+
+
+class InFlight:
+    """Batches in the order of their positions, each with what has come of it.
+
+    Args:
+        in_order: deliver by position; else by arrival.
+    """
+
+    def __init__(self, *, in_order: bool) -> None:
+        self._in_order = in_order
+        self._flights: dict[int, Flight] = {}
+        self._arrived: deque[int] = deque()
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def add(self, flight: Flight) -> None:
+        """A batch was planned; positions rise."""
+        self._flights[flight.position] = flight
+
+    def arrive(self, position: int, outcome: Any) -> None:
+        """Something came of this batch. One that is not in flight (any more) is ignored."""
+        flight = self._flights.get(position)
+        if flight is not None and flight.outcome is None:
+            flight.outcome = outcome
+            self._arrived.append(position)
+
+    def take(self) -> Flight | None:
+        """The batch to be delivered next, if it is there; it is not in flight any more."""
+        if self._in_order:
+            flight = next(iter(self._flights.values()), None)
+            return None if flight is None or flight.outcome is None else self._flights.pop(flight.position)
+        while self._arrived:
+            position = self._arrived.popleft()
+            if position in self._flights:
+                return self._flights.pop(position)
+        return None
+
+    def drop_waiting(self, worker: int) -> list[Flight]:
+        """Take out what this worker owes: nothing will come of it."""
+        dropped = [f for f in self._flights.values() if f.worker == worker and f.outcome is None]
+        for flight in dropped:
+            del self._flights[flight.position]
+        return dropped
+
+    def workers(self) -> list[int]:
+        """Whose batches are in flight, by position."""
+        return [flight.worker for flight in self._flights.values() if flight.worker is not None]
+
+    def first_waiting(self) -> Flight | None:
+        """The oldest batch of which nothing has come."""
+        return next((flight for flight in self._flights.values() if flight.outcome is None), None)
+
+
+class Rotation:
+    """torch's assignment of batches to workers: in turn, passing over those whose stream has ended.
+
+    Args:
+        workers: how many.
+        in_order: without it, also pass over those that owe more than their share.
+        most: batches in flight at most.
+    """
+
+    def __init__(self, workers: int, *, in_order: bool, most: int, first: int = 0) -> None:
+        self._active = [True] * workers
+        self._owed = [0] * workers
+        self._in_order = in_order
+        self._most = most
+        #: The worker whose turn it is.
+        self.next = first % workers
+
+    def assign(self, worker: int | None = None) -> int | None:
+        """The worker that gets the next batch, None where none may; or give it to this one."""
+        if worker is None:
+            worker = self._in_turn()
+        if worker is not None:
+            self._owed[worker] += 1
+        return worker
+
+    def delivered(self, worker: int) -> None:
+        """A batch of this worker has gone to the training loop."""
+        self._owed[worker] -= 1
+
+    def end(self, worker: int) -> None:
+        """This worker's stream has ended."""
+        self._active[worker] = False
+
+    def _in_turn(self) -> int | None:
+        share = self._most // max(1, sum(self._active))
+        for _ in self._active:
+            worker = self.next
+            self.next = (worker + 1) % len(self._active)
+            if self._active[worker] and (self._in_order or self._owed[worker] < share):
+                return worker
+        return None

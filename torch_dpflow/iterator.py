@@ -1,0 +1,348 @@
+"""One loader's iteration over workers: plan ahead, keep batches in flight, deliver them in order."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import psutil
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import IterDataPipe, MapDataPipe, _DatasetKind
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
+
+from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError, WorkerStartError
+from torch_dpflow.in_flight import Flight, InFlight, Rotation
+from torch_dpflow.log import LOADER
+from torch_dpflow.opening import begin
+from torch_dpflow.options import LoaderOptions
+from torch_dpflow.pinning import Pin
+from torch_dpflow.plan import is_drawn_at_start
+from torch_dpflow.platforms.local import LocalPlatform, LocalWorker
+from torch_dpflow.private import Arrived, Broken, Died, Event, Poisoned, PrivateShard, Starved, Totals
+from torch_dpflow.progress import OPENING_AGAIN, OPENING_WORKERS
+from torch_dpflow.remote.batches import Assignment, EpochOrder
+from torch_dpflow.remote.messages import END, FAILURE
+from torch_dpflow.remote.worker import POSITION_BITS, POSITION_MASK
+from torch_dpflow.state import StreamState
+
+#: Of the machine's memory, how much all workers together may share with the training process.
+SHARED_FRACTION = 4
+#: How many workers may end one after the other while none of them has ever loaded anything.
+FALSE_STARTS = 2
+
+
+class WorkerIterator(_BaseDataLoaderIter):
+    """Delivers what a private shard's workers load.
+
+    Belongs to one thread, the one that calls `next()`: it plans, waits, and starts replacements for workers that
+    died. Made and reset by `DPFlowDataLoader.__iter__`.
+
+    Args:
+        loader: the `DPFlowDataLoader`.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._run = loader._run
+        self._options: LoaderOptions = loader.options or LoaderOptions()
+        self._own_stream = _has_own_streams(loader, self._options)
+        self._in_order = loader.in_order
+        self._most = loader.prefetch_factor * loader.num_workers
+        self._generation = 0
+        self._deaths = 0
+        self._has_loaded = False
+        self._last_words = ""
+        self._counted = Totals(duplicates=0, steals=0)
+        self._shard: PrivateShard | None = None
+        epoch, pending, progress = self._run.epoch, self._run.pending, self._run.progress
+        self._progress = begin(self, loader, OPENING_WORKERS, self._start_as_torch)
+        self._begin_epoch(loader)
+        try:
+            self._shard = PrivateShard(
+                LocalPlatform(
+                    self._assignment(loader), loader.multiprocessing_context or torch.multiprocessing
+                ),
+                workers=self._num_workers,
+                order=self._order(),
+                streams=self._progress.streams,
+                poison_limit=self._options.poison_limit,
+                pin=Pin(self._pin_memory_device) if self._pin_memory else None,
+            )
+        except BaseException:
+            self._run.epoch, self._run.pending, self._run.progress = epoch, pending, progress
+            raise
+        self._close = weakref.finalize(self, self._shard.close)
+        self._prime()
+
+    @property
+    def _workers(self) -> list[Any]:
+        # By the name, and with the processes, by which code that looks into torch's iterator finds them.
+        handles = self._shard.handles if self._shard is not None else []
+        return [handle.process for handle in handles if isinstance(handle, LocalWorker)]
+
+    # -- an epoch ----------------------------------------------------------------------------------------
+
+    def _start_as_torch(self, loader: Any) -> None:
+        super().__init__(loader)
+        # torch asks the sampler again, and a data pipe's seed is drawn again; but the workers get the first one.
+        first = self._dataset, self._shared_seed
+        super()._reset(loader, first_iter=True)
+        self._dataset, self._shared_seed = first
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Begin another epoch with the workers that are there (torch's name and arguments)."""
+        if self._shard is None:
+            raise RuntimeError("the workers of this iterator have been shut down; iterate the loader again")
+        again = self._progress.streams_of_next()
+        self._progress = begin(self, loader, OPENING_AGAIN, super()._reset)
+        if self._own_stream and not self._progress.streams:
+            self._progress.streams = again
+        self._generation += 1
+        self._begin_epoch(loader)
+        self._shard.begin_epoch(self._order(), self._progress.streams)
+        self._prime()
+
+    def _begin_epoch(self, loader: Any) -> None:
+        progress = self._progress
+        if len(progress.streams) != self._num_workers:
+            if progress.streams:
+                LOADER.warning(
+                    "resuming with %d workers what %d began: their random numbers start anew",
+                    self._num_workers,
+                    len(progress.streams),
+                )
+            progress.streams = [StreamState() for _ in range(self._num_workers)] if self._own_stream else []
+            progress.due = []
+        self._flights = InFlight(in_order=self._in_order)
+        self._rotation: Rotation | None = None
+        if self._own_stream:
+            self._rotation = Rotation(
+                self._num_workers, in_order=self._in_order, most=self._most, first=progress.next_worker
+            )
+            for worker, stream in enumerate(progress.streams):
+                if stream.ended:
+                    self._rotation.end(worker)
+        self._due = list(progress.due)
+        self._starved = False
+        grows = self._in_order and not self._own_stream and is_drawn_at_start(loader._index_sampler)
+        self._limit = int(self._most * self._options.window_growth) if grows else self._most
+        self._run.meter.begin_epoch()
+
+    def _prime(self) -> None:
+        for _ in range(max(self._most, len(self._due))):
+            self._plan_one()
+
+    def _plan_one(self) -> bool:
+        """Draw the next batch and have it loaded; False where there is none."""
+        assert self._shard is not None
+        worker = None
+        if self._rotation is not None:
+            worker = self._rotation.assign(self._due.pop(0) if self._due else None)
+            if worker is None:
+                return False
+        try:
+            position, index = self._progress.plan.draw()
+            while self._progress.was_delivered(position):
+                position, index = self._progress.plan.draw()
+        except StopIteration:
+            return False
+        self._flights.add(Flight(position, index, worker))
+        self._shard.submit([(self._task(position), index)], pinned_to=worker)
+        self._starved = False
+        return True
+
+    def _task(self, position: int) -> int:
+        return self._generation << POSITION_BITS | position
+
+    # -- delivery ----------------------------------------------------------------------------------------
+
+    def _next_data(self) -> Any:
+        with self._run.meter.waiting():
+            while True:
+                flight = self._next_flight()
+                if flight.outcome.__class__ is Arrived and flight.outcome.kind == END:
+                    self._end_stream(flight)
+                    continue
+                return self._deliver(flight)
+
+    def _next_flight(self) -> Flight:
+        """Wait for the batch that is due. Raises StopIteration at the end of the epoch."""
+        self._take_in_what_happened()
+        while True:
+            flight = self._flights.take()
+            if flight is not None:
+                return flight
+            if not len(self._flights):
+                self._finish()
+                raise StopIteration
+            self._await_event()
+
+    def _deliver(self, flight: Flight) -> Any:
+        samples = len(flight.index) if self._auto_collation else 1
+        self._progress.passed(flight.position, samples)
+        outcome = flight.outcome
+        if self._rotation is not None and flight.worker is not None:
+            self._rotation.delivered(flight.worker)
+            if isinstance(outcome, Arrived) and outcome.stream is not None:
+                self._progress.streams[flight.worker] = outcome.stream
+        self._plan_one()
+        self._note_assignment()
+        if isinstance(outcome, Poisoned):
+            raise self._poison_error(flight, outcome)
+        if outcome.kind == FAILURE:
+            assert isinstance(outcome.value, ExceptionWrapper)
+            outcome.value.reraise()
+        self._run.meter.delivered(samples, outcome.size)
+        self._count()
+        return outcome.value
+
+    def _end_stream(self, flight: Flight) -> None:
+        """A worker's iterable dataset has no more: what it owes will not come."""
+        assert self._rotation is not None
+        assert self._shard is not None
+        assert flight.worker is not None
+        dropped = self._flights.drop_waiting(flight.worker)
+        self._shard.cancel([self._task(waiting.position) for waiting in dropped])
+        for gone in (flight, *dropped):
+            self._progress.passed(gone.position, 0)
+        self._progress.streams[flight.worker] = flight.outcome.stream
+        self._rotation.end(flight.worker)
+        self._plan_one()
+        self._note_assignment()
+
+    def _note_assignment(self) -> None:
+        if self._rotation is not None:
+            self._progress.due = self._flights.workers()
+            self._progress.next_worker = self._rotation.next
+
+    def _finish(self) -> None:
+        self._progress.finished = True
+        if not self._persistent_workers:
+            self._shutdown_workers()
+
+    def _shutdown_workers(self) -> None:
+        """End the workers (torch's name)."""
+        if self._shard is not None:
+            self._count()
+            self._close()
+            self._shard = None
+
+    # -- events ------------------------------------------------------------------------------------------
+
+    def _take_in_what_happened(self) -> None:
+        while self._shard is not None and (event := self._shard.poll()) is not None:
+            self._take_in(event)
+
+    def _await_event(self) -> None:
+        """Wait for something to happen, and take it in."""
+        assert self._shard is not None
+        if self._starved and len(self._flights) < self._limit:
+            # A worker is idle because the batch that is due is late: the others need not wait for it.
+            self._plan_one()
+        event = self._shard.wait(self._timeout or None)
+        if event is None:
+            waiting = self._flights.first_waiting()
+            late = (
+                "" if waiting is None or waiting.index is None else f"; it waits for {_named(waiting.index)}"
+            )
+            raise LoaderTimeoutError(f"DataLoader timed out after {self._timeout} seconds{late}")
+        self._take_in(event)
+
+    def _take_in(self, event: Event) -> None:
+        match event:
+            case Arrived() | Poisoned():
+                self._deaths = 0
+                self._has_loaded = True
+                if event.task >> POSITION_BITS == self._generation:
+                    self._flights.arrive(event.task & POSITION_MASK, event)
+            case Starved():
+                self._starved = True
+            case Died(worker):
+                self._replace(worker)
+            case Broken(error):
+                self._shutdown_workers()
+                raise error
+
+    def _replace(self, worker: int) -> None:
+        assert self._shard is not None
+        self._deaths += 1
+        limit = (
+            self._options.restart_limit
+            if self._has_loaded
+            else min(FALSE_STARTS, self._options.restart_limit)
+        )
+        if self._deaths > limit:
+            self._last_words = self._shard.bury(worker)
+            self._shutdown_workers()
+            raise WorkerStartError(
+                f"{self._deaths} workers ended one after the other and no batch came in between; the last one, "
+                f"worker {worker}, {self._last_words}\nStart with num_workers=0 to see where it happens, or raise "
+                "LoaderOptions(restart_limit=...) if workers are killed from outside"
+            )
+        self._last_words = self._shard.replace_worker(worker)
+        self._run.meter.restarts += 1
+        LOADER.warning("worker %d is replaced: %s", worker, self._last_words)
+
+    def _count(self) -> None:
+        """Add what the shard has counted since the last time."""
+        assert self._shard is not None
+        before, self._counted = self._counted, self._shard.totals()
+        self._run.meter.count(
+            self._counted.duplicates - before.duplicates, self._counted.steals - before.steals
+        )
+
+    def _poison_error(self, flight: Flight, poisoned: Poisoned) -> PoisonTaskError:
+        return PoisonTaskError(
+            f"the batch of {_named(flight.index)} took down {len(poisoned.workers)} workers one after the other "
+            f"and is given up; the last one, {self._last_words}\nLoad these samples with num_workers=0 to see why; "
+            "the loader can go on with the batches after it"
+        )
+
+    # -- what workers are told -----------------------------------------------------------------------------
+
+    def _assignment(self, loader: Any) -> Assignment:
+        worker_init_fn = loader.worker_init_fn
+        if isinstance(self._dataset, IterDataPipe | MapDataPipe):
+            worker_init_fn = functools.partial(
+                _sharding_worker_init_fn, worker_init_fn, self._world_size, self._rank
+            )
+        shared_memory = self._options.shared_memory
+        if shared_memory is None:
+            shared_memory = psutil.virtual_memory().total // SHARED_FRACTION // self._num_workers
+        return Assignment(
+            dataset=self._dataset,
+            dataset_kind=self._dataset_kind,
+            auto_collation=self._auto_collation,
+            collate_fn=self._collate_fn,
+            drop_last=self._drop_last,
+            batch_size=loader.batch_size,
+            worker_init_fn=worker_init_fn,
+            num_workers=int(self._num_workers),
+            base_seed=int(self._base_seed),
+            own_stream=self._own_stream,
+            read_threads=self._options.read_threads,
+            shared_memory=shared_memory,
+        )
+
+    def _order(self) -> EpochOrder:
+        return EpochOrder(
+            epoch=self._progress.epoch,
+            base_seed=int(self._base_seed),
+            shared_seed=self._shared_seed,
+            stream=None,
+        )
+
+
+def _has_own_streams(loader: Any, options: LoaderOptions) -> bool:
+    if loader._dataset_kind == _DatasetKind.Iterable or options.seeding == "worker":
+        return True
+    return options.seeding == "auto" and loader.worker_init_fn is not None
+
+
+def _named(index: Any) -> str:
+    """The indices of a batch, for people."""
+    if index is None or (isinstance(index, list) and all(i is None for i in index)):
+        return "the next samples of the stream"
+    text = repr(index)
+    return f"index {text}" if len(text) <= 400 else f"indices {text[:400]}… ({len(index)} of them)"

@@ -1,0 +1,163 @@
+"""DPFlowDataLoader: torch's DataLoader with workers that survive, a position that can be kept, and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from torch_dpflow.errors import OptionTypeError, StateError
+from torch_dpflow.iterator import WorkerIterator
+from torch_dpflow.metrics import LoaderStats
+from torch_dpflow.opening import kind_of, length_of
+from torch_dpflow.options import LoaderOptions
+from torch_dpflow.plan import generator_state
+from torch_dpflow.progress import Run
+from torch_dpflow.rebuilding import AskedByAccelerate, WorkerCount
+from torch_dpflow.single import SingleProcessIterator
+from torch_dpflow.state import LoaderState
+
+T = TypeVar("T", covariant=True)
+
+
+class DPFlowDataLoader(DataLoader[T]):
+    """A drop-in replacement for `torch.utils.data.DataLoader`.
+
+    Takes torch's arguments in torch's meaning, gives the same batches in the same order for the same seed, and
+    raises the same errors. What it adds:
+
+    - A worker that dies is replaced and its batches are loaded again; the training loop sees nothing of it.
+    - Idle workers take over work from busy ones, so one slow sample does not hold up the rest.
+    - Random augmentation is the same whatever the number of workers, and after any crash or resume (see
+      `LoaderOptions.seeding`; not with `num_workers=0`, where it draws from the process's generators).
+    - `state_dict()` and `load_state_dict()` keep and restore the position, also in another process and with
+      another number of workers.
+    - `stats()` tells how long the training loop waited.
+
+    Not thread-safe: iterate, save and load in one thread. In a forked child it can be iterated anew.
+
+    Args:
+        options: what goes beyond torch's arguments, a `LoaderOptions`; None for its defaults.
+
+    The others are torch's; see its documentation.
+
+    Raises:
+        OptionTypeError: `options` is something else.
+        ValueError, TypeError: as torch's loader.
+    """
+
+    #: accelerate builds a loader of torch's class out of ours; this sees to it that it is one of ours.
+    _is_accelerate_prepared = AskedByAccelerate()
+
+    def __init__(
+        self,
+        dataset: Dataset[T],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: Any = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        options: LoaderOptions | None = None,
+    ) -> None:
+        if options is not None and not isinstance(options, LoaderOptions):
+            raise OptionTypeError(
+                f"options={options!r} is a {type(options).__name__}; give a torch_dpflow.LoaderOptions or None"
+            )
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+        # Under the names of the arguments: Lightning rebuilds a loader from the attributes that have them.
+        self.options = options
+        self.num_workers = WorkerCount.carrying(num_workers, options)
+        self._run = Run()
+
+    def _get_iterator(self) -> Any:
+        if self.num_workers == 0:
+            return SingleProcessIterator(self)
+        self.check_worker_number_rationality()
+        return WorkerIterator(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the latest iteration is, as a dict of plain types: JSON, pickle and `torch.save` keep it.
+
+        What a dataset or sampler with a `state_dict` of its own keeps goes in as it gave it. O(1): no index and no
+        sample is read. Right at any time: before the first batch, after any, after the last.
+
+        It holds the state of the loader's `generator`, but of the process's generators only what this epoch was
+        drawn from. So the rest of the epoch is exact in any case; later epochs are where a `generator` was given,
+        or where the training script restores torch's random state, as its checkpoint should.
+        """
+        run = self._run
+        if run.pending is not None:
+            return run.pending.as_dict()
+        if run.progress is not None:
+            return run.progress.state().as_dict()
+        state = LoaderState(
+            kind=kind_of(self), generator=generator_state(self.generator), length=length_of(self)
+        )
+        return state.as_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Have the next iteration begin where `state_dict()` was taken, whatever the number of workers was.
+
+        Indices are drawn again up to the position (or the sampler is asked, if it has a state), samples are not
+        loaded. An iterable dataset continues with as many workers as it had, from its own `state_dict` if it has
+        one, else by passing over what was delivered.
+
+        Raises:
+            StateError: it is no such state, is damaged, or was taken with other data. Nothing is changed then.
+        """
+        state = LoaderState.from_dict(state_dict)
+        self._check_fits(state)
+        self._run.pending = state
+
+    def stats(self) -> LoaderStats:
+        """What this loader has done so far, over all its iterations."""
+        return self._run.meter.snapshot()
+
+    def _check_fits(self, state: LoaderState) -> None:
+        kind, length = kind_of(self), length_of(self)
+        if state.kind != kind:
+            raise StateError(
+                f"the state is of a loader over a dataset of kind {state.kind!r}, this one's is {kind!r}"
+            )
+        if None not in (state.length, length) and state.length != length:
+            raise StateError(
+                f"the state is of a loader whose epoch has {state.length} batches, this one's has {length}; "
+                "resume with the dataset, batch_size, drop_last and sampler that it was taken with"
+            )
+        workers = max(1, self.num_workers)
+        if kind == "iterable" and not state.fresh and len(state.streams) != workers:
+            raise StateError(
+                f"the state is of a loader with {len(state.streams)} workers, this one has {self.num_workers}; each "
+                "worker reads a share of an iterable dataset, so resume with as many, or begin an epoch afresh"
+            )

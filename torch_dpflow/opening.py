@@ -1,0 +1,126 @@
+"""How an iteration begins: afresh as torch's does, or from a state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import _DatasetKind
+
+from torch_dpflow.errors import StateError
+from torch_dpflow.plan import open_order
+from torch_dpflow.progress import OPENING_AGAIN, Origin, Progress, new_plan
+from torch_dpflow.rng import restore_generator
+from torch_dpflow.state import LoaderState, OpeningStep, StreamState
+
+
+class LoaderView:
+    """A loader as torch's iterator sees it that must draw nothing: no sampler to ask, no generator to use."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._index_sampler = ()
+        self.generator = torch.Generator()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def begin(
+    iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]
+) -> Progress:
+    """Begin an iteration as the loader's pending state says, else afresh.
+
+    Args:
+        iterator: torch's base iterator that is being made or reset; gets its index sampler and base seed.
+        loader: the `DPFlowDataLoader`.
+        opening: the steps that `start` takes on a loader to begin an epoch afresh.
+        start: torch's own way to begin.
+
+    Raises:
+        StateError: the pending state does not fit. It is dropped; the next iteration begins afresh.
+    """
+    run = loader._run
+    epoch = run.epoch
+    state = run.take_pending()
+    if state is not None and state.fresh and state.generator is not None and loader.generator is not None:
+        restore_generator(loader.generator, state.generator)
+    if state is None or (state.fresh and state.base_seed is None):
+        progress = _afresh(iterator, loader, opening, start)
+    else:
+        start(LoaderView(loader))
+        iterator._index_sampler = loader._index_sampler
+        try:
+            progress = _next_with_same_seed(loader, state) if state.fresh else _resumed(loader, state)
+        except StateError:
+            run.epoch = epoch
+            raise
+        iterator._base_seed = progress.base_seed
+    run.epoch = progress.epoch + 1
+    run.progress = progress
+    return progress
+
+
+def _afresh(
+    iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]
+) -> Progress:
+    origin = Origin(loader.generator)
+    start(loader)
+    return _progress(loader, opening, origin, iterator._sampler_iter, iterator._base_seed)
+
+
+def _next_with_same_seed(loader: Any, state: LoaderState) -> Progress:
+    """The epoch after one of persistent workers, which keep their base seed."""
+    assert state.base_seed is not None
+    origin = Origin(loader.generator)
+    batches = open_order(OPENING_AGAIN, loader._index_sampler, loader.generator)
+    return _progress(loader, OPENING_AGAIN, origin, batches, state.base_seed, state.streams)
+
+
+def _progress(
+    loader: Any,
+    opening: Sequence[OpeningStep],
+    origin: Origin,
+    batches: Any,
+    base_seed: int,
+    streams: Sequence[StreamState] = (),
+) -> Progress:
+    return Progress(
+        kind=kind_of(loader),
+        epoch=loader._run.epoch,
+        base_seed=base_seed,
+        keeps_seed=loader.persistent_workers,
+        opening=opening,
+        origin=origin,
+        plan=new_plan(batches, loader._index_sampler, loader.sampler),
+        generator=loader.generator,
+        length=length_of(loader),
+        streams=streams,
+    )
+
+
+def _resumed(loader: Any, state: LoaderState) -> Progress:
+    return Progress.resumed(
+        state,
+        index_sampler=loader._index_sampler,
+        sampler=loader.sampler,
+        generator=loader.generator,
+        keeps_seed=loader.persistent_workers,
+        length=length_of(loader),
+    )
+
+
+def kind_of(loader: Any) -> Any:
+    """What the loader's dataset is: "map" or "iterable"."""
+    return "iterable" if loader._dataset_kind == _DatasetKind.Iterable else "map"
+
+
+def length_of(loader: Any) -> int | None:
+    """Batches of a whole epoch, None where the sampler does not say."""
+    if loader._dataset_kind == _DatasetKind.Iterable:
+        return None
+    try:
+        return len(loader._index_sampler)
+    except (TypeError, NotImplementedError):
+        return None

@@ -1,0 +1,188 @@
+"""The plan of one epoch: its index batches, drawn as they are needed, and what it takes to draw them again."""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from torch_dpflow.errors import StateError
+from torch_dpflow.rng import encode_generator, restore_generator, restore_rng
+from torch_dpflow.state import LoaderState, OpeningStep
+
+
+class Plan:
+    """Index batches in the order in which the sampler gives them.
+
+    Args:
+        batches: the running iteration of the loader's index sampler.
+        sampler: what keeps the order's state itself, or None; see `stateful_part`.
+        position: the batches that were drawn before this plan began.
+    """
+
+    def __init__(self, batches: Iterator[Any], *, sampler: Any = None, position: int = 0) -> None:
+        self._batches = batches
+        self._sampler = sampler
+        self._by_count = (
+            sampler is not None and "consumed" in inspect.signature(sampler.state_dict).parameters
+        )
+        #: The position that the next drawn batch will have.
+        self.drawn = position
+        self._snapshots: dict[int, Any] = {}
+        #: A batch that the sampler has given and nobody has drawn.
+        self._held: list[Any] = []
+        self._snapshot()
+
+    def draw(self) -> tuple[int, Any]:
+        """The next position and its indices. Raises StopIteration at the end of the epoch."""
+        if self._held:
+            index = self._held.pop()
+        else:
+            index = next(self._batches)
+        position = self.drawn
+        self.drawn += 1
+        self._snapshot()
+        return position, index
+
+    def settle(self) -> None:
+        """Have the sampler draw now what it draws at its first batch; nothing is skipped."""
+        self._held.extend(islice(self._batches, 1))
+
+    def skip(self, batches: int) -> None:
+        """Draw and drop so many batches: no sample is loaded.
+
+        Raises:
+            StateError: the epoch is shorter than that.
+        """
+        for skipped in range(batches):
+            try:
+                next(self._batches)
+            except StopIteration:
+                raise StateError(
+                    f"the state is at batch {batches}, but this epoch has {skipped}: the sampler or the data set "
+                    "is not the one that the state was taken with"
+                ) from None
+        self.drawn += batches
+
+    def sampler_state(self, position: int, samples: int) -> Any:
+        """The sampler's own state once the batches before `position`, of so many samples, are delivered."""
+        if self._sampler is None:
+            return None
+        if self._by_count:
+            return self._sampler.state_dict(consumed=samples)
+        for passed in [p for p in self._snapshots if p < position]:
+            del self._snapshots[passed]
+        return self._snapshots[position]
+
+    def _snapshot(self) -> None:
+        if self._sampler is not None and not self._by_count:
+            self._snapshots[self.drawn] = self._sampler.state_dict()
+
+
+def stateful_part(batches: Iterator[Any], index_sampler: Any, sampler: Any) -> Any:
+    """Which of these keeps its own state (`state_dict` and `load_state_dict`), or None."""
+    for part in (batches, index_sampler, sampler):
+        if callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None)):
+            return part
+    return None
+
+
+def open_order(
+    opening: Sequence[OpeningStep], index_sampler: Any, generator: torch.Generator | None
+) -> Iterator[Any]:
+    """Begin an epoch's order by these steps, each of which may draw random numbers; the last order counts."""
+    batches: Iterator[Any] = iter(())
+    for step in opening:
+        if step == "order":
+            batches = iter(index_sampler)
+        else:
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+    return batches
+
+
+def replay(state: LoaderState, index_sampler: Any, sampler: Any, generator: torch.Generator | None) -> Plan:
+    """The plan of an interrupted epoch, from its first batch that is not delivered.
+
+    Draws from the process's generators, and leaves them used: the caller preserves them. Indices are drawn again
+    up to the position, samples are not loaded.
+
+    Raises:
+        StateError: the state does not fit the sampler or the data set.
+    """
+    if state.plan_rng is not None:
+        restore_rng(state.plan_rng)
+    if generator is not None and state.plan_generator is not None:
+        restore_generator(generator, state.plan_generator)
+    if state.sampler is not None:
+        return _resume_sampler(state, index_sampler, sampler)
+    batches = open_order(state.opening, index_sampler, generator)
+    if state.draw_rng is not None:
+        restore_rng(state.draw_rng)
+    plan = Plan(batches, sampler=stateful_part(batches, index_sampler, sampler))
+    plan.skip(state.position)
+    plan.settle()
+    return plan
+
+
+def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Plan:
+    part = stateful_part(iter(()), index_sampler, sampler)
+    if part is not None:
+        part.load_state_dict(state.sampler)
+        return Plan(iter(index_sampler), sampler=part, position=state.position)
+    batches = iter(index_sampler)
+    part = stateful_part(batches, None, None)
+    if part is None:
+        raise StateError(
+            f"the state holds a sampler's own state, but {type(sampler).__name__} has no load_state_dict(); "
+            "resume with the sampler that the state was taken with"
+        )
+    part.load_state_dict(state.sampler)
+    return Plan(batches, sampler=part, position=state.position)
+
+
+def generator_state(generator: torch.Generator | None) -> str | None:
+    """The state of the loader's own generator, if it has one."""
+    return None if generator is None else encode_generator(generator)
+
+
+def is_drawn_at_start(index_sampler: Any) -> bool:
+    """Whether an epoch's order is settled at its first batch, so that drawing further ahead cannot change it.
+
+    Only samplers that are known: an unknown one may draw from a generator that the training loop uses too.
+    """
+    if type(index_sampler) is BatchSampler:
+        index_sampler = index_sampler.sampler
+    check = _SETTLED.get(type(index_sampler))
+    return check is not None and check(index_sampler)
+
+
+def _random_sampler_is_settled(sampler: RandomSampler) -> bool:
+    # Without a generator it seeds one of its own. With the user's it draws a chunk or a pass at a time.
+    return sampler.generator is None or (
+        not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
+    )
+
+
+def _always(_sampler: Any) -> bool:
+    return True
+
+
+_SETTLED: dict[type, Callable[[Any], bool]] = {
+    SequentialSampler: _always,
+    RandomSampler: _random_sampler_is_settled,
+    SubsetRandomSampler: _always,
+    WeightedRandomSampler: _always,
+    DistributedSampler: _always,
+    list: _always,
+    tuple: _always,
+    range: _always,
+}

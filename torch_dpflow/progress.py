@@ -1,0 +1,209 @@
+"""Where one iteration of a loader is: what has been delivered, and the state from which the rest can be had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+
+from torch_dpflow.errors import StateError
+from torch_dpflow.metrics import LoaderMeter
+from torch_dpflow.plan import Plan, generator_state, replay, stateful_part
+from torch_dpflow.rng import RngState, capture_rng, preserved_rng, restore_generator
+from torch_dpflow.state import LoaderState, OpeningStep, StreamState
+
+#: How torch begins an epoch without workers, with new ones and with those that it kept.
+OPENING_ALONE: tuple[OpeningStep, ...] = ("order", "seed")
+OPENING_WORKERS: tuple[OpeningStep, ...] = ("order", "seed", "order")
+OPENING_AGAIN: tuple[OpeningStep, ...] = ("order",)
+
+
+class Run:
+    """What a loader remembers from one iteration to the next. Copied or pickled, it starts with no iteration."""
+
+    def __init__(self, epoch: int = 0) -> None:
+        #: The number of the next iteration.
+        self.epoch = epoch
+        #: A state that the next iteration begins with.
+        self.pending: LoaderState | None = None
+        #: The latest iteration.
+        self.progress: Progress | None = None
+        self.meter = LoaderMeter()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Run, (self.epoch,)
+
+    def take_pending(self) -> LoaderState | None:
+        """The loaded state, once: whatever comes of it, the iteration after is a new one."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            self.epoch = pending.epoch
+        return pending
+
+
+class Origin:
+    """What the order of an epoch is drawn from, noted before it is."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self.rng: RngState = capture_rng()
+        self.generator = generator_state(generator)
+
+
+class Progress:
+    """One iteration's position.
+
+    Args:
+        kind: "map" or "iterable".
+        epoch: its number.
+        base_seed: what its seeds derive from.
+        keeps_seed: the next iteration has the same base seed.
+        opening: how it began.
+        origin: what its order is drawn from.
+        plan: its index batches.
+        generator: the loader's.
+        length: of a whole epoch in batches, None where nobody knows.
+        streams: where each worker's own stream is; empty where batches belong to nobody.
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: Literal["map", "iterable"],
+        epoch: int,
+        base_seed: int,
+        keeps_seed: bool,
+        opening: Sequence[OpeningStep],
+        origin: Origin,
+        plan: Plan,
+        generator: torch.Generator | None,
+        length: int | None,
+        streams: Sequence[StreamState] = (),
+    ) -> None:
+        self.kind = kind
+        self.epoch = epoch
+        self.base_seed = base_seed
+        self.plan = plan
+        self.length = length
+        self.streams = list(streams)
+        #: Workers that owe the batches in flight, in order; whoever assigns keeps it up to date.
+        self.due: list[int] = []
+        self.next_worker = 0
+        #: The process's generators at the first draw, if they had been used since the opening.
+        self.draw_rng: RngState | None = None
+        self.finished = False
+        self.position = 0
+        self._samples = 0
+        self._ahead: dict[int, int] = {}
+        self._keeps_seed = keeps_seed
+        self._opening = list(opening)
+        self._origin = origin
+        self._generator = generator
+
+    @classmethod
+    def resumed(
+        cls,
+        state: LoaderState,
+        *,
+        index_sampler: Any,
+        sampler: Any,
+        generator: torch.Generator | None,
+        keeps_seed: bool,
+        length: int | None,
+    ) -> Progress:
+        """Go on from a state in mid-epoch. The process's generators stay as they are.
+
+        Raises:
+            StateError: the state does not fit; the loader's generator is as it was.
+        """
+        if (generator is None) != (state.plan_generator is None):
+            raise StateError(
+                f"the state was taken {'with' if generator is None else 'without'} a `generator`, and this loader "
+                f"has {'none' if generator is None else 'one'}; build the loader as it was built then"
+            )
+        before = generator_state(generator)
+        try:
+            with preserved_rng():
+                plan = replay(state, index_sampler, sampler, generator)
+            if generator is not None and state.sampler is not None and state.generator is not None:
+                restore_generator(generator, state.generator)
+        except StateError:
+            if generator is not None and before is not None:
+                restore_generator(generator, before)
+            raise
+        assert state.base_seed is not None
+        assert state.plan_rng is not None
+        origin = Origin(None)
+        origin.rng, origin.generator = state.plan_rng, state.plan_generator
+        progress = cls(
+            kind=state.kind,
+            epoch=state.epoch,
+            base_seed=state.base_seed,
+            keeps_seed=keeps_seed,
+            opening=state.opening,
+            origin=origin,
+            plan=plan,
+            generator=generator,
+            length=length,
+            streams=[replace(stream) for stream in state.streams],
+        )
+        progress.draw_rng = state.draw_rng
+        progress.position, progress._samples = state.position, state.samples
+        progress._ahead = dict.fromkeys(state.ahead, 0)
+        progress.due, progress.next_worker = list(state.due), state.next_worker
+        return progress
+
+    def was_delivered(self, position: int) -> bool:
+        """Whether the batch of this position is through already."""
+        return position < self.position or position in self._ahead
+
+    def passed(self, position: int, samples: int) -> None:
+        """The batch of this position, of so many samples, was delivered or given up."""
+        self._ahead[position] = samples
+        while self.position in self._ahead:
+            self._samples += self._ahead.pop(self.position)
+            self.position += 1
+
+    def state(self) -> LoaderState:
+        """From what the rest of this iteration, or the next, can be had. No side effect."""
+        if self.finished:
+            return self._state_of_next()
+        return LoaderState(
+            kind=self.kind,
+            epoch=self.epoch,
+            fresh=False,
+            position=self.position,
+            samples=self._samples,
+            ahead=sorted(self._ahead),
+            base_seed=self.base_seed,
+            opening=self._opening,
+            plan_rng=self._origin.rng,
+            draw_rng=self.draw_rng,
+            plan_generator=self._origin.generator,
+            generator=generator_state(self._generator),
+            sampler=self.plan.sampler_state(self.position, self._samples),
+            length=self.length,
+            streams=[replace(stream) for stream in self.streams],
+            due=list(self.due),
+            next_worker=self.next_worker,
+        )
+
+    def _state_of_next(self) -> LoaderState:
+        return LoaderState(
+            kind=self.kind,
+            epoch=self.epoch + 1,
+            base_seed=self.base_seed if self._keeps_seed else None,
+            generator=generator_state(self._generator),
+            length=self.length,
+            streams=self.streams_of_next(),
+        )
+
+    def streams_of_next(self) -> list[StreamState]:
+        """Where the workers' own streams begin in the next iteration, if the workers are kept for it."""
+        return [StreamState(rng=stream.rng) for stream in self.streams] if self._keeps_seed else []
+
+
+def new_plan(batches: Any, index_sampler: Any, sampler: Any) -> Plan:
+    """The plan of an epoch that begins with these index batches."""
+    return Plan(batches, sampler=stateful_part(batches, index_sampler, sampler))

@@ -1,0 +1,93 @@
+"""An iteration without workers: torch's own way, with a position."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.utils.data import IterDataPipe, MapDataPipe, _DatasetKind, _utils, graph_settings
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from torch_dpflow.opening import begin
+from torch_dpflow.plan import Plan
+from torch_dpflow.progress import OPENING_ALONE
+from torch_dpflow.rng import capture_rng, preserved_rng
+from torch_dpflow.state import StreamState
+from torch_dpflow.streams import Stream
+
+
+class SingleProcessIterator(_BaseDataLoaderIter):
+    """Loads each batch in `next()`, in the training process.
+
+    Args:
+        loader: the `DPFlowDataLoader`.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._run = loader._run
+        self._progress = begin(self, loader, OPENING_ALONE, super().__init__)
+        if isinstance(self._dataset, IterDataPipe | MapDataPipe):
+            graph_settings.apply_sharding(self._dataset, self._world_size, self._rank)
+        self._rng_at_start = copy.copy(torch.default_generator.get_state())
+        self._plan: Plan = self._progress.plan
+        self._drawn = self._progress.position > 0
+        self._fetcher = self._make_fetcher(loader)
+        if self._dataset_kind == _DatasetKind.Iterable and not self._progress.streams:
+            self._progress.streams = [StreamState()]
+        self._run.meter.begin_epoch()
+
+    def _next_data(self) -> Any:
+        with self._run.meter.waiting():
+            try:
+                data, samples = self._load()
+            except StopIteration:
+                self._progress.finished = True
+                raise
+        self._run.meter.delivered(samples, 0)
+        return data
+
+    def _load(self) -> tuple[Any, int]:
+        position, index = self._draw()
+        samples = len(index) if self._auto_collation else 1
+        try:
+            data = self._fetcher.fetch(index)
+        except StopIteration:
+            raise
+        except Exception:
+            self._progress.passed(position, samples)
+            raise
+        if self._pin_memory:
+            data = _utils.pin_memory.pin_memory(data, self._pin_memory_device)
+        self._progress.passed(position, samples)
+        if self._progress.streams:
+            delivered = self._progress.streams[0].delivered + 1
+            self._progress.streams = [StreamState(delivered=delivered, dataset=self._fetcher.state())]
+        return data, samples
+
+    def _draw(self) -> tuple[int, Any]:
+        if not self._drawn:
+            self._drawn = True
+            if not torch.equal(torch.default_generator.get_state(), self._rng_at_start):
+                self._progress.draw_rng = capture_rng()
+        position, index = self._plan.draw()
+        while self._progress.was_delivered(position):
+            position, index = self._plan.draw()
+        return position, index
+
+    def _make_fetcher(self, loader: Any) -> Any:
+        def torchs() -> Any:
+            return _DatasetKind.create_fetcher(
+                self._dataset_kind, self._dataset, self._auto_collation, self._collate_fn, self._drop_last
+            )
+
+        if self._dataset_kind != _DatasetKind.Iterable:
+            return torchs()
+        stream = self._progress.streams[0] if self._progress.streams else StreamState()
+        batch_size = loader.batch_size if self._auto_collation else None
+        if not stream.delivered:
+            return Stream(self._dataset, torchs, state=None, skip=0, batch_size=batch_size)
+        with preserved_rng():
+            return Stream(
+                self._dataset, torchs, state=stream.dataset, skip=stream.delivered, batch_size=batch_size
+            )
