@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,9 @@ def _call(there: Connection, function: Callable[..., Any], arguments: tuple[Any,
     there.send(result)
 
 
-def interpreter(program: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+def interpreter(
+    program: str, *arguments: str, env: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.Popen[str]:
     """Start a fresh Python on `program`, which can import the library and the tests' modules."""
     path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     return subprocess.Popen(
@@ -48,7 +50,7 @@ def interpreter(program: str, *arguments: str, **options: Any) -> subprocess.Pop
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, **(env or {})},
         **options,
     )
 

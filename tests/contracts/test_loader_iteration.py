@@ -1,0 +1,125 @@
+"""Iterating in other ways than once through."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.loader_cases import Counted, Indices, Stream
+
+
+def numbers(batches: Any) -> list[int]:
+    return [int(number) for batch in batches for number in batch]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_two_iterators_of_one_loader_are_independent(Loader: Any, num_workers: int) -> None:
+    loader = Loader(Indices(20), batch_size=2, num_workers=num_workers)
+    assert [(a.tolist(), b.tolist()) for a, b in zip(loader, loader, strict=True)] == [
+        ([i, i + 1], [i, i + 1]) for i in range(0, 20, 2)
+    ]
+
+
+@pytest.mark.parametrize("dataset", [Indices(40), Stream(40)], ids=["map", "iterable"])
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_leaving_an_epoch_and_beginning_again(
+    Loader: Any, dataset: Any, num_workers: int, persistent_workers: bool
+) -> None:
+    if persistent_workers and not num_workers:
+        pytest.skip("there is nothing to keep")
+    loader = Loader(dataset, batch_size=2, num_workers=num_workers, persistent_workers=persistent_workers)
+    for taken in (1, 0, 7, 20):
+        assert len(list(itertools.islice(loader, taken))) == taken
+        assert sorted(numbers(loader)) == list(range(40))
+
+
+def test_leaving_an_epoch_leaves_the_next_ones_order_as_in_torch(Loader: Any) -> None:
+    def run(loader_class: Any) -> list[list[int]]:
+        torch.manual_seed(1)
+        loader = loader_class(Indices(30), batch_size=3, shuffle=True, num_workers=2)
+        return [numbers(itertools.islice(loader, taken)) for taken in (2, 10, 0, 5)]
+
+    assert run(Loader) == run(DataLoader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_exhausted_iterator_stays_exhausted(Loader: Any, num_workers: int) -> None:
+    iterator = iter(Loader(Indices(4), num_workers=num_workers))
+    assert len(list(iterator)) == 4
+    for _ in range(3):
+        with pytest.raises(StopIteration):
+            next(iterator)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_len_of_an_iterator(Loader: Any, num_workers: int) -> None:
+    assert len(iter(Loader(Indices(5), batch_size=2, num_workers=num_workers))) == 3
+
+
+def test_an_iterator_outlives_its_loader(Loader: Any) -> None:
+    iterator = iter(Loader(Indices(10), batch_size=5, num_workers=2))
+    gc.collect()
+    assert numbers(iterator) == list(range(10))
+
+
+def test_a_dropped_iterator_is_collected_at_once(Loader: Any) -> None:
+    """Reference counting alone frees it: nobody waits for the cycle collector while workers hold memory."""
+    gc.disable()
+    try:
+        iterator = iter(Loader(Indices(100), num_workers=2))
+        next(iterator)
+        gone = weakref.ref(iterator)
+        del iterator
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_iterating_in_another_thread(Loader: Any) -> None:
+    loader = Loader(Indices(50), batch_size=5, shuffle=False, num_workers=2)
+    results: list[list[int]] = []
+    threads = [threading.Thread(target=lambda: results.append(numbers(loader))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [list(range(50))] * 2
+
+
+def test_an_iterator_made_here_and_consumed_in_a_thread(Loader: Any) -> None:
+    iterator = iter(Loader(Indices(30), batch_size=3, num_workers=2))
+    first = next(iterator).tolist()
+    rest: list[int] = []
+    thread = threading.Thread(target=lambda: rest.extend(numbers(iterator)))
+    thread.start()
+    thread.join()
+    assert first + rest == list(range(30))
+
+
+def test_many_loaders_at_once(Loader: Any) -> None:
+    loaders = [Loader(Indices(10 + n), batch_size=4, num_workers=1) for n in range(6)]
+    streams = [iter(loader) for loader in loaders]
+    seen: list[list[int]] = [[] for _ in loaders]
+    for _ in range(4):
+        for stream, numbers_seen in zip(streams, seen, strict=True):
+            numbers_seen.extend(int(i) for i in next(stream, []))
+    assert seen == [list(range(10 + n)) for n in range(6)]
+
+
+def test_prefetching_is_bounded(OurLoader: Any, tmp_path: Any) -> None:
+    """Never more than twice torch's batches are in flight, however fast the workers are."""
+    log = tmp_path / "log"
+    log.touch()
+    dataset = Counted(500, str(log))
+    iterator = iter(OurLoader(dataset, batch_size=1, num_workers=2, prefetch_factor=3))
+    for taken in range(1, 60):
+        next(iterator)
+        assert len(dataset.loaded()) <= taken + 2 * 2 * 3 + 2

@@ -1,0 +1,146 @@
+"""What `LoaderOptions` changes, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from tests.loader_cases import Batched, Counted, Indices, Rows, assert_same, epochs
+from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.options import LoaderOptions
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"read_threads": 0},
+        {"read_threads": -1},
+        {"seeding": "sample"},
+        {"window_growth": 0.5},
+        {"window_growth": float("nan")},
+        {"window_growth": float("inf")},
+        {"restart_limit": -1},
+        {"poison_limit": 0},
+        {"shared_memory": -1},
+    ],
+    ids=str,
+)
+def test_values_out_of_range(values: dict[str, Any]) -> None:
+    ((name, value),) = values.items()
+    with pytest.raises(OptionError, match=name) as raised:
+        LoaderOptions(**values)
+    assert repr(value) in str(raised.value)
+    assert isinstance(raised.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"read_threads": 1.5},
+        {"read_threads": True},
+        {"window_growth": "2"},
+        {"restart_limit": None},
+        {"poison_limit": "3"},
+        {"shared_memory": "1GiB"},
+    ],
+    ids=str,
+)
+def test_values_of_the_wrong_type(values: dict[str, Any]) -> None:
+    ((name, _value),) = values.items()
+    with pytest.raises(OptionTypeError, match=name) as raised:
+        LoaderOptions(**values)
+    assert isinstance(raised.value, TypeError)
+
+
+def test_options_are_a_frozen_value() -> None:
+    options = LoaderOptions(read_threads=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.read_threads = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        LoaderOptions(2)  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(options)) == options
+
+
+@pytest.mark.parametrize("options", [3, {"read_threads": 2}, LoaderOptions])
+def test_what_is_not_options_is_refused(OurLoader: Any, options: Any) -> None:
+    with pytest.raises(OptionTypeError, match="LoaderOptions"):
+        OurLoader(Indices(3), options=options)
+
+
+class Meeting(Indices):
+    """Nobody leaves `__getitem__` before four are in it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.barrier = threading.Barrier(4)
+
+    def __getitem__(self, index: int) -> int:
+        self.barrier.wait(timeout=30)
+        return index
+
+
+def test_read_threads_overlap_the_reads_of_a_batch(OurLoader: Any) -> None:
+    options = LoaderOptions(read_threads=4)
+    loader = OurLoader(Meeting(16), batch_size=8, num_workers=2, options=options)
+    assert [batch.tolist() for batch in loader] == [list(range(8)), list(range(8, 16))]
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 5])
+def test_read_threads_keep_order_and_errors(OurLoader: Any, batch_size: int | None) -> None:
+    options = LoaderOptions(read_threads=3)
+    arguments = {"batch_size": batch_size, "num_workers": 2}
+    rows = Rows(17)
+    assert_same(list(OurLoader(rows, options=options, **arguments)), list(OurLoader(rows, **arguments)))
+    with pytest.raises(IndexError, match="row 99 of 17"):
+        list(OurLoader(rows, sampler=[1, 2, 99], options=options, **arguments))
+
+
+def test_read_threads_leave_a_dataset_that_reads_at_once_alone(OurLoader: Any) -> None:
+    options = LoaderOptions(read_threads=3)
+    loader = OurLoader(Batched(6), batch_size=3, num_workers=1, options=options)
+    assert [how for _, how in loader] == [("3 at once",) * 3] * 2
+
+
+@pytest.mark.parametrize("shared_memory", [0, 4096, 1 << 20, None])
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_any_amount_of_shared_memory_will_do(
+    OurLoader: Any, shared_memory: int | None, persistent_workers: bool
+) -> None:
+    rows = Rows(24, width=50_000)
+    loader = OurLoader(
+        rows,
+        batch_size=3,
+        num_workers=2,
+        persistent_workers=persistent_workers,
+        options=LoaderOptions(shared_memory=shared_memory),
+    )
+    for epoch in epochs(loader, 2):
+        assert [indices.tolist() for indices, _, _ in epoch] == [[i, i + 1, i + 2] for i in range(0, 24, 3)]
+        for indices, vectors, _ in epoch:
+            assert_same(vectors, torch.stack([rows[int(index)][1] for index in indices]))
+
+
+@pytest.mark.parametrize("growth", [1.0, 1.5, 4])
+def test_the_window_grows_no_further_than_allowed(OurLoader: Any, growth: float, tmp_path: Any) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    dataset = Counted(300, str(log))
+    options = LoaderOptions(window_growth=growth)
+    iterator = iter(OurLoader(dataset, num_workers=2, prefetch_factor=3, options=options))
+    for taken in range(1, 50):
+        next(iterator)
+        assert len(dataset.loaded()) <= taken + growth * 6 + 2
+
+
+@pytest.mark.parametrize("seeding", ["batch", "worker", "auto"])
+def test_every_kind_of_seeding_loads_everything_once(OurLoader: Any, seeding: Any) -> None:
+    loader = OurLoader(
+        Indices(50), batch_size=3, shuffle=True, num_workers=3, options=LoaderOptions(seeding=seeding)
+    )
+    for epoch in epochs(loader, 2):
+        assert sorted(int(index) for batch in epoch for index in batch) == list(range(50))

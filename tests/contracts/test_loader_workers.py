@@ -1,0 +1,247 @@
+"""What the code inside a worker sees, and what the loader's worker arguments do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from tests.loader_cases import Gated, Indices, Rows, WhoLoads, assert_same, epochs
+
+FORK = multiprocessing.get_context("fork")
+
+
+class Reporting(Indices):
+    """Item `i` tells what a worker's code can see."""
+
+    label = "not set"
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        info = get_worker_info()
+        return {
+            "id": info.id,
+            "num_workers": info.num_workers,
+            "seed": info.seed,
+            "dataset is self": info.dataset is self,
+            "label": self.label,
+            "threads": torch.get_num_threads(),
+            "daemon": multiprocessing.current_process().daemon,
+            "parent": os.getppid(),
+        }
+
+
+def as_it_is(samples: list[Any]) -> list[Any]:
+    return samples
+
+
+def set_label(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.label = f"set by {worker}"
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_worker_info(Loader: Any, num_workers: int) -> None:
+    def run(loader_class: Any) -> list[dict[str, Any]]:
+        torch.manual_seed(0)
+        loader = loader_class(
+            Reporting(4 * num_workers),
+            batch_size=1,
+            num_workers=num_workers,
+            collate_fn=as_it_is,
+            worker_init_fn=set_label,
+        )
+        return [sample for batch in loader for sample in batch]
+
+    reported = run(Loader)
+    assert_same(reported, run(DataLoader))
+    assert {sample["label"] for sample in reported} == {f"set by {worker}" for worker in range(num_workers)}
+    assert {sample["parent"] for sample in reported} == {os.getpid()}
+    assert get_worker_info() is None
+
+
+def test_worker_info_is_there_for_collation_too(Loader: Any) -> None:
+    loader = Loader(Indices(4), batch_size=2, num_workers=1, collate_fn=worker_number)
+    assert list(loader) == [0, 0]
+
+
+def worker_number(_samples: list[Any]) -> int:
+    info = get_worker_info()
+    assert info is not None
+    return info.id
+
+
+def test_worker_init_fn_is_called_once_a_worker(Loader: Any, tmp_path: Any) -> None:
+    calls = tmp_path / "calls"
+
+    def note(worker: int) -> None:
+        with calls.open("a") as file:
+            file.write(f"{worker} {os.getpid()}\n")
+
+    loader = Loader(Indices(20), num_workers=2, worker_init_fn=note, persistent_workers=True)
+    epochs(loader, 3)
+    workers = [line.split() for line in calls.read_text().splitlines()]
+    assert sorted(worker for worker, _pid in workers) == ["0", "1"]
+    assert len({pid for _worker, pid in workers}) == 2
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", None])
+def test_start_methods(Loader: Any, method: str | None) -> None:
+    rows = Rows(5)
+    loader = Loader(rows, batch_size=2, num_workers=1, multiprocessing_context=method)
+    assert_same(list(loader), list(DataLoader(rows, batch_size=2)))
+
+
+def test_a_context_object(Loader: Any) -> None:
+    loader = Loader(Indices(3), batch_size=None, num_workers=2, multiprocessing_context=FORK)
+    assert list(loader) == [0, 1, 2]
+
+
+def test_forked_workers_need_nothing_that_can_be_pickled(Loader: Any) -> None:
+    class Local(Dataset[int]):
+        def __init__(self) -> None:
+            self.file = open(os.devnull)  # noqa: SIM115 - it is here because it cannot be pickled
+            self.function = lambda index: index * 2
+
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            return int(self.function(index))
+
+    dataset = Local()
+    with dataset.file:
+        loader = Loader(
+            dataset,
+            batch_size=2,
+            num_workers=1,
+            multiprocessing_context="fork",
+            collate_fn=lambda samples: samples,
+            worker_init_fn=lambda worker: None,
+        )
+        assert list(loader) == [[0, 2], [4, 6]]
+
+
+def test_persistent_workers_stay(Loader: Any) -> None:
+    def processes(loader: Any) -> list[set[int]]:
+        return [{int(pid) for _index, _worker, pid in loader} for _ in range(3)]
+
+    kept = Loader(WhoLoads(30), num_workers=2, persistent_workers=True)
+    first, *later = processes(kept)
+    assert all(pids <= first for pids in later)
+    assert iter(kept) is iter(kept)
+    afresh = processes(Loader(WhoLoads(30), num_workers=2))
+    assert len(set.union(*afresh)) == sum(len(pids) for pids in afresh)
+
+
+def test_persistent_workers_do_not_see_later_changes(Loader: Any) -> None:
+    dataset = Rows(4, width=1)
+    kept = Loader(dataset, num_workers=2, persistent_workers=True)
+    list(kept)
+    dataset.width = 5
+    assert {vectors.shape for _, vectors, _ in kept} == {(1, 1)}
+    assert {vectors.shape for _, vectors, _ in Loader(dataset, num_workers=2)} == {(1, 5)}
+
+
+def test_out_of_order_delivery_does_not_wait_for_a_slow_batch(Loader: Any) -> None:
+    gate = FORK.Event()
+    loader = Loader(Gated(8, {0: gate}), batch_size=None, num_workers=2, in_order=False)
+    iterator = iter(loader)
+    early = [next(iterator) for _ in range(3)]
+    assert 0 not in early
+    gate.set()
+    assert sorted([*early, *iterator]) == list(range(8))
+
+
+def test_in_order_delivery_waits_for_a_slow_batch(Loader: Any) -> None:
+    gate, passed = FORK.Event(), FORK.Event()
+    loader = Loader(Opening(8, {0: gate}, opens=gate, passed=passed), batch_size=None, num_workers=2)
+    assert list(loader) == list(range(8))
+    assert passed.is_set(), "another worker went on while the first was held up"
+
+
+class Opening(Gated):
+    """Index 3, the second of the second worker, opens the gate that holds up index 0."""
+
+    def __init__(self, size: int, gates: dict[int, Any], *, opens: Any, passed: Any) -> None:
+        super().__init__(size, gates)
+        self.opens = opens
+        self.passed = passed
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            self.passed.set()
+            self.opens.set()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("persistent_workers", [True, False])
+def test_every_item_once_in_either_order(Loader: Any, in_order: bool, persistent_workers: bool) -> None:
+    loader = Loader(
+        Indices(101), batch_size=3, num_workers=3, in_order=in_order, persistent_workers=persistent_workers
+    )
+    for epoch in epochs(loader, 2):
+        seen = [int(index) for batch in epoch for index in batch]
+        assert sorted(seen) == list(range(101))
+        if in_order:
+            assert seen == list(range(101))
+
+
+def test_a_loader_without_workers_may_be_used_inside_a_worker(Loader: Any) -> None:
+    class Nesting(Indices):
+        def __getitem__(self, index: int) -> int:
+            return sum(Loader(Indices(index + 1), batch_size=None))
+
+    assert list(Loader(Nesting(5), batch_size=None, num_workers=2)) == [0, 1, 3, 6, 10]
+
+
+def test_a_loader_with_workers_inside_a_worker_is_refused_as_by_torch(Loader: Any) -> None:
+    class Nesting(Indices):
+        def __getitem__(self, index: int) -> int:
+            return sum(Loader(Indices(index + 1), batch_size=None, num_workers=1))
+
+    with pytest.raises(AssertionError, match="daemonic processes are not allowed to have children"):
+        list(Loader(Nesting(2), batch_size=None, num_workers=1))
+
+
+def test_work_after_fork_of_a_process_that_has_computed(Loader: Any) -> None:
+    class Convolving(Indices):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.nn.functional.conv1d(torch.ones(1, 1, 2400), torch.ones(1, 1, 2))
+
+    dataset = Convolving(2)
+    expected = dataset[0]
+    for batch in Loader(dataset, batch_size=None, num_workers=1):
+        assert_same(batch, expected)
+
+
+def test_processor_affinity_can_be_set_in_worker_init_fn(Loader: Any) -> None:
+    chosen = max(os.sched_getaffinity(0))
+
+    class Affinity(Indices):
+        def __getitem__(self, index: int) -> list[int]:
+            return sorted(os.sched_getaffinity(0))
+
+    loader = Loader(
+        Affinity(4),
+        batch_size=None,
+        num_workers=2,
+        worker_init_fn=lambda _: os.sched_setaffinity(0, [chosen]),
+    )
+    assert list(loader) == [[chosen]] * 4
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_with_worker_init_fn_batches_go_round_robin(Loader: Any, num_workers: int) -> None:
+    """Who sets up workers by number relies on torch's assignment."""
+
+    def remember(worker: int) -> None:
+        return None
+
+    loader = Loader(WhoLoads(12), batch_size=2, num_workers=num_workers, worker_init_fn=remember)
+    assert [set(workers.tolist()) for _, workers, _ in loader] == [{n % num_workers} for n in range(6)]

@@ -1,0 +1,132 @@
+"""`state_dict` of a loader over an iterable dataset."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.loader_cases import StatefulStream, Stream, Uneven, seed_everything
+from tests.new_process import in_fork
+from torch_dpflow.errors import StateError
+
+SIZE = 20
+
+
+def plain(batches: Any) -> list[Any]:
+    """Batches as lists of numbers."""
+    return [
+        [column.tolist() for column in batch] if isinstance(batch, list) else batch.tolist()
+        for batch in batches
+    ]
+
+
+def interrupted(loader: Any, after: int) -> tuple[Any, tuple[list[Any], list[Any]]]:
+    iterator = iter(loader)
+    for _ in range(after):
+        next(iterator)
+    state = loader.state_dict()
+    return state, (plain(iterator), plain(loader))
+
+
+def resumed(make: Any, states: list[Any]) -> list[tuple[list[Any], list[Any]]]:
+    seed_everything(999)
+    found = []
+    for state in states:
+        loader = make()
+        loader.load_state_dict(state)
+        found.append((plain(loader), plain(loader)))
+    return found
+
+
+def batches_of(loader: Any) -> int:
+    return sum(1 for _ in loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
+def test_at_every_batch_without_a_state_of_the_dataset(OurLoader: Any, num_workers: int) -> None:
+    def make() -> Any:
+        return OurLoader(Stream(SIZE), batch_size=3, num_workers=num_workers)
+
+    states, expected = zip(
+        *[interrupted(make(), after) for after in range(batches_of(make()) + 1)], strict=True
+    )
+    assert in_fork(resumed, make, states) == list(expected)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("sizes", [[0, 5, 12], [9, 2, 0]])
+def test_at_every_batch_of_uneven_shares(OurLoader: Any, sizes: list[int], drop_last: bool) -> None:
+    def make() -> Any:
+        return OurLoader(Uneven(sizes), batch_size=2, num_workers=3, drop_last=drop_last)
+
+    states, expected = zip(
+        *[interrupted(make(), after) for after in range(batches_of(make()) + 1)], strict=True
+    )
+    assert in_fork(resumed, make, states) == list(expected)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_at_every_batch_with_a_state_of_the_dataset(
+    OurLoader: Any, num_workers: int, persistent_workers: bool, tmp_path: Any
+) -> None:
+    if persistent_workers and not num_workers:
+        pytest.skip("there is nothing to keep")
+
+    def make() -> Any:
+        dataset = StatefulStream(SIZE, str(tmp_path / "log"))
+        return OurLoader(
+            dataset, batch_size=3, num_workers=num_workers, persistent_workers=persistent_workers
+        )
+
+    states, expected = zip(
+        *[interrupted(make(), after) for after in range(batches_of(make()) + 1)], strict=True
+    )
+    assert in_fork(resumed, make, states) == list(expected)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataset_with_a_state_produces_nothing_again(
+    OurLoader: Any, num_workers: int, tmp_path: Any
+) -> None:
+    def make(log: str) -> tuple[Any, StatefulStream]:
+        dataset = StatefulStream(SIZE, str(tmp_path / log))
+        return OurLoader(dataset, batch_size=3, num_workers=num_workers), dataset
+
+    begun, _ = make("first")
+    state, (rest, _following) = interrupted(begun, 3)
+    again, dataset = make("second")
+    again.load_state_dict(state)
+    assert plain(again) == rest
+    assert sorted(dataset.produced()) == sorted(number for batch in rest for number in batch)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_random_draws_of_the_stream_go_on(OurLoader: Any, num_workers: int) -> None:
+    def make() -> Any:
+        return OurLoader(Stream(SIZE, augment=True), batch_size=3, num_workers=num_workers)
+
+    seed_everything(7)
+    loader = make()
+    state, (rest, _following) = interrupted(loader, 3)
+    ((again, _),) = in_fork(resumed, make, [state])
+    assert again == rest
+
+
+def test_another_number_of_workers_is_refused(OurLoader: Any) -> None:
+    """Each worker reads a share of its own, so the shares of other workers cannot be found again."""
+    state, _ = interrupted(OurLoader(Stream(SIZE), batch_size=3, num_workers=2), 3)
+    for num_workers in (0, 1, 3):
+        loader = OurLoader(Stream(SIZE), batch_size=3, num_workers=num_workers)
+        with pytest.raises(StateError, match="2"):
+            loader.load_state_dict(state)
+        assert sorted(number for batch in plain(loader) for number in batch) == list(range(SIZE))
+
+
+def test_between_epochs_the_number_of_workers_may_change(OurLoader: Any) -> None:
+    begun = OurLoader(Stream(SIZE), batch_size=3, num_workers=2)
+    list(begun)
+    again = OurLoader(Stream(SIZE), batch_size=3, num_workers=3)
+    again.load_state_dict(begun.state_dict())
+    assert sorted(number for batch in plain(again) for number in batch) == list(range(SIZE))

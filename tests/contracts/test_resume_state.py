@@ -1,0 +1,174 @@
+"""The state itself: what it is made of, where it can be kept, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.loader_cases import Indices, StatefulSampler, StatefulStream, Stream
+from tests.new_process import run_interpreter
+from torch_dpflow.errors import StateError
+
+KEEPING: dict[str, Callable[[Any], Any]] = {
+    "json": lambda state: json.loads(json.dumps(state)),
+    "pickle": lambda state: pickle.loads(pickle.dumps(state)),
+    "torch.save": lambda state: through_torch(state),
+    "deepcopy": copy.deepcopy,
+}
+
+
+def through_torch(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save({"loader": state}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)["loader"]
+
+
+def loaders(loader_class: Any, log: str) -> list[Callable[[], Any]]:
+    return [
+        lambda: loader_class(Indices(20), batch_size=3, shuffle=True, num_workers=2),
+        lambda: loader_class(Indices(20), batch_size=3, shuffle=True),
+        lambda: loader_class(Indices(20), shuffle=True, num_workers=1, generator=torch.Generator()),
+        lambda: loader_class(Indices(20), batch_size=3, sampler=StatefulSampler(20), num_workers=2),
+        lambda: loader_class(Stream(20), batch_size=3, num_workers=2),
+        lambda: loader_class(StatefulStream(20, log), batch_size=3, num_workers=2),
+    ]
+
+
+@pytest.mark.parametrize("way", KEEPING)
+def test_the_state_survives_being_kept(OurLoader: Any, way: str, tmp_path: Any) -> None:
+    for make in loaders(OurLoader, str(tmp_path / "log")):
+        loader = make()
+        iterator = iter(loader)
+        next(iterator)
+        next(iterator)
+        kept = KEEPING[way](loader.state_dict())
+        rest = [batch.tolist() for batch in iterator]
+        again = make()
+        again.load_state_dict(kept)
+        assert [batch.tolist() for batch in again] == rest
+
+
+def test_a_snapshot_is_the_callers_to_change(OurLoader: Any) -> None:
+    loader = OurLoader(Indices(20), batch_size=3, num_workers=2)
+    iterator = iter(loader)
+    next(iterator)
+    spoilt = loader.state_dict()
+    intact = copy.deepcopy(spoilt)
+    for key in list(spoilt):
+        del spoilt[key]
+    assert loader.state_dict() == intact
+    assert next(iterator).tolist() == [3, 4, 5]
+
+
+def test_a_loaded_state_is_not_changed(OurLoader: Any) -> None:
+    loader = OurLoader(Indices(20), batch_size=3, num_workers=2)
+    next(iter(loader))
+    state = loader.state_dict()
+    intact = copy.deepcopy(state)
+    loader.load_state_dict(state)
+    list(loader)
+    assert state == intact
+
+
+def test_the_state_does_not_grow_with_the_epoch(OurLoader: Any) -> None:
+    loader = OurLoader(Indices(100_000), batch_size=100, shuffle=True, num_workers=1, in_order=False)
+    iterator = iter(loader)
+    next(iterator)
+    early = len(json.dumps(loader.state_dict()))
+    for _ in range(500):
+        next(iterator)
+    assert abs(len(json.dumps(loader.state_dict())) - early) < 200
+
+
+@pytest.mark.parametrize(
+    ("state", "hint"),
+    [
+        (None, "NoneType"),
+        ([], "list"),
+        ({}, "state_dict"),
+        ({"_sampler_iter_yielded": 3, "_num_yielded": 3}, "state_dict"),
+        ({"version": 99, "position": 1}, "99"),
+    ],
+    ids=["none", "list", "empty", "torchdata", "version"],
+)
+def test_what_is_not_a_state_is_refused(OurLoader: Any, state: Any, hint: str) -> None:
+    loader = OurLoader(Indices(4), num_workers=1)
+    with pytest.raises(StateError, match=hint):
+        loader.load_state_dict(state)
+    assert len(list(loader)) == 4
+
+
+def test_damaged_states_are_refused_whole(OurLoader: Any) -> None:
+    """Whatever value is replaced, the loader either resumes or says what is wrong: never half of it."""
+    loader = OurLoader(Indices(12), batch_size=2, shuffle=True, num_workers=1)
+    iterator = iter(loader)
+    next(iterator)
+    intact = loader.state_dict()
+    refused = []
+    for key in intact:
+        for wrong in (None, -1, "x", [], {}, 10**9):
+            again = OurLoader(Indices(12), batch_size=2, shuffle=True)
+            try:
+                again.load_state_dict({**intact, key: wrong})
+                list(again)
+            except StateError as error:
+                refused.append(str(error))
+                assert len(list(again)) == 6, f"after the refusal of {key}={wrong!r} the loader starts afresh"
+    assert len(refused) > len(intact)
+    assert min(map(len, refused)) > 20
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_other_data_is_refused(OurLoader: Any, num_workers: int) -> None:
+    loader = OurLoader(Indices(20), batch_size=2, num_workers=num_workers)
+    iterator = iter(loader)
+    for _ in range(6):
+        next(iterator)
+    state = loader.state_dict()
+    for other in (
+        OurLoader(Indices(30), batch_size=2, num_workers=num_workers),
+        OurLoader(Indices(20), batch_size=3, num_workers=num_workers),
+        OurLoader(Stream(20), batch_size=2, num_workers=num_workers),
+    ):
+        with pytest.raises(StateError) as raised:
+            other.load_state_dict(state)
+        assert "state" in str(raised.value)
+
+
+RESUMING = """
+import json, sys
+import torch
+from torch_dpflow import DPFlowDataLoader
+from tests.loader_cases import Augmented
+
+torch.manual_seed(12345)
+loader = DPFlowDataLoader(Augmented(30), batch_size=4, shuffle=True, num_workers=int(sys.argv[2]),
+                          generator=torch.Generator())
+loader.load_state_dict(json.load(open(sys.argv[1])))
+print(json.dumps([[[column.tolist() for column in batch] for batch in loader] for _ in range(2)]))
+"""
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_a_state_file_is_read_by_a_fresh_interpreter(OurLoader: Any, num_workers: int, tmp_path: Any) -> None:
+    from tests.loader_cases import Augmented
+
+    own = torch.Generator().manual_seed(4)
+    loader = OurLoader(Augmented(30), batch_size=4, shuffle=True, num_workers=2, generator=own)
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    file = tmp_path / "state.json"
+    file.write_text(json.dumps(loader.state_dict()))
+    expected = [[[column.tolist() for column in batch] for batch in part] for part in (iterator, loader)]
+    done = run_interpreter(RESUMING, str(file), str(num_workers))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == expected

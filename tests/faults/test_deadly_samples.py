@@ -1,0 +1,257 @@
+"""Samples that take their worker down, workers that cannot begin, and workers that hang."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.loader_cases import Deadly, Gated, Indices, Samples, Stream
+from tests.new_process import FORK, in_fork
+from tests.workers import has_ended, kill, worker_pids
+from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError, WorkerError, WorkerStartError
+from torch_dpflow.options import LoaderOptions
+
+DEATHS = {
+    "segmentation fault": {"by_signal": signal.SIGSEGV},
+    "killed": {"by_signal": signal.SIGKILL},
+    "exit code": {"by_exit": 7},
+    "exit without complaint": {"by_exit": 0},
+}
+
+
+@pytest.mark.parametrize("death", DEATHS)
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_a_batch_that_kills_is_named_and_given_up(OurLoader: Any, death: str, num_workers: int) -> None:
+    dataset = Deadly(40, 17, **DEATHS[death])
+    loader = OurLoader(dataset, batch_size=4, num_workers=num_workers)
+    iterator = iter(loader)
+    assert [int(index) for _ in range(4) for index in next(iterator)] == list(range(16))
+    with pytest.raises(PoisonTaskError, match="17") as raised:
+        next(iterator)
+    assert "3 workers" in str(raised.value)
+    assert [int(index) for batch in iterator for index in batch] == list(range(20, 40))
+    assert loader.stats().restarts >= 3
+    dataset.index = -1
+    assert len(list(loader)) == 10
+
+
+def test_the_message_holds_the_last_words(OurLoader: Any) -> None:
+    loader = OurLoader(Deadly(4, 1, by_signal=signal.SIGSEGV), num_workers=1)
+    with pytest.raises(PoisonTaskError) as raised:
+        list(loader)
+    message = str(raised.value)
+    assert "SIGSEGV" in message
+    assert "__getitem__" in message, "faulthandler's traceback says where it happened"
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_the_poison_limit_is_an_option(OurLoader: Any, limit: int) -> None:
+    options = LoaderOptions(poison_limit=limit)
+    loader = OurLoader(Deadly(8, 2, by_exit=1), batch_size=None, num_workers=1, options=options)
+    iterator = iter(loader)
+    assert [next(iterator), next(iterator)] == [0, 1]
+    with pytest.raises(PoisonTaskError, match="2"):
+        next(iterator)
+    assert list(iterator) == [3, 4, 5, 6, 7]
+    assert loader.stats().restarts == limit
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_one_deadly_sample_harms_no_other(OurLoader: Any, in_order: bool) -> None:
+    loader = OurLoader(Deadly(60, 0, by_exit=1), batch_size=None, num_workers=3, in_order=in_order)
+    iterator, seen, given_up = iter(loader), [], 0
+    while True:
+        try:
+            seen.append(next(iterator))
+        except StopIteration:
+            break
+        except PoisonTaskError:
+            given_up += 1
+    assert given_up == 1
+    assert sorted(seen) == list(range(1, 60))
+
+
+def test_a_stream_that_kills_is_given_up(OurLoader: Any) -> None:
+    class DeadlyStream(Stream):
+        def __iter__(self) -> Any:
+            for number in super().__iter__():
+                if number == 5:
+                    kill(FORK.current_process().pid or 0)
+                yield number
+
+    iterator = iter(OurLoader(DeadlyStream(10), batch_size=None, num_workers=1))
+    assert [next(iterator) for _ in range(5)] == list(range(5))
+    with pytest.raises(WorkerError):
+        next(iterator)
+
+
+def exit_at_once(worker: int) -> None:
+    os._exit(11)
+
+
+def test_workers_that_end_before_they_load_anything(OurLoader: Any) -> None:
+    loader = OurLoader(Indices(4), num_workers=2, worker_init_fn=exit_at_once)
+    for _ in range(2):
+        with pytest.raises(WorkerStartError, match="11"):
+            list(loader)
+
+
+@pytest.mark.parametrize("method", ["spawn"])
+def test_a_module_that_exits_when_a_worker_imports_it(
+    OurLoader: Any, method: str, tmp_path: Any, monkeypatch: Any
+) -> None:
+    (tmp_path / "exits_in_workers.py").write_text(
+        "import multiprocessing, sys\n"
+        "if multiprocessing.parent_process() is not None:\n"
+        "    sys.exit('this module is not for workers')\n"
+        "class Data:\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, index): return index\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import exits_in_workers  # type: ignore[import-not-found]
+
+    loader = OurLoader(
+        exits_in_workers.Data(),
+        num_workers=1,
+        multiprocessing_context=method,
+        options=LoaderOptions(restart_limit=0),
+    )
+    with pytest.raises(WorkerStartError, match="this module is not for workers"):
+        list(loader)
+    assert "exits_in_workers" in sys.modules
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_hung_sample_times_out_and_the_loader_can_be_used_again(
+    Loader: Any, num_workers: int, persistent_workers: bool
+) -> None:
+    gate = FORK.Event()
+    loader = Loader(
+        Gated(8, {3: gate}),
+        batch_size=None,
+        num_workers=num_workers,
+        persistent_workers=persistent_workers,
+        timeout=1,
+    )
+    iterator = iter(loader)
+    assert [next(iterator) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(RuntimeError, match=r"DataLoader timed out after 1 seconds"):
+        next(iterator)
+    gate.set()
+    assert list(loader) == list(range(8))
+
+
+def test_after_a_time_out_the_epoch_can_go_on(OurLoader: Any) -> None:
+    gate = FORK.Event()
+    iterator = iter(OurLoader(Gated(8, {3: gate}), batch_size=None, num_workers=2, timeout=1))
+    seen = [next(iterator) for _ in range(3)]
+    with pytest.raises(LoaderTimeoutError):
+        next(iterator)
+    gate.set()
+    assert [*seen, *iterator] == list(range(8))
+
+
+def test_leaving_while_a_worker_hangs_does_not_hang(OurLoader: Any) -> None:
+    gate = FORK.Event()
+    iterator = iter(OurLoader(Gated(8, {1: gate, 2: gate}), batch_size=None, num_workers=2))
+    assert next(iterator) == 0
+    pids = worker_pids()
+    del iterator
+    assert all(map(has_ended, pids))
+
+
+def test_a_stopped_worker_times_out(OurLoader: Any) -> None:
+    loader = OurLoader(Indices(400), batch_size=2, num_workers=1, timeout=1)
+    iterator = iter(loader)
+    next(iterator)
+    (pid,) = worker_pids()
+    kill(pid, signal.SIGSTOP)
+    with pytest.raises(LoaderTimeoutError, match="timed out after 1 seconds"):
+        for _ in iterator:
+            pass
+    assert len(list(loader)) == 200
+
+
+def test_a_worker_that_is_stopped_and_continued(OurLoader: Any) -> None:
+    iterator = iter(OurLoader(Indices(400), batch_size=2, num_workers=2))
+    seen = next(iterator).tolist()
+    (first, _second) = worker_pids()
+    kill(first, signal.SIGSTOP)
+    later = threading.Timer(0.3, kill, (first, signal.SIGCONT))
+    later.start()
+    seen += [int(index) for batch in iterator for index in batch]
+    later.join()
+    assert seen == list(range(400))
+
+
+def test_a_stopped_worker_can_be_left(OurLoader: Any) -> None:
+    iterator = iter(OurLoader(Indices(400), num_workers=2))
+    next(iterator)
+    pids = worker_pids()
+    for pid in pids:
+        kill(pid, signal.SIGSTOP)
+    del iterator
+    assert all(map(has_ended, pids))
+
+
+def test_the_user_interrupts_a_wait(OurLoader: Any) -> None:
+    """Control-C arrives while the loop waits; the iterator and the loader remain usable."""
+    gate = FORK.Event()
+    loader = OurLoader(Gated(6, {2: gate}), batch_size=None, num_workers=2)
+    iterator = iter(loader)
+    seen = [next(iterator), next(iterator)]
+    interruption = threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,))
+    interruption.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    interruption.join()
+    gate.set()
+    assert [*seen, *iterator] == list(range(6))
+    assert list(loader) == list(range(6))
+
+
+def limited_descriptors(loader_class: Any) -> int:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    dataset = Samples([torch.full((20_000,), float(i)) for i in range(150)])
+    kept = list(loader_class(dataset, batch_size=None, num_workers=1))
+    assert [int(tensor[-1]) for tensor in kept] == list(range(150))
+    return len(kept)
+
+
+def test_keeping_many_batches_needs_no_descriptor_each(OurLoader: Any) -> None:
+    assert in_fork(limited_descriptors, OurLoader) == 150
+
+
+def test_a_workers_own_subprocess_does_not_hide_its_death(
+    OurLoader: Any, eventually: Callable[..., None]
+) -> None:
+    """The subprocess inherits the worker's descriptors and lives on."""
+
+    class WithSubprocess(Indices):
+        child: Any = None
+
+        def __getitem__(self, index: int) -> tuple[int, int]:
+            if self.child is None:
+                self.child = subprocess.Popen(["sleep", "60"], close_fds=False)
+            return index, self.child.pid
+
+    iterator = iter(OurLoader(WithSubprocess(30), batch_size=None, num_workers=1))
+    index, grandchild = next(iterator)
+    (worker,) = worker_pids()
+    kill(worker)
+    rest = list(iterator)
+    assert [index, *(number for number, _ in rest)] == list(range(30))
+    for pid in {grandchild, *(pid for _, pid in rest)}:
+        kill(pid)
+    eventually(lambda: all(has_ended(pid) for _, pid in rest))

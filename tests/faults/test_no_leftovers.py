@@ -1,0 +1,78 @@
+"""Nothing accumulates: the process holds after many epochs what it held after none."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.holdings import Holdings
+from tests.loader_cases import Failing, Indices, Rows, Stream
+from tests.workers import has_ended, worker_pids
+
+
+def consume(loader: Any, batches: int | None = None) -> None:
+    for _ in itertools.islice(loader, batches):
+        pass
+
+
+@pytest.mark.parametrize("dataset", [Rows(40, 50_000), Stream(40)], ids=["map", "iterable"])
+@pytest.mark.parametrize("batches", [None, 7], ids=["whole epochs", "left early"])
+def test_twenty_epochs(Loader: Any, eventually: Any, dataset: Any, batches: int | None) -> None:
+    loader = Loader(dataset, batch_size=4, num_workers=2)
+    gc.collect()
+    before = Holdings.now()
+    for _ in range(20):
+        consume(loader, batches)
+    eventually(lambda: not Holdings.now().beyond(before), what=f"an end of {Holdings.now().beyond(before)}")
+
+
+def test_twenty_epochs_of_persistent_workers(Loader: Any, eventually: Any) -> None:
+    loader = Loader(Rows(40, 50_000), batch_size=4, num_workers=2, persistent_workers=True)
+    consume(loader)
+    gc.collect()
+    before = Holdings.now()
+    assert len(before.processes) >= 2
+    for _ in range(20):
+        consume(loader)
+    assert len(Holdings.now().descriptors) == len(before.descriptors)
+    assert Holdings.now().processes == before.processes
+    assert Holdings.now().threads == before.threads
+    assert Holdings.now().temporaries == before.temporaries
+    pids = worker_pids()
+    del loader
+    gc.collect()
+    eventually(lambda: all(map(has_ended, pids)), what="the end of the workers")
+
+
+def test_twenty_failing_epochs(OurLoader: Any, eventually: Any) -> None:
+    loader = OurLoader(Failing(40, {10: ValueError("bad value")}), batch_size=4, num_workers=2)
+    gc.collect()
+    before = Holdings.now()
+    for _ in range(20):
+        with pytest.raises(ValueError, match="bad value"):
+            consume(loader)
+    gc.collect()
+    eventually(lambda: not Holdings.now().beyond(before), what=f"an end of {Holdings.now().beyond(before)}")
+
+
+def test_loaders_that_are_made_and_dropped(Loader: Any, eventually: Any) -> None:
+    gc.collect()
+    before = Holdings.now()
+    for number in range(20):
+        Loader(Indices(8), num_workers=1, persistent_workers=bool(number % 2))
+        iter(Loader(Indices(8), num_workers=1, persistent_workers=bool(number % 2)))
+    gc.collect()
+    eventually(lambda: not Holdings.now().beyond(before), what=f"an end of {Holdings.now().beyond(before)}")
+
+
+def test_the_workers_are_gone_as_soon_as_the_epoch_is_over(OurLoader: Any) -> None:
+    loader = OurLoader(Indices(8), num_workers=2)
+    iterator = iter(loader)
+    next(iterator)
+    pids = worker_pids()
+    assert len(pids) == 2
+    consume(iterator)
+    assert all(map(has_ended, pids))

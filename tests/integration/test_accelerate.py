@@ -1,0 +1,88 @@
+"""Under accelerate, which wraps a loader in a class of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.loader_cases import Augmented, Indices, Stream, assert_same
+from tests.workers import kill, worker_pids
+from torch_dpflow.options import LoaderOptions
+
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Any]:
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    yield accelerate.Accelerator(cpu=True)
+    for shared in (AcceleratorState, GradientState, PartialState):
+        shared._reset_state()
+
+
+def test_a_prepared_loader_gives_what_torchs_gives(OurLoader: Any, accelerator: Any) -> None:
+    def run(loader_class: Any) -> list[Any]:
+        torch.manual_seed(0)
+        prepared = accelerator.prepare(loader_class(Indices(11), batch_size=3, shuffle=True, num_workers=2))
+        return [list(prepared), list(prepared)]
+
+    assert_same(run(OurLoader), run(DataLoader))
+
+
+@pytest.mark.parametrize("dataset", [Indices(40), Stream(40)], ids=["map", "iterable"])
+def test_a_prepared_loader_has_our_workers(OurLoader: Any, accelerator: Any, dataset: Any) -> None:
+    """They survive what torch's do not."""
+    options = LoaderOptions(restart_limit=5)
+    prepared = accelerator.prepare(OurLoader(dataset, batch_size=2, num_workers=2, options=options))
+    assert isinstance(prepared, OurLoader)
+    assert prepared.options is options
+    assert len(prepared) == 20
+    seen = []
+    for batch in prepared:
+        seen += batch.tolist()
+        if len(seen) == 20:
+            for pid in worker_pids():
+                kill(pid)
+    assert sorted(seen) == list(range(40))
+
+
+def test_preparing_twice_and_skipping_keep_the_class(OurLoader: Any, accelerator: Any) -> None:
+    loader = OurLoader(Indices(10), batch_size=2, num_workers=1)
+    prepared = accelerator.prepare(accelerator.prepare(loader))
+    skipping = accelerator.skip_first_batches(prepared, 2)
+    assert isinstance(skipping, OurLoader)
+    assert [batch.tolist() for batch in skipping] == [[4, 5], [6, 7], [8, 9]]
+
+
+def test_torchs_own_loaders_stay_torchs(OurLoader: Any, accelerator: Any) -> None:
+    ours, theirs = accelerator.prepare(
+        OurLoader(Indices(4), num_workers=1), DataLoader(Indices(4), num_workers=1)
+    )
+    assert isinstance(ours, OurLoader)
+    assert not isinstance(theirs, OurLoader)
+    assert_same(list(ours), list(theirs))
+
+
+def test_a_prepared_loader_resumes(OurLoader: Any, accelerator: Any) -> None:
+    """accelerate reads one batch ahead and still snapshots what the loop has got."""
+
+    def prepared(num_workers: int) -> Any:
+        own = torch.Generator().manual_seed(3)
+        return accelerator.prepare(
+            OurLoader(Augmented(20), batch_size=2, shuffle=True, num_workers=num_workers, generator=own)
+        )
+
+    begun = prepared(2)
+    iterator = iter(begun)
+    for _ in range(4):
+        next(iterator)
+    state = begun.state_dict()
+    rest = list(iterator)
+    again = prepared(1)
+    again.load_state_dict(state)
+    assert_same(list(again), rest)

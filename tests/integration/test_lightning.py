@@ -1,0 +1,126 @@
+"""Under Lightning, which rebuilds a loader from its class and its attributes to put another sampler in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+
+from tests.loader_cases import Augmented, WhoLoads
+from torch_dpflow.options import LoaderOptions
+
+lightning = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers.*",
+    "ignore:.*Checkpoint directory.*",
+    "ignore:.*mid-epoch.*",
+    "ignore:.*The number of training batches.*",
+    "ignore::DeprecationWarning:lightning",
+    "ignore::FutureWarning:lightning",
+)
+
+
+class Recorder(lightning.LightningModule):
+    """Trains one weight and remembers every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.seen: list[tuple[int, list[list[float]]]] = []
+
+    def training_step(self, batch: Any, _number: int) -> torch.Tensor:
+        self.seen.append((self.current_epoch, [column.tolist() for column in batch]))
+        return self.weight * batch[0].float().mean()
+
+    def predict_step(self, batch: Any, _number: int) -> list[int]:
+        return batch[0].tolist()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer(**arguments: Any) -> Any:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "barebones": False}
+    return lightning.Trainer(accelerator="cpu", **{"enable_checkpointing": False, **quiet, **arguments})
+
+
+def test_fit_reads_through_our_workers(OurLoader: Any) -> None:
+    model = Recorder()
+    loader = OurLoader(WhoLoads(12), batch_size=3, num_workers=2)
+    fitting = trainer(max_epochs=2)
+    fitting.fit(model, loader)
+    assert fitting.train_dataloader is loader
+    assert loader.stats().batches == 8
+    for epoch in range(2):
+        indices = [index for number, batch in model.seen if number == epoch for index in batch[0]]
+        assert indices == list(range(12))
+    assert {worker for _, batch in model.seen for worker in batch[1]} <= {0, 1}
+
+
+def test_predict_rebuilds_the_loader_with_its_options(OurLoader: Any) -> None:
+    loader = OurLoader(WhoLoads(7), batch_size=3, num_workers=1, options=LoaderOptions(read_threads=3))
+    predicting = trainer()
+    assert predicting.predict(Recorder(), loader) == [[0, 1, 2], [3, 4, 5], [6]]
+    rebuilt = predicting.predict_dataloaders
+    assert rebuilt is not loader
+    assert type(rebuilt) is OurLoader
+    assert rebuilt.options == loader.options
+    assert rebuilt.stats().batches == 3
+
+
+def test_a_distributed_sampler_is_put_in(OurLoader: Any) -> None:
+    from lightning.pytorch.utilities.data import _update_dataloader
+
+    own = torch.Generator()
+    loader = OurLoader(
+        WhoLoads(10),
+        batch_size=2,
+        shuffle=True,
+        num_workers=2,
+        generator=own,
+        persistent_workers=True,
+        options=LoaderOptions(window_growth=1.0),
+    )
+    sampler: Any = DistributedSampler(loader.dataset, num_replicas=2, rank=1, shuffle=False)
+    rebuilt = _update_dataloader(loader, sampler)
+    assert type(rebuilt) is OurLoader
+    assert rebuilt.options is loader.options
+    assert (rebuilt.num_workers, rebuilt.generator, rebuilt.persistent_workers) == (2, own, True)
+    assert [index for batch in rebuilt for index in batch[0].tolist()] == [1, 3, 5, 7, 9]
+
+
+def test_a_subclass_made_in_a_hook_is_rebuilt(OurLoader: Any) -> None:
+    class Ours(OurLoader):  # type: ignore[misc]
+        def __init__(self, size: int, **arguments: Any) -> None:
+            super().__init__(WhoLoads(size), **arguments)
+
+    class Hooked(Recorder):
+        def predict_dataloader(self) -> Any:
+            return Ours(5, batch_size=2, num_workers=1, options=LoaderOptions(restart_limit=3))
+
+    predicting = trainer()
+    assert predicting.predict(Hooked()) == [[0, 1], [2, 3], [4]]
+    assert type(predicting.predict_dataloaders) is Ours
+    assert predicting.predict_dataloaders.options.restart_limit == 3
+
+
+def test_a_run_resumes_in_mid_epoch(OurLoader: Any, tmp_path: Path) -> None:
+    """Lightning keeps the state of a loader that has one in its checkpoint, and gives it back."""
+
+    def loader(num_workers: int) -> Any:
+        own = torch.Generator().manual_seed(3)
+        return OurLoader(Augmented(20), batch_size=2, shuffle=True, num_workers=num_workers, generator=own)
+
+    class Saving(lightning.Callback):
+        def on_train_batch_end(self, run: Any, _module: Any, _outputs: Any, _batch: Any, number: int) -> None:
+            if (run.current_epoch, number) == (0, 5):
+                run.save_checkpoint(tmp_path / "middle.ckpt")
+
+    whole, rest = Recorder(), Recorder()
+    trainer(max_epochs=2, callbacks=[Saving()]).fit(whole, loader(2))
+    trainer(max_epochs=2).fit(rest, loader(1), ckpt_path=tmp_path / "middle.ckpt", weights_only=False)
+    assert len(whole.seen) == 20
+    assert rest.seen == whole.seen[6:]
