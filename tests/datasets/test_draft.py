@@ -139,6 +139,14 @@ def test_another_import_in_the_way_is_named(store: DatasetStore) -> None:
     assert draft.publish().variants["train"].samples == 20
 
 
+def test_discarding_leaves_data_that_was_there(local_store: DatasetStore) -> None:
+    folder = Path(local_store.url.removeprefix("file://")) / "core/numbers/data/v1/train"
+    folder.mkdir(parents=True)
+    (folder / "mine.jpg").write_bytes(b"mine")
+    _add(local_store, Numbered(3)).discard()
+    assert [path.name for path in folder.iterdir()] == ["mine.jpg"]
+
+
 def test_an_import_of_which_nothing_came_is_not_in_the_way(store: DatasetStore) -> None:
     with pytest.raises(SourceError, match=r"there is nothing to import from .*name='empty'"):
         Draft(store, "core/numbers", "v1").add("train", IterableImporter([], name="empty"))

@@ -6,11 +6,12 @@ from torch_dpflow.datasets.checksums import ChecksumAlgorithm
 from torch_dpflow.datasets.describing import Describer
 from torch_dpflow.datasets.importers.base import Importer
 from torch_dpflow.datasets.names import DatasetRef
+from torch_dpflow.datasets.packing import remove_packs
 from torch_dpflow.datasets.progress import DraftRecord, Progress
 from torch_dpflow.datasets.spec import Dataset, Variant, encode_file, sealed
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset, now
 from torch_dpflow.datasets.writer import ProgressCallback, VariantWriter
-from torch_dpflow.errors import OptionError, PublishedError
+from torch_dpflow.errors import DatasetError, OptionError, PublishedError, SourceError
 
 #: Samples in a metadata shard: some 100 to 300 kB, one quick read.
 SHARD_SIZE = 1000
@@ -79,7 +80,6 @@ class Draft:
             OptionError: an import of something else into this variant has begun; a bad `shard_size`.
             SourceError: the source is not laid out as it should be, is empty, or has changed since.
         """
-        ref = DatasetRef(self._ref.id, self._version, variant)
         base = self._base(variant)
         if base is not None:
             importer.extend(base.variant.info)
@@ -91,7 +91,11 @@ class Draft:
             pack_root=f"data/{self._version}/{variant}",
             checksum=checksum,
         )
-        return VariantWriter(self._files, ref, record, base).write(importer, describer, progress)
+        ref = DatasetRef(self._ref.id, self._version, variant)
+        try:
+            return VariantWriter(self._files, ref, record, base).write(importer, describer, progress)
+        except (FileNotFoundError, FileExistsError) as error:
+            raise self._overtaken(ref, error) from error
 
     def publish(self) -> Dataset:
         """Make the version readable, with all variants that were added and those of the parent. Atomic.
@@ -121,6 +125,8 @@ class Draft:
             self._files.create(self._manifest, encode_file(dataset))
         except FileExistsError as error:
             raise self._published() from error
+        for folder in (f"{kind}/{self._version}/{name}" for kind in ("meta", "data") for name in added):
+            self._files.sweep(folder)
         self._files.remove(self._folder)
         return dataset
 
@@ -128,8 +134,8 @@ class Draft:
         """Remove everything that was written for this version. Data that was there before stays."""
         if self._files.exists(self._manifest):
             raise self._published()
-        for variant in self._files.children(self._folder):
-            self._files.remove(f"data/{self._version}/{variant.name}")
+        for variant in self._files.children(f"data/{self._version}"):
+            remove_packs(self._files, f"data/{self._version}/{variant.name}")
         self._files.remove(f"meta/{self._version}")
         self._files.remove(self._folder)
 
@@ -178,6 +184,15 @@ class Draft:
                 )
             found[child.name] = variant
         return found
+
+    def _overtaken(self, ref: DatasetRef, error: OSError) -> DatasetError:
+        """Why a file of this draft is gone, or is there already."""
+        if self._files.exists(self._manifest):
+            return self._published()
+        return SourceError(
+            f"{ref} was written by another import at the same time, or by an earlier one of other samples: {error}; "
+            "let one import run at a time, and discard what is left of an earlier one (--restart)"
+        )
 
     def _published(self) -> PublishedError:
         return PublishedError(

@@ -117,6 +117,18 @@ class Files:
             else:
                 self._put_exclusively(path, data)
 
+    def ensure(self, path: str, data: bytes) -> None:
+        """Have a file with these bytes there. One with the same bytes may be there already.
+
+        Raises:
+            FileExistsError: one with other bytes is there.
+        """
+        try:
+            self.create(path, data)
+        except FileExistsError:
+            if self.read(path) != data:
+                raise
+
     def _put_exclusively(self, path: str, data: bytes) -> None:
         fs = self.filesystem
         protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from torch_dpflow.datasets.files import Files
 
 #: Bytes that a pack holds at most, unless a single sample is larger: what an import keeps in memory.
@@ -37,10 +39,17 @@ class ShardPacks:
     def flush(self) -> None:
         """Write what is pending. Before that, no sample of it can be read."""
         if self._samples:
-            self._files.write(f"{self._folder}/{self._name()}", bytes(self._pending))
+            self._files.ensure(f"{self._folder}/{self._name()}", bytes(self._pending))
             self._packs += 1
             self._samples = 0
             self._pending.clear()
 
     def _name(self) -> str:
         return f"pack-{self._shard}-{self._packs}.bin"
+
+
+def remove_packs(files: Files, folder: str) -> None:
+    """Remove the packs of a folder; other files in it are not ours."""
+    for child in files.children(folder):
+        if re.fullmatch(r"pack-\d+-\d+\.bin", child.name):
+            files.remove(f"{folder}/{child.name}")

@@ -65,8 +65,6 @@ class VariantWriter:
         if finished is not None:
             progress(finished.samples - self._base_samples)
             return finished
-        for folder in ("meta", "data"):
-            self._files.sweep(f"{folder}/{self._version}/{self._variant}")
         variant = self._write_rest(importer, describer, progress)
         self._progress.finish(variant)
         return variant
@@ -148,7 +146,7 @@ class VariantWriter:
             samples=samples,
         )
         data = encode_file(shard)
-        self._files.write(shard_path(self._version, self._variant, number), data)
+        self._files.ensure(shard_path(self._version, self._variant, number), data)
         entry = ShardEntry(version=self._version, bytes=len(data), sha256=sha256_of(data))
         self._progress.note_shard(ImportedShard(format=1, shard=number, samples=len(samples), entry=entry))
         return entry
