@@ -1,0 +1,49 @@
+"""Servers of object storages, on sockets of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import fsspec.asyn
+import pytest
+from moto.server import ThreadedMotoServer
+
+from tests.datasets.storage.servers import BUCKET, s3_client
+from torch_dpflow.datasets.storage import ReadOptions
+from torch_dpflow.testing.oss_server import OSSServer
+
+
+@pytest.fixture
+def impatient() -> ReadOptions:
+    """Options under which everything that fails has failed within seconds."""
+    return ReadOptions(timeout_s=0.3, deadline_s=3.0, attempts=3, backoff_s=0.01)
+
+
+@pytest.fixture
+def oss() -> Iterator[OSSServer]:
+    """An OSS server with one bucket."""
+    with OSSServer() as server:
+        server.buckets.create(BUCKET)
+        yield server
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """An S3 server with one bucket, for all tests: it takes a second to start."""
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    client = s3_client(endpoint)
+    client.create_bucket(Bucket=BUCKET)
+    client.close()
+    _resolve_in_loop(host)
+    yield endpoint
+    server.stop()
+
+
+def _resolve_in_loop(host: str) -> None:
+    """Have fsspec start its thread and its loop's resolver, which live as long as the process."""
+    loop = fsspec.asyn.get_loop()
+    asyncio.run_coroutine_threadsafe(loop.getaddrinfo(host, 0), loop).result()

@@ -1,0 +1,181 @@
+"""What a storage does wrong ends in a clear error or in the right bytes, and never in a hang."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.datasets.storage.servers import BUCKET
+from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
+from torch_dpflow.errors import (
+    AccessDeniedError,
+    ObjectMissingError,
+    StorageError,
+    StorageTimeoutError,
+    StorageUnavailableError,
+)
+from torch_dpflow.testing.oss_server import Fault, OSSServer, StoredObject
+
+URL = f"oss://{BUCKET}/some/object.jpg"
+DATA = bytes(range(256)) * 400
+KINDS: dict[Fault, type[StorageError]] = {
+    Fault.RESET: StorageUnavailableError,
+    Fault.RESET_IN_BODY: StorageUnavailableError,
+    Fault.HANG: StorageTimeoutError,
+    Fault.TRICKLE: StorageTimeoutError,
+    Fault.TRUNCATE: StorageUnavailableError,
+    Fault.GARBAGE: StorageUnavailableError,
+    Fault.FORBIDDEN: AccessDeniedError,
+    Fault.OVERLOADED: StorageUnavailableError,
+    Fault.BROKEN: StorageUnavailableError,
+}
+PASSING = [fault for fault in KINDS if fault not in (Fault.FORBIDDEN, Fault.TRICKLE)]
+
+
+@pytest.fixture
+def server(oss: OSSServer) -> OSSServer:
+    oss.buckets.put(BUCKET, "some/object.jpg", StoredObject(data=DATA, content_type="image/jpeg"))
+    return oss
+
+
+@pytest.fixture(params=["direct", "ossfs"])
+def reader(
+    request: pytest.FixtureRequest, server: OSSServer, impatient: ReadOptions
+) -> Iterator[ObjectReader]:
+    """Through our own client, and through the vendor's."""
+    options: dict[str, Any] = server.storage_options()
+    if request.param == "ossfs":
+        options |= {"skip_instance_cache": True}
+    with ObjectReader(options, options=impatient) as reader:
+        yield reader
+        if request.param == "ossfs":
+            reader._opened.get().storage(URL)._files._session.session.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("fault", KINDS)
+def test_a_fault_that_stays_ends_in_an_error_that_names_the_object(
+    server: OSSServer, reader: ObjectReader, fault: Fault
+) -> None:
+    server.faults.add(fault)
+    with pytest.raises(KINDS[fault], match=re.escape(URL)):
+        reader.read(URL)
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_a_fault_that_passes_is_not_seen(server: OSSServer, fault: Fault) -> None:
+    server.faults.add(fault, times=2)
+    patient = ReadOptions(timeout_s=0.3, deadline_s=30.0, attempts=5, backoff_s=0.01)
+    with ObjectReader(server.storage_options(), options=patient) as reader:
+        assert reader.read(URL) == DATA
+
+
+@pytest.mark.parametrize("fault", [Fault.FORBIDDEN, None])
+def test_what_cannot_pass_is_tried_once(server: OSSServer, reader: ObjectReader, fault: Fault | None) -> None:
+    if fault is not None:
+        server.faults.add(fault)
+    with pytest.raises((AccessDeniedError, ObjectMissingError)):
+        reader.read(URL if fault is not None else URL + ".not")
+    assert len(server.requests) == 1
+
+
+def test_the_message_tells_of_the_attempts(server: OSSServer, reader: ObjectReader) -> None:
+    server.faults.add(Fault.OVERLOADED)
+    with pytest.raises(StorageUnavailableError, match=r"attempt 3 of 3, \d"):
+        reader.read(URL)
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("fault", [Fault.HANG, Fault.TRICKLE])
+def test_a_read_ends_at_its_deadline(server: OSSServer, fault: Fault) -> None:
+    server.faults.add(fault)
+    options = ReadOptions(timeout_s=5.0, deadline_s=0.5)
+    begun = time.monotonic()
+    with (
+        ObjectReader(server.storage_options(), options=options) as reader,
+        pytest.raises(StorageTimeoutError),
+    ):
+        reader.read(URL)
+    assert time.monotonic() - begun < 5.0  # the deadline, not the timeout
+
+
+def test_a_connection_that_the_server_closed_meanwhile_costs_no_attempt(server: OSSServer) -> None:
+    once = ReadOptions(attempts=1)
+    with ObjectReader(server.storage_options(), options=once) as reader:
+        assert reader.read(URL) == DATA
+        server._http.cut_connections()
+        assert reader.read(URL) == DATA
+    assert server.connections == 2
+
+
+def test_connections_are_used_again_even_after_an_error(server: OSSServer) -> None:
+    with ObjectReader(server.storage_options()) as reader:
+        for _ in range(10):
+            reader.read(URL)
+            reader.read(URL, 5, 9)
+            with pytest.raises(ObjectMissingError):
+                reader.read(URL + ".not")
+    assert server.connections == 1
+
+
+def test_a_server_that_is_not_there(impatient: ReadOptions) -> None:
+    options = {"endpoint": "http://127.0.0.1:9", "key": "k", "secret": "s"}
+    with (
+        ObjectReader(options, options=impatient) as reader,
+        pytest.raises(StorageUnavailableError, match=URL),
+    ):
+        reader.read(URL)
+
+
+def test_a_host_that_has_no_address(impatient: ReadOptions) -> None:
+    options = {"endpoint": "http://nowhere.invalid", "key": "k", "secret": "s"}
+    with (
+        ObjectReader(options, options=impatient) as reader,
+        pytest.raises(StorageUnavailableError, match=URL),
+    ):
+        reader.read(URL)
+
+
+def test_an_object_above_the_limit_is_refused_before_it_is_read(server: OSSServer) -> None:
+    with ObjectReader(server.storage_options(), options=ReadOptions(longest=1000)) as reader:
+        with pytest.raises(StorageError, match="102400 bytes are above the limit of 1000"):
+            reader.read(URL)
+        assert reader.read(URL, 0, 1000) == DATA[:1000]
+
+
+def test_one_bad_object_costs_the_others_of_a_batch_nothing(
+    server: OSSServer, impatient: ReadOptions
+) -> None:
+    for number in range(6):
+        server.buckets.put(BUCKET, f"{number}", StoredObject(data=bytes([number]), content_type="x"))
+    server.faults.add(Fault.HANG, key="2")
+    server.faults.add(Fault.RESET, key="4")
+    with ObjectReader(server.storage_options(), options=impatient) as reader:
+        results = reader.read_each([ByteRange(f"oss://{BUCKET}/{number}") for number in range(7)])
+    kinds = [type(result) for result in results]
+    assert kinds == [
+        bytes,
+        bytes,
+        StorageTimeoutError,
+        bytes,
+        StorageUnavailableError,
+        bytes,
+        ObjectMissingError,
+    ]
+    assert results[5] == b"\5"
+
+
+def test_temporary_keys_that_ran_out_are_looked_up_again(
+    server: OSSServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OSS_ACCESS_KEY_ID", server.key_id)
+    monkeypatch.setenv("OSS_ACCESS_KEY_SECRET", "old")
+    with ObjectReader({"endpoint": server.endpoint}) as reader:
+        with pytest.raises(AccessDeniedError):
+            reader.read(URL)
+        monkeypatch.setenv("OSS_ACCESS_KEY_SECRET", server.secret)
+        monkeypatch.setattr("torch_dpflow.datasets.storage.credentials._LOOK_UP_AGAIN_S", 0.0)
+        assert reader.read(URL) == DATA

@@ -1,0 +1,65 @@
+"""What every storage must do, and what is read from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch_dpflow.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """The bytes `start` to `stop` of the object at `url`, `stop` excluded; None: up to its end.
+
+    Raises OptionError for a negative start or a stop before it.
+    """
+
+    url: str
+    start: int = 0
+    stop: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or (self.stop is not None and self.stop < self.start):
+            raise OptionError(
+                f"{self.url}: bytes {self.start} to {self.stop} are no range; "
+                "give 0 <= start <= stop, and stop=None for the rest of the object"
+            )
+
+    @property
+    def is_whole(self) -> bool:
+        return self.start == 0 and self.stop is None
+
+    @property
+    def length(self) -> int | None:
+        """Bytes in it; None where only the storage knows."""
+        return None if self.stop is None else self.stop - self.start
+
+    def __str__(self) -> str:
+        if self.is_whole:
+            return self.url
+        return f"{self.url} (bytes {self.start} to {'the end' if self.stop is None else self.stop})"
+
+
+class Storage(Protocol):
+    """One kind of storage: reads a range of an object, in one attempt.
+
+    Every method may be called from any thread. An instance belongs to the process that made it: sockets and
+    locks do not survive a fork.
+    """
+
+    #: Whether a read waits for something far away, so that overlapping several pays from the first one on.
+    is_remote: bool
+
+    def fetch(self, span: ByteRange, deadline: float) -> bytes:
+        """The bytes of `span`, exactly as many as it asks for; gives up at `deadline` (`time.monotonic()`).
+
+        Raises:
+            StorageError: one of its subclasses where the cause is known; the message names the object.
+        """
+
+    def node(self, url: str) -> str:
+        """Names the machine or mount that serves `url`: requests to different nodes share no queue."""
+
+    def close(self) -> None:
+        """Close what is idle. The storage can still be used, at the price of new connections."""

@@ -1,0 +1,79 @@
+"""Turns what libraries raise into the errors of torch_dpflow."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import http.client
+import ssl
+
+from torch_dpflow.datasets.storage.base import ByteRange
+from torch_dpflow.errors import (
+    AccessDeniedError,
+    ObjectMissingError,
+    StorageError,
+    StorageTimeoutError,
+    StorageUnavailableError,
+    TruncatedObjectError,
+)
+
+#: Characters of another library's message, which may quote what the server sent.
+_LONGEST_TEXT = 300
+#: What answers with these statuses mean, and what to look at.
+BY_STATUS: dict[int, tuple[type[StorageError], str]] = {
+    401: (AccessDeniedError, "check the credentials, their rights, and this machine's clock"),
+    403: (AccessDeniedError, "check the credentials, their rights, and this machine's clock"),
+    404: (ObjectMissingError, "check the bucket, the key and the region"),
+    408: (StorageTimeoutError, "the storage waited too long for the request"),
+    416: (TruncatedObjectError, "the object ends before the range begins"),
+    **dict.fromkeys(
+        (429, 500, 502, 503, 504), (StorageUnavailableError, "the storage is overloaded or broken")
+    ),
+}
+_TIMEOUTS = (TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError)
+
+
+def storage_error(span: ByteRange, error: Exception) -> StorageError:
+    """The StorageError that tells of `error`, which a library raised while `span` was read."""
+    if isinstance(error, StorageError):
+        return error
+    text = f"{span}: {_told(error)}"
+    known = BY_STATUS.get(_http_status(error))
+    if known is not None:
+        return known[0](f"{text}; {known[1]}")
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return ObjectMissingError(f"{text}; there is no such object")
+    if isinstance(error, PermissionError):
+        return AccessDeniedError(f"{text}; look at the credentials and at the rights of their owner")
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return StorageError(f"{text}; the server's certificate is not trusted here")
+    if isinstance(error, _TIMEOUTS):
+        return StorageTimeoutError(f"{text}; the storage did not answer in time")
+    if isinstance(error, http.client.IncompleteRead):
+        return StorageUnavailableError(f"{text}; the connection ended before the object did")
+    if isinstance(error, ConnectionError | OSError | http.client.HTTPException):
+        return StorageUnavailableError(f"{text}; the connection failed")
+    return StorageError(f"{text}")
+
+
+def may_pass(error: StorageError) -> bool:
+    """Whether to try again can help: what the network or an overloaded server does, not what an object is."""
+    return isinstance(error, StorageUnavailableError | StorageTimeoutError)
+
+
+def _http_status(error: BaseException | None) -> int:
+    """The status of the answer that a vendor's client tells of somewhere behind `error`; 0 if none does."""
+    while error is not None:
+        answer = getattr(error, "response", None)
+        if isinstance(answer, dict):  # botocore
+            return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        status = getattr(error, "status", None)  # oss2, aiohttp
+        if isinstance(status, int):
+            return status
+        error = error.__cause__ or error.__context__
+    return 0
+
+
+def _told(error: Exception) -> str:
+    text = " ".join(str(error).split())[:_LONGEST_TEXT]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,99 @@
+"""Every storage that fsspec knows: `memory://`, `hdfs://`, and `s3://` or `oss://` with unusual options."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import fsspec
+from fsspec.asyn import AsyncFileSystem
+
+from torch_dpflow.datasets.storage.base import ByteRange
+from torch_dpflow.datasets.storage.failures import storage_error
+from torch_dpflow.errors import MissingExtraError, OptionError, StorageError, TruncatedObjectError
+
+T = TypeVar("T")
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "oss": "oss"}
+
+
+class FsspecStorage:
+    """Reads through one fsspec file system; `options` are its own.
+
+    The length of a whole object is looked at when it is there: most file systems tell it only then, or at the
+    price of another request.
+    """
+
+    is_remote = True
+
+    def __init__(self, scheme: str, options: Mapping[str, Any], longest: int) -> None:
+        self._scheme = scheme
+        self._longest = longest
+        self._files = _file_system(scheme, options)
+
+    def fetch(self, span: ByteRange, deadline: float) -> bytes:
+        if span.length is not None and span.length > self._longest:
+            raise StorageError(f"{span}: {span.length} bytes are above the limit of {self._longest}")
+        try:
+            data = self._cat(span, deadline)
+        except Exception as error:
+            raise storage_error(span, error) from error
+        if span.length is not None and len(data) < span.length:
+            raise TruncatedObjectError(f"{span}: the object gave only {len(data)} bytes of {span.length}")
+        if len(data) > self._longest:
+            raise StorageError(f"{span}: {len(data)} bytes are above the limit of {self._longest}")
+        # ossfs counts the last byte in.
+        return data if span.length is None else data[: span.length]
+
+    def _cat(self, span: ByteRange, deadline: float) -> bytes:
+        path = self._files._strip_protocol(span.url)
+        extent = {} if span.is_whole else {"start": span.start, "end": span.stop}
+        left = deadline - time.monotonic()
+        if isinstance(self._files, AsyncFileSystem):
+            reading = asyncio.wait_for(self._files._cat_file(path, **extent), max(left, 0.0))
+            return bytes(asyncio.run_coroutine_threadsafe(reading, self._files.loop).result())
+        if self._scheme == "memory":
+            return bytes(self._files.cat_file(path, **extent))
+        return bytes(_call_within(left, lambda: self._files.cat_file(path, **extent)))
+
+    def node(self, url: str) -> str:
+        return self._scheme + "://" + url.partition("://")[2].partition("/")[0]
+
+    def close(self) -> None:
+        """Connections belong to fsspec, which shares its file systems among all who ask for them."""
+
+
+def _file_system(scheme: str, options: Mapping[str, Any]) -> Any:
+    try:
+        return fsspec.filesystem(scheme, **options)
+    except ImportError as error:
+        extra = _EXTRAS.get(scheme)
+        how = f"pip install torch_dpflow[{extra}]" if extra else "install the package that it names"
+        raise MissingExtraError(f"{scheme}:// needs a package that is not there: {error}; {how}") from error
+    except ValueError as error:
+        raise OptionError(f"{scheme}:// is no storage that fsspec knows or can set up: {error}") from error
+
+
+def _call_within(seconds: float, call: Callable[[], T]) -> T:
+    """Call it in a thread of its own and wait no longer than that; a call that hangs keeps its thread."""
+    answers: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((call(), None))
+        except Exception as error:
+            answers.put((None, error))
+
+    worker = threading.Thread(target=run, name="dpflow-storage-call", daemon=True)
+    worker.start()
+    worker.join(max(seconds, 0.0))
+    if answers.empty():
+        raise TimeoutError(f"no answer within {seconds:.1f} s")
+    value, error = answers.get()
+    if error is not None:
+        raise error
+    return value  # type: ignore[return-value]

@@ -1,0 +1,73 @@
+"""Files on a disk or a mount: `file://` URLs and plain paths."""
+
+from __future__ import annotations
+
+import os
+
+from torch_dpflow.datasets.storage.base import ByteRange
+from torch_dpflow.errors import (
+    AccessDeniedError,
+    ObjectMissingError,
+    StorageError,
+    TruncatedObjectError,
+)
+
+
+class LocalStorage:
+    """Reads files with `pread`; holds nothing open.
+
+    A mount that hangs in the kernel cannot be interrupted: `deadline` is not looked at here.
+    """
+
+    is_remote = False
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+
+    def fetch(self, span: ByteRange, deadline: float) -> bytes:
+        path = local_path(span.url)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return self._read(descriptor, span)
+            finally:
+                os.close(descriptor)
+        except StorageError:
+            raise
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ObjectMissingError(f"{span}: there is no such file") from error
+        except IsADirectoryError as error:
+            raise ObjectMissingError(f"{span}: this is a directory, not a file") from error
+        except PermissionError as error:
+            raise AccessDeniedError(f"{span}: this user may not read the file: {error}") from error
+        except OSError as error:
+            raise StorageError(f"{span}: the file cannot be read: {error}") from error
+
+    def _read(self, descriptor: int, span: ByteRange) -> bytes:
+        size = os.fstat(descriptor).st_size
+        stop = size if span.stop is None else span.stop
+        if stop > size or span.start > size:
+            raise TruncatedObjectError(f"{span}: the file has only {size} bytes")
+        if stop - span.start > self._longest:
+            raise StorageError(f"{span}: {stop - span.start} bytes are above the limit of {self._longest}")
+        parts: list[bytes] = []
+        position = span.start
+        while position < stop:
+            part = os.pread(descriptor, stop - position, position)
+            if not part:
+                raise TruncatedObjectError(f"{span}: the file was cut to {position} bytes while it was read")
+            parts.append(part)
+            position += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def node(self, url: str) -> str:
+        return "local"
+
+    def close(self) -> None:
+        """Nothing is kept open."""
+
+
+def local_path(url: str) -> str:
+    """The path that a `file://` URL or a plain path names; taken literally, as fsspec does: no %-escapes."""
+    scheme, colon, rest = url.partition(":")
+    return rest.removeprefix("//") if colon and scheme in ("file", "local") else url

@@ -1,0 +1,161 @@
+"""ObjectReader: bytes of any object, by URL."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch_dpflow.datasets.storage.base import ByteRange, Storage
+from torch_dpflow.datasets.storage.fsspec_storage import FsspecStorage
+from torch_dpflow.datasets.storage.http_storage import HttpStorage
+from torch_dpflow.datasets.storage.local import LocalStorage
+from torch_dpflow.datasets.storage.merging import Read, plan_reads
+from torch_dpflow.datasets.storage.options import ReadOptions
+from torch_dpflow.datasets.storage.overlapping import Overlap
+from torch_dpflow.datasets.storage.per_process import PerProcess
+from torch_dpflow.datasets.storage.retrying import fetch_with_retries
+from torch_dpflow.datasets.storage.services import OSS_OPTIONS, S3_OPTIONS, OSSService, S3Service
+from torch_dpflow.errors import DPFlowError
+
+
+class ObjectReader:
+    """Reads objects of every storage alike: paths, `file://`, `s3://`, `oss://`, and whatever fsspec knows.
+
+    S3 and OSS are read with signed requests of our own over connections that stay open. Where
+    `storage_options` name what only the vendor's client knows, or a proxy is set, they are read through
+    fsspec, as all others are.
+
+    Thread-safe. A forked child makes its own connections and threads. A pickle carries nothing but the
+    options, with the keys that they may hold.
+
+    Args:
+        storage_options: as fsspec takes them for the scheme: `key`, `secret`, `token`, `endpoint`, ...
+        options: timeouts, retries, concurrency.
+    """
+
+    def __init__(
+        self, storage_options: Mapping[str, Any] | None = None, *, options: ReadOptions | None = None
+    ) -> None:
+        self._storage_options = dict(storage_options or {})
+        self.options = options if options is not None else ReadOptions()
+        self._opened = PerProcess(self._open)
+
+    def read(self, url: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes `start` to `stop` (excluded; None: the end) of one object, all of them.
+
+        Raises:
+            StorageError: its subclass says what is wrong, its message with which object; transient failures
+                have been tried again by then.
+        """
+        span = ByteRange(url, start, stop)
+        if start == stop:
+            return b""
+        return fetch_with_retries(self._opened.get().storage(url), span, self.options)
+
+    def read_many(self, spans: Sequence[ByteRange]) -> list[bytes]:
+        """The bytes of every range, in their order; the reads overlap. Raises the first StorageError."""
+        results = self.read_each(spans)
+        for result in results:
+            if isinstance(result, DPFlowError):
+                raise result
+        return results  # type: ignore[return-value]
+
+    def read_each(self, spans: Sequence[ByteRange]) -> list[bytes | DPFlowError]:
+        """As `read_many`, but an error takes the place of the bytes that it cost."""
+        opened = self._opened.get()
+        results: list[bytes | DPFlowError] = [b""] * len(spans)
+        wanted = [position for position, span in enumerate(spans) if span.start != span.stop]
+        reads = plan_reads(
+            [spans[position] for position in wanted], node=opened.node, merge_gap=self.options.merge_gap
+        )
+
+        def task(read: Read) -> Callable[[], None]:
+            return lambda: self._answer(
+                opened, read, [(wanted[n], spans[wanted[n]]) for n in read.answers], results
+            )
+
+        is_remote = any(opened.storage(read.span.url).is_remote for read in reads)
+        opened.overlap.run([task(read) for read in reads], is_remote=is_remote)
+        return results
+
+    def _answer(
+        self,
+        opened: _Opened,
+        read: Read,
+        answered: Sequence[tuple[int, ByteRange]],
+        results: list[bytes | DPFlowError],
+    ) -> None:
+        """Put what one read brings where it is wanted; where merged ranges fail, read each by itself."""
+        try:
+            data = fetch_with_retries(opened.storage(read.span.url), read.span, self.options)
+        except DPFlowError as error:
+            if len(answered) == 1:
+                results[answered[0][0]] = error
+                return
+            for position, span in answered:
+                self._answer(opened, Read(span), [(position, span)], results)
+            return
+        for position, span in answered:
+            results[position] = read.cut(span, data)
+
+    def close(self) -> None:
+        """Close this process's connections and end its threads. The reader may be used again."""
+        opened = self._opened.drop()
+        if opened is not None:
+            opened.close()
+
+    def __enter__(self) -> ObjectReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self._storage_options, self.options)
+
+    def _open(self) -> _Opened:
+        return _Opened(self._storage_options, self.options)
+
+
+def _rebuild(storage_options: Mapping[str, Any], options: ReadOptions) -> ObjectReader:
+    return ObjectReader(storage_options, options=options)
+
+
+class _Opened:
+    """What one process has open."""
+
+    def __init__(self, storage_options: Mapping[str, Any], options: ReadOptions) -> None:
+        self._storage_options = storage_options
+        self._options = options
+        self._storages: dict[str, Storage] = {}
+        self.overlap = Overlap(options.concurrency)
+
+    def storage(self, url: str) -> Storage:
+        scheme = url.partition("://")[0] if "://" in url else "file"
+        try:
+            return self._storages[scheme]
+        except KeyError:
+            return self._storages.setdefault(
+                scheme, open_storage(scheme, self._storage_options, self._options)
+            )
+
+    def node(self, url: str) -> str:
+        return self.storage(url).node(url)
+
+    def close(self) -> None:
+        self.overlap.close()
+        for storage in self._storages.values():
+            storage.close()
+
+
+def open_storage(scheme: str, storage_options: Mapping[str, Any], options: ReadOptions) -> Storage:
+    """The storage that reads URLs of `scheme`. Raises OptionError or MissingExtraError if there is none."""
+    if scheme in ("file", "local"):
+        return LocalStorage(options.longest)
+    is_direct = not urllib.request.getproxies().keys() & {"http", "https", "all"}
+    if scheme in ("s3", "s3a") and is_direct and storage_options.keys() <= S3_OPTIONS:
+        return HttpStorage(S3Service(storage_options), options)
+    if scheme == "oss" and is_direct and storage_options.keys() <= OSS_OPTIONS:
+        return HttpStorage(OSSService(storage_options), options)
+    return FsspecStorage(scheme, storage_options, options.longest)

@@ -1,0 +1,40 @@
+"""How long and how often to try, and how much to read at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch_dpflow.errors import OptionError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """Limits of every read. Raises OptionError for a value that is not allowed."""
+
+    #: Seconds without a byte from the storage after which an attempt is given up.
+    timeout_s: float = 20.0
+    #: Seconds that one read may take, all its attempts and the pauses between them together.
+    deadline_s: float = 120.0
+    #: How often a read is tried in all where the failure may pass: resets, timeouts, overload, truncation.
+    attempts: int = 5
+    #: Seconds of the longest pause before the second attempt; doubles with each further one.
+    backoff_s: float = 0.2
+    #: Seconds that no pause exceeds.
+    longest_backoff_s: float = 10.0
+    #: Reads that overlap in one process.
+    concurrency: int = 16
+    #: Ranges of one object that are no further apart than this are read as one; bytes.
+    merge_gap: int = 64 * 1024
+    #: An object or range that is longer is refused, so that no storage can fill our memory; bytes.
+    longest: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "deadline_s"):
+            if not getattr(self, name) > 0:
+                raise OptionError(f"{name}={getattr(self, name)!r}: give seconds above 0")
+        for name in ("backoff_s", "longest_backoff_s", "merge_gap"):
+            if not getattr(self, name) >= 0:
+                raise OptionError(f"{name}={getattr(self, name)!r}: give 0 or more")
+        for name in ("attempts", "concurrency", "longest"):
+            if not getattr(self, name) >= 1:
+                raise OptionError(f"{name}={getattr(self, name)!r}: give 1 or more")

@@ -1,0 +1,33 @@
+"""A value that a forked child makes anew."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class PerProcess(Generic[T]):
+    """Makes its value on first use in every process; the parent's is left alone in a forked child.
+
+    Sockets, threads and held locks do not survive a fork, so a child must not touch those of its parent, not
+    even to close them. Thread-safe: two threads that come first may both call `make`, and one result is kept.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        # No lock: another thread of the parent could hold it at the moment of a fork.
+        self._values: dict[int, T] = {}
+
+    def get(self) -> T:
+        process = os.getpid()
+        try:
+            return self._values[process]
+        except KeyError:
+            return self._values.setdefault(process, self._make())
+
+    def drop(self) -> T | None:
+        """Forget this process's value and return it, if there is one."""
+        return self._values.pop(os.getpid(), None)

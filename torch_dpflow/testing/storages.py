@@ -1,0 +1,107 @@
+"""What every storage must do: subclass `StorageContract`, say where its objects are, let pytest collect it.
+
+::
+
+    class TestMyStorage(StorageContract):
+        @pytest.fixture
+        def storage(self): ...
+
+        @pytest.fixture
+        def put(self): ...      # put(name, data) -> url
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+try:
+    import pytest
+except ImportError as error:
+    raise ImportError("torch_dpflow.testing.storages needs pytest: pip install pytest") from error
+
+from torch_dpflow.datasets.storage.base import ByteRange, Storage
+from torch_dpflow.errors import AccessDeniedError, ObjectMissingError, TruncatedObjectError
+
+Put = Callable[[str, bytes], str]
+
+#: Names that are escaped somewhere, or easily taken for something else.
+AWKWARD_NAMES = (
+    "plain.bin",
+    "deep/down/here.bin",
+    "with space.bin",
+    "plus+and&equals=.bin",
+    "percent%20.bin",
+    "tilde~(1)'!*.bin",
+    "日本-ü.bin",
+    "question?mark#hash.bin",
+)
+_DATA = bytes(range(256)) * 40
+
+
+class StorageContract:
+    """The contract of `torch_dpflow.datasets.storage.base.Storage`, as tests."""
+
+    @pytest.mark.parametrize("name", AWKWARD_NAMES)
+    def test_gives_the_bytes_of_an_object_whatever_its_name(
+        self, storage: Storage, put: Put, name: str
+    ) -> None:
+        assert storage.fetch(ByteRange(put(name, _DATA)), _soon()) == _DATA
+
+    @pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 10), (5, 9), (9000, None), (10239, 10240)])
+    def test_gives_exactly_the_range(self, storage: Storage, put: Put, start: int, stop: int | None) -> None:
+        span = ByteRange(put("ranged.bin", _DATA), start, stop)
+        assert storage.fetch(span, _soon()) == _DATA[start:stop]
+
+    def test_gives_an_empty_object(self, storage: Storage, put: Put) -> None:
+        assert storage.fetch(ByteRange(put("empty.bin", b"")), _soon()) == b""
+
+    def test_gives_an_object_of_megabytes(self, storage: Storage, put: Put) -> None:
+        data = _DATA * 500
+        assert storage.fetch(ByteRange(put("large.bin", data)), _soon()) == data
+
+    @pytest.mark.parametrize(("start", "stop"), [(10239, 10241), (10, 20000), (20000, 20010)])
+    def test_names_the_object_that_is_shorter_than_the_range(
+        self, storage: Storage, put: Put, start: int, stop: int
+    ) -> None:
+        url = put("short.bin", _DATA)
+        with pytest.raises(TruncatedObjectError, match=r"short\.bin"):
+            storage.fetch(ByteRange(url, start, stop), _soon())
+
+    def test_names_the_object_that_is_missing(self, storage: Storage, put: Put) -> None:
+        url = put("there.bin", _DATA).replace("there", "missing")
+        with pytest.raises(ObjectMissingError, match=r"missing\.bin"):
+            storage.fetch(ByteRange(url), _soon())
+
+    def test_serves_many_threads(self, storage: Storage, put: Put) -> None:
+        urls = [put(f"many/{number}.bin", bytes([number]) * 5000) for number in range(16)]
+
+        def first_byte(turn: int) -> int:
+            return storage.fetch(ByteRange(urls[turn % 16]), _soon())[0]
+
+        with ThreadPoolExecutor(8) as threads:
+            assert list(threads.map(first_byte, range(64))) == [turn % 16 for turn in range(64)]
+
+    def test_can_be_used_after_close(self, storage: Storage, put: Put) -> None:
+        url = put("again.bin", _DATA)
+        storage.fetch(ByteRange(url), _soon())
+        storage.close()
+        assert storage.fetch(ByteRange(url), _soon()) == _DATA
+
+    def test_names_a_node_for_each_url(self, storage: Storage, put: Put) -> None:
+        one, other = put("a.bin", b"a"), put("b.bin", b"b")
+        assert storage.node(one) == storage.node(other)
+
+
+class PrivateStorageContract(StorageContract):
+    """For storages that look at credentials. Its own fixture: `strange`, the same storage with wrong ones."""
+
+    def test_names_the_object_that_may_not_be_read(self, strange: Storage, put: Put) -> None:
+        url = put("private.bin", _DATA)
+        with pytest.raises(AccessDeniedError, match=r"private\.bin"):
+            strange.fetch(ByteRange(url), _soon())
+
+
+def _soon() -> float:
+    return time.monotonic() + 30.0
