@@ -1,0 +1,260 @@
+"""UDR, the unified dataset reader: any sample of a stored dataset by number (thesis, algorithm 3.1)."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch.utils.data import Dataset
+
+from torch_dpflow.datasets.checksums import matches
+from torch_dpflow.datasets.shard_cache import Loaded, ShardCache, shard_cost
+from torch_dpflow.datasets.spec import SampleMeta
+from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage.per_process import PerProcess
+from torch_dpflow.datasets.store import StoredDataset
+from torch_dpflow.errors import (
+    ChecksumError,
+    DamagedStoreError,
+    DPFlowError,
+    ObjectMissingError,
+    OptionError,
+    TruncatedObjectError,
+)
+
+#: A sample: its bytes as they lie in the storage, and its annotations.
+Sample = tuple[bytes, dict[str, Any]]
+OnError = Literal["raise", "skip"]
+
+_LOG = logging.getLogger("torch_dpflow.datasets")
+
+
+class DatasetReader(Dataset[Sample]):
+    """A stored dataset as a map-style dataset of `(bytes, annotations)`.
+
+    Metadata shards are read when a sample of theirs is first asked for, and kept within a budget of bytes.
+    Ask for a batch (`__getitems__`, as loaders do) and its reads overlap. Thread-safe. A forked child opens
+    its own connections, threads and cache; a pickle carries none of them.
+
+    Args:
+        stored: what to read, as `DatasetStore.open` gives it.
+        storage_options: what fsspec needs to open the data, where it is other than for the store.
+        read_options: timeouts, retries, concurrency.
+        metadata_cache: bytes of metadata that each process keeps.
+        check: compare each sample with its checksum, where the dataset has one. Lengths are always compared.
+        on_error: "skip" leaves samples that cannot be read out of a batch, logs them
+            (`torch_dpflow.datasets`) and counts them. A batch of which nothing is left raises its last error,
+            as does a sample that is asked for by itself.
+
+    Raises:
+        OptionError: an option is not allowed.
+    """
+
+    def __init__(
+        self,
+        stored: StoredDataset,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        read_options: ReadOptions | None = None,
+        metadata_cache: int = 64 << 20,
+        check: bool = False,
+        on_error: OnError = "raise",
+    ) -> None:
+        if on_error not in get_args(OnError):
+            raise OptionError(f"on_error={on_error!r}: give one of {get_args(OnError)}")
+        if metadata_cache < 1:
+            raise OptionError(f"metadata_cache={metadata_cache!r}: give a number of bytes above 0")
+        self.stored = stored
+        self._storage_options = None if storage_options is None else dict(storage_options)
+        self._read_options = read_options if read_options is not None else ReadOptions()
+        self._metadata_cache = metadata_cache
+        self._check = check
+        self._on_error = on_error
+        self._opened = PerProcess(self._open)
+
+    def __len__(self) -> int:
+        return self.stored.variant.samples
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.read(index)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        """The samples of a batch, in order; see `on_error` for those that cannot be read."""
+        samples: list[Sample] = []
+        failure: DPFlowError | None = None
+        for index, sample in zip(indices, self.read_each(indices), strict=True):
+            if not isinstance(sample, DPFlowError):
+                samples.append(sample)
+                continue
+            if self._on_error == "raise":
+                raise sample
+            failure = sample
+            self._opened.get().skip(self.stored, index, sample)
+        if failure is not None and not samples:
+            raise failure
+        return samples
+
+    def read(self, index: int) -> Sample:
+        """Sample `index`; a negative one counts from the end.
+
+        Raises:
+            IndexError: there is no such sample.
+            DatasetError: its metadata is damaged.
+            StorageError: its object cannot be read, or is not what the metadata says.
+        """
+        (sample,) = self.read_each([index])
+        if isinstance(sample, DPFlowError):
+            raise sample
+        return sample
+
+    def read_each(self, indices: Sequence[int]) -> list[Sample | DPFlowError]:
+        """Each sample, or the error that it cost. Raises IndexError."""
+        opened = self._opened.get()
+        described = self._describe(opened, [self._wrapped(index) for index in indices])
+        spans = [what.span for what in described if isinstance(what, _Described)]
+        contents = iter(opened.data.read_each(spans))
+        return [
+            what.sample(next(contents), check=self._check) if isinstance(what, _Described) else what
+            for what in described
+        ]
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """How many samples this process has left out, by the name of the error."""
+        return dict(self._opened.get().skipped)
+
+    @property
+    def metadata_loads(self) -> int:
+        """How many metadata shards this process has read."""
+        return self._opened.get().shards.loads
+
+    def close(self) -> None:
+        """Close this process's connections and end its threads. The reader may be used again."""
+        opened = self._opened.drop()
+        if opened is not None:
+            opened.close()
+
+    def _wrapped(self, index: int) -> int:
+        number = operator.index(index)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"sample {number} is out of range; {self.stored.ref} has {len(self)} samples")
+        return number % len(self)
+
+    def _describe(self, opened: _Opened, indices: Sequence[int]) -> list[_Described | DPFlowError]:
+        """Where each sample lies, from as few shards as hold them all."""
+        places = [self.stored.variant.locate(index) for index in indices]
+        described: list[_Described | DPFlowError | None] = [None] * len(indices)
+        by_shard: dict[int, list[int]] = {}
+        for position, place in enumerate(places):
+            by_shard.setdefault(place.shard, []).append(position)
+        for portion in opened.shards.portions(list(by_shard)):
+            for number, shard in portion.items():
+                for position in by_shard[number]:
+                    described[position] = self._described(shard, places[position].offset)
+        return [what for what in described if what is not None]
+
+    def _described(self, shard: Loaded, offset: int) -> _Described | DPFlowError:
+        if isinstance(shard, DPFlowError):
+            return shard
+        meta = shard.samples[offset]
+        try:
+            span = _span(self.stored.data_url(meta), meta)
+            return _Described(span, meta.length, meta.checksum, meta.fields())
+        except DPFlowError as error:
+            return error
+
+    def _open(self) -> _Opened:
+        return _Opened(self.stored, self._storage_options, self._read_options, self._metadata_cache)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_opened"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._opened = PerProcess(self._open)
+
+    def __repr__(self) -> str:
+        return f"DatasetReader({self.stored.ref}, {len(self)} samples)"
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """Where a sample lies, what it must be, and its annotations; refers to no shard."""
+
+    span: ByteRange
+    length: int | None
+    checksum: str | None
+    fields: dict[str, Any]
+
+    def sample(self, content: bytes | DPFlowError, *, check: bool) -> Sample | DPFlowError:
+        """The sample with these bytes, or what is wrong with them."""
+        if isinstance(content, DPFlowError):
+            return content
+        if self.length is not None and len(content) != self.length:
+            text = f"{self.span}: the object has {len(content)} bytes, its dataset says {self.length}"
+            kind = TruncatedObjectError if len(content) < self.length else ChecksumError
+            return kind(f"{text}; it was replaced or cut short: restore it, or publish a new version")
+        if check and self.checksum is not None and not matches(content, self.checksum):
+            return ChecksumError(
+                f"{self.span}: the bytes do not match {self.checksum}; the object was altered"
+            )
+        return content, self.fields
+
+
+def _span(url: str, meta: SampleMeta) -> ByteRange:
+    if meta.offset is None:
+        return ByteRange(url)
+    assert meta.length is not None
+    return ByteRange(url, meta.offset, meta.offset + meta.length)
+
+
+class _Opened:
+    """What one process has open for a reader."""
+
+    def __init__(
+        self,
+        stored: StoredDataset,
+        storage_options: Mapping[str, Any] | None,
+        read_options: ReadOptions,
+        metadata_cache: int,
+    ) -> None:
+        self._stored = stored
+        self._metadata = ObjectReader(stored.options, options=read_options)
+        is_same = storage_options is None or storage_options == stored.options
+        self.data = self._metadata if is_same else ObjectReader(storage_options, options=read_options)
+        self.shards = ShardCache(
+            self._load, lambda number: shard_cost(stored.variant, number), metadata_cache
+        )
+        self.skipped: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def _load(self, numbers: Sequence[int]) -> list[Loaded]:
+        dataset, name = self._stored.dataset, self._stored.variant_name
+        urls = [f"{self._stored.url}/{dataset.shard_path(name, number)}" for number in numbers]
+        contents = self._metadata.read_each([ByteRange(url) for url in urls])
+        return [self._decode(number, url, data) for number, url, data in zip(numbers, urls, contents)]
+
+    def _decode(self, number: int, url: str, data: bytes | DPFlowError) -> Loaded:
+        if isinstance(data, ObjectMissingError):
+            return DamagedStoreError(f"{url} is missing; restore it from a copy")
+        if isinstance(data, DPFlowError):
+            return data
+        try:
+            return self._stored.dataset.decode_shard(self._stored.variant_name, number, data)
+        except DPFlowError as error:
+            return error
+
+    def skip(self, stored: StoredDataset, index: int, error: DPFlowError) -> None:
+        with self._lock:
+            self.skipped[type(error).__name__] += 1
+        # As text: handlers that keep records would keep the error's frames with them.
+        _LOG.warning("%s, sample %d is left out: %s: %s", stored.ref, index, type(error).__name__, str(error))
+
+    def close(self) -> None:
+        self.data.close()
+        self._metadata.close()
