@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.datasets.checksums import sha256_of
+from torch_dpflow.datasets.schemas import json_schemas
 from torch_dpflow.datasets.spec import (
     Dataset,
     DatasetShardMeta,
@@ -25,7 +26,6 @@ from torch_dpflow.datasets.spec import (
     decode_dataset,
     decode_file,
     encode_file,
-    json_schemas,
     sealed,
 )
 from torch_dpflow.errors import DamagedStoreError, DatasetNotFoundError, NewerFormatError

@@ -2,7 +2,8 @@
 
 from torch_dpflow.datasets.draft import Draft
 from torch_dpflow.datasets.names import DatasetRef
-from torch_dpflow.datasets.spec import Dataset, DatasetShardMeta, SampleMeta, Variant, json_schemas
+from torch_dpflow.datasets.schemas import json_schemas
+from torch_dpflow.datasets.spec import Dataset, DatasetShardMeta, SampleMeta, Variant
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.datasets.verify import Problem, verify
 

@@ -282,11 +282,5 @@ def decode_dataset(data: bytes, name: str) -> Dataset:
     return dataset
 
 
-def json_schemas() -> dict[str, dict[str, Any]]:
-    """The JSON schema (draft 2020-12) of each kind of file, by kind."""
-    kinds: tuple[type[SpecStruct], ...] = (StoreRecord, Dataset, DatasetShardMeta)
-    return {str(kind.__struct_config__.tag): msgspec.json.schema(kind) for kind in kinds}
-
-
 def _digest(dataset: Dataset) -> str:
     return sha256_of(encode_file(msgspec.structs.replace(dataset, digest="")))
