@@ -1,0 +1,246 @@
+"""DataLoadFlow: describing, printing, drawing, saving."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.flows.flow_cases import Numbers, label_of, numbers_flow
+from tests.new_process import run_interpreter
+from torch_dpflow.errors import (
+    DamagedStoreError,
+    NewerFormatError,
+    OptionError,
+    OptionTypeError,
+    StageError,
+    UsageError,
+)
+from torch_dpflow.flows import (
+    DataLoadFlow,
+    DataTransform,
+    LocalDataLoadFlowReader,
+    TargetTransform,
+    describe_flow,
+    load_flow,
+    save_flow,
+    to_graphviz,
+    to_mermaid,
+)
+
+
+@pytest.fixture
+def flow() -> DataLoadFlow:
+    """The image classification of the thesis's figure 5-5."""
+    flow = DataLoadFlow("example/cls", version=1).dataset("core/mini-imagenet", "v1", "train")
+    flow.map_target("transform_label", label_of, cache="always").map_data(
+        "image_decode", bytes, cache="always"
+    )
+    for name in ("random_resized_crop", "random_hflip", "to_tensor", "normalize"):
+        flow.map_data(name, bytes)
+    return flow
+
+
+def test_a_flow_prints_itself(flow: DataLoadFlow) -> None:
+    assert str(flow) == (
+        "Dataset(core/mini-imagenet:v1:train) -> Map(transform_label) -> Map(image_decode) "
+        "-> Map(random_resized_crop) -> Map(random_hflip) -> Map(to_tensor) -> Map(normalize)"
+    )
+    assert flow.format(width=55) == (
+        "Dataset(core/mini-imagenet:v1:train)\n"
+        "    -> Map(transform_label) -> Map(image_decode)\n"
+        "    -> Map(random_resized_crop) -> Map(random_hflip)\n"
+        "    -> Map(to_tensor) -> Map(normalize)"
+    )
+    assert "example/cls" in repr(flow)
+    assert "no dataset" in repr(DataLoadFlow("a/b", 1))
+
+
+def test_names_of_stages_may_hold_anything_printable() -> None:
+    flow = DataLoadFlow("a/b", 1).dataset("core/x").map('crop "2 x 2" é #1\\', bytes)
+    assert flow.format(20) == 'Dataset(core/x)\n    -> Map(crop "2 x 2" é #1\\)'
+    assert r'label="crop \"2 x 2\" é #1\\"' in to_graphviz(flow)
+    assert 'n1["crop #quot;2 x 2#quot; é #35;1\\"]' in to_mermaid(flow)
+
+
+def test_a_flow_is_drawn(flow: DataLoadFlow) -> None:
+    flow = DataLoadFlow("example/cls", 2).dataset("core/x", "v1", "train")
+    flow.map_data("decode", bytes, cache="always").map_data("crop", bytes)
+    assert to_graphviz(flow) == (
+        'digraph "example/cls:2" {\n'
+        "  rankdir=LR;\n"
+        "  node [shape=box];\n"
+        '  n0 [shape=cylinder, label="core/x:v1:train"];\n'
+        '  n1 [label="decode", style=filled];\n'
+        '  n2 [label="crop"];\n'
+        "  n0 -> n1;\n"
+        "  n1 -> n2;\n"
+        "}\n"
+    )
+    assert to_mermaid(flow) == (
+        "flowchart LR\n"
+        '  n0[("core/x:v1:train")]\n'
+        '  n0 --> n1["decode"]:::kept\n'
+        '  n1 --> n2["crop"]\n'
+        "  classDef kept fill:#d9ead3\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("caches", "kept"),
+    [([], 0), (["always"], 1), (["never", "always"], 0), (["always", "never", "always"], 1)],
+)
+def test_what_may_be_kept_ends_at_the_first_random_stage(caches: list[Any], kept: int) -> None:
+    flow = DataLoadFlow("a/b", 1).dataset("core/x")
+    for number, cache in enumerate(caches):
+        flow.map(str(number), bytes, cache=cache)
+    assert flow.cacheable == kept
+
+
+def test_a_clone_goes_its_own_way(flow: DataLoadFlow) -> None:
+    before = str(flow)
+    clone = flow.clone()
+    assert (str(clone), clone.name, clone.version) == (before, flow.name, 1)
+    clone.map_data("more", bytes).dataset("core/other")
+    assert str(flow) == before
+    assert "more" in str(clone)
+
+
+def test_stages_take_and_give_parts_of_a_sample() -> None:
+    flow = DataLoadFlow("a/b", 1).dataset("core/x", samples=[(1, 2)])
+    flow.map_data("data", lambda data: data + 10)
+    flow.map_target("target", lambda target: target + 20)
+    flow.map("swap", lambda sample: sample[::-1])
+    flow.map("again", lambda data: data * 2, transform=DataTransform())
+    flow.map("target again", str, transform=TargetTransform())
+    assert flow.prepare_read(LocalDataLoadFlowReader()).to_mapped()[0] == (44, "11")
+
+
+def test_a_transform_may_be_anything_that_fits() -> None:
+    class Annotated:
+        def process_arg(self, arg: Any) -> Any:
+            return arg["value"]
+
+        def process_ret(self, arg: Any, ret: Any) -> Any:
+            return {**arg, "square": ret}
+
+    flow = DataLoadFlow("a/b", 1).dataset("core/x", samples=[{"value": 3}])
+    flow.map("square", lambda value: value**2, transform=Annotated())
+    read = flow.prepare_read(LocalDataLoadFlowReader())
+    assert read.to_mapped()[0] == {"value": 3, "square": 9}
+
+
+def _flow() -> DataLoadFlow:
+    return DataLoadFlow("a/b", 1).map("one", bytes)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "told"),
+    [
+        (lambda: DataLoadFlow("one-part", 1), OptionError, "namespace/name"),
+        (lambda: DataLoadFlow("a/b:v1", 1), OptionError, "more than two parts"),
+        (lambda: DataLoadFlow("a/b", 0), OptionError, "version=0"),
+        (lambda: DataLoadFlow("a/b", "v1"), OptionTypeError, "version='v1' is a str"),
+        (lambda: DataLoadFlow("a/b", 1, on_error="ignore"), OptionError, "on_error='ignore' is not one of"),
+        (lambda: _flow().map("one", bytes), OptionError, "has a stage 'one' already"),
+        (lambda: _flow().map("", bytes), OptionError, "names no stage"),
+        (lambda: _flow().map("a\nb", bytes), OptionError, "names no stage"),
+        (lambda: _flow().map("two", 3), OptionTypeError, "3 cannot be called"),
+        (
+            lambda: _flow().map("two", bytes, cache="can-cache"),
+            OptionError,
+            "cache='can-cache' is not one of",
+        ),
+        (lambda: _flow().map("two", bytes, transform=bytes), OptionTypeError, "no process_arg"),
+        (lambda: _flow().dataset("core/x", samples=iter([])), OptionTypeError, "cannot be indexed"),
+        (lambda: _flow().dataset("core/x", None, "train"), OptionError, "needs a version"),
+        (lambda: str(_flow()), UsageError, "has no dataset; call .dataset"),
+        (lambda: LocalDataLoadFlowReader().read(_flow()), UsageError, "has no dataset"),
+        (
+            lambda: LocalDataLoadFlowReader().read(_flow().dataset("core/x")),
+            UsageError,
+            "this reader has none",
+        ),
+    ],
+)
+def test_mistakes_are_told_at_once(make: Any, error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        make()
+
+
+def test_a_failing_stage_is_named_with_its_sample() -> None:
+    flow = numbers_flow(Numbers()).map_data("halve", lambda number: 1 / (number - 3))
+    mapped = flow.prepare_read(LocalDataLoadFlowReader()).to_mapped()
+    with pytest.raises(
+        StageError, match="example/numbers:1, sample 3: stage 'halve' failed: ZeroDivision"
+    ) as caught:
+        mapped[3]
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.stage) == (str(caught.value), "halve")
+
+
+# -- saving -------------------------------------------------------------------------------------------------
+
+
+def test_a_flow_is_saved_and_loaded(tmp_path: Path) -> None:
+    offset = 5
+    flow = numbers_flow(Numbers(4), on_error="skip").map_data("add", lambda number: number + offset)
+    save_flow(flow, str(tmp_path / "numbers.flow"))
+    record = describe_flow(str(tmp_path / "numbers.flow"))
+    assert (record.name, record.version, record.shown) == (flow.name, flow.version, str(flow))
+    loaded = load_flow(str(tmp_path / "numbers.flow"))
+    assert (str(loaded), loaded.on_error, loaded.cacheable) == (str(flow), "skip", 2)
+    mapped = loaded.prepare_read(LocalDataLoadFlowReader()).to_mapped()
+    assert [mapped[index] for index in range(4)] == [(5, 0), (6, 1), (7, 2), (8, 0)]
+
+
+def test_a_flow_of_a_script_is_loaded_by_another_process(tmp_path: Path) -> None:
+    url = f"{tmp_path}/squares.flow"
+    save = """
+import sys
+from torch_dpflow.flows import DataLoadFlow, save_flow
+class Squares:
+    def __len__(self): return 3
+    def __getitem__(self, index): return index * index, None
+flow = DataLoadFlow("a/b", 3).dataset("core/squares", samples=Squares())
+save_flow(flow.map_data("negate", lambda value: -value), sys.argv[1])
+"""
+    assert run_interpreter(save, url).stderr == ""
+    mapped = load_flow(url).prepare_read(LocalDataLoadFlowReader()).to_mapped()
+    assert [mapped[index][0] for index in range(3)] == [0, -1, -4]
+
+
+def test_damage_to_a_saved_flow_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.flow"
+    save_flow(numbers_flow(Numbers()), str(path))
+    whole = path.read_bytes()
+    for damaged in (
+        b"",
+        whole[:10],
+        whole[:-1],
+        whole + b".",
+        whole.replace(b"data-load-flow", b"data-load-flaw"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(DamagedStoreError, match=r"x\.flow"):
+            load_flow(str(path))
+    path.write_bytes(whole.replace(b'"format":1', b'"format":2'))
+    with pytest.raises(NewerFormatError, match="format 2"):
+        load_flow(str(path))
+    line, _, code = whole.partition(b"\n")
+    record = {**msgspec.json.decode(line), "python": "2.7"}
+    path.write_bytes(msgspec.json.encode(record) + b"\n" + code)
+    with pytest.raises(UsageError, match=r"saved by Python 2\.7"):
+        load_flow(str(path))
+
+
+def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+    flow = numbers_flow(Numbers())
+    flow.map("lock", __import__("threading").Lock().acquire_lock)
+    with pytest.raises(UsageError, match=r"cannot be saved: .*must pickle"):
+        save_flow(flow, str(tmp_path / "x.flow"))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,32 @@
+"""The declarative face: describe how samples are loaded, then build that and read it."""
+
+from torch_dpflow.flows.decoding import ImagePilDecode
+from torch_dpflow.flows.drawing import to_graphviz, to_mermaid
+from torch_dpflow.flows.flow import DataLoadFlow
+from torch_dpflow.flows.mapped import MappedDataset
+from torch_dpflow.flows.read import DataLoadFlowRead
+from torch_dpflow.flows.readers import DataLoadFlowReader, LocalDataLoadFlowReader
+from torch_dpflow.flows.saving import describe_flow, load_flow, save_flow
+from torch_dpflow.flows.split import random_split
+from torch_dpflow.flows.stage import Stage
+from torch_dpflow.flows.transforms import DataTransform, MapTransform, SampleTransform, TargetTransform
+
+__all__ = [
+    "DataLoadFlow",
+    "DataLoadFlowRead",
+    "DataLoadFlowReader",
+    "DataTransform",
+    "ImagePilDecode",
+    "LocalDataLoadFlowReader",
+    "MapTransform",
+    "MappedDataset",
+    "SampleTransform",
+    "Stage",
+    "TargetTransform",
+    "describe_flow",
+    "load_flow",
+    "random_split",
+    "save_flow",
+    "to_graphviz",
+    "to_mermaid",
+]

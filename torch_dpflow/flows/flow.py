@@ -1,0 +1,183 @@
+"""DataLoadFlow: a named, versioned description of loading (thesis, section 3.3.2)."""
+
+from __future__ import annotations
+
+import copy
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from torch_dpflow.datasets.names import DatasetRef
+from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
+from torch_dpflow.flows.stage import CacheControl, Stage
+from torch_dpflow.flows.transforms import DataTransform, MapTransform, SampleTransform, TargetTransform
+
+if TYPE_CHECKING:
+    from torch_dpflow.flows.read import DataLoadFlowRead
+    from torch_dpflow.flows.readers import DataLoadFlowReader
+
+#: What becomes of a sample that cannot be loaded: its error is raised, or it is left out and counted.
+ErrorPolicy = Literal["raise", "skip"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a flow's samples come from: a stored dataset by name, or a dataset at hand under a name."""
+
+    ref: DatasetRef
+    #: A map-style dataset that stands in for the stored one; None: the store has it.
+    samples: Any = None
+
+    def __str__(self) -> str:
+        return f"Dataset({self.ref})"
+
+
+class DataLoadFlow:
+    """Describes how samples are loaded: from which dataset, through which stages. Loads nothing itself.
+
+    The methods that describe change the flow and return it, so they can be chained or called one by one::
+
+        flow = DataLoadFlow("example/classify", version=1)
+        flow.dataset("core/cifar100", "v1", "train")
+        flow.map_data("image_decode", ImagePilDecode(), cache="always")
+        flow.map_target("label", lambda target: target["label"], cache="always")
+        flow.map_data("augment", RandomCrop(32, padding=4))
+
+    A sample begins as `(bytes, annotations)`, or as whatever the dataset at hand gives.
+
+    Args:
+        name: "namespace/name".
+        version: whole number from 1; a flow that is changed gets a higher one.
+        on_error: "raise" the error of a sample that cannot be loaded, or "skip" it: it is then missing from
+            its batch, and counted.
+
+    Raises:
+        OptionError, OptionTypeError: an argument is not what it should be.
+    """
+
+    def __init__(self, name: str, version: int, *, on_error: ErrorPolicy = "raise") -> None:
+        if isinstance(version, bool) or not isinstance(version, int):
+            raise OptionTypeError(
+                f"version={version!r} is a {type(version).__name__}; give a whole number >= 1"
+            )
+        if version < 1:
+            raise OptionError(f"version={version} is out of range; give a whole number >= 1")
+        if on_error not in get_args(ErrorPolicy):
+            raise OptionError(f"on_error={on_error!r} is not one of {get_args(ErrorPolicy)}")
+        if DatasetRef.parse(name).version is not None:
+            raise OptionError(f"name={name!r} has more than two parts; give namespace/name")
+        self.name = name
+        self.version = version
+        self.on_error: ErrorPolicy = on_error
+        self._source: Source | None = None
+        self._stages: list[Stage] = []
+
+    # -- describing --------------------------------------------------------------------------------------
+
+    def dataset(
+        self, name: str, version: str | None = None, variant: str | None = None, *, samples: Any = None
+    ) -> DataLoadFlow:
+        """Say where samples come from.
+
+        Args:
+            name: "namespace/name" of a stored dataset.
+            version: of the dataset; None: the last one when the flow is read.
+            variant: such as "train"; None: the only one.
+            samples: a map-style dataset to take instead of a stored one; the name is then its name only.
+
+        Raises:
+            OptionError, OptionTypeError: the name is not possible; `samples` cannot be indexed.
+        """
+        if samples is not None and not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
+            raise OptionTypeError(
+                f"samples is a {type(samples).__name__}, which has no length or cannot be indexed; give a "
+                "map-style dataset"
+            )
+        self._source = Source(DatasetRef(DatasetRef.parse(name).id, version, variant), samples)
+        return self
+
+    def map(
+        self,
+        name: str,
+        function: Callable[[Any], Any],
+        *,
+        transform: MapTransform | None = None,
+        cache: CacheControl = "never",
+    ) -> DataLoadFlow:
+        """Add a stage.
+
+        Args:
+            name: what it is called in logs and errors; unique in the flow.
+            function: gets what `transform` takes of a sample.
+            transform: None: the function gets the whole sample and returns the next one.
+            cache: "always" if the output depends on the input alone, so that it may be kept; "never" if it is
+                drawn afresh. What comes after a stage that may not be kept is not kept either.
+
+        Raises:
+            OptionError, OptionTypeError: an argument is not what it should be; the name is taken.
+        """
+        if any(stage.name == name for stage in self._stages):
+            raise OptionError(f"{self.name}:{self.version} has a stage {name!r} already; give another name")
+        self._stages.append(Stage(name, function, transform or SampleTransform(), cache))
+        return self
+
+    def map_data(
+        self, name: str, function: Callable[[Any], Any], *, cache: CacheControl = "never"
+    ) -> DataLoadFlow:
+        """Add a stage for the data of `(data, target)` samples. See `map`."""
+        return self.map(name, function, transform=DataTransform(), cache=cache)
+
+    def map_target(
+        self, name: str, function: Callable[[Any], Any], *, cache: CacheControl = "never"
+    ) -> DataLoadFlow:
+        """Add a stage for the target of `(data, target)` samples. See `map`."""
+        return self.map(name, function, transform=TargetTransform(), cache=cache)
+
+    def clone(self) -> DataLoadFlow:
+        """A flow of its own with the same name, version, dataset and stages; functions are shared."""
+        clone = copy.copy(self)
+        clone._stages = list(self._stages)
+        return clone
+
+    # -- what is described -------------------------------------------------------------------------------
+
+    @property
+    def source(self) -> Source:
+        """Where samples come from. Raises UsageError before `dataset()` was called."""
+        if self._source is None:
+            raise UsageError(
+                f"{self.name}:{self.version} has no dataset; call .dataset(name, version, variant)"
+            )
+        return self._source
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages, in order."""
+        return tuple(self._stages)
+
+    @property
+    def cacheable(self) -> int:
+        """How many stages from the first on have an output that may be kept."""
+        kept = [stage.cache == "always" for stage in self._stages]
+        return kept.index(False) if False in kept else len(kept)
+
+    def prepare_read(self, reader: DataLoadFlowReader) -> DataLoadFlowRead:
+        """Build what is described; `reader` says where it runs."""
+        return reader.read(self)
+
+    def __str__(self) -> str:
+        return " -> ".join(str(part) for part in (self.source, *self._stages))
+
+    def format(self, width: int = 60) -> str:
+        """The same on several lines, for logs; the dataset stands on the first, stages are never broken."""
+        stages = " ".join(f"->\N{NO-BREAK SPACE}{str(stage).replace(' ', _HARD)}" for stage in self._stages)
+        lines = textwrap.wrap(stages, width - 4, break_long_words=False, break_on_hyphens=False)
+        return "\n    ".join([str(self.source), *lines]).replace(_HARD, " ")
+
+    def __repr__(self) -> str:
+        source = "no dataset" if self._source is None else str(self)
+        return f"DataLoadFlow({self.name!r}, version={self.version}: {source})"
+
+
+_HARD = "\N{NO-BREAK SPACE}"

@@ -1,0 +1,119 @@
+"""What a read becomes for torch: a map-style dataset that follows the flow's policy for errors."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from torch_dpflow.errors import StageError
+from torch_dpflow.flows.stage import Stage
+from torch_dpflow.flows.staged import Failed, StagedDataset
+from torch_dpflow.log import FLOWS
+
+#: Workers whose counts are kept apart; more share them, and may then lose one.
+_SLOTS = 257
+_READ = "read"
+
+
+class Skips:
+    """Counts samples that were left out, in a process and its workers, by what failed.
+
+    The counts lie in shared memory, and each worker has its own row, so nobody waits for anybody.
+    """
+
+    def __init__(self, stages: Sequence[str]) -> None:
+        self._columns = {name: column for column, name in enumerate((_READ, *stages))}
+        self._counts = torch.zeros(_SLOTS, len(self._columns), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._lock = threading.Lock()
+
+    def add(self, error: Exception) -> None:
+        """One more sample is left out, because of this."""
+        name = error.stage if isinstance(error, StageError) else _READ
+        info = get_worker_info()
+        slot = 0 if info is None else 1 + info.id % (_SLOTS - 1)
+        with self._lock:
+            self._counts[slot, self._columns[name]] += 1
+
+    def counts(self) -> dict[str, int]:
+        """What was counted by now, without zeros."""
+        totals = self._counts.sum(0).tolist()
+        return {name: totals[column] for name, column in self._columns.items() if totals[column]}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"columns": self._columns, "counts": self._counts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._columns = state["columns"]
+        self._counts = state["counts"]
+        self._lock = threading.Lock()
+
+
+class MappedDataset(Dataset[Any]):
+    """The samples of a read, by number. Made by `DataLoadFlowRead.to_mapped()`.
+
+    Where the flow skips what cannot be loaded, a batch has fewer samples: loaders ask for all samples of a
+        batch
+    together, and those that fail are left out. A batch of which nothing is left raises the last error, and so
+    does a sample that is asked for by itself. The errors are logged (`torch_dpflow.flows`) and counted.
+    """
+
+    def __init__(
+        self,
+        samples: StagedDataset,
+        *,
+        indices: np.ndarray[Any, np.dtype[np.int64]] | None,
+        local: Sequence[Stage],
+        flow: str,
+        skips: Skips | None,
+    ) -> None:
+        self._samples = StagedDataset(samples, local, flow) if local else samples
+        self._epochs = samples
+        self._indices = indices
+        self._flow = flow
+        self._skips = skips
+
+    def __len__(self) -> int:
+        return len(self._samples) if self._indices is None else len(self._indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples[self._place(index)]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        places = [self._place(index) for index in indices]
+        if self._skips is not None:
+            return self._those_that_load(places, self._skips)
+        return list(self._samples.__getitems__(places))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Where the reader has a seed: have random stages draw anew.
+
+        Call it before the epoch's first batch; workers that live on from the last epoch do not see it.
+        """
+        self._epochs.epoch = epoch
+
+    def _those_that_load(self, places: list[int], skips: Skips) -> list[Any]:
+        loaded = self._samples.load_each(places)
+        for place, sample in zip(places, loaded):
+            if isinstance(sample, Failed):
+                skips.add(sample.error)
+                # As text: handlers that keep records would keep the error's frames with them.
+                what = f"{type(sample.error).__name__}: {sample.error}"
+                FLOWS.warning("%s, sample %d is left out: %s", self._flow, place, what)
+        found = [sample for sample in loaded if not isinstance(sample, Failed)]
+        if loaded and not found:
+            raise loaded[-1].error
+        return found
+
+    def _place(self, index: int) -> int:
+        place = operator.index(index)
+        size = len(self)
+        if not -size <= place < size:
+            raise IndexError(f"sample {place} is out of range; {self._flow} has {size} samples here, from 0")
+        place %= size
+        return place if self._indices is None else int(self._indices[place])

@@ -1,0 +1,81 @@
+"""Readers build what a flow describes (thesis, section 3.3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch_dpflow.caches import ALSDCache
+from torch_dpflow.datasets.reader import DatasetReader
+from torch_dpflow.datasets.storage import ReadOptions
+from torch_dpflow.datasets.store import DatasetStore
+from torch_dpflow.errors import UsageError
+from torch_dpflow.flows.flow import DataLoadFlow, Source
+from torch_dpflow.flows.read import DataLoadFlowRead
+from torch_dpflow.flows.staged import StagedDataset
+
+
+class DataLoadFlowReader(Protocol):
+    """Builds flows somewhere: in this process, or elsewhere."""
+
+    def read(self, flow: DataLoadFlow) -> DataLoadFlowRead:
+        """Build `flow` as it is now; what is changed of it later has no effect on the read."""
+
+
+class LocalDataLoadFlowReader:
+    """Builds flows in this process and the workers of its loaders.
+
+    Args:
+        store: where stored datasets are found; a DatasetStore, or its path or URL.
+        cache: what may be kept of samples, as `ALSDCache` takes it ("4GiB", or a number of samples); None:
+            nothing. Kept is what the stages up to the first with `cache="never"` give.
+        seed: random stages draw as (seed, epoch, sample) alone decides, wherever and however often they run;
+            None: they draw from the process's generators, which a loader seeds for each batch.
+        storage_options: what fsspec needs to open the data, where it is other than for the store.
+        read_options: timeouts, retries and concurrency of reads.
+        check: compare each sample's bytes with its checksum, where the dataset has one.
+    """
+
+    def __init__(
+        self,
+        store: DatasetStore | str | None = None,
+        *,
+        cache: int | str | None = None,
+        seed: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        read_options: ReadOptions | None = None,
+        check: bool = False,
+    ) -> None:
+        self._store = DatasetStore(store) if isinstance(store, str) else store
+        self._cache = cache
+        self._seed = seed
+        self._reading: dict[str, Any] = {
+            "storage_options": storage_options,
+            "read_options": read_options,
+            "check": check,
+        }
+
+    def read(self, flow: DataLoadFlow) -> DataLoadFlowRead:
+        """Build `flow` here.
+
+        Raises:
+            UsageError: it has no dataset, or names a stored one and there is no store.
+            DatasetError: the store has no such dataset, or it is damaged.
+        """
+        flow = flow.clone()
+        name = f"{flow.name}:{flow.version}"
+        samples = self._open(flow.source)
+        stages = flow.stages
+        if self._cache is not None and flow.cacheable:
+            kept, stages = stages[: flow.cacheable], stages[flow.cacheable :]
+            samples = ALSDCache(StagedDataset(samples, kept, name), self._cache)
+        return DataLoadFlowRead(flow, StagedDataset(samples, stages, name, seed=self._seed))
+
+    def _open(self, source: Source) -> Any:
+        if source.samples is not None:
+            return source.samples
+        if self._store is None:
+            raise UsageError(
+                f"{source} is in a store, and this reader has none; give LocalDataLoadFlowReader(store=…)"
+            )
+        return DatasetReader(self._store.open(source.ref), **self._reading)
