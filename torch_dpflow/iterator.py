@@ -12,7 +12,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import IterDataPipe, MapDataPipe, _DatasetKind
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
-from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError, WorkerStartError
+from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError, WorkerError, WorkerStartError
 from torch_dpflow.in_flight import Flight, InFlight, Rotation
 from torch_dpflow.log import LOADER
 from torch_dpflow.opening import begin
@@ -76,6 +76,11 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._prime()
 
     @property
+    def closed(self) -> bool:
+        """Whether its workers have been shut down."""
+        return self._shard is None
+
+    @property
     def _workers(self) -> list[Any]:
         # By the name, and with the processes, by which code that looks into torch's iterator finds them.
         handles = self._shard.handles if self._shard is not None else []
@@ -92,8 +97,7 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin another epoch with the workers that are there (torch's name and arguments)."""
-        if self._shard is None:
-            raise RuntimeError("the workers of this iterator have been shut down; iterate the loader again")
+        assert self._shard is not None
         again = self._progress.streams_of_next()
         self._progress = begin(self, loader, OPENING_AGAIN, super()._reset)
         if self._own_stream and not self._progress.streams:
@@ -176,6 +180,8 @@ class WorkerIterator(_BaseDataLoaderIter):
             if not len(self._flights):
                 self._finish()
                 raise StopIteration
+            if self._shard is None:
+                raise WorkerError("the workers of this iteration were shut down after an error; begin another one")
             self._await_event()
 
     def _deliver(self, flight: Flight) -> Any:

@@ -100,6 +100,11 @@ class DPFlowDataLoader(DataLoader[T]):
         self.num_workers = WorkerCount.carrying(num_workers, options)
         self._run = Run()
 
+    def __iter__(self) -> Any:
+        if isinstance(self._iterator, WorkerIterator) and self._iterator.closed:
+            self._iterator = None  # persistent workers that an error has ended: start others
+        return super().__iter__()
+
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
             return SingleProcessIterator(self)
