@@ -136,6 +136,7 @@ def test_a_registry_that_starts_anew_takes_up_what_runs() -> None:
         ({"shards": 101}, "shards=101; 1 to 100 are allowed"),
         ({"workers": 0}, "workers=0; 1 to"),
         ({"memory_bytes": 0}, "memory_bytes=0; 1048576 to"),
+        ({"idle_s": 1.0}, "idle_s=1.0; at least 3.0 is allowed"),
         ({"cache_samples": 101}, "cache_samples=101; 0 to 100 are allowed"),
         ({"content": "../../x"}, "is no SHA-256"),
     ],

@@ -14,6 +14,8 @@ from torch_dpflow.remote.messages import Count, Name, Seconds, Text
 MAX_SIZE, MAX_SHARDS, MAX_WORKERS = 2**31 - 1, 256, 4096
 #: Least room of a shard's pool, bytes.
 MIN_MEMORY = 1 << 20
+#: Shortest patience with a flow that nobody reads, seconds: its router is heard of once in a second.
+MIN_IDLE_S = 3.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -71,6 +73,8 @@ class FlowSpec(
         ):
             if not least <= value <= most:
                 raise OptionError(f"flow {self.name!r}: {name}={value}; {least} to {most} are allowed")
+        if self.idle_s < MIN_IDLE_S:
+            raise OptionError(f"flow {self.name!r}: idle_s={self.idle_s}; at least {MIN_IDLE_S} is allowed")
         if not _DIGEST.fullmatch(self.content):
             raise OptionError(f"flow {self.name!r}: content={self.content!r} is no SHA-256 in hexadecimal")
 

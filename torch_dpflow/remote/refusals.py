@@ -1,0 +1,21 @@
+"""What services answer a job with that is out of date; the job mends it and goes on, and no user sees it."""
+
+from __future__ import annotations
+
+from torch_dpflow.errors import UsageError
+
+
+class StaleJobError(UsageError):
+    """The job was taken for dead, or another has taken its name; it has to join anew."""
+
+
+class StaleRoutingError(UsageError):
+    """The job has chosen a shard by a table that is out of date; it has to ask the router for another."""
+
+
+class OutOfStepError(UsageError):
+    """The job and its router disagree on what it has drawn; it has to start its epoch anew."""
+
+
+class OverloadedError(UsageError):
+    """The job asks for more at once than a service keeps book of; it has to take what is there first."""

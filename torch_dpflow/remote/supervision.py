@@ -1,0 +1,152 @@
+"""Which processes a node keeps running: a pure state machine without a process, thread or clock inside.
+
+A process that ends is started again under a higher incarnation, later and later while it ends at once; one
+that falls silent is killed first. Only what is desired is started again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgspec
+
+from torch_dpflow.remote.membership import Heard, Lost, Membership, Tick
+from torch_dpflow.remote.protocol import Launch, ProcessView
+
+#: The pause before a process that ended at once is started again, first and longest, seconds.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
+#: A process that has run for so long has not ended at once, seconds.
+SETTLED_S = 10.0
+
+
+class Spawn(msgspec.Struct, frozen=True):
+    """Start this process."""
+
+    launch: Launch
+    incarnation: int
+    #: Where the process before it listened; empty for the first.
+    address: str
+
+
+class Kill(msgspec.Struct, frozen=True):
+    """End this process at once; it will be heard that it has ended."""
+
+    id: str
+    incarnation: int
+
+
+Instruction: TypeAlias = Spawn | Kill
+
+
+@dataclass(slots=True)
+class _Process:
+    launch: Launch
+    desired: bool = True
+    incarnation: int = 0
+    #: 0 while none runs.
+    pid: int = 0
+    began: float = 0.0
+    #: When to start the next one, seconds; None while one runs.
+    due: float | None = None
+    #: How many in a row have ended at once.
+    failures: int = 0
+    address: str = ""
+    status: dict[str, Any] = field(default_factory=dict)
+
+
+class Supervisor:
+    """Keeps what is desired running. Not thread-safe.
+
+    Args:
+        lease_s: how long a process may be silent before it is killed, seconds.
+    """
+
+    def __init__(self, *, lease_s: float) -> None:
+        self._processes: dict[str, _Process] = {}
+        self._membership = Membership(lease_s=lease_s)
+        #: Numbers the incarnations, so that none is used twice under one id.
+        self._spawns = 0
+
+    def desire(self, launches: Iterable[Launch], now: float) -> list[Instruction]:
+        """Keep these running, and nothing else. A launch with other arguments than before replaces it."""
+        wanted = {launch.id: launch for launch in launches}
+        out: list[Instruction] = []
+        for id, process in list(self._processes.items()):
+            if wanted.get(id) != process.launch:
+                process.desired = False
+                out += self._kill(process)
+                if not process.pid:
+                    del self._processes[id]
+        for id, launch in wanted.items():
+            known = self._processes.get(id)
+            if known is None:
+                self._processes[id] = _Process(launch, due=now)
+            elif not known.desired:
+                known.launch, known.desired = launch, True  # started when the one that runs has ended
+        return out + self._spawn_due(now)
+
+    def started(self, id: str, incarnation: int, pid: int, now: float) -> None:
+        """A process has been spawned."""
+        process = self._processes[id]
+        process.pid, process.began = pid, now
+        self._membership.handle(Heard(id, incarnation, now))
+
+    def ended(self, id: str, incarnation: int, now: float) -> list[Instruction]:
+        """A process has ended, for whatever reason."""
+        process = self._processes.get(id)
+        if process is None or process.incarnation != incarnation:
+            return []
+        process.pid = 0
+        if not process.desired:
+            del self._processes[id]
+            return []
+        process.failures = 0 if now - process.began >= SETTLED_S else process.failures + 1
+        pause = 0.0 if process.failures <= 1 else FIRST_PAUSE_S * 2 ** min(process.failures, 20)
+        process.due = now + min(pause, LONGEST_PAUSE_S)
+        return self._spawn_due(now)
+
+    def beat(self, id: str, incarnation: int, address: str, status: dict[str, Any], now: float) -> bool:
+        """A process says that it lives; whether it is one of those that should."""
+        process = self._processes.get(id)
+        if process is None or process.incarnation != incarnation or not process.desired:
+            return False
+        process.address, process.status = address, status
+        self._membership.handle(Heard(id, incarnation, now))
+        return True
+
+    def tick(self, now: float) -> list[Instruction]:
+        """Time has passed, and everything that had arrived by then has been told."""
+        out: list[Instruction] = []
+        for change in self._membership.handle(Tick(now)):
+            process = self._processes.get(change.peer)
+            if isinstance(change, Lost) and process is not None and process.incarnation == change.generation:
+                out += self._kill(process)
+        return out + self._spawn_due(now)
+
+    def views(self) -> list[ProcessView]:
+        """What is desired, and how it does."""
+        return [
+            ProcessView(id, one.launch.role, one.incarnation, one.pid, one.address, one.status)
+            for id, one in self._processes.items()
+            if one.desired
+        ]
+
+    @property
+    def next_due(self) -> float | None:
+        """When the next process is to be started, seconds; None where none waits."""
+        return min((one.due for one in self._processes.values() if one.due is not None), default=None)
+
+    def _kill(self, process: _Process) -> list[Instruction]:
+        return [Kill(process.launch.id, process.incarnation)] if process.pid else []
+
+    def _spawn_due(self, now: float) -> list[Instruction]:
+        out: list[Instruction] = []
+        for process in self._processes.values():
+            if process.due is not None and process.due <= now and process.desired:
+                process.due = None
+                self._spawns += 1
+                process.incarnation = self._spawns
+                out.append(Spawn(process.launch, process.incarnation, process.address))
+        return out
