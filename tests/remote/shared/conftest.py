@@ -1,0 +1,45 @@
+"""One cluster for all tests of a file, and jobs that are closed at their end."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.shared_cluster import TestCluster
+from torch_dpflow.remote.client import JobOptions, SharedJob, open_job
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
+    """A cluster on this machine."""
+    started = TestCluster.start(tmp_path_factory.mktemp("c"))
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def flow() -> str:
+    """The name of a flow that no other test has."""
+    return f"test/{next(_numbers)}"
+
+
+@pytest.fixture
+def join(cluster: TestCluster) -> Iterator[Callable[..., SharedJob]]:
+    """Open a job; options of `JobOptions` and of `open_job` alike."""
+    jobs: list[SharedJob] = []
+
+    def join(flow: str, dataset: Any, **given: Any) -> SharedJob:
+        fields = {name: given.pop(name) for name in list(given) if name in JobOptions.__dataclass_fields__}
+        options = JobOptions(**{"idle_s": 3.0, "patience_s": 60.0, **fields})
+        jobs.append(open_job(flow, dataset, address=cluster.address, options=options, **given))
+        return jobs[-1]
+
+    yield join
+    for job in jobs:
+        job.close()
+        job.close()

@@ -1,0 +1,95 @@
+"""A cluster in processes of its own, which tests read from and take apart."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.new_process import interpreter
+from tests.workers import has_ended
+from torch_dpflow.remote.cluster_address import find_cluster
+from torch_dpflow.remote.protocol import FlowView, ProcessView
+from torch_dpflow.remote.rpc import RpcClient
+
+#: Runs a cluster apart from the test's process, so that its services are no children of it.
+PROGRAM = """
+import os, sys
+if os.fork():
+    os._exit(0)
+os.setsid()
+from torch_dpflow.remote.services.local_cluster import ClusterOptions, LocalCluster
+from torch_dpflow.remote.services.node import stopped_by_signals
+cluster = LocalCluster(ClusterOptions(connection_file=sys.argv[1], listen=sys.argv[2] or None))
+print(os.getpid(), flush=True)
+sys.stdout = open(os.devnull, "w")
+os.dup2(sys.stdout.fileno(), 1)
+os.dup2(os.open(sys.argv[3], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+with stopped_by_signals(cluster.node):
+    cluster.serve()
+"""
+
+
+@dataclass
+class TestCluster:
+    """A running cluster."""
+
+    __test__ = False
+
+    #: Its connection file.
+    address: str
+    pid: int
+    #: What its processes write to stderr.
+    log: Path
+
+    @classmethod
+    def start(cls, folder: Path, *, listen: str = "") -> TestCluster:
+        connection, log = folder / "connection", folder / "log"
+        # Its directory lies beside the test's own temporary files, which are watched for leftovers.
+        env = {"TMPDIR": str(folder)}
+        with interpreter(PROGRAM, str(connection), listen, str(log), env=env) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+        return cls(str(connection), int(line), log)
+
+    def stop(self) -> None:
+        if not has_ended(self.pid):
+            os.kill(self.pid, signal.SIGTERM)
+        wait(lambda: has_ended(self.pid), what="the cluster's end")
+
+    def ask(self, method: str, kind: type) -> object:
+        with self.coordinator() as client:
+            return client.call(method, reply_type=kind).body
+
+    def coordinator(self) -> RpcClient:
+        return find_cluster(self.address).connect()
+
+    def flows(self) -> dict[str, FlowView]:
+        flows = self.ask("flows", list[FlowView])  # type: ignore[arg-type]
+        assert isinstance(flows, list)
+        return {flow.spec.instance: flow for flow in flows}
+
+    def processes(self, part: str = "") -> list[ProcessView]:
+        views = self.ask("processes", list[ProcessView])  # type: ignore[arg-type]
+        assert isinstance(views, list)
+        return [view for view in views if part in view.id and view.pid]
+
+    def kill(self, part: str, number: int = signal.SIGKILL) -> int:
+        """Send a signal to the first process whose id has `part` in it; its pid."""
+        found = self.processes(part)
+        assert found, f"no process {part!r} runs"
+        os.kill(found[0].pid, number)
+        return found[0].pid
+
+
+def wait(condition: Callable[[], object], *, within_s: float = 30.0, what: str = "the condition") -> None:
+    """Wait until it holds; fail where it does not in time."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come within {within_s} s"
+        time.sleep(0.02)

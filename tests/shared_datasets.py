@@ -1,0 +1,51 @@
+"""Datasets that travel to the workers of a cluster."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+
+class Numbers(Dataset[Any]):
+    """Sample `i` is (a tensor of i, i); every load is noted in a file, if there is one."""
+
+    def __init__(self, size: int, *, width: int = 4, log: Path | None = None) -> None:
+        self.size, self.width, self.log = size, width, log
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        if self.log is not None:
+            with open(self.log, "a") as log:
+                log.write(f"{index}\n")
+        return torch.full((self.width,), float(index)), index
+
+
+class Draws(Numbers):
+    """Sample `i` is (i, what torch, random and numpy draw)."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.tensor([torch.rand(()).item(), random.random(), np.random.random()])
+
+
+class Failing(Numbers):
+    """One sample raises; one kills its worker."""
+
+    def __init__(self, size: int, *, raises: int = -1, kills: int = -1) -> None:
+        super().__init__(size)
+        self.raises, self.kills = raises, kills
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.raises:
+            raise LookupError(f"no such image: {index}")
+        if index == self.kills:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)

@@ -1,0 +1,64 @@
+"""Where a cluster is: its coordinator's address and the keys to talk to it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch_dpflow.errors import OptionError
+from torch_dpflow.remote.rpc import ClientOptions, RpcClient
+from torch_dpflow.remote.transport import TransportOptions
+from torch_dpflow.remote.transport.curve import read_connection_file
+
+#: Names a cluster for every program that is not told of one: as `address` in `find_cluster`.
+ADDRESS_VARIABLE = "DPFLOW_ADDRESS"
+
+
+def default_connection_file() -> Path:
+    """Where `dpflow up` leaves the connection file, and "auto" looks for it."""
+    folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(folder) / f"dpflow-connection-{os.getuid()}.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A cluster as its clients know it."""
+
+    #: Of its coordinator.
+    address: str
+    transport: TransportOptions
+
+    def connect(self, address: str | None = None, *, timeout_s: float = 60.0) -> RpcClient:
+        """A client of one of its services; of the coordinator without an address."""
+        return RpcClient(
+            self.address if address is None else address,
+            options=ClientOptions(timeout_s=timeout_s),
+            transport=self.transport,
+        )
+
+
+def find_cluster(address: str | None = "auto") -> Cluster:
+    """The cluster at `address`.
+
+    address: "auto" or None for the one that `DPFLOW_ADDRESS` names, or else the one that this user has started
+        on this machine; the path of a connection file; or ipc://PATH or tcp://127.0.0.1:PORT without keys.
+
+    Raises OptionError where the connection file is not there, or is not this user's alone.
+    """
+    if address in (None, "auto"):
+        address = os.environ.get(ADDRESS_VARIABLE) or str(default_connection_file())
+    assert address is not None
+    if "://" in address:
+        if address.startswith("tcp://") and not address.startswith(
+            ("tcp://127.", "tcp://[::1]", "tcp://localhost")
+        ):
+            raise OptionError(
+                f"address={address!r} reaches beyond this host, which takes keys; give the connection file that "
+                "`dpflow up` has written"
+            )
+        return Cluster(address=address, transport=TransportOptions())
+    connection = read_connection_file(address)
+    keys = connection.client_keys() if connection.address.startswith("tcp://") else None
+    return Cluster(address=connection.address, transport=TransportOptions(keys=keys))

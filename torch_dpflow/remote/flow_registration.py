@@ -1,0 +1,78 @@
+"""How a job describes a flow and brings it to the coordinator."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from torch_dpflow.caches import ALSDCache
+from torch_dpflow.errors import OptionError, OptionTypeError, RemoteCallError, UsageError
+from torch_dpflow.remote.cluster_address import Cluster
+from torch_dpflow.remote.flow_spec import FlowSpec
+from torch_dpflow.remote.job_options import JobOptions
+
+
+def unwrap(dataset: Any, options: JobOptions) -> tuple[Any, bool]:
+    """What workers are to load, and whether it is repeatable: a cache around the dataset is the flow's own."""
+    if isinstance(dataset, ALSDCache) and dataset.transform is None:
+        return dataset.dataset, options.repeatable is not False
+    return dataset, bool(options.repeatable)
+
+
+def length_of(dataset: Any) -> int:
+    """Samples of a dataset. OptionTypeError where it has no length, OptionError where it has none."""
+    try:
+        size = len(dataset)
+    except TypeError as error:
+        raise OptionTypeError(
+            f"dataset is a {type(dataset).__name__} without a length; a shared flow needs a map-style dataset"
+        ) from error
+    if size < 1:
+        raise OptionError(f"dataset is a {type(dataset).__name__} of {size} samples; at least one is needed")
+    return size
+
+
+def describe(
+    flow: str,
+    version: int,
+    dataset: Any,
+    size: int,
+    assignment: bytes,
+    repeatable: bool,
+    workers: int,
+    options: JobOptions,
+) -> FlowSpec:
+    """The description under which a job registers its flow. Raises OptionError where it is not possible."""
+    content = hashlib.sha256(assignment).hexdigest()
+    kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
+    spec = FlowSpec(
+        name=flow,
+        version=version,
+        size=size,
+        content=content,
+        fingerprint={
+            "dataset": f"{kind} of {size} samples",
+            "its content": options.fingerprint or content[:16],
+            "repeatable": str(repeatable),
+        },
+        repeatable=repeatable,
+        shards=options.shards,
+        workers=workers,
+        memory_bytes=options.memory_bytes,
+        policy=options.policy,
+        strategy=options.strategy,
+        cache_samples=options.cache_samples,
+        idle_s=options.idle_s,
+    )
+    spec.check()
+    return spec
+
+
+def register(cluster: Cluster, spec: FlowSpec, assignment: bytes) -> None:
+    """Register a flow, and bring what its workers load unless it is there. UsageError where it is refused."""
+    with cluster.connect() as coordinator:
+        try:
+            if not coordinator.call("register", spec, reply_type=bool).body:
+                coordinator.call("store", spec.content, [assignment])
+        except RemoteCallError as error:
+            raise UsageError(str(error)) from error

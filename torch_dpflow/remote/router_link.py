@@ -1,0 +1,215 @@
+"""A job's side of its router: joining, drawing, staying known, whatever becomes of the router."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_dpflow.errors import DeadlineError, OptionError, PeerLostError, RemoteCallError, UsageError
+from torch_dpflow.remote.cluster_address import Cluster
+from torch_dpflow.remote.protocol import Access, Draw, JobId, Join, Joined, RoutingTable, StartEpoch
+from torch_dpflow.remote.refusals import OutOfStepError, StaleJobError
+from torch_dpflow.remote.routing import RouteMap
+from torch_dpflow.remote.rpc import RpcClient
+from torch_dpflow.samplers.indices import IndexArray
+
+T = TypeVar("T")
+#: How long one call to a router may take before the coordinator is asked where the router is now, seconds.
+CALL_S = 5.0
+#: The pause between attempts, seconds.
+PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobDescription:
+    """Who a job is, the same for as long as it lives."""
+
+    flow: str
+    version: int
+    name: str
+    seed: int
+    batch_size: int
+    #: Its samples; None: all of the flow.
+    indices: IndexArray | None
+    traverses: bool
+
+
+class RouterLink:
+    """One job's connection to its flow's router. Any thread may call.
+
+    Every call goes on through the restart of the router and of the coordinator, for up to `patience_s`.
+
+    Args:
+        cluster: where the coordinator is.
+        job: who joins.
+        patience_s: how long a call tries, seconds; then it raises DeadlineError or PeerLostError.
+        stream: that of a job which goes on, None for a new one.
+
+    Raises:
+        UsageError: the router or the coordinator refuses the job, and says why.
+    """
+
+    def __init__(
+        self, cluster: Cluster, job: JobDescription, *, patience_s: float, stream: int | None = None
+    ) -> None:
+        self._cluster = cluster
+        self._job = job
+        self._patience_s = patience_s
+        self._stream = stream
+        self._generation = 0
+        self._lock = threading.RLock()
+        self._coordinator = cluster.connect()
+        self._router: RpcClient | None = None
+        self._epoch: int | None = None
+        #: Which samples of the epoch have been drawn, one bit each; and how many.
+        self._drawn: npt.NDArray[np.uint8] | None = None
+        self._position = 0
+        #: Samples of an epoch, and the routing table.
+        self.length = 0
+        self.routes: RouteMap
+        try:
+            self._attempt(self._join)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def id(self) -> JobId:
+        """By what services know the job now."""
+        return JobId(self._job.name, self._generation)
+
+    @property
+    def stream(self) -> int:
+        """Which of the flow's jobs it is, for what is drawn by chance."""
+        assert self._stream is not None
+        return self._stream
+
+    def start_epoch(self, epoch: int, drawn: npt.NDArray[np.uint8], position: int) -> None:
+        """Begin to draw an epoch, of which the marked samples, `position` of them, have been drawn."""
+        with self._lock:
+            self._epoch, self._drawn, self._position = epoch, drawn, position
+            self._attempt(self._start)
+
+    def draw(self, count: int) -> IndexArray:
+        """The next samples of the epoch, at most `count`; empty at its end."""
+        with self._lock:
+            return self._attempt(lambda: self._draw(count))
+
+    def rejoin(self, stale: int) -> None:
+        """Come back under a new generation, unless another thread has since `stale` was found out of date."""
+        with self._lock:
+            if self._generation == stale:
+                self._attempt(self._join)
+
+    def refresh_routes(self) -> None:
+        """Get the routing table that is in force."""
+        with self._lock:
+            self._attempt(self._refresh)
+
+    def beat(self) -> None:
+        """Stay known, and hear of a new routing table. One attempt; raises what it meets with."""
+        router = self._router
+        if router is None:
+            raise PeerLostError("the job has been closed")
+        generation: int = router.call("beat", self.id, reply_type=int, timeout_s=CALL_S).body
+        if generation != self.routes.generation:
+            self.refresh_routes()
+
+    def close(self) -> None:
+        """Leave, and disconnect. May be called twice."""
+        router, self._router = self._router, None
+        if router is not None:
+            with suppress(DeadlineError, PeerLostError, RemoteCallError):  # else its lease lapses
+                router.call("leave", self.id, timeout_s=1.0)
+            router.close()
+        self._coordinator.close()
+
+    # -- with the lock held ------------------------------------------------------------------------------
+
+    def _attempt(self, call: Callable[[], T]) -> T:
+        """Make a call that mends what it finds out of date, until it succeeds."""
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return call()
+            except RemoteCallError as error:
+                self._mend(error)
+            except (DeadlineError, PeerLostError):
+                if time.monotonic() > deadline:
+                    raise
+                self._drop_router()
+            time.sleep(PAUSE_S)
+
+    def _mend(self, error: RemoteCallError) -> None:
+        if error.kind == StaleJobError.__name__:
+            self._generation = 0
+        elif error.kind != OutOfStepError.__name__:
+            raise UsageError(str(error)) from error
+        if self._drawn is not None and self._epoch is not None and self._router is not None:
+            self._attempt(self._start)
+
+    def _connected(self) -> RpcClient:
+        if self._router is None:
+            access = Access(self._job.flow, self._job.version)
+            address: str = self._coordinator.call("access", access, reply_type=str).body
+            self._router = self._cluster.connect(address, timeout_s=CALL_S)
+        if not self._generation:
+            self._join()
+        return self._router
+
+    def _drop_router(self) -> None:
+        """The router does not answer: it may be elsewhere by now."""
+        router, self._router = self._router, None
+        if router is not None:
+            router.close()
+
+    def _join(self) -> None:
+        self._generation = time.time_ns()
+        router = self._connected()
+        indices = self._job.indices
+        body = Join(
+            self.id,
+            self._job.seed,
+            self._job.batch_size,
+            self._stream,
+            indices is not None,
+            self._job.traverses,
+        )
+        frames = [] if indices is None else [np.ascontiguousarray(indices, np.int64).tobytes()]
+        joined: Joined = router.call("join", body, frames, reply_type=Joined, timeout_s=self._patience_s).body
+        self._stream, self.length = joined.stream, joined.length
+        self._take_routes(joined.table)
+
+    def _start(self) -> None:
+        assert self._epoch is not None
+        assert self._drawn is not None
+        frames = [self._drawn.tobytes()] if self._position else []
+        self._connected().call("start", StartEpoch(self.id, self._epoch), frames)
+
+    def _draw(self, count: int) -> IndexArray:
+        assert self._epoch is not None
+        assert self._drawn is not None
+        if self._position == self.length:
+            return np.empty(0, np.int64)
+        router = self._connected()
+        answer = router.call("draw", Draw(self.id, self._epoch, self._position, count))
+        drawn = np.frombuffer(answer.frames[0], np.int64)
+        np.bitwise_or.at(self._drawn, drawn >> 3, (128 >> (drawn & 7)).astype(np.uint8))
+        self._position += len(drawn)
+        return drawn
+
+    def _refresh(self) -> None:
+        self._take_routes(self._connected().call("table", reply_type=RoutingTable).body)
+
+    def _take_routes(self, table: RoutingTable) -> None:
+        try:
+            self.routes = RouteMap(table)
+        except OptionError as error:
+            raise PeerLostError(f"flow {self._job.flow!r} has no shards at the moment ({error})") from error

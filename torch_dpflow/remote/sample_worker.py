@@ -1,0 +1,136 @@
+"""A worker of a shared flow: loads the samples that its shard gives it, until its node ends it."""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import threading
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from torch_dpflow.errors import NotPicklableError
+from torch_dpflow.remote.arena import Arena
+from torch_dpflow.remote.fetching import unpicklable_failure
+from torch_dpflow.remote.messages import (
+    Exchange,
+    Finished,
+    Stop,
+    Window,
+    WorkerHello,
+    WorkerReady,
+    WorkerWelcome,
+    decode,
+    encode,
+)
+from torch_dpflow.remote.parcel import encode as encode_parcel
+from torch_dpflow.remote.protocol import FAILED
+from torch_dpflow.remote.samples import SampleSource
+from torch_dpflow.remote.services.locate import locate
+from torch_dpflow.remote.services.post import Heart, ServicePost
+from torch_dpflow.remote.transport import Connection, connect
+
+#: Most shared memory that a worker takes to hand over its samples, bytes.
+SHARED_MEMORY_BYTES = 64 << 20
+#: What a shard says first of all: its process, and how many workers it is to have.
+GREETING = struct.Struct("<QQ")
+
+
+class WorkerArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The arguments of a worker's role."""
+
+    #: The id of its shard's process.
+    shard: str
+    #: Its number in the shard.
+    number: int
+
+
+class SampleWorker:
+    """Holds a window of its shard's tasks and loads the oldest."""
+
+    def __init__(self, connection: Connection, number: int, incarnation: int) -> None:
+        self._connection = connection
+        self._number = number
+        self._incarnation = incarnation
+        self._arena: Arena | None = Arena(budget_bytes=SHARED_MEMORY_BYTES)
+        self._source: SampleSource | None = None
+        self._tasks: deque[tuple[int, bytes]] = deque()
+        self._stopped = False
+
+    def work(self) -> None:
+        """Load samples until told to stop."""
+        probe = self._arena.probe_ref() if self._arena is not None else None
+        self._connection.send([encode(WorkerHello(self._number, self._incarnation, os.getpid(), probe))])
+        while not self._stopped:
+            frames = self._connection.receive(0 if self._tasks else None)
+            while frames is not None:
+                self._obey(decode(frames[0]), frames[1:])
+                frames = self._connection.receive(0)
+            if self._tasks and not self._stopped:
+                self._load_oldest()
+
+    def _obey(self, header: Any, frames: list[memoryview]) -> None:
+        match header:
+            case Window(tasks=tasks, revoked=revoked):
+                held = len(self._tasks)
+                if revoked:
+                    gone = set(revoked)
+                    self._tasks = deque(task for task in self._tasks if task[0] not in gone)
+                self._tasks.extend(zip(tasks, map(bytes, frames), strict=True))
+                if held and not self._tasks:
+                    # The shard cannot know that nothing of a window was begun when it was taken back.
+                    self._connection.send([encode(Exchange([], None))])
+            case WorkerWelcome(shared_memory=shared_memory):
+                if not shared_memory:
+                    self._arena = None
+                pid, workers = GREETING.unpack_from(frames[0])
+                _end_with(pid)
+                self._source = SampleSource(bytes(frames[0][GREETING.size :]), self._number, workers)
+                self._connection.send([encode(WorkerReady())])
+            case Stop():
+                self._stopped = True
+
+    def _load_oldest(self) -> None:
+        assert self._source is not None, "a task came before the welcome"
+        task, payload = self._tasks.popleft()
+        kind, value = self._source.load(payload)
+        try:
+            table, frames = encode_parcel(value, arena=self._arena)
+        except NotPicklableError as error:
+            kind = FAILED
+            table, frames = encode_parcel(unpicklable_failure(self._number, error))
+        started = self._tasks[0][0] if self._tasks else None
+        finished = Finished(task, kind, table, False)
+        self._connection.send([encode(Exchange([finished], started)), *frames])
+
+
+def _end_with(pid: int) -> None:
+    """End this process when its shard does: the next shard does not know it, and its node starts another."""
+
+    def watch() -> None:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            os._exit(0)
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        poller.poll()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="dpflow-orphan", daemon=True).start()
+
+
+def run(post: ServicePost) -> None:
+    """Be a worker: the role of a node's process."""
+    arguments = msgspec.msgpack.decode(post.arguments, type=WorkerArguments)
+    heart = Heart(post, "", dict, patience_s=float("inf"))
+    del heart
+    address = locate(post.place, arguments.shard)
+    connection = connect(
+        address,
+        identity=f"{arguments.number}/{post.incarnation}".encode(),
+        options=post.place.client_transport(),
+    )
+    SampleWorker(connection, arguments.number, post.incarnation).work()

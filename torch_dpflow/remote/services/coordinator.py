@@ -1,0 +1,221 @@
+"""The coordinator of a cluster: its flows and their life, the content of their datasets, and what is to run.
+
+Thesis 4.3.2. Running jobs do not need it: it is asked for a router's address, and keeps services in step with
+the life of their flows. What it knows is in a state store, and what runs it hears of its node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from torch_dpflow.errors import UsageError
+from torch_dpflow.remote.flow_registry import FlowRegistry, Forget, Instruction, Save, Start, Stop
+from torch_dpflow.remote.flow_spec import FlowSpec
+from torch_dpflow.remote.protocol import Access, FlowView, Launch, ProcessView
+from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
+from torch_dpflow.remote.sample_worker import WorkerArguments
+from torch_dpflow.remote.services.post import SERVICE, ServicePost, serve
+from torch_dpflow.remote.services.reconciler import Reconciler
+from torch_dpflow.remote.services.shard_process import ShardArguments
+from torch_dpflow.remote.state_store import StateStore, open_store
+
+#: Most bytes of what the workers of one flow load, packed.
+MAX_CONTENT_BYTES = 1 << 30
+_encode = msgspec.msgpack.encode
+
+
+class CoordinatorArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The arguments of a coordinator's role."""
+
+    #: A state store's address.
+    state: str
+    #: Where to listen; empty: where the node's place says.
+    address: str = ""
+
+
+@dataclass
+class _Waiting:
+    call: IncomingCall
+    instance: str
+    #: When its caller gives up, seconds.
+    until: float
+
+
+class Coordinator:
+    """Serves registrations, accesses and questions. One thread drives it; nothing in it waits.
+
+    Args:
+        server: methods are registered with it; the caller serves.
+        store: where flows and contents are kept.
+    """
+
+    def __init__(
+        self, server: RpcServer, store: StateStore, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._registry = FlowRegistry()
+        #: Flows whose services are to run, by instance.
+        self._running: dict[str, FlowSpec] = {}
+        #: Where the routers of complete flows listen, by instance.
+        self._routers: dict[str, str] = {}
+        self._processes: list[ProcessView] = []
+        self._waiting: list[_Waiting] = []
+        self._restore()
+        for name, handler, body, remembered in (
+            ("register", self._on_register, FlowSpec, True),
+            ("store", self._on_store, str, True),
+            ("content", self._on_content, str, False),
+            ("access", self._on_access, Access, False),
+            ("delete", self._on_delete, str, True),
+            ("flows", self._on_flows, None, False),
+            ("processes", self._on_processes, None, False),
+        ):
+            server.register(name, handler, body_type=body, remembered=remembered)
+
+    # -- what runs -------------------------------------------------------------------------------------------
+
+    def desired(self) -> list[Launch]:
+        """The processes that are to run now."""
+        return [launch for spec in self._running.values() for launch in launches_of(spec)]
+
+    def observe(self, processes: list[ProcessView]) -> None:
+        """Hear what runs."""
+        now = self._clock()
+        self._processes = processes
+        self._routers = {}
+        for view in processes:
+            instance, _, kind = view.id.rpartition("/")
+            if kind == "router":
+                self._observe_router(instance, view, now)
+        self._obey(self._registry.tick(now))
+        self._answer_waiting(now)
+
+    def _observe_router(self, instance: str, view: ProcessView, now: float) -> None:
+        jobs = view.status.get("jobs")
+        self._obey(self._registry.report(instance, jobs if isinstance(jobs, int) else 0, now))
+        flow = next((flow for flow in self._registry.flows if flow.spec.instance == instance), None)
+        if flow is not None:
+            self._running[instance] = flow.spec
+            if view.address and view.pid:
+                self._routers[instance] = view.address
+
+    def _answer_waiting(self, now: float) -> None:
+        still: list[_Waiting] = []
+        for waiting in self._waiting:
+            address = self._routers.get(waiting.instance)
+            if address is not None:
+                waiting.call.answer(address)
+            elif now < waiting.until:
+                still.append(waiting)
+        self._waiting = still
+
+    def _obey(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Start(spec):
+                    self._running[spec.instance] = spec
+                case Stop(instance):
+                    self._running.pop(instance, None)
+                    self._routers.pop(instance, None)
+                case Save(spec):
+                    self._store.put(f"flow/{spec.instance}", _encode(spec))
+                case Forget(spec):
+                    self._store.delete(f"flow/{spec.instance}")
+                    self._drop_content(spec.content)
+
+    # -- calls -----------------------------------------------------------------------------------------------
+
+    def _on_register(self, call: IncomingCall) -> Result:
+        spec: FlowSpec = call.body
+        self._obey(self._registry.register(spec, self._clock()))
+        return Result(bool(self._store.find(f"content/{spec.content}")))
+
+    def _on_store(self, call: IncomingCall) -> None:
+        digest: str = call.body
+        if len(call.frames) != 1 or call.frames[0].nbytes > MAX_CONTENT_BYTES:
+            raise UsageError(f"the content of a flow is one frame of at most {MAX_CONTENT_BYTES} bytes")
+        if hashlib.sha256(call.frames[0]).hexdigest() != digest:
+            raise UsageError(f"what came is not the content {digest}")
+        if not any(flow.spec.content == digest for flow in self._registry.flows):
+            raise UsageError(f"no flow is registered with the content {digest}; register it first")
+        self._store.put(f"content/{digest}", bytes(call.frames[0]))
+
+    def _on_content(self, call: IncomingCall) -> Result:
+        content = self._store.get(f"content/{call.body}"[:512])
+        if content is None:
+            raise UsageError(f"no content {call.body!r} is stored")
+        return Result(None, [content])
+
+    def _on_access(self, call: IncomingCall) -> Result | Later:
+        access: Access = call.body
+        flow, instructions = self._registry.access(access.flow, access.version, self._clock())
+        if not self._store.find(f"content/{flow.spec.content}"):
+            raise UsageError(f"the content of flow {access.flow!r} is not stored; store it first")
+        self._obey(instructions)
+        address = self._routers.get(flow.spec.instance)
+        if address is not None:
+            return Result(address)
+        self._waiting.append(_Waiting(call, flow.spec.instance, self._clock() + call.patience_s))
+        return LATER
+
+    def _on_delete(self, call: IncomingCall) -> None:
+        self._obey(self._registry.delete(call.body))
+
+    def _on_flows(self, call: IncomingCall) -> Result:
+        return Result(
+            [FlowView(one.spec, one.state.value, one.jobs, one.replaced) for one in self._registry.flows]
+        )
+
+    def _on_processes(self, call: IncomingCall) -> Result:
+        return Result(self._processes)
+
+    # -- state -----------------------------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        specs: list[FlowSpec] = []
+        for key in self._store.find("flow/"):
+            try:
+                specs.append(msgspec.msgpack.decode(self._store.get(key) or b"", type=FlowSpec))
+            except msgspec.MsgspecError as error:
+                SERVICE.error("%s in the state store cannot be read and is left alone: %s", key, error)
+        for spec in sorted(specs, key=lambda spec: spec.version):
+            self._registry.restore(spec, self._clock())
+
+    def _drop_content(self, digest: str) -> None:
+        if not any(flow.spec.content == digest for flow in self._registry.flows):
+            self._store.delete(f"content/{digest}")
+
+
+def launches_of(spec: FlowSpec) -> list[Launch]:
+    """The processes of one flow: a router, its shards, and their workers, dealt evenly."""
+    router = f"{spec.instance}/router"
+    launches = [Launch(router, "router", _encode(spec))]
+    for place in range(spec.shards):
+        shard = f"{spec.instance}/shard-{place:03}"
+        launches.append(Launch(shard, "shard", _encode(ShardArguments(router, spec))))
+        workers = (place + 1) * spec.workers // spec.shards - place * spec.workers // spec.shards
+        launches += [
+            Launch(f"{shard}/worker-{number}", "worker", _encode(WorkerArguments(shard, number)))
+            for number in range(workers)
+        ]
+    return launches
+
+
+def run(post: ServicePost) -> None:
+    """Be a coordinator: the role of a node's process."""
+    arguments = msgspec.msgpack.decode(post.arguments, type=CoordinatorArguments)
+    server = RpcServer(post.listen(arguments.address))
+    coordinator = Coordinator(server, open_store(arguments.state))
+    Reconciler(post, server, coordinator)
+    serve(post, server, _status, lambda: None)
+
+
+def _status() -> dict[str, Any]:
+    return {}

@@ -1,0 +1,152 @@
+"""A node: the process that keeps the services and workers of one host running, and ends with all of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+
+from torch_dpflow.errors import UsageError
+from torch_dpflow.remote.protocol import Beat, Desire, Launch, ProcessView
+from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
+from torch_dpflow.remote.services.post import SERVICE, ClusterPlace, ServicePost
+from torch_dpflow.remote.services.roles import PRELOAD, ROLES, main
+from torch_dpflow.remote.supervision import Instruction, Kill, Spawn, Supervisor
+from torch_dpflow.remote.transport import listen
+
+#: How long a process may be silent before it is killed and started again, seconds.
+LEASE_S = 10.0
+#: How often a node looks after its processes, seconds.
+LOOK_S = 0.05
+#: How long processes that were killed may take to go, seconds.
+END_S = 5.0
+#: The one process that a node keeps of its own accord.
+COORDINATOR = "coordinator"
+
+
+class Node:
+    """Keeps what it is told to keep running, and a coordinator that tells it. One thread drives it.
+
+    It has no state that would have to be saved: whoever uses it says what is desired. Where a process dies,
+    or is silent for `lease_s`, another takes its place at the same address.
+
+    Args:
+        place: where its processes meet.
+        coordinator: arguments of the coordinator's role, msgpack.
+    """
+
+    def __init__(self, place: ClusterPlace, coordinator: bytes, *, lease_s: float = LEASE_S) -> None:
+        self._place = place
+        self._supervisor = Supervisor(lease_s=lease_s)
+        self._own = Launch(COORDINATOR, COORDINATOR, coordinator)
+        self._desired: list[Launch] = []
+        self._children: dict[str, tuple[int, BaseProcess]] = {}
+        self._stopped = False
+        # Services start by a fork of one process that has imported what they need.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        self._server = RpcServer(listen(place.node_address))
+        self._server.register("beat", self._on_beat, body_type=Beat, remembered=False)
+        self._server.register("desire", self._on_desire, body_type=Desire)
+        self._server.register("processes", self._on_processes, body_type=None, remembered=False)
+        self._server.register("stop", self._on_stop, body_type=None)
+
+    def serve(self) -> None:
+        """Keep everything running until `stop` is called, here or by a client."""
+        try:
+            self._obey(self._supervisor.desire([self._own], time.monotonic()))
+            look = 0.0
+            while not self._stopped:
+                self._server.step(LOOK_S)
+                if time.monotonic() >= look:
+                    self._look()
+                    look = time.monotonic() + LOOK_S
+        finally:
+            self._end_all()
+            self._server.close()
+
+    def stop(self) -> None:
+        """Make `serve` end everything and return. Any thread may call, and a signal handler."""
+        self._stopped = True
+        self._server.stop()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for id, (incarnation, child) in list(self._children.items()):
+            if not child.is_alive():
+                del self._children[id]
+                code = child.exitcode
+                child.close()
+                SERVICE.info("%s, incarnation %d, has ended with code %s", id, incarnation, code)
+                self._obey(self._supervisor.ended(id, incarnation, now))
+        self._obey(self._supervisor.tick(now))
+
+    def _obey(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Spawn():
+                    self._spawn(instruction)
+                case Kill(id, incarnation):
+                    SERVICE.info("%s, incarnation %d, is ended", id, incarnation)
+                    running = self._children.get(id)
+                    if running is not None and running[0] == incarnation:
+                        running[1].kill()
+
+    def _spawn(self, spawn: Spawn) -> None:
+        post = ServicePost(
+            id=spawn.launch.id,
+            role=spawn.launch.role,
+            incarnation=spawn.incarnation,
+            arguments=spawn.launch.arguments,
+            address=spawn.address,
+            place=self._place,
+            owner=os.getpid(),
+        )
+        child = self._context.Process(target=main, args=(post,), name=f"dpflow-{post.id}", daemon=True)
+        child.start()
+        assert child.pid is not None
+        self._children[post.id] = (post.incarnation, child)
+        self._supervisor.started(post.id, post.incarnation, child.pid, time.monotonic())
+
+    def _end_all(self) -> None:
+        for _, child in self._children.values():
+            child.kill()
+        deadline = time.monotonic() + END_S
+        for _, child in self._children.values():
+            child.join(max(0.0, deadline - time.monotonic()))
+        self._children.clear()
+
+    def _on_beat(self, call: IncomingCall) -> Result:
+        beat: Beat = call.body
+        known = self._supervisor.beat(beat.id, beat.incarnation, beat.address, beat.status, time.monotonic())
+        return Result(known)
+
+    def _on_desire(self, call: IncomingCall) -> None:
+        desired: Desire = call.body
+        for launch in desired.launches:
+            if launch.role not in ROLES or launch.id == COORDINATOR:
+                raise UsageError(f"{launch.id!r}: no process of role {launch.role!r} is kept for others")
+        self._obey(self._supervisor.desire([self._own, *desired.launches], time.monotonic()))
+
+    def _on_processes(self, call: IncomingCall) -> Result:
+        views: list[ProcessView] = self._supervisor.views()
+        return Result(views)
+
+    def _on_stop(self, call: IncomingCall) -> None:
+        self._stopped = True
+
+
+@contextmanager
+def stopped_by_signals(node: Node) -> Iterator[None]:
+    """SIGTERM and SIGINT end the node in good order. In the main thread."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    previous = [signal.signal(number, lambda *_: node.stop()) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, previous):
+            signal.signal(number, handler)

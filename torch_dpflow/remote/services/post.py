@@ -1,0 +1,152 @@
+"""What a process of a node is told when it starts, and how the node knows that it lives."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch_dpflow.errors import DPFlowError
+from torch_dpflow.remote.protocol import Beat
+from torch_dpflow.remote.rpc import ClientOptions, RpcClient, RpcServer
+from torch_dpflow.remote.transport import Listener, TransportOptions, listen
+from torch_dpflow.remote.transport.curve import read_connection_file
+
+#: What happens in services and nodes.
+SERVICE = logging.getLogger("torch_dpflow.service")
+#: How often a process says that it lives, seconds.
+BEAT_S = 1.0
+#: A process whose main thread has not come round for so long does not count as alive, seconds.
+STUCK_S = 30.0
+#: How long a server waits for a message before it looks at what else is due, seconds.
+TURN_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterPlace:
+    """Where the processes of one node meet.
+
+    Args:
+        directory: private to the node's user; sockets lie in it.
+        host: the address of this host on which services listen over tcp; None: ipc only.
+        connection_file: holds the keys for tcp; None where there are none.
+    """
+
+    directory: str
+    host: str | None = None
+    connection_file: str | None = None
+
+    @property
+    def node_address(self) -> str:
+        """Where the node listens; always on this host."""
+        return f"ipc://{self.directory}/node"
+
+    def address_for(self, id: str) -> str:
+        """Where a process of this id is to listen."""
+        if self.host is not None:
+            return f"tcp://{self.host}:0"
+        return f"ipc://{self.directory}/{hashlib.sha256(id.encode()).hexdigest()[:16]}"
+
+    def client_transport(self) -> TransportOptions:
+        """For whoever connects."""
+        if self.connection_file is None:
+            return TransportOptions()
+        return TransportOptions(keys=read_connection_file(self.connection_file).client_keys())
+
+    def server_transport(self) -> TransportOptions:
+        """For whoever listens."""
+        if self.connection_file is None or self.host is None:
+            return TransportOptions()
+        return TransportOptions(keys=read_connection_file(self.connection_file).server_keys())
+
+    def connect(self, address: str, *, timeout_s: float = 30.0) -> RpcClient:
+        """A client of the service at `address`."""
+        return RpcClient(
+            address, options=ClientOptions(timeout_s=timeout_s), transport=self.client_transport()
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServicePost:
+    """Which process of a node this is."""
+
+    id: str
+    role: str
+    incarnation: int
+    #: For the role, msgpack.
+    arguments: bytes
+    #: Where the process before it listened; empty for the first.
+    address: str
+    place: ClusterPlace
+    #: The node's process.
+    owner: int
+
+    def listen(self, address: str = "") -> Listener:
+        """Listen where the process before this one did, if there was one; else at `address`, if given."""
+        chosen = self.address or address or self.place.address_for(self.id)
+        return listen(chosen, options=self.place.server_transport())
+
+
+class Heart:
+    """A thread that tells the node that this process lives, for as long as its main thread comes round.
+
+    A process that the node does not want any more is ended.
+
+    Args:
+        address: where the process listens; empty where it does not.
+        status: figures for people; called in the heart's thread.
+        patience_s: how long the main thread may be away.
+    """
+
+    def __init__(
+        self,
+        post: ServicePost,
+        address: str,
+        status: Callable[[], dict[str, Any]],
+        *,
+        patience_s: float = STUCK_S,
+    ) -> None:
+        self._post = post
+        self._address = address
+        self._status = status
+        self._patience_s = patience_s
+        self._turned = time.monotonic()
+        threading.Thread(target=self._run, name="dpflow-heart", daemon=True).start()
+
+    def turned(self) -> None:
+        """The main thread has come round."""
+        self._turned = time.monotonic()
+
+    def _run(self) -> None:
+        post = self._post
+        with post.place.connect(post.place.node_address) as node:
+            while True:
+                if time.monotonic() - self._turned < self._patience_s:
+                    beat = Beat(post.id, post.incarnation, self._address, self._status())
+                    try:
+                        wanted = node.call("beat", beat, reply_type=bool, timeout_s=BEAT_S).body
+                    except DPFlowError:
+                        wanted = True  # the node is busy; where it is gone this process ends of itself
+                    if not wanted:
+                        os._exit(0)
+                time.sleep(BEAT_S)
+
+
+def serve(
+    post: ServicePost, server: RpcServer, status: Callable[[], dict[str, Any]], turn: Callable[[], None]
+) -> None:
+    """Serve until the process ends; `turn` is called between messages, at least every `TURN_S` seconds."""
+    heart = Heart(post, server.address, status)
+    due = 0.0
+    while True:
+        server.step(TURN_S)
+        now = time.monotonic()
+        if now >= due:
+            due = now + TURN_S
+            heart.turned()
+            turn()

@@ -1,0 +1,31 @@
+"""What a process of a node can be."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+from collections.abc import Callable
+from importlib import import_module
+
+from torch_dpflow.remote.orphan import end_with
+from torch_dpflow.remote.services.post import ServicePost
+
+#: The function that is the role, by name.
+ROLES = {
+    "coordinator": "torch_dpflow.remote.services.coordinator:run",
+    "router": "torch_dpflow.remote.services.router:run",
+    "shard": "torch_dpflow.remote.services.shard_process:run",
+    "worker": "torch_dpflow.remote.sample_worker:run",
+}
+#: Imported once, for all processes of a node.
+PRELOAD = [target.partition(":")[0] for target in ROLES.values()]
+
+
+def main(post: ServicePost) -> None:
+    """Be what the post says until the process ends, at the latest with its node."""
+    end_with(post.owner, post.place.directory)
+    # What a process is at, when it seems to hang: kill -USR1 writes the stacks of its threads to stderr.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    module, _, name = ROLES[post.role].partition(":")
+    run: Callable[[ServicePost], None] = getattr(import_module(module), name)
+    run(post)

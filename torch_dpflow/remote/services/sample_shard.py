@@ -1,0 +1,227 @@
+"""A shard of a shared flow: its pool, its workers, and the jobs that read (thesis 4.3.4, figure 4-11).
+
+The private shard of one loader and this one drive their workers by the same `Shard`; there a task is a batch,
+here a sample.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from torch_dpflow.caches import make_policy
+from torch_dpflow.errors import UsageError
+from torch_dpflow.lookahead import Lookahead
+from torch_dpflow.remote.flow_spec import FlowSpec
+from torch_dpflow.remote.membership import Heard, Joined, Leave, Lost, Membership, Stale, Tick
+from torch_dpflow.remote.pool import Pool
+from torch_dpflow.remote.pool_objects import Cancel, Instruction, Load, Serve
+from torch_dpflow.remote.protocol import SAMPLE, Ask, JobId, RangeAssignment, Served
+from torch_dpflow.remote.refusals import OverloadedError, StaleJobError, StaleRoutingError
+from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, RpcServer, ServerOptions
+from torch_dpflow.remote.services.post import SERVICE
+from torch_dpflow.remote.services.router import JOB_LEASE_S, MAX_JOBS
+from torch_dpflow.remote.services.shard_workers import WINDOW, ShardWorkers
+from torch_dpflow.remote.services.worker_gate import WorkerGate
+from torch_dpflow.remote.settled import Settled
+from torch_dpflow.remote.transport import Frame, Listener
+
+#: Most samples that a job may have asked a shard for and not taken.
+MAX_WANTS = 1 << 16
+#: Most frames and bytes of one answer; what is beyond is asked for again.
+MAX_FRAMES, MAX_ANSWER_BYTES = 2048, 256 << 20
+
+
+class SampleShard:
+    """Serves samples to the jobs of one flow. One thread drives it.
+
+    Args:
+        listener: where jobs and workers connect; owned from now on.
+        spec: the flow.
+        assignment: what its workers load, packed; it is not looked into.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        spec: FlowSpec,
+        assignment: bytes,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._spec = spec
+        self._clock = clock
+        workers = -(-spec.workers // spec.shards)
+        self._workers = ShardWorkers(listener, assignment, workers, self._on_loaded)
+        self._pool = Pool(
+            capacity_bytes=max(1, spec.memory_bytes // spec.shards),
+            concurrency=2 * WINDOW * workers,
+            repeatable=spec.repeatable,
+            policy=None if spec.policy == "none" else self._make_policy,
+        )
+        self._jobs = Membership(lease_s=JOB_LEASE_S)
+        #: By job: the epoch that it reads, and how many samples it has asked for and not taken.
+        self._epochs: dict[str, int] = {}
+        self._open: dict[str, set[int]] = {}
+        self._range = RangeAssignment(0, 0, spec.size)
+        self._requests = itertools.count(1)
+        self._calls: dict[int, IncomingCall] = {}
+        self._served = 0
+        self.server = RpcServer(
+            WorkerGate(listener, self._on_worker), options=ServerOptions(shared_bytes=1 << 29)
+        )
+        self.server.register("want", self._on_want, body_type=Ask)
+        self.server.register("fetch", self._on_fetch, body_type=Ask, remembered=False)
+        self.server.register("beat", self._on_beat, body_type=JobId)
+        self.server.register("leave", self._on_leave, body_type=JobId)
+
+    def turn(self) -> None:
+        """Look at what time has brought about."""
+        self._workers.look()
+        for change in self._jobs.handle(Tick(self._clock())):
+            if isinstance(change, Lost):
+                SERVICE.info(
+                    "flow %s: job %s is silent; what it wanted goes", self._spec.instance, change.peer
+                )
+                self._forget(change.peer)
+        self._workers.flush()
+
+    def assign(self, range_: RangeAssignment) -> None:
+        """The router says what this shard owns. In the server's thread."""
+        if range_.generation > self._range.generation:
+            self._range = range_
+
+    def status(self) -> dict[str, Any]:
+        """Figures for people. Any thread may call."""
+        return {
+            **self._workers.figures(),
+            **asdict(self._pool.statistics()),
+            "served": self._served,
+            "generation": self._range.generation,
+        }
+
+    # -- jobs ------------------------------------------------------------------------------------------------
+
+    def _on_want(self, call: IncomingCall) -> None:
+        ask: Ask = call.body
+        self._take(ask)
+        self._obey(self._want(ask))
+
+    def _on_fetch(self, call: IncomingCall) -> Later:
+        ask: Ask = call.body
+        self._take(ask)
+        out = self._want(ask)
+        request = next(self._requests)
+        self._calls[request] = call
+        try:
+            out += self._pool.fetch(ask.job.name, request, ask.tickets)
+        except UsageError:
+            del self._calls[request]
+            raise
+        finally:
+            self._obey(out)
+        return LATER
+
+    def _take(self, ask: Ask) -> None:
+        """Check an ask, and note what its job has taken."""
+        if len(ask.tickets) != len(ask.keys):
+            raise UsageError(
+                f"{len(ask.tickets)} tickets for {len(ask.keys)} samples: one for each is required"
+            )
+        if ask.keys and max(ask.keys) >= self._spec.size:
+            raise UsageError(
+                f"sample {max(ask.keys)}: flow {self._spec.name!r} has {self._spec.size} samples"
+            )
+        self._heard(ask.job)
+        if ask.routing < self._range.generation:
+            raise StaleRoutingError(
+                f"routing generation {ask.routing} is out of date, {self._range.generation} is in force"
+            )
+        job = ask.job.name
+        opened = self._open.setdefault(job, set())
+        opened.difference_update(ask.taken)
+        self._obey(self._pool.release(job, ask.taken))
+        if len(opened) + len(ask.tickets) > MAX_WANTS:
+            raise OverloadedError(f"job {job!r} has asked for {len(opened)} samples; {MAX_WANTS} are allowed")
+        opened.update(ask.tickets)
+
+    def _want(self, ask: Ask) -> list[Instruction]:
+        job = ask.job.name
+        if self._epochs.get(job) != ask.epoch:
+            self._epochs[job] = ask.epoch
+            self._pool.foresee(job, self._lookahead(ask.epoch))
+        return self._pool.want(job, zip(ask.tickets, ask.keys), ask.draw)
+
+    def _lookahead(self, epoch: int) -> Lookahead:
+        """All that is known of a job at the start of its epoch: it reads what this shard owns, once."""
+        first, end = self._range.first, self._range.end
+        return Lookahead.unknown(end - first, epoch=epoch, members=np.arange(first, end))
+
+    def _on_beat(self, call: IncomingCall) -> None:
+        self._heard(call.body)
+
+    def _on_leave(self, call: IncomingCall) -> None:
+        job: JobId = call.body
+        for change in self._jobs.handle(Leave(job.name, job.generation, self._clock())):
+            if isinstance(change, Lost):
+                self._forget(job.name)
+
+    def _heard(self, job: JobId) -> None:
+        """A job lives; one that is new joins."""
+        if job.name not in self._open and len(self._open) >= MAX_JOBS:
+            raise OverloadedError(f"{len(self._open)} jobs read from this shard, the most there may be")
+        for change in self._jobs.handle(Heard(job.name, job.generation, self._clock())):
+            match change:
+                case Stale(newest=newest):
+                    raise StaleJobError(
+                        f"job {job.name!r}: generation {newest} is newer, or was taken for dead"
+                    )
+                case Lost():
+                    self._forget(job.name)
+                case Joined():
+                    self._pool.join(job.name)
+                    self._open[job.name] = set()
+
+    def _forget(self, job: str) -> None:
+        self._open.pop(job, None)
+        self._epochs.pop(job, None)
+        self._obey(self._pool.leave(job))
+
+    # -- loading and serving -----------------------------------------------------------------------------
+
+    def _on_worker(self, peer: bytes, frames: list[memoryview]) -> None:
+        self._workers.hear(peer, frames)
+        self._workers.flush()
+
+    def _on_loaded(self, load: int, settled: Settled) -> None:
+        self._obey(self._pool.loaded(load, settled, settled.nbytes, keep=settled.kind == SAMPLE))
+
+    def _obey(self, instructions: list[Instruction]) -> None:
+        loads = [one for one in instructions if isinstance(one, Load)]
+        for instruction in instructions:
+            match instruction:
+                case Serve(request, samples):
+                    self._serve(self._calls.pop(request), samples)
+                case Cancel(cancelled):
+                    self._workers.cancel(cancelled)
+        if loads:
+            self._workers.load(loads)
+
+    def _serve(self, call: IncomingCall, samples: list[tuple[int, Settled]]) -> None:
+        answer, frames, room = Served([]), list[Frame](), MAX_ANSWER_BYTES
+        for ticket, settled in samples:
+            room -= settled.nbytes
+            if answer.samples and (room < 0 or len(frames) + len(settled.frames) > MAX_FRAMES):
+                break
+            answer.samples.append(settled.under(ticket))
+            frames += settled.frames
+        self._served += len(answer.samples)
+        call.answer(answer, frames)
+
+    def _make_policy(self, budget: int) -> Any:
+        return make_policy(self._spec.policy, max_bytes=budget, keys=self._spec.size)

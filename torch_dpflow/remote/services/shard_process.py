@@ -1,0 +1,73 @@
+"""A shard of samples as a process of its own: what it needs to begin, and its place in the routing table."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import msgspec
+
+from torch_dpflow.errors import DPFlowError
+from torch_dpflow.remote.flow_spec import FlowSpec
+from torch_dpflow.remote.protocol import Enlist, RangeAssignment
+from torch_dpflow.remote.services.locate import locate
+from torch_dpflow.remote.services.post import SERVICE, ServicePost, serve
+from torch_dpflow.remote.services.sample_shard import SampleShard
+
+#: How often a shard tells its router that it serves, seconds.
+ENLIST_S = 1.0
+#: How long a shard waits for what its workers are to load, seconds.
+CONTENT_S = 60.0
+
+
+class ShardArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The arguments of a shard's role."""
+
+    #: The id of the router's process.
+    router: str
+    spec: FlowSpec
+
+
+class Enlistment:
+    """A thread that keeps a shard in its router's table, and tells the shard what it owns."""
+
+    def __init__(self, post: ServicePost, shard: SampleShard, router: str) -> None:
+        self._post = post
+        self._shard = shard
+        self._router = router
+        threading.Thread(target=self._run, name="dpflow-enlist", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._keep(locate(self._post.place, self._router))
+            except DPFlowError as error:
+                SERVICE.warning("shard %s: its router does not answer (%s)", self._post.id, error)
+            time.sleep(ENLIST_S)
+
+    def _keep(self, address: str) -> None:
+        server = self._shard.server
+        body = Enlist(self._post.id, self._post.incarnation, server.address)
+        with self._post.place.connect(address, timeout_s=10.0) as router:
+            while True:
+                range_: RangeAssignment = router.call("enlist", body, reply_type=RangeAssignment).body
+                server.post(lambda range_=range_: self._shard.assign(range_))  # type: ignore[misc]
+                time.sleep(ENLIST_S)
+
+
+def fetch_content(post: ServicePost, digest: str) -> bytes:
+    """What the flow's workers load, from the coordinator, packed."""
+    from torch_dpflow.remote.services.node import COORDINATOR
+
+    with post.place.connect(locate(post.place, COORDINATOR), timeout_s=CONTENT_S) as coordinator:
+        answer = coordinator.call("content", digest)
+        return bytes(answer.frames[0])
+
+
+def run(post: ServicePost) -> None:
+    """Be a shard: the role of a node's process."""
+    arguments = msgspec.msgpack.decode(post.arguments, type=ShardArguments)
+    assignment = fetch_content(post, arguments.spec.content)
+    shard = SampleShard(post.listen(), arguments.spec, assignment)
+    Enlistment(post, shard, arguments.router)
+    serve(post, shard.server, shard.status, shard.turn)

@@ -1,0 +1,146 @@
+"""The workers of a shard of samples: their processes, their shared memory, and what they bring."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch_dpflow.remote.arena import ArenaReader
+from torch_dpflow.remote.messages import Finished, WorkerHello
+from torch_dpflow.remote.pool_objects import Load
+from torch_dpflow.remote.protocol import FAILED, POISONED, SAMPLE
+from torch_dpflow.remote.sample_worker import GREETING
+from torch_dpflow.remote.samples import TASK
+from torch_dpflow.remote.scheduler import Scheduler
+from torch_dpflow.remote.services.post import SERVICE
+from torch_dpflow.remote.services.shard import Shard
+from torch_dpflow.remote.settled import Settled, plain, settle
+from torch_dpflow.remote.transport import Frame, Listener
+
+#: Tasks that a worker holds: one that it loads and some that wait, as samples are small.
+WINDOW = 4
+#: Workers that a sample may take down before it is given up.
+POISON_LIMIT = 3
+
+
+@dataclass
+class _Worker:
+    pid: int
+    reader: ArenaReader
+    #: Readable when the process has ended.
+    descriptor: int
+
+
+class ShardWorkers:
+    """Has samples loaded by whatever workers say hello; their node starts them and starts them again.
+
+    Args:
+        listener: where workers connect; the caller receives, and hands on what comes from them to `hear`.
+        assignment: what they load, packed.
+        workers: how many there are to be.
+        loaded: called with the load's number and what it came to. Not while `hear` is at work: `flush` calls.
+    """
+
+    def __init__(
+        self, listener: Listener, assignment: bytes, workers: int, loaded: Callable[[int, Settled], None]
+    ) -> None:
+        self._scheduler = Scheduler(window=WINDOW, poison_limit=POISON_LIMIT)
+        self._shard = Shard(listener, self._scheduler, self)
+        self._greeting = GREETING.pack(os.getpid(), workers) + assignment
+        self._loaded = loaded
+        self._workers: dict[int, _Worker] = {}
+        self._arrived: list[tuple[int, Settled]] = []
+        self._poller = select.poll()
+
+    @property
+    def count(self) -> int:
+        """Workers that are there."""
+        return len(self._workers)
+
+    def load(self, loads: Sequence[Load]) -> None:
+        """Have these loaded, in this order."""
+        tasks: list[tuple[int, Frame]] = [(one.load, TASK.pack(one.key, one.draw)) for one in loads]
+        self._shard.submit(tasks)
+
+    def cancel(self, loads: Sequence[int]) -> None:
+        """Nobody wants these any more."""
+        self._shard.cancel(loads)
+
+    def hear(self, peer: bytes, frames: list[memoryview]) -> None:
+        """Take in one message of a worker."""
+        self._shard.hear(peer, frames)
+
+    def flush(self) -> None:
+        """Hand on what has been loaded since the last call."""
+        while self._arrived:
+            arrived, self._arrived = self._arrived, []
+            for load, settled in arrived:
+                self._loaded(load, settled)
+
+    def look(self) -> None:
+        """See which workers have ended."""
+        ended = {descriptor for descriptor, _ in self._poller.poll(0)}
+        if ended:
+            for number, worker in list(self._workers.items()):
+                if worker.descriptor in ended:
+                    SERVICE.warning(
+                        "worker %d (pid %d) has ended; its samples go to others", number, worker.pid
+                    )
+                    self._dismiss(number)
+                    self._shard.lose(number)
+
+    def figures(self) -> dict[str, int]:
+        """Counts for people."""
+        counters = self._scheduler.counters
+        return {
+            "workers": len(self._workers),
+            "steals": counters.steals,
+            "duplicates": counters.duplicates,
+            "poisoned": counters.poisoned,
+        }
+
+    def _dismiss(self, number: int) -> None:
+        worker = self._workers.pop(number, None)
+        if worker is not None:
+            self._poller.unregister(worker.descriptor)
+            os.close(worker.descriptor)
+
+    # -- what the shard asks of us (`Requester`) ---------------------------------------------------------
+
+    def shares_memory(self, hello: WorkerHello) -> bool:
+        self._dismiss(hello.worker)
+        reader = ArenaReader(hello.pid)
+        with suppress(OSError):  # it has ended already, and another is on its way
+            descriptor = os.pidfd_open(hello.pid)
+            self._poller.register(descriptor, select.POLLIN)
+            self._workers[hello.worker] = _Worker(hello.pid, reader, descriptor)
+        return hello.probe is not None and reader.probe(hello.probe)
+
+    def epoch_for(self, worker: int) -> bytes:
+        return self._greeting
+
+    def open(self, worker: int, finished: Finished, frames: list[memoryview]) -> Settled:
+        known = self._workers.get(worker)
+        kind = SAMPLE if finished.kind == SAMPLE else FAILED
+        return settle(kind, finished.parcel, frames, None if known is None else known.reader)
+
+    def delivered(self, task: int, worker: int, finished: Finished, opened: Settled) -> None:
+        self._arrived.append((task, opened))
+
+    def poisoned(self, task: int, workers: tuple[int, ...]) -> None:
+        names = ", ".join(map(str, workers))
+        text = f"loading it took down {len(workers)} workers one after the other (workers {names})"
+        self._arrived.append((task, plain(POISONED, text)))
+
+    def starved(self) -> None:
+        """Nothing to do: samples are ordered by their jobs."""
+
+    def failed(self, worker: int) -> None:
+        known = self._workers.get(worker)
+        if known is not None:
+            with suppress(ProcessLookupError):
+                os.kill(known.pid, signal.SIGKILL)

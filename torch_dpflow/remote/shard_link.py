@@ -1,0 +1,166 @@
+"""A job's side of its shards: asking ahead, fetching from all of them at once, giving back what it has."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_dpflow.errors import DPFlowError, RemoteCallError
+from torch_dpflow.remote.cluster_address import Cluster
+from torch_dpflow.remote.protocol import MAX_SAMPLES, Ask, JobId, Served, ServedSample
+from torch_dpflow.remote.router_link import RouterLink
+from torch_dpflow.remote.rpc import PendingCall, RpcClient
+
+#: How long a fetch may wait for its samples before it is asked again, seconds.
+FETCH_S = 30.0
+#: Most samples of one fetch: an answer of so many fits a message even where each has many frames.
+FETCH_SAMPLES = 256
+
+
+@dataclass(slots=True)
+class Wanted:
+    """One sample that a job needs: its ticket and key."""
+
+    ticket: int
+    key: int
+
+
+@dataclass(slots=True)
+class Fetch:
+    """One call to one shard for samples that the job waits for."""
+
+    address: str
+    wanted: list[Wanted]
+    pending: PendingCall
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a fetch came to."""
+
+    #: The samples and the frames of each.
+    samples: list[tuple[ServedSample, list[memoryview]]] = field(default_factory=list)
+    #: Why there is nothing; None where there is something, or nothing yet.
+    error: DPFlowError | None = None
+
+
+class ShardLinks:
+    """Connections to the shards of one flow. Calls belong to one thread, but for `beat` and `close`.
+
+    Args:
+        cluster: how to connect.
+        router: tells which shard owns what.
+    """
+
+    def __init__(self, cluster: Cluster, router: RouterLink) -> None:
+        self._cluster = cluster
+        self._router = router
+        self._lock = threading.Lock()
+        self._clients: dict[str, RpcClient] = {}
+        #: Tickets whose samples have come, to be given back, by shard.
+        self._taken: defaultdict[str, list[int]] = defaultdict(list)
+
+    def want(self, wanted: Sequence[Wanted], *, epoch: int, draw: int) -> None:
+        """Say what will be needed, soonest first. Nothing is waited for: what is lost is made up by the fetch."""
+        for address, part in self._by_shard(wanted):
+            for start in range(0, len(part), MAX_SAMPLES):
+                self._begin("want", address, part[start : start + MAX_SAMPLES], epoch, draw)
+
+    def fetch(self, wanted: Sequence[Wanted], *, epoch: int, draw: int) -> list[Fetch]:
+        """Begin to fetch these from all their shards at once."""
+        fetches: list[Fetch] = []
+        for address, part in self._by_shard(wanted):
+            for start in range(0, len(part), FETCH_SAMPLES):
+                some = part[start : start + FETCH_SAMPLES]
+                fetches.append(Fetch(address, some, self._begin("fetch", address, some, epoch, draw)))
+        return fetches
+
+    def finish(self, fetch: Fetch) -> Outcome:
+        """Wait for the answer to a fetch. It may lack samples, which are to be fetched again."""
+        outcome = Outcome()
+        try:
+            answer = fetch.pending.result()
+        except DPFlowError as error:
+            outcome.error = error
+            return outcome
+        served: Served = answer.body
+        begin = 0
+        for sample in served.samples:
+            end = begin + sample.parcel.frames
+            outcome.samples.append((sample, answer.frames[begin:end]))
+            begin = end
+            self._taken[fetch.address].append(sample.ticket)
+        return outcome
+
+    def give_back(self, wanted: Sequence[Wanted], *, epoch: int, draw: int) -> None:
+        """These are not needed any more, and what has come is taken: say so now."""
+        for address, part in self._by_shard(wanted):
+            self._taken[address] += [one.ticket for one in part]
+        for address in [address for address, taken in self._taken.items() if taken]:
+            while self._taken[address]:
+                self._begin("want", address, [], epoch, draw)
+
+    def beat(self, job: JobId) -> None:
+        """Stay known to every shard. Any thread may call; raises what it meets with."""
+        with self._lock:
+            clients = list(self._clients.values())
+        pending = [client.begin("beat", job, timeout_s=5.0) for client in clients]
+        for call in pending:
+            call.result()
+
+    def forget(self) -> None:
+        """Disconnect from shards that own nothing any more, so that nobody waits for them."""
+        addresses = set(self._router.routes.addresses)
+        with self._lock:
+            gone = [self._clients.pop(address) for address in self._clients.keys() - addresses]
+        for client in gone:
+            client.close()
+
+    def close(self, job: JobId) -> None:
+        """Leave every shard and disconnect. May be called twice."""
+        with self._lock:
+            clients, self._clients = list(self._clients.values()), {}
+        for client in clients:
+            _leave(client, job)
+            client.close()
+
+    def _by_shard(self, wanted: Sequence[Wanted]) -> list[tuple[str, list[Wanted]]]:
+        routes = self._router.routes
+        if len(routes.addresses) == 1:
+            return [(routes.addresses[0], list(wanted))] if wanted else []
+        parts: dict[str, list[Wanted]] = {}
+        for one, place in zip(wanted, routes.places_of([one.key for one in wanted]).tolist()):
+            parts.setdefault(routes.addresses[place], []).append(one)
+        return list(parts.items())
+
+    def _begin(self, method: str, address: str, wanted: list[Wanted], epoch: int, draw: int) -> PendingCall:
+        taken = self._taken[address]
+        now, self._taken[address] = taken[:MAX_SAMPLES], taken[MAX_SAMPLES:]
+        ask = Ask(
+            self._router.id,
+            self._router.routes.generation,
+            epoch,
+            draw,
+            [one.ticket for one in wanted],
+            [one.key for one in wanted],
+            now,
+        )
+        reply: Any = Served if method == "fetch" else None
+        return self._client(address).begin(method, ask, reply_type=reply, timeout_s=FETCH_S)
+
+    def _client(self, address: str) -> RpcClient:
+        with self._lock:
+            client = self._clients.get(address)
+            if client is None:
+                client = self._clients[address] = self._cluster.connect(address, timeout_s=FETCH_S)
+            return client
+
+
+def _leave(client: RpcClient, job: JobId) -> None:
+    try:
+        client.call("leave", job, timeout_s=1.0)
+    except (DPFlowError, RemoteCallError):
+        return  # its lease lapses

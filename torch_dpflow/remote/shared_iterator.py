@@ -1,0 +1,293 @@
+"""One epoch of one job: a thread that asks ahead, fetches, puts batches together, and keeps them in order."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch._utils import ExceptionWrapper
+
+from torch_dpflow.errors import (
+    DPFlowError,
+    MessageError,
+    PeerLostError,
+    PoisonTaskError,
+    RemoteCallError,
+    UsageError,
+)
+from torch_dpflow.remote.parcel import decode
+from torch_dpflow.remote.protocol import POISONED, ServedSample
+from torch_dpflow.remote.refusals import OverloadedError, StaleJobError, StaleRoutingError
+from torch_dpflow.remote.router_link import RouterLink
+from torch_dpflow.remote.shard_link import Fetch, ShardLinks, Wanted
+
+#: The pause before a fetch that failed is tried again, seconds.
+PAUSE_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """How far ahead an epoch is read (thesis 3.4.2: P_L and P_R).
+
+    Args:
+        ready: batches that are put together ahead of need.
+        fetched: batches under way from the shards.
+        asked: batches that shards are told of ahead of need, more than those.
+        budget_bytes: most bytes of batches under way, but for one batch.
+        patience_s: how long the cluster may be away before the iterator gives up.
+    """
+
+    ready: int
+    fetched: int
+    asked: int
+    budget_bytes: int
+    patience_s: float
+
+
+@dataclass(slots=True)
+class _Batch:
+    wanted: list[Wanted]
+    #: By ticket, what has come.
+    values: dict[int, Any] = field(default_factory=dict)
+    fetches: list[Fetch] = field(default_factory=list)
+    nbytes: int = 0
+
+    @property
+    def missing(self) -> list[Wanted]:
+        return [one for one in self.wanted if one.ticket not in self.values]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A batch, or the error in place of it."""
+
+    value: Any
+    keys: list[int]
+    error: BaseException | ExceptionWrapper | None = None
+
+
+class SharedIterator:
+    """Hands out the batches of a plan in order, each sample once.
+
+    Iterate in one thread. `close` may be called in any, and is when the epoch is over.
+
+    Args:
+        links: to the shards.
+        plan: the keys of each batch; read in the iterator's thread, ahead of need.
+        assemble: makes a batch of its samples, in that thread.
+        tickets: the job's, never used twice.
+        delivered: called with the keys of each batch that is handed out.
+    """
+
+    def __init__(
+        self,
+        router: RouterLink,
+        links: ShardLinks,
+        plan: Iterator[Sequence[int]],
+        *,
+        epoch: int,
+        draw: int,
+        tickets: Iterator[int],
+        assemble: Callable[[list[Any]], Any],
+        delivered: Callable[[list[int]], None],
+        pipeline: Pipeline,
+    ) -> None:
+        self._router = router
+        self._links = links
+        self._plan = plan
+        self._epoch = epoch
+        self._draw = draw
+        self._tickets = tickets
+        self._assemble = assemble
+        self._delivered = delivered
+        self._pipeline = pipeline
+        self._out: queue.Queue[_Ready | None] = queue.Queue(pipeline.ready)
+        self._closed = threading.Event()
+        self._over = False
+        #: Batches that shards have been told of, the oldest first; those before the end of `_fetching` are fetched.
+        self._asked: deque[_Batch] = deque()
+        self._fetching = 0
+        self._exhausted = False
+        self._mean_bytes = 0.0
+        self._thread = threading.Thread(target=self._run, name="dpflow-read", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> SharedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._over:
+            raise StopIteration
+        ready = self._out.get()
+        if ready is None:
+            self.close()
+            raise StopIteration
+        self._delivered(ready.keys)
+        if isinstance(ready.error, ExceptionWrapper):
+            ready.error.reraise()
+        if isinstance(ready.error, BaseException):
+            if not ready.keys:
+                self.close()
+            raise ready.error
+        return ready.value
+
+    def close(self) -> None:
+        """Stop reading; what was asked for is given back. May be called twice."""
+        self._over = True
+        self._closed.set()
+        while self._thread.is_alive():
+            try:
+                self._out.get_nowait()
+            except queue.Empty:
+                self._thread.join(0.01)
+
+    # -- the iterator's thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        last: _Ready | None = None
+        try:
+            while not self._closed.is_set() and self._ask_ahead():
+                self._fetch_ahead()
+                self._hand_out(self._complete(self._asked[0]))
+        except _Closed:
+            pass
+        except BaseException as error:
+            last = _Ready(None, [], error)
+        self._give_back()
+        self._put(last)
+
+    def _ask_ahead(self) -> bool:
+        """Tell shards of coming batches; whether there are any left to hand out."""
+        wanted: list[Wanted] = []
+        while not self._exhausted and len(self._asked) < self._pipeline.asked:
+            keys = next(self._plan, None)
+            if keys is None:
+                self._exhausted = True
+                break
+            batch = _Batch([Wanted(next(self._tickets), key) for key in keys])
+            self._asked.append(batch)
+            wanted += batch.wanted
+        if wanted:
+            self._links.want(wanted, epoch=self._epoch, draw=self._draw)
+        return bool(self._asked)
+
+    def _fetch_ahead(self) -> None:
+        """Begin to fetch the oldest batches, as many as the budget allows."""
+        most = self._pipeline.fetched
+        if self._mean_bytes:
+            most = min(most, int(self._pipeline.budget_bytes / self._mean_bytes))
+        for batch in itertools.islice(self._asked, self._fetching, max(1, most)):
+            batch.fetches = self._links.fetch(batch.wanted, epoch=self._epoch, draw=self._draw)
+            self._fetching += 1
+
+    def _complete(self, batch: _Batch) -> _Batch:
+        """Wait until every sample of a batch is here, asking again for what was lost on the way."""
+        deadline = time.monotonic() + self._pipeline.patience_s
+        while True:
+            came = 0
+            for fetch in batch.fetches:
+                outcome = self._links.finish(fetch)
+                for sample, frames in outcome.samples:
+                    batch.nbytes += sample.parcel.nbytes
+                    batch.values[sample.ticket] = _opened(sample, frames)
+                came += len(outcome.samples)
+                if outcome.error is not None:
+                    self._mend(outcome.error, deadline)
+                if self._closed.is_set():
+                    raise _Closed
+            missing = batch.missing
+            if not missing:
+                break
+            if came:
+                deadline = time.monotonic() + self._pipeline.patience_s
+            batch.fetches = self._links.fetch(missing, epoch=self._epoch, draw=self._draw)
+        self._asked.popleft()
+        self._fetching -= 1
+        self._mean_bytes += (batch.nbytes - self._mean_bytes) * (0.2 if self._mean_bytes else 1.0)
+        return batch
+
+    def _mend(self, error: DPFlowError, deadline: float) -> None:
+        """Find out what is out of date, so that the next attempt goes where it should."""
+        if time.monotonic() > deadline:
+            raise error
+        kind = error.kind if isinstance(error, RemoteCallError) else ""
+        if kind == StaleJobError.__name__:
+            self._router.rejoin(self._router.id.generation)
+        elif kind == StaleRoutingError.__name__:
+            self._router.refresh_routes()
+        elif isinstance(error, RemoteCallError) and kind not in (
+            OverloadedError.__name__,
+            "ForgottenReplyError",
+        ):
+            raise UsageError(str(error)) from error
+        elif isinstance(error, MessageError):
+            raise error
+        else:
+            if not isinstance(error, RemoteCallError):
+                self._router.refresh_routes()  # the shard is gone, or somewhere else
+            self._closed.wait(PAUSE_S)
+
+    def _hand_out(self, batch: _Batch) -> None:
+        values = [batch.values[one.ticket] for one in batch.wanted]
+        keys = [one.key for one in batch.wanted]
+        broken = next(((key, value) for key, value in zip(keys, values) if _is_error(value)), None)
+        # Nothing of a batch may stay in the frame while the next one is waited for.
+        batch.values.clear()
+        if not self._exhausted or self._asked:
+            self._ask_ahead()
+            self._fetch_ahead()
+        else:
+            self._links.give_back([], epoch=self._epoch, draw=self._draw)
+        if broken is not None:
+            self._put(_Ready(None, keys, _error_of(*broken)))
+            return
+        try:
+            self._put(_Ready(self._assemble(values), keys))
+        except Exception:
+            self._put(_Ready(None, keys, ExceptionWrapper(where="while putting a batch together")))
+
+    def _put(self, ready: _Ready | None) -> None:
+        while not self._closed.is_set():
+            try:
+                self._out.put(ready, timeout=0.1)
+                return
+            except queue.Full:
+                continue
+
+    def _give_back(self) -> None:
+        left = [one for batch in self._asked for one in batch.wanted]
+        try:
+            self._links.give_back(left, epoch=self._epoch, draw=self._draw)
+        except (DPFlowError, PeerLostError):
+            return  # its lease lapses
+
+
+class _Closed(Exception):
+    """The iterator was closed while its thread waited."""
+
+
+def _opened(sample: ServedSample, frames: list[memoryview]) -> Any:
+    if sample.kind == POISONED:
+        return PoisonTaskError(bytes(frames[0]).decode(errors="replace"))
+    try:
+        return decode(sample.parcel, frames)
+    except MessageError:
+        # A worker of ours made it: a class of the sample fails to unpickle here.
+        return ExceptionWrapper(where="while opening a sample")
+
+
+def _is_error(value: Any) -> bool:
+    return isinstance(value, ExceptionWrapper | PoisonTaskError)
+
+
+def _error_of(key: int, value: Any) -> BaseException | ExceptionWrapper:
+    if isinstance(value, PoisonTaskError):
+        return PoisonTaskError(f"sample {key}: {value}; leave it out of the job's samples, or mend it")
+    wrapper: ExceptionWrapper = value
+    return wrapper
