@@ -87,6 +87,14 @@ def test_appends_at_the_end_only(bucket: oss2.Bucket) -> None:
         bucket.append_object("log", 3, b"three")
 
 
+def test_overwrites_unless_that_is_forbidden(bucket: oss2.Bucket) -> None:
+    bucket.put_object("one", b"1")
+    bucket.put_object("one", b"2")
+    with pytest.raises(oss2.exceptions.ServerError, match="FileAlreadyExists"):
+        bucket.put_object("one", b"3", headers={"x-oss-forbid-overwrite": "true"})
+    assert bucket.get_object("one").read() == b"2"
+
+
 def test_copies_and_deletes_many(bucket: oss2.Bucket) -> None:
     bucket.put_object("one", b"1")
     bucket.copy_object(BUCKET, "one", "two")

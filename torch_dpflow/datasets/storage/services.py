@@ -154,7 +154,8 @@ class OSSService:
 
 def split_url(url: str) -> tuple[str, str]:
     """Bucket and key of a URL such as `oss://bucket/some/key`. Raises OptionError where one is missing."""
-    bucket, _, key = url.partition("://")[2].partition("/")
+    # ossfs puts a slash before the bucket.
+    bucket, _, key = url.partition("://")[2].lstrip("/").partition("/")
     if not bucket or not key:
         raise OptionError(f"{url}: give a bucket and a key, as in oss://bucket/folder/name.jpg")
     return bucket, key

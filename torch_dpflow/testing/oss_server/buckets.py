@@ -62,9 +62,12 @@ class Buckets:
         with self._lock:
             self._objects(bucket)
 
-    def put(self, bucket: str, key: str, stored: StoredObject) -> None:
+    def put(self, bucket: str, key: str, stored: StoredObject, *, overwrite: bool = True) -> None:
         with self._lock:
-            self._objects(bucket)[key] = stored
+            objects = self._objects(bucket)
+            if key in objects and not overwrite:
+                raise OSSError(409, "FileAlreadyExists", "The object you specified already exists.")
+            objects[key] = stored
 
     def get(self, bucket: str, key: str) -> StoredObject:
         with self._lock:

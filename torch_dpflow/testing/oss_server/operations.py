@@ -174,7 +174,8 @@ def _put_object(request: Request, buckets: Buckets) -> Reply:
         stored = buckets.get(bucket, key)
     else:
         stored = StoredObject(data=request.body, content_type=headers.get("content-type", _BINARY))
-    buckets.put(request.bucket, request.key, stored)
+    overwrite = headers.get("x-oss-forbid-overwrite") != "true"
+    buckets.put(request.bucket, request.key, stored, overwrite=overwrite)
     if source is None:
         return Reply(headers={"ETag": stored.etag})
     copied = element(
