@@ -6,16 +6,14 @@ import copy
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from torch_dpflow.datasets.names import DatasetRef
 from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
 from torch_dpflow.flows.stage import CacheControl, Stage
 from torch_dpflow.flows.transforms import DataTransform, MapTransform, SampleTransform, TargetTransform
 
-if TYPE_CHECKING:
-    from torch_dpflow.flows.read import DataLoadFlowRead
-    from torch_dpflow.flows.readers import DataLoadFlowReader
+Read_co = TypeVar("Read_co", covariant=True)
 
 #: What becomes of a sample that cannot be loaded: its error is raised, or it is left out and counted.
 ErrorPolicy = Literal["raise", "skip"]
@@ -162,7 +160,7 @@ class DataLoadFlow:
         kept = [stage.cache == "always" for stage in self._stages]
         return kept.index(False) if False in kept else len(kept)
 
-    def prepare_read(self, reader: DataLoadFlowReader) -> DataLoadFlowRead:
+    def prepare_read(self, reader: DataLoadFlowReader[Read_co]) -> Read_co:
         """Build what is described; `reader` says where it runs."""
         return reader.read(self)
 
@@ -178,6 +176,13 @@ class DataLoadFlow:
     def __repr__(self) -> str:
         source = "no dataset" if self._source is None else str(self)
         return f"DataLoadFlow({self.name!r}, version={self.version}: {source})"
+
+
+class DataLoadFlowReader(Protocol[Read_co]):
+    """Builds flows somewhere: in this process, or elsewhere."""
+
+    def read(self, flow: DataLoadFlow) -> Read_co:
+        """Build `flow` as it is now; what is changed of it later has no effect on the read."""
 
 
 _HARD = "\N{NO-BREAK SPACE}"

@@ -29,7 +29,8 @@ class Skips:
 
     def __init__(self, stages: Sequence[str]) -> None:
         self._columns = {name: column for column, name in enumerate((_READ, *stages))}
-        self._counts = torch.zeros(_SLOTS, len(self._columns), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        counts: Any = torch.zeros(_SLOTS, len(self._columns), dtype=torch.int64)
+        self._counts = counts.share_memory_()
         self._lock = threading.Lock()
 
     def add(self, error: Exception) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.datasets.reader import DatasetReader
@@ -13,13 +13,6 @@ from torch_dpflow.errors import UsageError
 from torch_dpflow.flows.flow import DataLoadFlow, Source
 from torch_dpflow.flows.read import DataLoadFlowRead
 from torch_dpflow.flows.staged import StagedDataset
-
-
-class DataLoadFlowReader(Protocol):
-    """Builds flows somewhere: in this process, or elsewhere."""
-
-    def read(self, flow: DataLoadFlow) -> DataLoadFlowRead:
-        """Build `flow` as it is now; what is changed of it later has no effect on the read."""
 
 
 class LocalDataLoadFlowReader:
