@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,4 +49,16 @@ class Failing(Numbers):
             raise LookupError(f"no such image: {index}")
         if index == self.kills:
             os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+class SlowNumbers(Numbers):
+    """As `Numbers`, and every sample takes a while."""
+
+    def __init__(self, size: int, cost_s: float) -> None:
+        super().__init__(size)
+        self.cost_s = cost_s
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.cost_s)
         return super().__getitem__(index)

@@ -1,0 +1,93 @@
+"""Whatever process of a cluster dies or freezes, every job gets every sample of its epochs once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.chaos_jobs import ChaosJob
+from tests.shared_cluster import TestCluster, wait
+from tests.workers import has_ended
+
+
+def begin(cluster: TestCluster, folder: Path, jobs: int = 2, **options: float) -> list[ChaosJob]:
+    given: dict[str, object] = {"size": 600, "epochs": 2, **options}
+    started = [
+        ChaosJob.start(cluster, folder, flow="chaos/flow", number=number, **given)  # type: ignore[arg-type]
+        for number in range(jobs)
+    ]
+    wait(lambda: all(job.batches() >= 10 for job in started), within_s=60, what="the first batches")
+    return started
+
+
+def test_each_service_and_a_worker_can_be_killed_while_jobs_read(
+    cluster: TestCluster, tmp_path: Path
+) -> None:
+    jobs = begin(cluster, tmp_path, epochs=4, cost_s=0.003)
+    for part in ("/worker-0", "/shard-000", "/router", "coordinator"):
+        before = max(job.batches() for job in jobs)
+        pid = cluster.kill(part) if part != "/shard-000" else kill_shard(cluster)
+        wait(lambda pid=pid: has_ended(pid), what=f"the end of {part}")
+        wait(lambda before=before: max(job.batches() for job in jobs) >= before + 3, what="further batches")
+    for job in jobs:
+        job.finish()
+
+
+def kill_shard(cluster: TestCluster) -> int:
+    shard = next(view for view in cluster.processes("/shard-000") if view.role == "shard")
+    os.kill(shard.pid, signal.SIGKILL)
+    return shard.pid
+
+
+@pytest.mark.slow
+def test_a_job_that_is_killed_holds_nobody_up(cluster: TestCluster, tmp_path: Path) -> None:
+    jobs = begin(cluster, tmp_path, jobs=3)
+    jobs.pop().kill()
+    for job in jobs:
+        job.finish()
+    wait(lambda: status(cluster, "/router")["jobs"] == 0, within_s=60, what="the end of the dead job's lease")
+
+
+def status(cluster: TestCluster, part: str) -> dict[str, object]:
+    found = cluster.processes(part)
+    return found[0].status if found and found[0].status else {"jobs": -1}
+
+
+@pytest.mark.slow
+def test_a_job_that_freezes_for_longer_than_its_lease_goes_on_where_it_was(
+    cluster: TestCluster, tmp_path: Path
+) -> None:
+    jobs = begin(cluster, tmp_path, epochs=1)
+    frozen = jobs[0]
+    frozen.process.send_signal(signal.SIGSTOP)
+    jobs[1].finish()
+    wait(
+        lambda: status(cluster, "/router")["jobs"] == 0, within_s=60, what="the end of the frozen job's lease"
+    )
+    frozen.process.send_signal(signal.SIGCONT)
+    frozen.finish()
+
+
+def test_a_cluster_that_ends_leaves_nothing(cluster: TestCluster, tmp_path: Path) -> None:
+    (job,) = begin(cluster, tmp_path, jobs=1)
+    pids = [view.pid for view in cluster.processes()]
+    assert len(pids) == 5
+    cluster.stop()
+    wait(lambda: all(map(has_ended, pids)), what="the end of every process")
+    assert not Path(cluster.address).exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("dpflow-")] == []
+    job.kill()
+
+
+def test_the_processes_of_a_node_that_is_killed_end_by_themselves(
+    cluster: TestCluster, tmp_path: Path
+) -> None:
+    (job,) = begin(cluster, tmp_path, jobs=1)
+    pids = [view.pid for view in cluster.processes()]
+    os.kill(cluster.pid, signal.SIGKILL)
+    wait(lambda: all(map(has_ended, pids)), what="the end of every process")
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("dpflow-")] == []
+    job.kill()
