@@ -48,7 +48,10 @@ def test_ctrl_c_while_training_leaves_no_process_and_no_file(
             # Its children are the loader's workers.
             return [child for trainer in family.children() for child in trainer.children(recursive=True)]
 
-        eventually(lambda: (tmp_path / "images").exists() and training(), what="the loader's workers")
+        def started() -> bool:
+            return (tmp_path / "images").exists() and bool(training())
+
+        eventually(started, within_s=150.0, what="the loader's workers")
         descendants = family.children(recursive=True)
         process.send_signal(signal.SIGINT)
         printed, _ = process.communicate()
