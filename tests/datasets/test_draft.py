@@ -296,7 +296,7 @@ def test_appended_data_may_lie_elsewhere(local_store: DatasetStore, tmp_path: Pa
 
 def test_a_checksum_of_what_is_missing_is_refused(local_store: DatasetStore, tmp_path: Path) -> None:
     importer = IterableImporter([Item(path="gone.jpg")], root=f"file://{tmp_path}")
-    with pytest.raises(SourceError, match=r"gone\.jpg cannot be read: FileNotFoundError"):
+    with pytest.raises(SourceError, match=r"gone\.jpg cannot be read: ObjectMissingError"):
         Draft(local_store, "core/files", "v1").add("train", importer, checksum="crc32")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -14,10 +13,7 @@ from torch_dpflow.datasets.importers.base import Importer, Item
 from torch_dpflow.datasets.objects import Objects
 from torch_dpflow.datasets.packing import ShardPacks
 from torch_dpflow.datasets.spec import SampleMeta, data_url
-from torch_dpflow.errors import DatasetError, SourceError
-
-#: Objects that are read at the same time to take their checksums.
-_READ_THREADS = 16
+from torch_dpflow.errors import DatasetError, DPFlowError, SourceError
 
 
 class Describer:
@@ -41,7 +37,7 @@ class Describer:
         pack_root: str,
         checksum: ChecksumAlgorithm | None,
     ) -> None:
-        self._objects = Objects(importer.options)
+        self._options = importer.options
         self._dataset_url = dataset_url
         self._root = data_url(dataset_url, data, "")
         self._own_root = data if importer.root is None else importer.root
@@ -55,10 +51,7 @@ class Describer:
             SourceError: an item has no object, leads out of its root, or has annotations that are no JSON.
         """
         samples = [self.found(item) if item.data is None else self._packed(item, packs) for item in items]
-        if self._checksum is None:
-            return samples
-        with ThreadPoolExecutor(_READ_THREADS, "dpflow-checksum") as threads:
-            return list(threads.map(self._checked, samples))
+        return samples if self._checksum is None else self._checked(samples, self._checksum)
 
     def found(self, item: Item) -> SampleMeta:
         """The metadata of an item that lies somewhere."""
@@ -91,16 +84,21 @@ class Describer:
         except ValueError as error:
             raise SourceError(f"{path}: {error}") from error
 
-    def _checked(self, sample: SampleMeta) -> SampleMeta:
-        if sample.checksum is not None:
-            return sample
-        assert self._checksum is not None
-        url = data_url(self._dataset_url, self._root, sample.path)
-        try:
-            data = self._objects.read(url, sample.offset, sample.length)
-        except OSError as error:
-            raise SourceError(f"{url} cannot be read: {type(error).__name__}: {error}") from error
-        return msgspec.structs.replace(sample, length=len(data), checksum=checksum_of(data, self._checksum))
+    def _checked(self, samples: list[SampleMeta], algorithm: ChecksumAlgorithm) -> list[SampleMeta]:
+        """The samples with checksums, and the lengths that come with them."""
+        unknown = [position for position, sample in enumerate(samples) if sample.checksum is None]
+        places = [
+            (data_url(self._dataset_url, self._root, samples[position].path), samples[position])
+            for position in unknown
+        ]
+        with Objects(self._options) as objects:
+            for position, (url, sample), content in zip(unknown, places, objects.contents(places)):
+                if isinstance(content, DPFlowError):
+                    raise SourceError(f"{url} cannot be read: {type(content).__name__}: {content}")
+                samples[position] = msgspec.structs.replace(
+                    sample, length=len(content), checksum=checksum_of(content, algorithm)
+                )
+        return samples
 
 
 def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:

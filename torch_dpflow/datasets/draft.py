@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
+
 from torch_dpflow.datasets.checksums import ChecksumAlgorithm
 from torch_dpflow.datasets.describing import Describer
 from torch_dpflow.datasets.importers.base import Importer
@@ -125,10 +128,14 @@ class Draft:
             self._files.create(self._manifest, encode_file(dataset))
         except FileExistsError as error:
             raise self._published() from error
-        for folder in (f"{kind}/{self._version}/{name}" for kind in ("meta", "data") for name in added):
+        with suppress(OSError):  # what is left over harms nobody, and the version is published
+            self._tidy_up(added)
+        return dataset
+
+    def _tidy_up(self, variants: Iterable[str]) -> None:
+        for folder in (f"{kind}/{self._version}/{name}" for kind in ("meta", "data") for name in variants):
             self._files.sweep(folder)
         self._files.remove(self._folder)
-        return dataset
 
     def discard(self) -> None:
         """Remove everything that was written for this version. Data that was there before stays."""

@@ -50,8 +50,9 @@ class Files:
         self.options = dict(options or {})
         self._pid = -1
         self._connect(str(url))
+        local = isinstance(self._fs, LocalFileSystem)
         #: the directory's URL, absolute, without a slash at the end
-        self.url: str = self._fs.unstrip_protocol(self._root)
+        self.url: str = self._fs.unstrip_protocol(self._root) if local else str(url).rstrip("/")
 
     def _connect(self, url: str) -> None:
         try:
@@ -175,11 +176,11 @@ class Files:
             yield
         except (FileNotFoundError, FileExistsError, DPFlowError):
             raise
-        except PermissionError as error:
-            raise AccessDeniedError(
-                f"{self.url}/{path}: {error}; look at the credentials and at the rights of their owner"
-            ) from error
         except Exception as error:
+            if _is_refusal(error):
+                raise AccessDeniedError(
+                    f"{self.url}/{path}: {error}; look at the credentials and at the rights of their owner"
+                ) from error
             raise StorageError(f"{self.url}/{path}: {type(error).__name__}: {error}") from error
 
     def _full(self, path: str) -> str:
@@ -193,6 +194,15 @@ class Files:
 
 
 _UNFINISHED = ".unfinished"
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether a storage said no: not every file system of fsspec has a type for that."""
+    while error is not None:
+        if isinstance(error, PermissionError) or getattr(error, "status", None) in (401, 403):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _is_directory(fs: Any, entry: Mapping[str, Any]) -> bool:

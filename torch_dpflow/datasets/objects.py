@@ -1,37 +1,75 @@
-"""Looks at the samples' own bytes where they lie, on any storage."""
+"""Looks at the samples' own objects where they lie: whether they are there, their sizes, their bytes."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import fsspec
 
+from torch_dpflow.datasets.spec import SampleMeta
+from torch_dpflow.datasets.storage import ByteRange, ObjectReader
+from torch_dpflow.errors import DPFlowError, ObjectMissingError, StorageError
+
+#: Samples whose bytes are in memory at a time, and sizes that are asked for at a time.
+_TOGETHER = 32
+
 
 class Objects:
-    """Sizes and bytes of objects by URL; names are literal: "#", "?" and "::" may be part of them."""
+    """Reads and measures many objects at a time, by URL. Names are literal: "#" and "?" may be part of them.
+
+    Use it in a `with` statement, in the thread that made it.
+    """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
+        self._reader = ObjectReader(options)
+        self._threads = ThreadPoolExecutor(_TOGETHER, "dpflow-objects")
+        self._file_systems: dict[str, Any] = {}
 
-    def size(self, url: str) -> int | None:
-        """Bytes; None where the storage does not say. Raises FileNotFoundError."""
-        fs, path = self._locate(url)
-        entry = fs.info(path)
+    def contents(self, places: Sequence[tuple[str, SampleMeta]]) -> Iterator[bytes | DPFlowError]:
+        """The bytes of each sample at its URL, or what went wrong; a few of them are in memory at a time."""
+        for first in range(0, len(places), _TOGETHER):
+            yield from self._reader.read_each(
+                [_span(url, sample) for url, sample in places[first : first + _TOGETHER]]
+            )
+
+    def sizes(self, urls: Sequence[str]) -> Iterator[int | DPFlowError | None]:
+        """The bytes of each object, None where the storage does not say, or what went wrong."""
+        for url in urls:
+            self._file_system(url)  # made here: each thread would make one of its own
+        return self._threads.map(self._size, urls)
+
+    def _size(self, url: str) -> int | DPFlowError | None:
+        fs = self._file_system(url)
+        try:
+            entry = fs.info(fs._strip_protocol(url))
+        except FileNotFoundError:
+            return ObjectMissingError(f"{url}: there is no such object")
+        except Exception as error:
+            return StorageError(f"{url}: {type(error).__name__}: {error}")
         if entry["type"] == "directory":
-            raise FileNotFoundError(f"{url} is a directory")
+            return ObjectMissingError(f"{url} is a directory")
         size = entry.get("size")
         return None if size is None else int(size)
 
-    def read(self, url: str, offset: int | None = None, length: int | None = None) -> bytes:
-        """The whole object, or `length` bytes of it from `offset` on. Raises FileNotFoundError."""
-        fs, path = self._locate(url)
-        if offset is None or length is None:
-            return bytes(fs.cat_file(path))
-        return bytes(fs.cat_file(path, start=offset, end=offset + length)) if length else b""
-
-    def _locate(self, url: str) -> tuple[Any, str]:
+    def _file_system(self, url: str) -> Any:
         protocol, separator, _ = url.partition("://")
-        fs = fsspec.filesystem(protocol if separator else "file", **self._options)
-        return fs, fs._strip_protocol(url if separator else os.path.abspath(url))
+        protocol = protocol if separator else "file"
+        if protocol not in self._file_systems:
+            self._file_systems[protocol] = fsspec.filesystem(protocol, **self._options)
+        return self._file_systems[protocol]
+
+    def __enter__(self) -> Objects:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown()
+        self._reader.close()
+
+
+def _span(url: str, sample: SampleMeta) -> ByteRange:
+    if sample.offset is None or sample.length is None:
+        return ByteRange(url)
+    return ByteRange(url, sample.offset, sample.offset + sample.length)

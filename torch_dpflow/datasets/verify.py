@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch_dpflow.datasets.checksums import matches
 from torch_dpflow.datasets.objects import Objects
 from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.store import StoredDataset
-from torch_dpflow.errors import DatasetError
+from torch_dpflow.errors import DatasetError, DPFlowError
 
-#: Objects that are looked at at the same time.
-_THREADS = 16
+#: A sample's number, where its object lies, and what is known of it.
+_Numbered = tuple[int, str, SampleMeta]
 
 
 class Problem(NamedTuple):
@@ -42,49 +41,60 @@ def verify(
         options: what fsspec needs to open the data; None: the same as for the store.
         progress: called with the number of samples that are checked, after every shard.
     """
-    objects = Objects(stored.options if options is None else options)
     first = 0
-    with ThreadPoolExecutor(_THREADS, "dpflow-verify") as threads:
+    with Objects(stored.options if options is None else options) as objects:
         for number in range(len(stored.variant.shards)):
             count = stored.variant.shard_samples(number)
             try:
                 samples = stored.shard(number).samples
             except (DatasetError, OSError) as error:
-                samples = []
                 yield Problem(first, count, _told(error))
-            looked_at = threads.map(lambda sample: _look(stored, objects, sample, data), samples)
-            for position, what in enumerate(looked_at, first):
-                if what is not None:
-                    yield Problem(position, 1, what)
+            else:
+                yield from _look(stored, objects if data else None, samples, first)
             first += count
             progress(first)
 
 
-def _look(stored: StoredDataset, objects: Objects, sample: SampleMeta, data: bool) -> str | None:
-    """What is wrong with a sample."""
-    try:
-        sample.fields()
-        url = stored.data_url(sample)
-        return _look_at_data(objects, sample, url) if data else None
-    except (DatasetError, OSError) as error:
-        return _told(error)
+def _look(
+    stored: StoredDataset, objects: Objects | None, samples: Sequence[SampleMeta], first: int
+) -> Iterator[Problem]:
+    """What is wrong with the samples of a shard, of which the first has number `first`."""
+    numbered: list[_Numbered] = []
+    for number, sample in enumerate(samples, first):
+        try:
+            sample.fields()
+            numbered.append((number, stored.data_url(sample), sample))
+        except DatasetError as error:
+            yield Problem(number, 1, _told(error))
+    if objects is not None:
+        yield from _look_at_bytes(objects, [place for place in numbered if place[2].checksum is not None])
+        yield from _look_at_sizes(objects, [place for place in numbered if place[2].checksum is None])
 
 
-def _look_at_data(objects: Objects, sample: SampleMeta, url: str) -> str | None:
-    if sample.checksum is not None:
-        content = objects.read(url, sample.offset, sample.length)
-        if sample.length is not None and len(content) != sample.length:
-            return f"{url} gave {len(content)} bytes instead of {sample.length}"
-        return None if matches(content, sample.checksum) else f"{url} does not match {sample.checksum}"
-    size = objects.size(url)
-    if size is None or sample.length is None:
-        return None
-    if sample.offset is None and size != sample.length:
-        return f"{url} has {size} bytes instead of {sample.length}"
-    if sample.offset is not None and size < sample.offset + sample.length:
-        return f"{url} has {size} bytes, the sample ends at {sample.offset + sample.length}"
-    return None
+def _look_at_bytes(objects: Objects, numbered: Sequence[_Numbered]) -> Iterator[Problem]:
+    contents = objects.contents([(url, sample) for _, url, sample in numbered])
+    for (number, url, sample), content in zip(numbered, contents):
+        assert sample.checksum is not None
+        if isinstance(content, DPFlowError):
+            yield Problem(number, 1, _told(content))
+        elif sample.length is not None and len(content) != sample.length:
+            yield Problem(number, 1, f"{url} has {len(content)} bytes instead of {sample.length}")
+        elif not matches(content, sample.checksum):
+            yield Problem(number, 1, f"{url} does not match {sample.checksum}")
+
+
+def _look_at_sizes(objects: Objects, numbered: Sequence[_Numbered]) -> Iterator[Problem]:
+    for (number, url, sample), size in zip(numbered, objects.sizes([url for _, url, _ in numbered])):
+        if isinstance(size, DPFlowError):
+            yield Problem(number, 1, _told(size))
+        elif size is None or sample.length is None:
+            continue
+        elif sample.offset is None and size != sample.length:
+            yield Problem(number, 1, f"{url} has {size} bytes instead of {sample.length}")
+        elif sample.offset is not None and size < sample.offset + sample.length:
+            end = sample.offset + sample.length
+            yield Problem(number, 1, f"{url} has {size} bytes, but the sample ends at {end}")
 
 
 def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, DatasetError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, DPFlowError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,125 @@
+"""The dataset store on object storages: the same as on a disk, with their own means of atomicity."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import pytest
+
+from tests.datasets.samples_source import Numbered, contents, numbers, publish
+from tests.datasets.storage.servers import BUCKET, S3_KEYS
+from torch_dpflow.datasets import DatasetStore, Draft, verify
+from torch_dpflow.datasets.importers.iterable import IterableImporter
+from torch_dpflow.errors import AccessDeniedError, DatasetNotFoundError, PublishedError
+from torch_dpflow.testing.oss_server import OSSServer
+
+_names = itertools.count()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_first(s3_endpoint: str) -> None:
+    """What lives as long as the session is not left behind by the test that first asks for it."""
+
+
+Address = tuple[str, dict[str, Any]]
+
+
+@pytest.fixture
+def s3_address(s3_endpoint: str) -> Iterator[Address]:
+    options = {**S3_KEYS, "endpoint_url": s3_endpoint}
+    yield f"s3://{BUCKET}/store-{next(_names)}/datasets", options
+    files = fsspec.filesystem("s3", **options)
+    files.close_session(files.loop, files._s3)
+    type(files).clear_instance_cache()
+
+
+@pytest.fixture
+def oss_address(s3_endpoint: str, oss: OSSServer) -> Iterator[Address]:
+    """After the S3 server, which has fsspec's thread started once for all."""
+    yield f"oss://{BUCKET}/datasets", oss.storage_options()
+    _close_oss(oss.storage_options())
+
+
+def _close_oss(options: dict[str, Any]) -> None:
+    fsspec.filesystem("oss", **options)._session.session.close()
+
+
+@pytest.fixture(params=["s3_address", "oss_address"])
+def address(request: pytest.FixtureRequest, s3_endpoint: str) -> Address:
+    """The URL of a store that does not exist, and what it takes to reach it."""
+    found: Address = request.getfixturevalue(request.param)
+    return found
+
+
+def test_a_store_is_the_same_as_on_a_disk(address: Address) -> None:
+    url, options = address
+    with pytest.raises(DatasetNotFoundError, match="no dataset store at"):
+        DatasetStore(url, **options)
+    store = DatasetStore.create(url, **options)
+    first = publish(store, Numbered(10))
+    second = publish(store, Numbered(5, first=10), version="v2", parent="v1", shard_size=None)
+    assert (store.ids(), store.versions("core/numbers")) == (["core/numbers"], ["v1", "v2"])
+    assert store.drafts("core/numbers") == []
+    assert contents(first) == numbers(10)
+    assert contents(DatasetStore(url, **options).open("core/numbers:v2:train")) == numbers(15)
+    assert list(verify(second, data=True)) == []
+    with pytest.raises(PublishedError):
+        Draft(store, "core/numbers", "v2")
+
+
+def test_an_import_goes_on_and_is_discarded(address: Address) -> None:
+    url, options = address
+    store = DatasetStore.create(url, **options)
+
+    def breaking() -> Iterator[Any]:
+        yield from numbers(6)
+        raise KeyboardInterrupt
+
+    draft = Draft(store, "core/numbers", "v1")
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            draft.add("train", IterableImporter(breaking(), name="numbered"), shard_size=4)
+        draft.discard()
+    with pytest.raises(KeyboardInterrupt):
+        draft.add("train", IterableImporter(breaking(), name="numbered"), shard_size=4)
+    source = Numbered(9)
+    draft.add("train", IterableImporter(source, name="numbered"), shard_size=4)
+    draft.publish()
+    assert source.asked == [3, 4, 5, 6, 7, 8]
+    assert contents(store.open("core/numbers")) == numbers(9)
+
+
+def test_of_many_who_create_an_object_at_once_one_succeeds(address: Address) -> None:
+    url, options = address
+    files = DatasetStore.create(url, **options).files
+    together = threading.Barrier(4)
+    won: list[int] = []
+
+    def create(number: int) -> None:
+        together.wait()
+        try:
+            files.create("race", b"%d" % number)
+        except FileExistsError:
+            return
+        won.append(number)
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert files.read("race") == b"%d" % won[0]
+    assert len(won) == 1
+
+
+def test_wrong_credentials_are_told(oss_address: Address) -> None:
+    url, options = oss_address
+    DatasetStore.create(url, **options)
+    wrong = {**options, "secret": "another"}
+    with pytest.raises(AccessDeniedError, match=r"oss://data/datasets/store\.json.*credentials"):
+        DatasetStore(url, **wrong)
+    _close_oss(wrong)
