@@ -7,6 +7,7 @@
     │   ├── OptionError            (ValueError)  a value out of range
     │   ├── OptionTypeError        (TypeError)   a value of the wrong type
     │   ├── StateError             (ValueError)  a state_dict that does not fit
+    │   ├── LifetimeError          (RuntimeError)  used in a process that it does not belong to
     │   ├── NotPicklableError      (PicklingError, TypeError, AttributeError)  cannot travel to a worker
     │   └── MissingExtraError      (ImportError)  an optional dependency is not installed
     ├── DatasetError               a dataset store, or what it names
@@ -59,6 +60,10 @@ class OptionTypeError(UsageError, TypeError):
 
 class StateError(UsageError, ValueError):
     """A state_dict does not fit the object that is to load it."""
+
+
+class LifetimeError(UsageError, RuntimeError):
+    """An object is used in a process that it does not belong to."""
 
 
 class NotPicklableError(UsageError, pickle.PicklingError, TypeError, AttributeError):

@@ -77,8 +77,8 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     @property
     def closed(self) -> bool:
-        """Whether its workers have been shut down."""
-        return self._shard is None
+        """Whether its workers have been ended, or are not this process's."""
+        return self._shard is None or not self._shard.is_own
 
     @property
     def _workers(self) -> list[Any]:
@@ -181,7 +181,9 @@ class WorkerIterator(_BaseDataLoaderIter):
                 self._finish()
                 raise StopIteration
             if self._shard is None:
-                raise WorkerError("the workers of this iteration were shut down after an error; begin another one")
+                raise WorkerError(
+                    "the workers of this iteration were shut down after an error; begin another one"
+                )
             self._await_event()
 
     def _deliver(self, flight: Flight) -> Any:

@@ -102,7 +102,7 @@ class DPFlowDataLoader(DataLoader[T]):
 
     def __iter__(self) -> Any:
         if isinstance(self._iterator, WorkerIterator) and self._iterator.closed:
-            self._iterator = None  # persistent workers that an error has ended: start others
+            self._iterator = None  # persistent workers that an error has ended, or a parent's: start others
         return super().__iter__()
 
     def _get_iterator(self) -> Any:

@@ -22,7 +22,7 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 
 from torch_dpflow.directory import PrivateDirectory
-from torch_dpflow.errors import MessageError
+from torch_dpflow.errors import LifetimeError, MessageError
 from torch_dpflow.log import LOADER
 from torch_dpflow.platforms.base import Platform, WorkerHandle
 from torch_dpflow.platforms.local import end_all
@@ -159,7 +159,12 @@ class PrivateShard:
         self._command(lambda: self._shard.cancel(tasks))
 
     def wait(self, timeout_s: float | None) -> Event | None:
-        """The next event, in the order in which they happened; None when none comes in time."""
+        """The next event, in the order in which they happened; None when none comes in time.
+
+        Raises:
+            LifetimeError: this process was forked from the one that made the shard; nothing would ever come.
+        """
+        self._check_owner()
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
             # Now and then Python must come by to see a signal that another thread has taken.
@@ -170,7 +175,8 @@ class PrivateShard:
                 return None
 
     def poll(self) -> Event | None:
-        """The next event if it has happened already."""
+        """The next event if it has happened already. Raises as `wait`."""
+        self._check_owner()
         return None if self._events.empty() else self._events.get()
 
     def begin_epoch(self, order: EpochOrder, streams: Sequence[StreamState | None]) -> None:
@@ -199,6 +205,11 @@ class PrivateShard:
         return obituary
 
     @property
+    def is_own(self) -> bool:
+        """Whether this process made it; a forked child has inherited the object, not what it owns."""
+        return self._owner == os.getpid()
+
+    @property
     def handles(self) -> list[WorkerHandle]:
         """The workers' processes, by number."""
         return [handle for _, handle in sorted(self._handles.items())]
@@ -210,8 +221,8 @@ class PrivateShard:
 
     def close(self, *, grace_s: float = GRACE_S) -> None:
         """End the workers and the thread and leave nothing behind. May be called twice."""
-        if self._owner != os.getpid():
-            return  # a forked child has inherited the object, not what it owns
+        if not self.is_own:
+            return
         if threading.current_thread() is self._thread:
             # The garbage collector found the loader's iterator in this very thread, which cannot wait for itself.
             threading.Thread(target=self.close, name="dpflow-close").start()
@@ -225,8 +236,18 @@ class PrivateShard:
             self._shut_down()
         handles, self._handles = list(self._handles.values()), {}
         end_all(handles)
+        # The shard and this object know each other, so what they hold would wait for the garbage collector.
         self._readers.clear()
+        while self.poll() is not None:
+            pass
         self._directory.remove()
+
+    def _check_owner(self) -> None:
+        if not self.is_own:
+            raise LifetimeError(
+                f"this iterator was made in process {self._owner} before the fork and belongs to it; iterate the "
+                "loader anew in this process"
+            )
 
     # -- for both ----------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import pytest
 from tests.loader_cases import Indices
 from tests.new_process import in_fork, interpreter, run_interpreter
 from tests.workers import has_ended, worker_pids
+from torch_dpflow.errors import LifetimeError
 
 BLOCKED = """
 import json, multiprocessing, sys, threading
@@ -235,8 +236,9 @@ def test_a_forked_child_leaves_the_parents_workers_alone(OurLoader: Any) -> None
     assert seen == list(range(60))
 
 
-def test_a_forked_child_may_use_the_loader(Loader: Any) -> None:
-    loader = Loader(Indices(20), batch_size=2, num_workers=1)
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_a_forked_child_may_use_the_loader(OurLoader: Any, persistent_workers: bool) -> None:
+    loader = OurLoader(Indices(20), batch_size=2, num_workers=1, persistent_workers=persistent_workers)
     iterator = iter(loader)
     next(iterator)
     assert in_fork(lambda: [int(index) for batch in loader for index in batch]) == list(range(20))
@@ -252,9 +254,9 @@ def test_an_inherited_iterator_says_that_it_belongs_to_another_process(
     next(iterator)
 
     def use() -> str:
-        with pytest.raises(RuntimeError) as raised:
+        with pytest.raises(LifetimeError) as raised:
             next(iterator)
         return str(raised.value)
 
-    assert "process" in in_fork(use)
+    assert f"process {os.getpid()}" in in_fork(use)
     assert [int(index) for batch in iterator for index in batch] == list(range(2, 20))

@@ -172,7 +172,6 @@ class BatchSource:
 
 
 def _become_worker(assignment: Assignment, worker: int) -> None:
-    torch._C._set_worker_signal_handlers()
     torch.set_num_threads(1)
     seed = assignment.base_seed + worker
     random.seed(seed)

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch._utils import ExceptionWrapper
 
 from torch_dpflow.errors import NotPicklableError
@@ -66,6 +67,10 @@ def main(sealed: Sealed, post: Post) -> None:
         post: where.
     """
     end_with(post.owner, post.directory)
+    # In this order: torch's handlers take the place of Python's, which call what they have found. And a handler
+    # that is inherited would not be installed again.
+    faulthandler.disable()
+    torch._C._set_worker_signal_handlers()
     with open(last_words_path(post), "w") as words:
         faulthandler.enable(file=words)
         try:
