@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.importers.listing import ListingImporter
 from torch_dpflow.datasets.importers.registry import make_importer
 from torch_dpflow.datasets.importers.speech import SpeechImporter
-from torch_dpflow.errors import OptionError, SourceError
+from torch_dpflow.errors import MissingExtraError, OptionError, SourceError
 
 
 def _write(root: Path, *paths: str) -> None:
@@ -292,6 +293,12 @@ def test_what_is_wrong_with_a_table_is_told(tmp_path: Path) -> None:
         list(ListingImporter(str(tmp_path / "gone.csv")).items())
     with pytest.raises(OptionError, match=r"ends with \.xlsx; give a \.csv"):
         ListingImporter("list.xlsx")
+
+
+def test_without_pyarrow_the_way_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'torch_dpflow\[datasets\]'"):
+        next(ListingImporter(str(tmp_path / "list.csv")).items())
 
 
 # -- iterables and names -------------------------------------------------------------------------------------
