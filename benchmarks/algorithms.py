@@ -186,13 +186,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     scale = Scale.quick() if arguments.quick else Scale(rounds=arguments.rounds)
     todo = [step for step in steps(scale) if arguments.only is None or arguments.only in step[0]]
     results: list[Result] = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    # Redirected, lines of JSON for a file would go to the terminal that shows the bar.
+    with Progress(console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
         task = progress.add_task("starting", total=len(todo))
         for label, measure in todo:
             progress.update(task, description=label)
-            results += measure()
+            measured = measure()
+            # At once, because all of it takes long and half of it is worth having.
+            if arguments.json:
+                _print_json(measured)
+            results += measured
             progress.advance(task)
-    _publish(results, as_json=arguments.json)
+    if not arguments.json:
+        _print_tables(results)
     return 0
 
 
@@ -215,12 +221,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _publish(results: Sequence[Result], *, as_json: bool) -> None:
-    if as_json:
-        machine = report.facts()
-        for result in results:
-            print(json.dumps({"benchmark": "algorithms", **result.record(), "machine": machine}), flush=True)
-        return
+def _print_json(results: Sequence[Result]) -> None:
+    machine = report.facts()
+    for result in results:
+        print(json.dumps({"benchmark": "algorithms", **result.record(), "machine": machine}), flush=True)
+
+
+def _print_tables(results: Sequence[Result]) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=180)
     for what in dict.fromkeys(result.what for result in results):
         console.print(_table(what, [result for result in results if result.what == what]))

@@ -126,7 +126,8 @@ def _publish_outcomes(
 
 def _progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    # Redirected, lines of JSON for a file would go to the terminal that shows the bar.
+    return Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
 
 
 def _console() -> Console:
