@@ -12,6 +12,8 @@ proportion to its samples. They go when the version is published.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, takewhile
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -28,6 +30,9 @@ from torch_dpflow.datasets.spec import (
     encode_file,
 )
 from torch_dpflow.errors import OptionError
+
+#: Notes that are read at the same time: there may be thousands, each a round trip away.
+_READ_THREADS = 16
 
 
 class DraftRecord(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-draft"):
@@ -90,13 +95,11 @@ class Progress:
 
     def shards(self, first: int) -> list[ImportedShard]:
         """The shards that are written, from number `first` on without a gap."""
-        names = {child.name for child in self._files.children(self._folder)}
-        found: list[ImportedShard] = []
-        while (name := f"ms-{first + len(found)}.json") in names:
-            found.append(
-                decode_file(self._files.read(f"{self._folder}/{name}"), ImportedShard, self._name(name))
-            )
-        return found
+        present = {child.name for child in self._files.children(self._folder)}
+        names = list(takewhile(present.__contains__, (f"ms-{number}.json" for number in count(first))))
+        with ThreadPoolExecutor(_READ_THREADS, "dpflow-progress") as threads:
+            notes = threads.map(self._files.read, [f"{self._folder}/{name}" for name in names])
+            return [decode_file(note, ImportedShard, self._name(name)) for name, note in zip(names, notes)]
 
     def note_shard(self, shard: ImportedShard) -> None:
         """A shard is in its place."""
