@@ -6,6 +6,7 @@ from torch_dpflow.errors import DPFlowError
 from torch_dpflow.loader import DPFlowDataLoader
 from torch_dpflow.metrics import LoaderStats
 from torch_dpflow.options import LoaderOptions
+from torch_dpflow.remote.job_options import JobOptions
 from torch_dpflow.samplers import DynaGCSSampler
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "DPFlowDataLoader",
     "DPFlowError",
     "DynaGCSSampler",
+    "JobOptions",
     "LoaderOptions",
     "LoaderStats",
     "__version__",

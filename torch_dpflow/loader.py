@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from torch_dpflow.errors import OptionTypeError, StateError
+from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.iterator import WorkerIterator
 from torch_dpflow.metrics import LoaderStats
 from torch_dpflow.opening import kind_of, length_of
@@ -15,6 +15,8 @@ from torch_dpflow.options import LoaderOptions
 from torch_dpflow.plan import generator_state
 from torch_dpflow.progress import Run
 from torch_dpflow.rebuilding import AskedByAccelerate, WorkerCount
+from torch_dpflow.remote.job_options import JobOptions
+from torch_dpflow.shared import SharedLoaderIterator, check_shareable
 from torch_dpflow.single import SingleProcessIterator
 from torch_dpflow.state import LoaderState
 
@@ -37,13 +39,21 @@ class DPFlowDataLoader(DataLoader[T]):
 
     Not thread-safe: iterate, save and load in one thread. In a forked child it can be iterated anew.
 
+    With `flow`, jobs that read the same data share one loading of it: each sample is loaded once for all of them by
+    the workers of a cluster (`dpflow up`), and this process puts batches together. See `JobOptions`.
+
     Args:
         options: what goes beyond torch's arguments, a `LoaderOptions`; None for its defaults.
+        flow: the shared flow's name, as "imagenet/train"; with ":v2" and so on after it once the dataset has changed.
+        address: of the cluster that the flow lives in: a connection file, or "auto" for the one that DPFLOW_ADDRESS
+            names or that runs on this machine. None: "auto".
+        job: what this job asks of the flow, a `JobOptions`; None for its defaults.
 
     The others are torch's; see its documentation.
 
     Raises:
-        OptionTypeError: `options` is something else.
+        OptionTypeError: `options` or `job` is something else.
+        OptionError: the flow's name is not allowed, or the loader cannot be shared.
         ValueError, TypeError: as torch's loader.
     """
 
@@ -71,6 +81,9 @@ class DPFlowDataLoader(DataLoader[T]):
         pin_memory_device: str = "",
         in_order: bool = True,
         options: LoaderOptions | None = None,
+        flow: str | None = None,
+        address: str | None = None,
+        job: JobOptions | None = None,
     ) -> None:
         if options is not None and not isinstance(options, LoaderOptions):
             raise OptionTypeError(
@@ -98,9 +111,15 @@ class DPFlowDataLoader(DataLoader[T]):
         # Under the names of the arguments: Lightning rebuilds a loader from the attributes that have them.
         self.options = options
         self.num_workers = WorkerCount.carrying(num_workers, options)
+        self.flow = flow
+        self.address = address
+        self.job = job
         self._run = Run()
+        self._check_sharing()
 
     def __iter__(self) -> Any:
+        if self.flow is not None:
+            return SharedLoaderIterator(self)
         if isinstance(self._iterator, WorkerIterator) and self._iterator.closed:
             self._iterator = None  # persistent workers that an error has ended, or a parent's: start others
         return super().__iter__()
@@ -148,6 +167,19 @@ class DPFlowDataLoader(DataLoader[T]):
     def stats(self) -> LoaderStats:
         """What this loader has done so far, over all its iterations."""
         return self._run.meter.snapshot()
+
+    def _check_sharing(self) -> None:
+        if self.job is not None and not isinstance(self.job, JobOptions):
+            raise OptionTypeError(
+                f"job={self.job!r} is a {type(self.job).__name__}; give a torch_dpflow.JobOptions or None"
+            )
+        if self.flow is not None:
+            check_shareable(self)
+        elif self.address is not None or self.job is not None:
+            raise OptionError(
+                f"address={self.address!r}, job={self.job!r} without a flow: name the flow that the jobs share, as "
+                "flow='imagenet/train'"
+            )
 
     def _check_fits(self, state: LoaderState) -> None:
         kind, length = kind_of(self), length_of(self)

@@ -79,7 +79,7 @@ class Plan:
             return None
         if self._by_count:
             return self._sampler.state_dict(consumed=samples)
-        for passed in [p for p in self._snapshots if p < position]:
+        for passed in [p for p in list(self._snapshots) if p < position]:
             del self._snapshots[passed]
         return self._snapshots[position]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -14,10 +14,20 @@ from torch_dpflow.plan import Plan, generator_state, replay, stateful_part
 from torch_dpflow.rng import RngState, capture_rng, preserved_rng, restore_generator
 from torch_dpflow.state import LoaderState, OpeningStep, StreamState
 
+if TYPE_CHECKING:
+    from torch_dpflow.remote.client import SharedJob
+
 #: How torch begins an epoch without workers, with new ones and with those that it kept.
 OPENING_ALONE: tuple[OpeningStep, ...] = ("order", "seed")
 OPENING_WORKERS: tuple[OpeningStep, ...] = ("order", "seed", "order")
 OPENING_AGAIN: tuple[OpeningStep, ...] = ("order",)
+
+
+class Position(Protocol):
+    """What a loader asks of its latest iteration."""
+
+    def state(self) -> LoaderState:
+        """From what the rest of the iteration, or the next one, can be had. No side effect."""
 
 
 class Run:
@@ -29,7 +39,9 @@ class Run:
         #: A state that the next iteration begins with.
         self.pending: LoaderState | None = None
         #: The latest iteration.
-        self.progress: Progress | None = None
+        self.progress: Position | None = None
+        #: The job, where the loader has a flow and was iterated.
+        self.job: SharedJob | None = None
         self.meter = LoaderMeter()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -82,6 +82,8 @@ class LoaderState:
     due: list[int] = field(default_factory=list)
     #: The worker after those.
     next_worker: int = 0
+    #: Where the order is the router's of a shared flow: what the job has read of it.
+    shared: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """A dict of plain types of the caller's own; what the dataset and the sampler keep is as they gave it."""
@@ -131,7 +133,10 @@ class LoaderState:
         for name in ("epoch", "position", "samples", "next_worker"):
             if getattr(self, name) < 0:
                 raise StateError(f"the state's {name} is {getattr(self, name)}; it must be an int >= 0")
-        if not self.fresh and (self.plan_rng is None or self.base_seed is None or not self.opening):
+        if self.shared is not None and self.base_seed is None:
+            raise StateError("the state is damaged: it is of a shared flow but lacks the job's seed")
+        has_origin = self.plan_rng is not None and self.base_seed is not None and self.opening
+        if not (self.fresh or self.shared is not None or has_origin):
             raise StateError(
                 "the state is damaged: it is in mid-epoch but lacks what its plan was drawn from"
             )

@@ -110,6 +110,8 @@ class SharedIterator:
         self._out: queue.Queue[_Ready | None] = queue.Queue(pipeline.ready)
         self._closed = threading.Event()
         self._over = False
+        #: Samples in the batch that was handed out last, or in whose place an error was.
+        self.latest_samples = 0
         #: Batches that shards have been told of, the oldest first; those before the end of `_fetching` are fetched.
         self._asked: deque[_Batch] = deque()
         self._fetching = 0
@@ -129,6 +131,7 @@ class SharedIterator:
             self.close()
             raise StopIteration
         self._delivered(ready.keys)
+        self.latest_samples = len(ready.keys)
         if isinstance(ready.error, ExceptionWrapper):
             ready.error.reraise()
         if isinstance(ready.error, BaseException):

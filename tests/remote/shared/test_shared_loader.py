@@ -1,0 +1,134 @@
+"""DPFlowDataLoader over a shared flow: one changed argument, the loader's promises kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from tests.loader_cases import Stream
+from tests.shared_cluster import TestCluster
+from tests.shared_datasets import Failing, Numbers
+from torch_dpflow import DPFlowDataLoader, JobOptions
+from torch_dpflow.errors import OptionError, OptionTypeError, StateError
+
+Make = Callable[..., DPFlowDataLoader[Any]]
+QUICK = JobOptions(idle_s=3.0, patience_s=60.0)
+
+
+@pytest.fixture
+def make(cluster: TestCluster, flow: str) -> Any:
+    """A loader over this test's flow."""
+
+    def make(dataset: Any, **arguments: Any) -> DPFlowDataLoader[Any]:
+        return DPFlowDataLoader(
+            dataset, flow=flow, address=cluster.address, job=QUICK, num_workers=2, **arguments
+        )
+
+    return make
+
+
+def keys(batches: Any) -> list[int]:
+    return [int(key) for _, labels in batches for key in labels]
+
+
+def test_a_shuffled_epoch_is_every_sample_once(make: Make) -> None:
+    loader = make(Numbers(101), batch_size=8, shuffle=True)
+    orders = [keys(loader) for _ in range(3)]
+    assert all(sorted(order) == list(range(101)) for order in orders)
+    assert len(set(map(tuple, orders))) == 3
+    stats = loader.stats()
+    assert (stats.epochs, stats.batches, stats.samples) == (3, 39, 303)
+    assert len(loader) == 13
+
+
+@pytest.mark.parametrize(
+    "given", [{"shuffle": False}, {"batch_sampler": [[3, 1], [2]]}, {"drop_last": True}], ids=str
+)
+def test_any_other_order_is_torchs(make: Make, given: dict[str, Any]) -> None:
+    sizes = {} if "batch_sampler" in given else {"batch_size": 4}
+    theirs = DataLoader(Numbers(30), **sizes, **given)
+    ours = make(Numbers(30), **sizes, **given)
+    for _ in range(2):
+        for mine, expected in zip(ours, theirs, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(mine, expected, strict=True))
+
+
+def test_a_rank_reads_its_part(make: Make) -> None:
+    sampler: Any = DistributedSampler(range(30), num_replicas=2, rank=1, seed=3)
+    loader = make(Numbers(30), batch_size=4, sampler=sampler)
+    assert keys(loader) == list(sampler)
+
+
+def test_samples_without_batches(make: Make) -> None:
+    loader = make(Numbers(5), batch_size=None)
+    assert [int(label) for _, label in loader] == [0, 1, 2, 3, 4]
+
+
+def test_two_jobs_load_each_sample_about_once(make: Make, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    one, other = (make(Numbers(120, log=log), batch_size=8, shuffle=True) for _ in range(2))
+    seen: tuple[list[int], list[int]] = ([], [])
+    for first, second in zip(one, other, strict=True):
+        seen[0].extend(first[1].tolist())
+        seen[1].extend(second[1].tolist())
+    assert sorted(seen[0]) == sorted(seen[1]) == list(range(120))
+    assert len(log.read_text().split()) < 240
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_an_epoch_is_resumed_by_another_loader(make: Make, shuffle: bool) -> None:
+    begun = make(Numbers(60), batch_size=4, shuffle=shuffle)
+    seen = keys(islice(begun, 6))
+    state = begun.state_dict()
+    again = make(Numbers(60), batch_size=4, shuffle=shuffle)
+    again.load_state_dict(state)
+    assert sorted(seen + keys(again)) == list(range(60))
+    assert sorted(keys(again)) == list(range(60))
+
+
+def test_a_state_of_another_kind_is_refused(make: Make) -> None:
+    plain = DPFlowDataLoader(Numbers(20), batch_size=4, shuffle=True)
+    next(iter(plain))
+    loader = make(Numbers(20), batch_size=4, shuffle=True)
+    loader.load_state_dict(plain.state_dict())
+    with pytest.raises(StateError, match="without a flow"):
+        iter(loader)
+    assert sorted(keys(loader)) == list(range(20))
+    state = loader.state_dict()
+    assert state["fresh"]
+
+
+def test_an_error_names_its_type_and_the_loader_goes_on(make: Make) -> None:
+    loader = make(Failing(12, raises=5), batch_size=4)
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(LookupError, match="no such image: 5"):
+        next(iterator)
+    next(iterator)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "hint"),
+    [
+        ({"flow": "no spaces"}, OptionError, "no spaces"),
+        ({"flow": "a:v"}, OptionError, "a:v"),
+        ({"address": "auto"}, OptionError, "without a flow"),
+        ({"flow": "a", "job": {"ready": 1}}, OptionTypeError, "JobOptions"),
+        ({"flow": "a", "num_workers": 1, "timeout": 3}, OptionError, "patience_s"),
+    ],
+    ids=str,
+)
+def test_what_is_not_allowed_is_refused_at_once(arguments: dict[str, Any], error: Any, hint: str) -> None:
+    with pytest.raises(error, match=hint):
+        DPFlowDataLoader(Numbers(4), **arguments)
+
+
+def test_iterable_datasets_are_not_shared() -> None:
+    with pytest.raises(OptionError, match="map-style"):
+        DPFlowDataLoader(Stream(4), flow="a")
