@@ -1,0 +1,71 @@
+"""The wheel and the source distribution: they build without a network, and hold the library and nothing else."""
+
+from __future__ import annotations
+
+import email
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import torch_dpflow
+
+ROOT = Path(__file__).resolve().parents[2]
+#: The build back end writes beside what it builds, so it gets a copy.
+NEEDED = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+BUILD = """
+from setuptools import build_meta
+build_meta.build_wheel("dist")
+build_meta.build_sdist("dist")
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a wheel and a source distribution."""
+    copy = tmp_path_factory.mktemp("source")
+    for name in NEEDED:
+        shutil.copy(ROOT / name, copy)
+    shutil.copytree(
+        ROOT / "torch_dpflow", copy / "torch_dpflow", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD], cwd=copy, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return copy / "dist"
+
+
+def test_the_wheel_holds_every_module_and_the_mark_of_its_types(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "torch_dpflow").rglob("*.py")}
+    assert names == modules | {"torch_dpflow/py.typed"}
+
+
+def test_the_metadata_tells_what_a_user_needs(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(archive.read(name))
+        entry_points = archive.read(name.replace("METADATA", "entry_points.txt")).decode()
+    assert metadata["Name"] == "torch_dpflow"
+    assert metadata["Version"] == torch_dpflow.__version__
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert "torch>=2.4" in metadata.get_all("Requires-Dist")
+    assert "DPFlowDataLoader" in str(metadata.get_payload())
+    assert "dpflow = torch_dpflow.cli:main" in entry_points
+
+
+def test_the_source_distribution_builds_the_same(built: Path) -> None:
+    (source,) = built.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert set(NEEDED) <= names
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "torch_dpflow").rglob("*.py")}
+    assert modules <= names

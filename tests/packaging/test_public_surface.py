@@ -1,0 +1,77 @@
+"""What `import torch_dpflow` offers, what it brings along, and what refuses to be imported by another name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import torch_dpflow
+
+ROOT = Path(__file__).resolve().parents[2]
+HALVES = ("caches", "remote", "samplers")
+#: None of these may be imported by users who did not ask for it.
+UNASKED = (
+    "torchvision",
+    "torchdata",
+    "lightning",
+    "PIL",
+    "ray",
+    "boto3",
+    "botocore",
+    "oss2",
+    "ossfs",
+    "s3fs",
+    "redis",
+    "pyarrow",
+    "prometheus_client",
+    "click",
+    "rich",
+    "pytest",
+    "hypothesis",
+    "torch_dpflow.testing",
+    "torch_dpflow.cli",
+)
+
+
+def test_all_is_sorted_and_names_what_is_there() -> None:
+    public = {
+        name
+        for name, value in vars(torch_dpflow).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    assert torch_dpflow.__all__ == sorted(torch_dpflow.__all__)
+    assert set(torch_dpflow.__all__) == public | {"__version__"}
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_the_halves_name_what_is_there(half: str) -> None:
+    module = __import__(f"torch_dpflow.{half}", fromlist=["*"])
+    for name in getattr(module, "__all__", []):
+        assert hasattr(module, name)
+
+
+def test_importing_the_library_brings_nothing_that_only_some_need() -> None:
+    program = (
+        f"import json, sys, torch_dpflow; print(json.dumps([m for m in {UNASKED!r} if m in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_half_refuses_to_be_imported_from_the_root(half: str) -> None:
+    """The links beside the package are for people; a second copy of a class would unpickle nowhere."""
+    assert (ROOT / half).is_symlink()
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {half}"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError:")
+    assert f"import 'torch_dpflow.{half}' instead" in last
