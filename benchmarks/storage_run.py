@@ -1,0 +1,83 @@
+"""One side of `benchmarks.storage`, once, in this process, which does nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import resource
+import time
+
+from benchmarks.loader_run import processor_s, reap_workers
+from benchmarks.report import Figures
+from benchmarks.storage_corpus import SAMPLES, object_name
+from benchmarks.storage_sides import CLIENTS, SIDES, Place
+
+
+def time_epoch(place: Place, side: str) -> Figures:
+    """Read one epoch; the clock runs from `iter()` to the last batch."""
+    batches = SIDES[place.kind][side](place)
+    processor_before = processor_s()
+    begun = time.perf_counter()
+    first_s, samples = 0.0, 0
+    for batch in batches:
+        first_s = first_s or time.perf_counter() - begun
+        samples += len(batch)
+    taken_s = time.perf_counter() - begun
+    del batches
+    reap_workers()
+    return {
+        "samples_per_s": samples / taken_s,
+        "cpu_ms_per_sample": (processor_s() - processor_before) / samples * 1e3,
+        "first_batch_ms": first_s * 1e3,
+        "worker_mib": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024,
+        "samples": samples,
+    }
+
+
+def time_gets(place: Place, client: str) -> Figures:
+    """Read objects one after the other, without a loader: what one GET costs this process."""
+    read = CLIENTS[place.kind][client](place)
+    for index in range(20):
+        read(object_name(index))
+    processor_before = processor_s()
+    begun = time.perf_counter()
+    size = sum(len(read(object_name(index % SAMPLES))) for index in range(place.samples))
+    taken_s = time.perf_counter() - begun
+    return {
+        "cpu_us_per_get": (processor_s() - processor_before) / place.samples * 1e6,
+        "gets_per_s": place.samples / taken_s,
+        "kb_per_get": size / place.samples / 1e3,
+    }
+
+
+def digest(place: Place, side: str) -> list[object]:
+    """How many samples an epoch has, and a sum of their hashes, which their order does not change."""
+    samples, total = 0, 0
+    for batch in SIDES[place.kind][side](place):
+        for data in batch:
+            samples += 1
+            total += int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
+    return [samples, f"{total % (1 << 64):016x}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.storage_run", description=__doc__)
+    parser.add_argument("kind", choices=SIDES)
+    parser.add_argument("side")
+    parser.add_argument("--endpoint", default="")
+    parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--gets", action="store_true", help="no loader: one GET after the other")
+    parser.add_argument("--digest", action="store_true", help="print what an epoch has, time nothing")
+    arguments = parser.parse_args()
+    place = Place(kind=arguments.kind, endpoint=arguments.endpoint, samples=arguments.samples)
+    if arguments.digest:
+        print(json.dumps(digest(place, arguments.side)))
+    elif arguments.gets:
+        print(json.dumps(time_gets(place, arguments.side)))
+    else:
+        print(json.dumps(time_epoch(place, arguments.side)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The storage benchmark's servers serve its bucket, and its clients read the same."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from benchmarks.storage import _chosen, served, sides_of
+from benchmarks.storage_corpus import object_name
+from benchmarks.storage_sides import CLIENTS, Place, PlainReads, open_oss2, open_ours
+
+CONTENT = b"encoded JPEG" * 1000
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Path:
+    """A bucket with one object."""
+    path = tmp_path / object_name(0)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(CONTENT)
+    return tmp_path
+
+
+def test_the_vendors_client_and_ours_read_the_same_from_the_server(bucket: Path) -> None:
+    with served("oss", bucket, 0.0) as endpoint:
+        place = Place(kind="oss", endpoint=endpoint)
+        for client in (open_oss2, open_ours):
+            assert PlainReads(lambda client=client: client(place))[0] == CONTENT
+
+
+def test_the_disk_needs_no_server(bucket: Path) -> None:
+    with served("disk", bucket, 30.0) as endpoint:
+        assert endpoint == ""
+
+
+@pytest.mark.parametrize("kind", ["disk", "oss", "s3"])
+def test_every_storage_has_a_plain_side_first_and_both_loaders_over_udr(kind: str) -> None:
+    first, *others = sides_of(kind)
+    assert first.startswith("torch + ")
+    assert others[:2] == ["torch + UDR", "dpflow + UDR"]
+    assert list(CLIENTS[kind])[-1] == "ours"
+
+
+def test_workloads_are_chosen_by_name() -> None:
+    assert _chosen("gets,disk") == ["gets", "disk"]
+    with pytest.raises(argparse.ArgumentTypeError, match="tape"):
+        _chosen("disk,tape")
