@@ -39,13 +39,19 @@ UNASKED = (
 
 
 def test_all_is_sorted_and_names_what_is_there() -> None:
-    public = {
-        name
-        for name, value in vars(torch_dpflow).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType)
-    }
+    for name in torch_dpflow.__all__:
+        assert getattr(torch_dpflow, name) is not None
+    public = {name for name in dir(torch_dpflow) if not name.startswith("_")}
+    modules = {name for name in public if isinstance(getattr(torch_dpflow, name), ModuleType)}
     assert torch_dpflow.__all__ == sorted(torch_dpflow.__all__)
-    assert set(torch_dpflow.__all__) == public | {"__version__"}
+    assert set(torch_dpflow.__all__) == public - modules - {"Any", "TYPE_CHECKING", "import_module"} | {
+        "__version__"
+    }
+
+
+def test_what_is_not_there_is_refused_with_what_is() -> None:
+    with pytest.raises(AttributeError, match="DPFlowDataLoader"):
+        torch_dpflow.DataLoader  # noqa: B018
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -57,7 +63,8 @@ def test_the_halves_name_what_is_there(half: str) -> None:
 
 def test_importing_the_library_brings_nothing_that_only_some_need() -> None:
     program = (
-        f"import json, sys, torch_dpflow; print(json.dumps([m for m in {UNASKED!r} if m in sys.modules]))"
+        "import json, sys\nfrom torch_dpflow import *\n"
+        f"print(json.dumps([m for m in {UNASKED!r} if m in sys.modules]))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
