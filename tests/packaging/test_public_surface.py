@@ -51,7 +51,7 @@ def test_all_is_sorted_and_names_what_is_there() -> None:
 
 def test_what_is_not_there_is_refused_with_what_is() -> None:
     with pytest.raises(AttributeError, match="DPFlowDataLoader"):
-        torch_dpflow.DataLoader  # noqa: B018
+        torch_dpflow.DataLoader
 
 
 @pytest.mark.parametrize("half", HALVES)
