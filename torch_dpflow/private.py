@@ -279,12 +279,16 @@ class PrivateShard:
 
     def _turn(self) -> None:
         message = self._listener.receive(None)
+        # A death wakes it without a message; to ask every worker after every message would cost more than the rest.
+        ended = (
+            [] if message is not None else [w for w, handle in self._watched.items() if handle.has_ended()]
+        )
         while message is not None:
             self._shard.hear(*message)
             message = self._listener.receive(0)
         while self._commands:
             self._commands.popleft()()
-        for worker in [worker for worker, handle in self._watched.items() if handle.has_ended()]:
+        for worker in ended:
             self._dismiss(worker)
 
     def _shut_down(self) -> None:
