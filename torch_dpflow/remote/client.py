@@ -78,9 +78,19 @@ def open_job(
     dataset, repeatable = unwrap(dataset, options)
     size = length_of(dataset)
     chosen = None if indices is None else check_indices(indices, size)
-    assignment = SampleAssignment(dataset=dataset, worker_init_fn=worker_init_fn).pack()
-    spec = describe(flow, version, dataset, size, assignment, repeatable, workers, options)
-    register(cluster, spec, assignment)
+    assignment = SampleAssignment(dataset=dataset, worker_init_fn=worker_init_fn)
+    packed = assignment.pack()
+    spec = describe(
+        flow,
+        version,
+        assignment,
+        packed,
+        size=size,
+        repeatable=repeatable,
+        workers=workers,
+        options=options,
+    )
+    register(cluster, spec, packed)
     job = JobDescription(
         flow=flow,
         version=version,

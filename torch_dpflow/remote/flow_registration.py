@@ -8,8 +8,10 @@ from typing import Any
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.errors import OptionError, OptionTypeError, RemoteCallError, UsageError
 from torch_dpflow.remote.cluster_address import Cluster
+from torch_dpflow.remote.fingerprint import fingerprint
 from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.job_options import JobOptions
+from torch_dpflow.remote.samples import SampleAssignment
 
 
 def unwrap(dataset: Any, options: JobOptions) -> tuple[Any, bool]:
@@ -35,24 +37,24 @@ def length_of(dataset: Any) -> int:
 def describe(
     flow: str,
     version: int,
-    dataset: Any,
+    assignment: SampleAssignment,
+    packed: bytes,
+    *,
     size: int,
-    assignment: bytes,
     repeatable: bool,
     workers: int,
     options: JobOptions,
 ) -> FlowSpec:
     """The description under which a job registers its flow. Raises OptionError where it is not possible."""
-    content = hashlib.sha256(assignment).hexdigest()
-    kind = f"{type(dataset).__module__}.{type(dataset).__qualname__}"
+    kind = type(assignment.dataset)
     spec = FlowSpec(
         name=flow,
         version=version,
         size=size,
-        content=content,
+        content=hashlib.sha256(packed).hexdigest(),
         fingerprint={
-            "dataset": f"{kind} of {size} samples",
-            "its content": options.fingerprint or content[:16],
+            "dataset": f"{kind.__module__}.{kind.__qualname__} of {size} samples",
+            "its content": options.fingerprint or fingerprint(assignment),
             "repeatable": str(repeatable),
         },
         repeatable=repeatable,
@@ -68,11 +70,11 @@ def describe(
     return spec
 
 
-def register(cluster: Cluster, spec: FlowSpec, assignment: bytes) -> None:
+def register(cluster: Cluster, spec: FlowSpec, packed: bytes) -> None:
     """Register a flow, and bring what its workers load unless it is there. UsageError where it is refused."""
     with cluster.connect() as coordinator:
         try:
             if not coordinator.call("register", spec, reply_type=bool).body:
-                coordinator.call("store", spec.content, [assignment])
+                coordinator.call("store", spec.content, [packed])
         except RemoteCallError as error:
             raise UsageError(str(error)) from error

@@ -22,7 +22,8 @@ class JobOptions:
         repeatable: (flow) loading a sample twice gives the same. None: where the dataset is an `ALSDCache`
             without a transform.
         idle_s: (flow) how long its services outlive the last job, seconds.
-        fingerprint: (flow) stands for the dataset's content where its pickle is not the same in every process.
+        fingerprint: (flow) stands for the dataset's content where jobs that make the same one are told that
+            theirs differ; see `torch_dpflow.remote.fingerprint`.
         ready: batches that are put together ahead of need (P_L).
         asked: batches that shards are told of ahead of need (P_R), more than `ready`.
         budget_bytes: most bytes of batches under way, but for one batch.

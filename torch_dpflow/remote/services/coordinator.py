@@ -135,7 +135,12 @@ class Coordinator:
     def _on_register(self, call: IncomingCall) -> Result:
         spec: FlowSpec = call.body
         self._obey(self._registry.register(spec, self._clock()))
-        return Result(bool(self._store.find(f"content/{spec.content}")))
+        flow = self._registry.find(spec.name)
+        assert flow is not None
+        stored = bool(self._store.find(f"content/{flow.spec.content}"))
+        if not stored:
+            self._obey(self._registry.renew(spec))
+        return Result(stored)
 
     def _on_store(self, call: IncomingCall) -> None:
         digest: str = call.body
