@@ -1,4 +1,7 @@
-"""README.md and docs/: what they show runs as it is printed, and what they link to is there."""
+"""README.md and docs/: what they show runs as it is printed, and what they link to is there.
+
+The blocks of a page run one after the other as one script, but for those that are scripts of their own.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,17 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
-#: Needs a process group, so it is a script of its own, started by torchrun.
-NEEDS_RANKS = "init_process_group"
+README = ROOT / "README.md"
+#: By what a script of its own is known: one for torchrun, a cluster, and a job that reads from it.
+RANKS, CLUSTER, JOB = "init_process_group", "LocalCluster", "flow="
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -21,36 +27,75 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
 
 
-def run(*arguments: str, directory: Path) -> subprocess.CompletedProcess[str]:
+def start(*arguments: str, directory: Path) -> subprocess.Popen[str]:
     """A Python process in a directory of its own."""
     # torchrun leaves a directory for logs in TMPDIR.
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(directory)}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=directory, env=env, capture_output=True, text=True, timeout=150
+    return subprocess.Popen(
+        [sys.executable, *arguments], cwd=directory, env=env, stdout=PIPE, stderr=PIPE, text=True
     )
+
+
+def run(*arguments: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """The same, waited for."""
+    with start(*arguments, directory=directory) as process:
+        try:
+            out, said = process.communicate(timeout=150)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(arguments, process.returncode, out, said)
 
 
 def script(page: Path, directory: Path) -> Path:
     """All blocks of a page as one script, as the page says that they run."""
+    together = [
+        block for block in blocks(page, "python") if not any(mark in block for mark in (RANKS, CLUSTER, JOB))
+    ]
     path = directory / "page.py"
-    path.write_text("\n".join(block for block in blocks(page, "python") if NEEDS_RANKS not in block), "utf-8")
+    path.write_text("\n".join(together), "utf-8")
     return path
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name
-)
+def own_script(mark: str, directory: Path) -> str:
+    """The one block of README.md that has this mark, as a file."""
+    (block,) = [block for block in blocks(README, "python") if mark in block]
+    path = directory / "own.py"
+    path.write_text(block, "utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "flows.md"], ids=lambda page: page.name)
 def test_the_blocks_of_a_page_run_as_one_script(page: Path, tmp_path: Path) -> None:
     done = run(str(script(page, tmp_path)), directory=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_block_for_ddp_runs_under_torchrun(tmp_path: Path) -> None:
-    (block,) = [block for block in blocks(ROOT / "README.md", "python") if NEEDS_RANKS in block]
-    (tmp_path / "ddp.py").write_text(block, "utf-8")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run(*torchrun, "ddp.py", directory=tmp_path)
+    done = run(*torchrun, own_script(RANKS, tmp_path), directory=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_blocks_for_several_jobs_run_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., None]
+) -> None:
+    monkeypatch.delenv("DPFLOW_ADDRESS", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "cluster").mkdir()
+    with start(own_script(CLUSTER, tmp_path / "cluster"), directory=tmp_path) as cluster:
+        try:
+            eventually(
+                lambda: list(tmp_path.glob("dpflow-connection-*")), within_s=60, what="the connection file"
+            )
+            job = own_script(JOB, tmp_path)
+            with start(job, directory=tmp_path) as one, start(job, directory=tmp_path) as other:
+                for process in (one, other):
+                    _, said = process.communicate(timeout=120)
+                    assert process.returncode == 0, said
+        finally:
+            cluster.terminate()
+        _, said = cluster.communicate(timeout=60)
+        assert cluster.returncode == 0, said
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
