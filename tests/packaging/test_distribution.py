@@ -26,7 +26,7 @@ build_meta.build_sdist("dist")
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a wheel and a source distribution."""
+    """A copy of what is packed, with a wheel and a source distribution in dist/."""
     copy = tmp_path_factory.mktemp("source")
     for name in NEEDED:
         shutil.copy(ROOT / name, copy)
@@ -37,19 +37,23 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [sys.executable, "-c", BUILD], cwd=copy, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    return copy / "dist"
+    return copy
+
+
+def modules(built: Path) -> set[str]:
+    """Every module of the library, by its path."""
+    return {path.relative_to(built).as_posix() for path in (built / "torch_dpflow").rglob("*.py")}
 
 
 def test_the_wheel_holds_every_module_and_the_mark_of_its_types(built: Path) -> None:
-    (wheel,) = built.glob("*.whl")
+    (wheel,) = (built / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "torch_dpflow").rglob("*.py")}
-    assert names == modules | {"torch_dpflow/py.typed"}
+    assert names == modules(built) | {"torch_dpflow/py.typed"}
 
 
 def test_the_metadata_tells_what_a_user_needs(built: Path) -> None:
-    (wheel,) = built.glob("*.whl")
+    (wheel,) = (built / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = email.message_from_bytes(archive.read(name))
@@ -63,9 +67,8 @@ def test_the_metadata_tells_what_a_user_needs(built: Path) -> None:
 
 
 def test_the_source_distribution_builds_the_same(built: Path) -> None:
-    (source,) = built.glob("*.tar.gz")
+    (source,) = (built / "dist").glob("*.tar.gz")
     with tarfile.open(source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert set(NEEDED) <= names
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "torch_dpflow").rglob("*.py")}
-    assert modules <= names
+    assert modules(built) <= names

@@ -14,6 +14,8 @@ import torch_dpflow
 
 ROOT = Path(__file__).resolve().parents[2]
 HALVES = ("caches", "remote", "samplers")
+#: What the package imports for itself.
+ITS_OWN_IMPORTS = {"Any", "TYPE_CHECKING", "import_module"}
 #: None of these may be imported by users who did not ask for it.
 UNASKED = (
     "torchvision",
@@ -36,22 +38,33 @@ UNASKED = (
     "torch_dpflow.testing",
     "torch_dpflow.cli",
 )
+#: Names are imported when they are first asked for, so all are.
+PROGRAM = f"""
+import json, sys, torch_dpflow
+for name in torch_dpflow.__all__:
+    getattr(torch_dpflow, name)
+print(json.dumps([module for module in {UNASKED!r} if module in sys.modules]))
+"""
 
 
 def test_all_is_sorted_and_names_what_is_there() -> None:
-    for name in torch_dpflow.__all__:
-        assert getattr(torch_dpflow, name) is not None
-    public = {name for name in dir(torch_dpflow) if not name.startswith("_")}
-    modules = {name for name in public if isinstance(getattr(torch_dpflow, name), ModuleType)}
-    assert torch_dpflow.__all__ == sorted(torch_dpflow.__all__)
-    assert set(torch_dpflow.__all__) == public - modules - {"Any", "TYPE_CHECKING", "import_module"} | {
-        "__version__"
+    offered = {
+        name
+        for name in dir(torch_dpflow)
+        if not name.startswith("_") and not isinstance(getattr(torch_dpflow, name), ModuleType)
     }
+    assert torch_dpflow.__all__ == sorted(torch_dpflow.__all__)
+    assert set(torch_dpflow.__all__) - {"__version__"} == offered - ITS_OWN_IMPORTS
+    for name in torch_dpflow.__all__:
+        value = getattr(torch_dpflow, name)
+        if name != "__version__":
+            assert value.__name__ == name
+            assert value.__module__.startswith("torch_dpflow.")
 
 
-def test_what_is_not_there_is_refused_with_what_is() -> None:
-    with pytest.raises(AttributeError, match="DPFlowDataLoader"):
-        torch_dpflow.DataLoader
+def test_a_name_that_is_not_there_is_told_with_those_that_are() -> None:
+    with pytest.raises(AttributeError, match=r"DPFlowLoader.*DPFlowDataLoader"):
+        torch_dpflow.DPFlowLoader
 
 
 @pytest.mark.parametrize("half", HALVES)
