@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import default_collate
 
 from torch_dpflow.errors import (
     DPFlowError,
@@ -25,6 +24,7 @@ from torch_dpflow.errors import (
     UsageError,
 )
 from torch_dpflow.log import LOADER
+from torch_dpflow.remote.assemble import assembler
 from torch_dpflow.remote.cluster_address import Cluster, find_cluster
 from torch_dpflow.remote.flow_registration import describe, length_of, register, unwrap
 from torch_dpflow.remote.job_options import JobOptions
@@ -100,7 +100,7 @@ def open_job(
         indices=chosen,
         traverses=True,
     )
-    return SharedJob(cluster, job, size, drop_last, collate_fn or default_collate, options)
+    return SharedJob(cluster, job, size, drop_last, assembler(collate_fn), options)
 
 
 class SharedJob:
