@@ -6,6 +6,7 @@ from torch_dpflow.flows.flow import DataLoadFlow, DataLoadFlowReader
 from torch_dpflow.flows.mapped import MappedDataset
 from torch_dpflow.flows.read import DataLoadFlowRead
 from torch_dpflow.flows.readers import LocalDataLoadFlowReader
+from torch_dpflow.flows.remote import RemoteDataLoadFlowReader
 from torch_dpflow.flows.saving import describe_flow, load_flow, save_flow
 from torch_dpflow.flows.split import random_split
 from torch_dpflow.flows.stage import Stage
@@ -20,6 +21,7 @@ __all__ = [
     "LocalDataLoadFlowReader",
     "MapTransform",
     "MappedDataset",
+    "RemoteDataLoadFlowReader",
     "SampleTransform",
     "Stage",
     "TargetTransform",

@@ -57,18 +57,17 @@ class LocalDataLoadFlowReader:
         """
         flow = flow.clone()
         name = f"{flow.name}:{flow.version}"
-        samples = self._open(flow.source)
+        samples = self.open(flow.source)
         stages = flow.stages
         if self._cache is not None and flow.cacheable:
             kept, stages = stages[: flow.cacheable], stages[flow.cacheable :]
             samples = ALSDCache(StagedDataset(samples, kept, name), self._cache)
         return DataLoadFlowRead(flow, StagedDataset(samples, stages, name, seed=self._seed))
 
-    def _open(self, source: Source) -> Any:
+    def open(self, source: Source) -> Any:
+        """The samples that a flow begins with. Raises as `read`."""
         if source.samples is not None:
             return source.samples
         if self._store is None:
-            raise UsageError(
-                f"{source} is in a store, and this reader has none; give LocalDataLoadFlowReader(store=…)"
-            )
+            raise UsageError(f"{source} is in a store, and this reader has none; give it one, as store=…")
         return DatasetReader(self._store.open(source.ref), **self._reading)

@@ -1,0 +1,233 @@
+"""Flows that the services of a cluster load, for all jobs that read them (thesis, section 3.3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler, default_collate
+
+from torch_dpflow.datasets.store import DatasetStore
+from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.flows.flow import DataLoadFlow
+from torch_dpflow.flows.mapped import Skips
+from torch_dpflow.flows.read import DataLoadFlowRead
+from torch_dpflow.flows.readers import LocalDataLoadFlowReader
+from torch_dpflow.flows.remote_samples import (
+    FailedSample,
+    FailureTolerantDataset,
+    RemoteSamples,
+    SharedFlow,
+    SubsetOrder,
+)
+from torch_dpflow.flows.stage import Stage
+from torch_dpflow.flows.staged import Failed, StagedDataset
+from torch_dpflow.log import FLOWS
+from torch_dpflow.remote.fingerprint import fingerprint
+from torch_dpflow.remote.job_options import JobOptions
+
+if TYPE_CHECKING:
+    from torch_dpflow import DPFlowDataLoader
+
+
+class RemoteDataLoadFlowReader:
+    """Builds flows on a cluster (`dpflow up`), whose workers load each sample once for all jobs that want it.
+
+    The flow's name and version are those under which jobs find each other, so all of them must describe it alike;
+    one that is changed needs a higher version. Its dataset and stages travel to the workers, which must be able to
+    open the data: on other hosts a shared mount or an object store.
+
+    What the stages up to the first with `cache="never"` give is taken to depend on the sample alone. It is kept in
+    the memory of the shards (`JobOptions.memory_bytes`, `policy`), unless the flow skips what cannot be loaded.
+
+    - `to_mapped()` asks the cluster for those stages' output, and runs the rest where it is indexed. Samples equal
+      those of a `LocalDataLoadFlowReader` with the same seed.
+    - `to_shuffled()` leaves all stages to the cluster. Samples of a flow with stages that draw are drawn for each
+      job and epoch, and nothing of them is kept beyond the jobs that read together.
+
+    Args:
+        store: as for `LocalDataLoadFlowReader`.
+        address: of the cluster; "auto" for the one that DPFLOW_ADDRESS names or that runs on this machine.
+        workers: processes that load, of the job that starts the flow; its loaders' `num_workers` too.
+        job: what jobs ask of the flow; None for the defaults.
+        seed: for `to_mapped()` as for `LocalDataLoadFlowReader`; for `to_shuffled()` it seeds the loader's
+            generator where none is given.
+        source: what else `LocalDataLoadFlowReader` takes to open stored data: `storage_options`, `read_options`,
+            `check`.
+
+    Raises:
+        OptionError, OptionTypeError: an argument is not what it should be.
+    """
+
+    def __init__(
+        self,
+        store: DatasetStore | str | None = None,
+        *,
+        address: str | None = "auto",
+        workers: int = 2,
+        job: JobOptions | None = None,
+        seed: int | None = None,
+        **source: Any,
+    ) -> None:
+        if workers < 1:
+            raise OptionError(f"workers={workers}: at least 1 is needed")
+        if job is not None and not isinstance(job, JobOptions):
+            raise OptionTypeError(
+                f"job={job!r} is a {type(job).__name__}; give a torch_dpflow.JobOptions or None"
+            )
+        self._local = LocalDataLoadFlowReader(store, **source)
+        self._address = address
+        self._workers = workers
+        self._job = job or JobOptions()
+        self._seed = seed
+
+    def read(self, flow: DataLoadFlow) -> DataLoadFlowRead:
+        """Build `flow` on the cluster; its services start when a sample is first asked for.
+
+        Raises:
+            UsageError: it has no dataset, or names a stored one and there is no store.
+            DatasetError: the store has no such dataset, or it is damaged.
+        """
+        flow = flow.clone()
+        samples = self._local.open(flow.source)
+        whole = self._shared(flow, flow.name, samples, flow.stages)
+        steady = flow.stages[: flow.cacheable]
+        kept = whole if steady == flow.stages else self._shared(flow, f"{flow.name}/prefix", samples, steady)
+        return RemoteDataLoadFlowRead(flow, kept=kept, whole=whole, seed=self._seed)
+
+    def _shared(self, flow: DataLoadFlow, name: str, samples: Any, stages: tuple[Stage, ...]) -> SharedFlow:
+        staged = StagedDataset(samples, stages, f"{flow.name}:{flow.version}")
+        skips = flow.on_error == "skip"
+        # A failure that was kept would be there for good, though the next attempt may well succeed.
+        repeatable = 0 < len(stages) <= flow.cacheable and not skips and self._job.repeatable is not False
+        content = self._job.fingerprint or fingerprint((samples, [vars(stage) for stage in stages]))
+        return SharedFlow(
+            name=name,
+            version=flow.version,
+            dataset=FailureTolerantDataset(staged) if skips else staged,
+            address=self._address,
+            workers=self._workers,
+            options=replace(self._job, repeatable=repeatable, fingerprint=content),
+        )
+
+
+class RemoteDataLoadFlowRead(DataLoadFlowRead):
+    """A flow that a cluster loads. See `RemoteDataLoadFlowReader`.
+
+    Args:
+        flow: what was built.
+        kept: the flow of the cluster whose samples are what its deterministic stages give.
+        whole: the one whose samples are what all of its stages give.
+        seed: of the reader.
+    """
+
+    def __init__(self, flow: DataLoadFlow, *, kept: SharedFlow, whole: SharedFlow, seed: int | None) -> None:
+        rest = () if kept is whole else flow.stages[flow.cacheable :]
+        name = f"{flow.name}:{flow.version}"
+        super().__init__(flow, StagedDataset(RemoteSamples(kept), rest, name, seed=seed))
+        self._whole = whole
+        self._seed = seed
+
+    def to_shuffled(
+        self,
+        batch_size: int | None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        prefetch: int | None = None,
+        **options: Any,
+    ) -> DPFlowDataLoader[Any]:
+        """A DPFlowDataLoader over the shared flow, whose batches come in a random order, anew in each epoch.
+
+        Of a whole flow the services choose the order, every one equally likely, together with those of other jobs;
+        of a subset, or with a sampler, the job does.
+
+        Args:
+            batch_size: samples in a batch.
+            collate_fn: makes a batch of a list of samples; None: torch's default.
+            prefetch: batches for each worker that shards are told of ahead of need; None: as `JobOptions.asked`.
+            options: whatever else the loader takes.
+
+        Raises:
+            OptionError: `batch_size` is None without a batch sampler.
+        """
+        from torch_dpflow import DPFlowDataLoader  # torch's DataLoader comes with it
+
+        if batch_size is None and options.get("batch_sampler") is None:
+            raise OptionError("batch_size=None gives no batches; give a number of samples >= 1")
+        whole, job = self._whole, self._whole.options
+        if prefetch is not None:
+            job = replace(job, asked=max(job.ready + 1, prefetch * whole.workers))
+        given = {"num_workers": whole.workers, "job": job, **options}
+        if self._seed is not None and given.get("generator") is None:
+            given["generator"] = torch.Generator().manual_seed(self._seed)
+        self._set_order(given)
+        return DPFlowDataLoader(
+            whole.dataset,
+            batch_size,
+            collate_fn=self._assembly(collate_fn),
+            flow=f"{whole.name}:v{whole.version}",
+            address=whole.address,
+            **given,
+        )
+
+    def _set_order(self, given: dict[str, Any]) -> None:
+        """Have the loader read the samples of this read, in an order of its own or one that was given."""
+        for kind in ("sampler", "batch_sampler"):
+            if given.get(kind) is not None:
+                if self._indices is not None:
+                    given[kind] = SubsetOrder(given[kind], self._indices)
+                return
+        shuffle = given.setdefault("shuffle", True)
+        if self._indices is not None:
+            del given["shuffle"]
+            places = range(len(self._indices))
+            order = (
+                RandomSampler(places, generator=given.get("generator"))
+                if shuffle
+                else SequentialSampler(places)
+            )
+            given["sampler"] = SubsetOrder(order, self._indices)
+
+    def _assembly(self, collate_fn: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any] | None:
+        if not self._local and self._skips is None:
+            return collate_fn
+        name = f"{self.flow.name}:{self.flow.version}"
+        return Assembly(collate_fn or default_collate, self._local, self._skips, name)
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Makes a batch of samples from the cluster: local functions, the flow's policy for errors, `collate_fn`."""
+
+    collate_fn: Callable[[list[Any]], Any]
+    local: tuple[Stage, ...]
+    #: None: errors are raised.
+    skips: Skips | None
+    flow: str
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self.collate_fn(self._those_that_load([self._local(sample) for sample in samples]))
+
+    def _local(self, sample: Any) -> Any:
+        try:
+            for stage in () if isinstance(sample, Failed) else self.local:
+                sample = stage.apply(sample)
+        except Exception as error:
+            if self.skips is None:
+                raise
+            return Failed(error)
+        return sample
+
+    def _those_that_load(self, samples: Sequence[Any]) -> list[Any]:
+        found = [sample for sample in samples if not isinstance(sample, Failed)]
+        for sample in samples:
+            if isinstance(sample, Failed) and self.skips is not None:
+                self.skips.add(sample.error)
+                number = f"sample {sample.index}" if isinstance(sample, FailedSample) else "a sample"
+                # As text: handlers that keep records would keep the error's frames with them.
+                what = f"{type(sample.error).__name__}: {sample.error}"
+                FLOWS.warning("%s, %s is left out: %s", self.flow, number, what)
+        if samples and not found:
+            raise next(sample.error for sample in reversed(samples))
+        return found

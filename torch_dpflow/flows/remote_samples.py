@@ -1,0 +1,156 @@
+"""Samples that the services of a cluster load: what travels to their workers, and how a process asks for them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+from torch.utils.data import Dataset, Sampler
+
+from torch_dpflow.datasets.storage.per_process import PerProcess
+from torch_dpflow.flows.staged import Failed
+from torch_dpflow.remote.client import SharedJob, open_job
+from torch_dpflow.remote.job_options import JobOptions
+
+
+@dataclass(frozen=True)
+class FailedSample(Failed):
+    """Stands for a sample that a worker could not load."""
+
+    #: Its number in the flow.
+    index: int
+
+
+class FailureTolerantDataset(Dataset[Any]):
+    """Gives a FailedSample where `samples` raises, so that the rest of a batch is not lost with it."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self._samples[index]
+        except Exception as error:
+            return FailedSample(error, index)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedFlow:
+    """What jobs have to say alike to read one flow of a cluster together."""
+
+    name: str
+    version: int
+    #: What its workers load.
+    dataset: Any
+    address: str | None
+    workers: int
+    options: JobOptions
+
+    def open(self) -> SharedJob:
+        """Join as a job whose batches are lists. Raises as `torch_dpflow.remote.client.open_job`."""
+        return open_job(
+            self.name,
+            self.dataset,
+            address=self.address,
+            version=self.version,
+            collate_fn=list,
+            workers=self.workers,
+            # One name is one job; every process that asks is a job of its own.
+            options=replace(self.options, name=None),
+        )
+
+
+class RemoteSamples(Dataset[Any]):
+    """The samples of a shared flow by number. Each process joins the flow when it first asks, and leaves at its end.
+
+    Thread-safe; threads of a process wait for each other. A forked child joins anew; a pickle carries no job.
+    """
+
+    def __init__(self, shared: SharedFlow) -> None:
+        self._shared = shared
+        self._opened = PerProcess(_Opened)
+        weakref.finalize(self, _leave, self._opened)
+
+    def __len__(self) -> int:
+        return len(self._shared.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        (sample,) = self.__getitems__([index])
+        return sample
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """The samples, in order. Raises the error of one that cannot be loaded."""
+        samples = self.read_each(indices)
+        for sample in samples:
+            if isinstance(sample, FailedSample):
+                raise sample.error
+        return samples
+
+    def read_each(self, indices: list[int]) -> list[Any]:
+        """The samples, in order, with a FailedSample in place of each that failed where the workers tell of it so."""
+        if not indices:
+            return []
+        opened = self._opened.get()
+        with opened.lock:
+            if opened.job is None:
+                opened.job = self._shared.open()
+            batches = opened.job.read([indices], 0)
+            try:
+                samples: list[Any] = next(batches)
+            finally:
+                batches.close()
+        return samples
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_shared": self._shared}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["_shared"])  # type: ignore[misc]
+
+
+class _Opened:
+    """A process's job. Made twice where two threads come first, which is why it joins only under the lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.job: SharedJob | None = None
+
+
+def _leave(opened: PerProcess[_Opened]) -> None:
+    mine = opened.drop()
+    if mine is not None and mine.job is not None:
+        mine.job.close()
+
+
+class _Order(Sized, Protocol):
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class SubsetOrder(Sampler[Any]):
+    """The places that a sampler gives of a subset, or batches of them, as numbers of the flow's samples.
+
+    Args:
+        order: a sampler or batch sampler.
+        indices: by place, the sample's number.
+    """
+
+    def __init__(self, order: _Order, indices: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        self._order = order
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Any]:
+        for place in self._order:
+            if isinstance(place, Iterable):
+                yield [int(self._indices[one]) for one in place]
+            else:
+                yield int(self._indices[place])
