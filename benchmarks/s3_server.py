@@ -58,7 +58,9 @@ def _load(endpoint: str, folder: Path) -> None:
     client.create_bucket(Bucket=BUCKET)
     for path in folder.rglob("*"):
         if path.is_file():
-            client.put_object(Bucket=BUCKET, Key=path.relative_to(folder).as_posix(), Body=path.read_bytes())
+            # Readable without a signature too: webdataset has none.
+            name = path.relative_to(folder).as_posix()
+            client.put_object(Bucket=BUCKET, Key=name, Body=path.read_bytes(), ACL="public-read")
 
 
 if __name__ == "__main__":

@@ -170,6 +170,7 @@ class TestS3(S3Contract):
             open_storage("s3", {}, _PATIENT).fetch(ByteRange("s3://bucket/x"), time.monotonic() + 9)
 
 
+@pytest.mark.slow  # a new session of aiobotocore for each test
 class TestS3ThroughS3fs(S3Contract):
     """The vendor's client, which reads where options are given that ours does not know."""
 
