@@ -12,6 +12,12 @@ from torch_dpflow.errors import DPFlowError
 
 #: name → (module, attribute, what it does). A command is imported when it runs, or is asked for its own help.
 COMMANDS = {
+    "up": ("torch_dpflow.cli.cluster", "up", "Run a cluster that several jobs read from."),
+    "down": ("torch_dpflow.cli.cluster", "down", "End a cluster."),
+    "status": ("torch_dpflow.cli.cluster", "status", "Say which flows and processes a cluster has."),
+    "top": ("torch_dpflow.cli.cluster", "top", "Show what a cluster does, again and again."),
+    "flow": ("torch_dpflow.cli.cluster", "flow", "List, show and delete flows."),
+    "keygen": ("torch_dpflow.cli.cluster", "keygen", "Draw the keys of a cluster."),
     "dataset": ("torch_dpflow.cli.dataset", "dataset", "Import, list, show, verify and extend datasets."),
 }
 

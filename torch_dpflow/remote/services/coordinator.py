@@ -7,6 +7,7 @@ the life of their flows. What it knows is in a state store, and what runs it hea
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -218,8 +219,20 @@ def run(post: ServicePost) -> None:
     arguments = msgspec.msgpack.decode(post.arguments, type=CoordinatorArguments)
     server = RpcServer(post.listen(arguments.address))
     coordinator = Coordinator(server, open_store(arguments.state))
+    server.register("stop", lambda _: _stop_node(post), body_type=None)
     Reconciler(post, server, coordinator)
     serve(post, server, _status, lambda: None)
+
+
+def _stop_node(post: ServicePost) -> None:
+    """Have the node end everything, this process too."""
+
+    def stop() -> None:
+        with post.place.connect(post.place.node_address) as node:
+            node.call("stop")
+
+    # The answer to the one who asked leaves first.
+    threading.Timer(0.2, stop).start()
 
 
 def _status() -> dict[str, Any]:

@@ -1,0 +1,77 @@
+"""The commands for a cluster, as a person or a program calls them."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.shared_cluster import TestCluster, wait
+from tests.shared_datasets import Numbers
+from tests.workers import has_ended
+from torch_dpflow.cli.main import root
+from torch_dpflow.remote.client import SharedJob
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(root, [*arguments], env={"COLUMNS": "200"})
+
+
+def test_status_top_and_flow_tell_of_a_job(
+    cluster: TestCluster, join: Callable[..., SharedJob], flow: str
+) -> None:
+    job = join(flow, Numbers(40), batch_size=10)
+    assert sum(len(labels) for _, labels in job.traverse(0)) == 40
+    wait(lambda: cluster.flows()[f"{flow}@1"].jobs == 1, what="the job's name at the coordinator")
+    told = json.loads(run("status", "--address", cluster.address, "--json").output)
+    assert [(one["spec"]["name"], one["state"]) for one in told["flows"] if one["jobs"]] == [
+        (flow, "accessed")
+    ]
+    assert {one["role"] for one in told["processes"]} == {"coordinator", "router", "shard", "worker"}
+    assert flow in run("status", "--address", cluster.address).output
+    assert (
+        f"{flow}@1/shard-000"
+        in run("top", "--count", "2", "--interval", "0", "--address", cluster.address).output
+    )
+    assert json.loads(run("flow", "show", flow, "--address", cluster.address).output)[0]["spec"]["size"] == 40
+    refused = run("flow", "delete", flow, "--address", cluster.address)
+    assert refused.exit_code == 1
+    assert "is read by 1 jobs; end them first" in refused.output
+    job.close()
+    wait(lambda: cluster.flows()[f"{flow}@1"].jobs == 0, what="the job's end")
+    assert run("flow", "delete", flow, "--address", cluster.address).output == f"deleted {flow}\n"
+    assert flow not in run("flow", "list", "--address", cluster.address).output
+
+
+def test_keys_are_written_for_the_owner_alone_and_never_over_others(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    assert run("keygen", str(path)).exit_code == 0
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    again = run("keygen", str(path))
+    assert again.exit_code == 1
+    assert "is there already" in again.output
+
+
+def test_a_cluster_that_is_not_there_is_told_so(tmp_path: Path) -> None:
+    refused = run("status", "--address", str(tmp_path / "none"))
+    assert refused.exit_code == 1
+    assert "is the cluster up?" in refused.output
+
+
+@pytest.fixture
+def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> TestCluster:
+    """A cluster that the test ends itself."""
+    return TestCluster.start(tmp_path_factory.mktemp("c"))
+
+
+def test_down_ends_everything(own_cluster: TestCluster) -> None:
+    pids = [own_cluster.pid]
+    wait(lambda: own_cluster.processes("coordinator"), what="the coordinator")
+    pids += [view.pid for view in own_cluster.processes()]
+    assert run("down", "--address", own_cluster.address).exit_code == 0
+    wait(lambda: all(map(has_ended, pids)), what="the end of every process")
+    assert not Path(own_cluster.address).exists()

@@ -1,0 +1,108 @@
+"""A cluster that listens over tcp: jobs with its keys read, and a stranger gets nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import stat
+from collections.abc import Iterator
+
+import pytest
+
+from tests.shared_cluster import TestCluster, wait
+from tests.shared_datasets import Numbers
+from torch_dpflow.errors import DeadlineError, OptionError, PeerLostError, RemoteCallError
+from torch_dpflow.remote.client import JobOptions, open_job
+from torch_dpflow.remote.cluster_address import find_cluster
+from torch_dpflow.remote.flow_spec import FlowSpec
+from torch_dpflow.remote.protocol import Ask, JobId
+from torch_dpflow.remote.rpc import ClientOptions, RpcClient
+from torch_dpflow.remote.transport import TransportOptions
+from torch_dpflow.remote.transport.curve import create_cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
+    """A cluster that listens over tcp."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = TestCluster.start(tmp_path_factory.mktemp("c"), listen=f"tcp://127.0.0.1:{port}")
+    yield started
+    started.stop()
+
+
+def test_a_job_with_the_connection_file_reads_over_tcp_and_finds_a_service_again(
+    cluster: TestCluster, flow: str
+) -> None:
+    options = JobOptions(idle_s=3.0, patience_s=60.0)
+    with open_job(flow, Numbers(400), address=cluster.address, batch_size=10, options=options) as job:
+        assert find_cluster(cluster.address).address.startswith("tcp://127.0.0.1:")
+        reading = job.traverse(0)
+        keys = [int(key) for _ in range(5) for key in next(reading)[1]]
+        assert all(view.address.startswith("tcp://") for view in cluster.processes() if view.address)
+        cluster.kill(f"{flow}@1/router")
+        keys += [int(key) for _, labels in reading for key in labels]
+    assert sorted(keys) == list(range(400))
+
+
+def test_the_connection_file_is_its_owners(cluster: TestCluster) -> None:
+    assert stat.S_IMODE(os.stat(cluster.address).st_mode) == 0o600
+
+
+@pytest.mark.parametrize("keys", ["none", "others"])
+def test_a_stranger_is_not_answered(cluster: TestCluster, keys: str) -> None:
+    address = find_cluster(cluster.address).address
+    others = create_cluster(address).client_keys()
+    transport = TransportOptions(send_timeout_s=0.5, keys=None if keys == "none" else others)
+    with (
+        RpcClient(address, options=ClientOptions(timeout_s=1.0), transport=transport) as stranger,
+        pytest.raises((DeadlineError, PeerLostError), match=r"was not answered|does it know our key"),
+    ):
+        stranger.call("flows")
+    assert cluster.flows() is not None
+
+
+def test_an_address_beyond_this_host_takes_keys() -> None:
+    with pytest.raises(OptionError, match="give the connection file"):
+        find_cluster("tcp://192.0.2.1:5555")
+
+
+def test_wrong_numbers_and_names_get_a_clear_error(cluster: TestCluster, flow: str) -> None:
+    good = FlowSpec(name=flow, version=1, size=10, content="0" * 64, fingerprint={})
+    with cluster.coordinator() as client:
+        for wrong, message in (
+            ({"name": "../etc/passwd"}, "a letter or digit first"),
+            ({"shards": 0}, "shards=0; 1 to 10 are allowed"),
+            ({"memory_bytes": 0}, "memory_bytes=0"),
+            ({"workers": 10**9}, "workers=1000000000"),
+        ):
+            fields = {name: getattr(good, name) for name in FlowSpec.__struct_fields__}
+            with pytest.raises(RemoteCallError, match=message):
+                client.call("register", FlowSpec(**{**fields, **wrong}))
+        with pytest.raises(RemoteCallError, match="no flow is registered with the content"):
+            client.call("store", hashlib.sha256(b"x").hexdigest(), [b"x"])
+        with pytest.raises(RemoteCallError, match="what came is not the content"):
+            client.call("store", "a" * 64, [b"x"])
+        with pytest.raises(RemoteCallError, match="is not in force"):
+            client.call("access", ["unknown", 1])
+
+
+def test_a_shard_refuses_what_a_job_may_not_ask(cluster: TestCluster, flow: str) -> None:
+    options = JobOptions(idle_s=3.0)
+    with open_job(flow, Numbers(10), address=cluster.address, options=options):
+        wait(lambda: any(view.address for view in cluster.processes(f"{flow}@1/shard-000")))
+        shard = next(view for view in cluster.processes(f"{flow}@1/shard-000") if view.role == "shard")
+        with find_cluster(cluster.address).connect(shard.address, timeout_s=10) as client:
+            job = JobId("intruder", 1)
+            for ask, message in (
+                (Ask(job, 9, 0, 0, [1], [10], []), "has 10 samples"),
+                (Ask(job, 9, 0, 0, [1, 2], [3], []), "one for each is required"),
+                (Ask(job, 0, 0, 0, [1], [3], []), "is out of date"),
+            ):
+                with pytest.raises(RemoteCallError, match=message):
+                    client.call("fetch", ask)
+            with pytest.raises(RemoteCallError, match="not a valid message"):
+                client.call("fetch", {"job": "x"})
+            client.call("leave", job)
