@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 README = ROOT / "README.md"
-#: By what a script of its own is known: one for torchrun, a cluster, and a job that reads from it.
-RANKS, CLUSTER, JOB = "init_process_group", "LocalCluster", "flow="
+#: By what a script of its own is known: one for torchrun, and a job that reads from a cluster.
+RANKS, JOB = "init_process_group", "flow="
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -48,9 +48,7 @@ def run(*arguments: str, directory: Path) -> subprocess.CompletedProcess[str]:
 
 def script(page: Path, directory: Path) -> Path:
     """All blocks of a page as one script, as the page says that they run."""
-    together = [
-        block for block in blocks(page, "python") if not any(mark in block for mark in (RANKS, CLUSTER, JOB))
-    ]
+    together = [block for block in blocks(page, "python") if not any(mark in block for mark in (RANKS, JOB))]
     path = directory / "page.py"
     path.write_text("\n".join(together), "utf-8")
     return path
@@ -76,13 +74,12 @@ def test_the_block_for_ddp_runs_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_blocks_for_several_jobs_run_side_by_side(
+def test_the_block_for_several_jobs_runs_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., None]
 ) -> None:
     monkeypatch.delenv("DPFLOW_ADDRESS", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    (tmp_path / "cluster").mkdir()
-    with start(own_script(CLUSTER, tmp_path / "cluster"), directory=tmp_path) as cluster:
+    with start("-m", "torch_dpflow.cli", "up", directory=tmp_path) as cluster:
         try:
             eventually(
                 lambda: list(tmp_path.glob("dpflow-connection-*")), within_s=60, what="the connection file"
