@@ -26,9 +26,9 @@ class LoaderStats:
     batches: int
     #: Samples in them, where the plan tells (an unbatched item counts one).
     samples: int
-    #: Bytes in them, as they came from the workers (0 with num_workers=0).
+    #: Bytes in them, as they came from the workers; 0 with num_workers=0 and for a shared flow, whose services count.
     bytes: int
-    #: Workers replaced after their death.
+    #: Workers replaced after their death; a shared flow's are its services' affair.
     restarts: int
     #: Results dropped because the batch had already come from another worker.
     duplicates: int
