@@ -221,7 +221,9 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def _note_assignment(self) -> None:
         if self._rotation is not None:
-            self._progress.due = self._flights.workers()
+            # Of a worker that has said twice that its stream has ended, the second word is still in flight.
+            streams = self._progress.streams
+            self._progress.due = [w for w in self._flights.workers() if not streams[w].ended]
             self._progress.next_worker = self._rotation.next
 
     def _finish(self) -> None:

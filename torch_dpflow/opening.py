@@ -93,7 +93,7 @@ def _progress(
         keeps_seed=loader.persistent_workers,
         opening=opening,
         origin=origin,
-        plan=new_plan(batches, loader._index_sampler, loader.sampler),
+        plan=new_plan(batches, loader._index_sampler, loader.sampler, length_of(loader)),
         generator=loader.generator,
         length=length_of(loader),
         streams=streams,

@@ -27,10 +27,23 @@ class Plan:
         batches: the running iteration of the loader's index sampler.
         sampler: what keeps the order's state itself, or None; see `stateful_part`.
         position: the batches that were drawn before this plan began.
+        length: of a whole epoch in batches, None where nobody knows.
+        ended_at: the epoch's length, where the sampler is known to have come to its end.
     """
 
-    def __init__(self, batches: Iterator[Any], *, sampler: Any = None, position: int = 0) -> None:
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        *,
+        sampler: Any = None,
+        position: int = 0,
+        length: int | None = None,
+        ended_at: int | None = None,
+    ) -> None:
         self._batches = batches
+        self._length = length
+        #: The position after the last batch, once the sampler has said that there is no other.
+        self.ended_at = ended_at
         self._sampler = sampler
         self._by_count = (
             sampler is not None and "consumed" in inspect.signature(sampler.state_dict).parameters
@@ -51,6 +64,8 @@ class Plan:
         position = self.drawn
         self.drawn += 1
         self._snapshot()
+        if self.drawn == self._length:
+            self._look_for_the_end()
         return position, index
 
     def settle(self) -> None:
@@ -82,6 +97,14 @@ class Plan:
         for passed in [p for p in list(self._snapshots) if p < position]:
             del self._snapshots[passed]
         return self._snapshots[position]
+
+    def _look_for_the_end(self) -> None:
+        # Whether a sampler has turned to its next epoch when it has given its last index depends on whether
+        # that index has filled a batch. Once it was asked for more, it has.
+        self.settle()
+        if not self._held:
+            self.ended_at = self.drawn
+            self._snapshot()
 
     def _snapshot(self) -> None:
         if self._sampler is not None and not self._by_count:
@@ -127,7 +150,7 @@ def replay(state: LoaderState, index_sampler: Any, sampler: Any, generator: torc
     batches = open_order(state.opening, index_sampler, generator)
     if state.draw_rng is not None:
         restore_rng(state.draw_rng)
-    plan = Plan(batches, sampler=stateful_part(batches, index_sampler, sampler))
+    plan = Plan(batches, sampler=stateful_part(batches, index_sampler, sampler), length=state.length)
     plan.skip(state.position)
     plan.settle()
     return plan
@@ -137,7 +160,9 @@ def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Pla
     part = stateful_part(iter(()), index_sampler, sampler)
     if part is not None:
         part.load_state_dict(state.sampler)
-        return Plan(iter(index_sampler), sampler=part, position=state.position)
+        if state.ended:
+            return Plan(iter(()), sampler=part, position=state.position, ended_at=state.position)
+        return Plan(iter(index_sampler), sampler=part, position=state.position, length=state.length)
     batches = iter(index_sampler)
     part = stateful_part(batches, None, None)
     if part is None:
@@ -146,7 +171,7 @@ def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Pla
             "resume with the sampler that the state was taken with"
         )
     part.load_state_dict(state.sampler)
-    return Plan(batches, sampler=part, position=state.position)
+    return Plan(batches, sampler=part, position=state.position, length=state.length)
 
 
 def generator_state(generator: torch.Generator | None) -> str | None:

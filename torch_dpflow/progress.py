@@ -195,6 +195,7 @@ class Progress:
             plan_generator=self._origin.generator,
             generator=generator_state(self._generator),
             sampler=self.plan.sampler_state(self.position, self._samples),
+            ended=self.plan.ended_at == self.position,
             length=self.length,
             streams=[replace(stream) for stream in self.streams],
             due=list(self.due),
@@ -216,6 +217,6 @@ class Progress:
         return [StreamState(rng=stream.rng) for stream in self.streams] if self._keeps_seed else []
 
 
-def new_plan(batches: Any, index_sampler: Any, sampler: Any) -> Plan:
+def new_plan(batches: Any, index_sampler: Any, sampler: Any, length: int | None) -> Plan:
     """The plan of an epoch that begins with these index batches."""
-    return Plan(batches, sampler=stateful_part(batches, index_sampler, sampler))
+    return Plan(batches, sampler=stateful_part(batches, index_sampler, sampler), length=length)

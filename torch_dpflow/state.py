@@ -74,6 +74,8 @@ class LoaderState:
     generator: str | None = None
     #: The sampler's own state, if it keeps one.
     sampler: Any = None
+    #: The sampler has given all of this epoch's batches, and its state is that after them.
+    ended: bool = False
     #: Batches in a whole epoch, where known; guards against resuming on other data.
     length: int | None = None
     #: One entry a worker where batches belong to workers, else empty.

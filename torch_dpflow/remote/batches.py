@@ -142,7 +142,8 @@ class BatchSource:
             self._dataset,
             self._torch_fetcher,
             state=stream.dataset if stream is not None else None,
-            skip=stream.delivered if stream is not None else 0,
+            # A stream that has ended is asked for nothing, and left at its beginning for the next epoch.
+            skip=stream.delivered if stream is not None and not stream.ended else 0,
             batch_size=assignment.batch_size if assignment.auto_collation else None,
         )
 
