@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import weakref
+from multiprocessing.util import Finalize
 from typing import Any
 
 import psutil
@@ -72,7 +72,9 @@ class WorkerIterator(_BaseDataLoaderIter):
         except BaseException:
             self._run.epoch, self._run.pending, self._run.progress = epoch, pending, progress
             raise
-        self._close = weakref.finalize(self, self._shard.close)
+        # Of multiprocessing's kind: a process that it has started runs no others at its end. And before it ends
+        # the workers, which could not clear away any more.
+        self._close = Finalize(self, self._shard.close, exitpriority=0)
         self._prime()
 
     @property
