@@ -146,7 +146,7 @@ def worlds(draw: st.DrawFn) -> World:
     return World(pool, readers, sizes, chance)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(worlds())
 def test_every_job_gets_every_sample_of_its_plan_whatever_room_there_is(world: World) -> None:
     while world.step():
@@ -156,7 +156,7 @@ def test_every_job_gets_every_sample_of_its_plan_whatever_room_there_is(world: W
         assert [reader.got[ticket][0] for ticket in range(len(reader.keys))] == reader.keys
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(worlds())
 def test_what_is_drawn_by_chance_is_served_once_to_a_job(world: World) -> None:
     while world.step():
@@ -166,7 +166,7 @@ def test_what_is_drawn_by_chance_is_served_once_to_a_job(world: World) -> None:
             assert max(Counter(reader.got.values()).values()) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(worlds(), st.data())
 def test_a_job_that_dies_leaves_nothing_and_holds_nobody_up(world: World, data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(0, 200))):
@@ -184,7 +184,7 @@ def test_a_job_that_dies_leaves_nothing_and_holds_nobody_up(world: World, data: 
     assert figures.ready == figures.cached
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(worlds())
 def test_a_frozen_job_does_not_stop_the_others(world: World) -> None:
     # It has asked far ahead and reads no more: what is kept for it makes room.
@@ -195,7 +195,7 @@ def test_a_frozen_job_does_not_stop_the_others(world: World) -> None:
     assert all(reader.finished for reader in world.readers)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(worlds())
 def test_no_more_is_held_than_there_is_room_for_and_what_is_on_its_way(world: World) -> None:
     while world.step():

@@ -6,7 +6,6 @@ new generation; whoever has an older table is told so, and asks for the new one.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
@@ -109,15 +108,10 @@ class RouteMap:
     def __init__(self, table: RoutingTable) -> None:
         self.generation = table.generation
         self.addresses = [route.address for route in table.routes]
-        self._firsts = [route.first for route in table.routes]
         ends = [route.end for route in table.routes]
-        if not ends or [0, *ends[:-1]] != self._firsts:
+        if not ends or [0, *ends[:-1]] != [route.first for route in table.routes]:
             raise OptionError(f"a routing table without routes, or with gaps: {table.routes}")
         self._ends = np.array(ends)
-
-    def place_of(self, key: int) -> int:
-        """The number of the route that owns a key."""
-        return bisect_right(self._firsts, key) - 1
 
     def places_of(self, keys: Sequence[int]) -> IndexArray:
         """The number of the route that owns each key, shape (n,)."""

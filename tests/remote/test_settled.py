@@ -1,0 +1,54 @@
+"""A parcel that a service keeps: whole, unopened, and free of its worker's shared memory."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from torch_dpflow.errors import MessageError
+from torch_dpflow.remote.arena import Arena, ArenaReader
+from torch_dpflow.remote.parcel import decode, encode
+from torch_dpflow.remote.protocol import SAMPLE
+from torch_dpflow.remote.settled import plain, settle
+
+
+@pytest.mark.parametrize("width", [1, 10_000, 200_000])
+def test_what_lay_in_shared_memory_is_copied_and_given_back(width: int) -> None:
+    arena, reader = Arena(budget_bytes=1 << 24), ArenaReader(os.getpid())
+    sample = {"image": torch.arange(float(width)), "label": 3, "mask": torch.ones(width, dtype=torch.bool)}
+    table, frames = encode(sample, arena=arena)
+    views = [memoryview(bytearray(frame)) for frame in frames]
+    settled = settle(SAMPLE, table, views, reader)
+    assert settled.table.blocks == ()
+    assert settled.table.frames == len(settled.frames)
+    for _ in range(2):
+        copies = [memoryview(bytearray(frame)) for frame in settled.frames]
+        back = decode(settled.table, copies)
+        assert torch.equal(back["image"], sample["image"])
+        assert torch.equal(back["mask"], sample["mask"])
+    held = arena.allocated_bytes
+    for _ in range(5):
+        table, frames = encode(sample, arena=arena)
+        settle(SAMPLE, table, [memoryview(bytearray(frame)) for frame in frames], reader)
+    assert arena.allocated_bytes == held
+    arena.close()
+    reader.close()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    table, frames = encode([1, 2])
+    with pytest.raises(MessageError, match="came with 0"):
+        settle(SAMPLE, table, [], None)
+    arena = Arena(budget_bytes=1 << 24)
+    table, frames = encode(torch.zeros(200_000), arena=arena)
+    with pytest.raises(MessageError, match="cannot be read here"):
+        settle(SAMPLE, table, [memoryview(frame) for frame in frames], None)
+    arena.close()
+
+
+def test_a_text_is_a_parcel_too() -> None:
+    settled = plain(SAMPLE, "what happened")
+    assert settled.under(7).ticket == 7
+    assert settled.nbytes == len("what happened")
