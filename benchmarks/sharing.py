@@ -154,7 +154,7 @@ def start(
     side: str, number: int, jobs: int, arguments: argparse.Namespace, address: str
 ) -> subprocess.Popen[str]:
     workers = WORKERS // jobs if side == "torch" else WORKERS
-    memory = max(64 << 20, int(arguments.cache * arguments.samples * SAMPLE_BYTES) * 2)
+    memory = max(16 << 20, int(arguments.cache * arguments.samples * SAMPLE_BYTES))
     step_ms = arguments.step_ms * (1 + arguments.spread * number)
     command = [sys.executable, "-m", "benchmarks.sharing_job", side, f"--images={arguments.images}"]
     command += [f"--number={number}", f"--samples={arguments.samples}", f"--epochs={arguments.epochs}"]
