@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hmac
 import os
 import threading
@@ -90,12 +91,14 @@ def draw_key_pair() -> tuple[bytes, bytes]:
     return zmq.curve_keypair()
 
 
+@functools.cache
 def keep_freed_memory() -> None:
     """Have glibc reuse freed frames instead of giving them back to the kernel page by page.
 
     glibc raises its thresholds for that by itself, once for the process, when a large buffer is freed; the
     pages of this one are never touched. Before that, receiving 2.5 MB costs 600 page faults, which take as
-    long as the rest of it.
+    long as the rest of it. Only once, and a forked child inherits it: a second buffer would come from memory that
+    was used before, and be cleared, which takes 20 ms.
     """
     bytes(_LARGEST_KEPT)
 
