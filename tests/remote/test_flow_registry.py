@@ -63,6 +63,14 @@ def test_the_same_description_again_changes_nothing() -> None:
     assert flows.register(spec(), 1.0) == []
 
 
+def test_another_content_of_the_same_description_can_stand_in_for_one_that_never_came() -> None:
+    flows, other = FlowRegistry(), spec(content="1" * 64)
+    flows.register(spec(), 0.0)
+    assert flows.register(other, 1.0) == []
+    assert flows.renew(other) == [Save(other)]
+    assert flows.access(other.name, 1, 2.0)[1] == [Start(other)]
+
+
 def test_a_lower_version_is_refused() -> None:
     flows = FlowRegistry()
     flows.register(spec(version=3), 0.0)
