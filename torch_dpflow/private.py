@@ -324,6 +324,10 @@ class PrivateShard:
 
     # -- what the shard asks of us (`Requester`) ---------------------------------------------------------
 
+    def admits(self, hello: WorkerHello) -> bool:
+        incarnations = self._incarnations
+        return 0 <= hello.worker < len(incarnations) and hello.incarnation == incarnations[hello.worker]
+
     def shares_memory(self, hello: WorkerHello) -> bool:
         reader = self._readers[hello.worker] = ArenaReader(hello.pid)
         return hello.probe is not None and reader.probe(hello.probe)

@@ -45,6 +45,9 @@ from torch_dpflow.remote.transport import Frame, Listener
 class Requester(Protocol):
     """On whose behalf a shard loads. Called in the shard's thread."""
 
+    def admits(self, hello: WorkerHello) -> bool:
+        """Whether this is a worker that was started for this shard and has not been replaced."""
+
     def shares_memory(self, hello: WorkerHello) -> bool:
         """Whether this worker's shared memory can be read here."""
 
@@ -164,6 +167,8 @@ class Shard:
                 self._requester.failed(worker)
 
     def _welcome(self, peer: bytes, hello: WorkerHello) -> None:
+        if hello.worker != _worker_of(peer) or not self._requester.admits(hello):
+            raise MessageError(f"there is no worker {hello.worker}, incarnation {hello.incarnation}, here")
         self._peers[hello.worker] = peer
         shared = self._requester.shares_memory(hello)
         self._listener.send(peer, [encode(WorkerWelcome(shared)), self._requester.epoch_for(hello.worker)])

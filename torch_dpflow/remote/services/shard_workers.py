@@ -111,6 +111,9 @@ class ShardWorkers:
 
     # -- what the shard asks of us (`Requester`) ---------------------------------------------------------
 
+    def admits(self, hello: WorkerHello) -> bool:
+        return True  # nodes start them, and how many there are is theirs to know
+
     def shares_memory(self, hello: WorkerHello) -> bool:
         self._dismiss(hello.worker)
         reader = ArenaReader(hello.pid)
