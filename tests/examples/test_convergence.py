@@ -1,0 +1,73 @@
+"""The comparison of what both loaders teach: all sides are trained, reported and drawn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.convergence import Run, digits, main, plot, report
+from tests.shared_cluster import TestCluster
+
+
+@pytest.fixture(autouse=True)
+def torch_as_before() -> Iterator[None]:
+    """Training sets process-wide switches of torch, as a script may and a test may not."""
+    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
+    yield
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.benchmark = benchmark
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Have matplotlib open its fonts, which it keeps open: before a test counts what it leaves behind."""
+    run = Run(side="torch", seed=0, losses=[1.0], accuracies=[0.5], stall_share=None)
+    plot([run], "fonts", tmp_path_factory.mktemp("fonts") / "curves.png")
+
+
+def test_each_side_learns_each_seed_and_is_drawn(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = TestCluster.start(tmp_path_factory.mktemp("c"))
+    try:
+        given = ["--epochs=2", "--seeds=2", "--workers=1", "--quiet", f"--address={cluster.address}"]
+        assert main([*given, f"--plot={tmp_path / 'curves.png'}", f"--json={tmp_path / 'runs.json'}"]) == 0
+    finally:
+        cluster.stop()
+    runs = json.loads((tmp_path / "runs.json").read_text())
+    sides = ["torch", "dpflow private", "dpflow shared"]
+    assert [(run["side"], run["seed"]) for run in runs] == [
+        (side, seed) for seed in range(2) for side in sides
+    ]
+    assert all(len(run["losses"]) == 2 and run["losses"][1] < run["losses"][0] for run in runs)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    told = capsys.readouterr().out
+    assert all(f"| {side} |" in told for side in sides)
+
+
+def test_the_report_has_means_spreads_and_differences() -> None:
+    finals = {"torch": (0.9, 0.92), "dpflow private": (0.92, 0.93)}
+    runs = [
+        Run(side=side, seed=seed, losses=[1.0], accuracies=[value], stall_share=None)
+        for side, values in finals.items()
+        for seed, value in enumerate(values)
+    ]
+    lines = list(report(runs))
+    assert lines[2] == "| torch | 91.00 | 1.41 | 90.00 to 92.00 | +0.00 |"
+    assert lines[3] == "| dpflow private | 92.50 | 0.71 | 92.00 to 93.00 | +1.50 |"
+
+
+def test_digits_are_split_and_shifted() -> None:
+    problem = digits()
+    images, labels = problem.test
+    assert (len(problem.train), len(labels)) == (1347, 450)
+    assert images.shape == (450, 1, 8, 8)
+    torch.manual_seed(0)
+    shifted = [problem.train[5][0] for _ in range(40)]
+    assert len({tuple(image.flatten().tolist()) for image in shifted}) > 5
+    assert all(image.sum() == shifted[0].sum() for image in shifted)
