@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.new_process import run_interpreter
 from torch_dpflow.remote.fingerprint import fingerprint
@@ -62,3 +63,25 @@ def test_what_cannot_be_pickled_counts_by_its_type() -> None:
 @pytest.mark.parametrize("pair", [(1, 2), ("a", "b"), ({1, 2}, {1, 3}), (len, max)])
 def test_different_things_differ(pair: tuple[object, object]) -> None:
     assert fingerprint(pair[0]) != fingerprint(pair[1])
+
+
+TENSORS = """
+import torch
+from torch.utils.data import TensorDataset
+from torch_dpflow.remote.fingerprint import fingerprint
+tensors = [torch.arange(6.0).reshape(2, 3), torch.tensor([3, 4]), torch.tensor(1j).conj(), torch.zeros(0, 2)]
+print(*[fingerprint(one) for one in (*tensors, tensors[0].T, TensorDataset(*tensors[:2]))])
+"""
+
+
+def test_tensors_count_by_their_values_in_every_process() -> None:
+    first, again = (run_interpreter(TENSORS).stdout.split() for _ in range(2))
+    assert first == again
+    assert len(set(first)) == 6
+
+
+def test_tensors_of_other_values_shapes_or_types_differ() -> None:
+    tensor = torch.arange(6.0)
+    others = [tensor + 1, tensor.reshape(2, 3), tensor.double(), torch.nn.Parameter(tensor)]
+    assert len({fingerprint(one) for one in (tensor, *others)}) == 5
+    assert fingerprint(tensor.reshape(2, 3).T) == fingerprint(tensor.reshape(2, 3).T.contiguous())
