@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples import convergence, natural_images
 from examples.convergence import Run, digits, main, plot, report
 from tests.shared_cluster import TestCluster
 
@@ -71,3 +72,17 @@ def test_digits_are_split_and_shifted() -> None:
     shifted = [problem.train[5][0] for _ in range(40)]
     assert len({tuple(image.flatten().tolist()) for image in shifted}) > 5
     assert all(image.sum() == shifted[0].sum() for image in shifted)
+
+
+def test_jpegs_are_generated_once_and_learnt_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = natural_images.Specification(classes=2, train=8, val=4)
+    natural_images.generate(tmp_path / "images", few, processes=1, progress=False)
+    monkeypatch.setattr(convergence, "JPEGS", few)
+    given = ["--problem=jpegs", "--epochs=1", "--seeds=1", "--workers=1", "--quiet"]
+    assert main([*given, f"--images={tmp_path / 'images'}", f"--plot={tmp_path / 'curves.png'}"]) == 0
+    told = capsys.readouterr().out
+    assert "jpegs: 1 epochs, 1 seeds" in told
+    assert "| dpflow private |" in told
+    assert "shared" not in told
