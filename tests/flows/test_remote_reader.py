@@ -26,6 +26,7 @@ from tests.flows.task_flows import (
     write_images,
     write_speech,
 )
+from tests.new_process import run_interpreter
 from tests.shared_cluster import TestCluster
 from torch_dpflow import JobOptions
 from torch_dpflow.datasets import DatasetStore
@@ -218,6 +219,29 @@ def test_a_mapped_dataset_joins_in_every_process_that_reads_it(remote: Remote) -
     ]
     assert pickle.loads(pickle.dumps(mapped))[4] == 4
     assert mapped.__getitems__([]) == []
+
+
+PROGRAM = """
+import sys
+import torch
+from torchvision.transforms import v2
+from torch_dpflow import JobOptions
+from torch_dpflow.flows import DataLoadFlow, RemoteDataLoadFlowReader
+
+flow = DataLoadFlow("test/processes", 1).dataset("core/x", samples=[(n, n % 3) for n in range(6)])
+flow.map_data("image", lambda number: torch.full((3, 2, 2), float(number)), cache="always")
+flow.map_data("normalize", v2.Normalize([0.5] * 3, [0.25] * 3), cache="always")
+flow.map_data("shift", lambda image, by=torch.ones(1): image + by, cache="always")
+job = JobOptions(idle_s=3.0, patience_s=60.0)
+mapped = flow.prepare_read(RemoteDataLoadFlowReader(address=sys.argv[1], workers=1, job=job)).to_mapped()
+print([(int(image[0, 0, 0]), label) for image, label in mapped.__getitems__(list(range(6)))])
+"""
+
+
+def test_processes_that_describe_a_flow_alike_read_it_together(cluster: TestCluster) -> None:
+    for _ in range(2):
+        done = run_interpreter(PROGRAM, cluster.address)
+        assert done.stdout.strip() == str([(4 * number - 1, number % 3) for number in range(6)]), done.stderr
 
 
 # -- local functions, and what cannot be loaded -------------------------------------------------------------

@@ -140,7 +140,8 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
         """A DPFlowDataLoader over the shared flow, whose batches come in a random order, anew in each epoch.
 
         Of a whole flow the services choose the order, every one equally likely, together with those of other jobs;
-        of a subset, or with a sampler, the job does.
+        of a subset, or with a sampler, the job does. Local functions and `collate_fn` run in the thread that reads
+        ahead, in the training process: leave random draws to the flow's stages, for they would disturb training's.
 
         Args:
             batch_size: samples in a batch.

@@ -108,11 +108,8 @@ class RemoteSamples(Dataset[Any]):
                 batches.close()
         return samples
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_shared": self._shared}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_shared"])  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteSamples, (self._shared,)
 
 
 class _Opened:
