@@ -71,7 +71,6 @@ def decode(data: bytes) -> torch.Tensor:
     return torch.from_numpy(frames.astype(np.float32) / 32768)
 
 
-@functools.cache
 def mel_filters() -> torch.Tensor:
     """Triangles of equal width on the mel scale over the bins of the spectrum, (bins, bands)."""
     highest = 2595 * np.log10(1 + RATE / 2 / 700)
@@ -82,10 +81,16 @@ def mel_filters() -> torch.Tensor:
     return torch.from_numpy(np.minimum(rising, falling).clip(0)).float()
 
 
-def log_mel(sound: torch.Tensor) -> torch.Tensor:
-    """Log energies, (frames, bands)."""
-    spectrum = torch.stft(sound, WINDOW, HOP, window=torch.hann_window(WINDOW), return_complex=True)
-    return (spectrum.abs().square().T @ mel_filters() + 1e-6).log()
+class LogMel:
+    """Log energies of a sound, (frames, bands)."""
+
+    def __init__(self) -> None:
+        self._window = torch.hann_window(WINDOW)
+        self._filters = mel_filters()
+
+    def __call__(self, sound: torch.Tensor) -> torch.Tensor:
+        spectrum = torch.stft(sound, WINDOW, HOP, window=self._window, return_complex=True)
+        return (spectrum.abs().square().T @ self._filters + 1e-6).log()
 
 
 def normalized(features: torch.Tensor) -> torch.Tensor:
@@ -110,7 +115,7 @@ def letters_of(target: Mapping[str, Any]) -> torch.Tensor:
 def describe(flow: DataLoadFlow, variant: str) -> DataLoadFlow:
     """Waves to features and, for training, mask some of them."""
     flow.map_data("decode", decode, cache="always")
-    flow.map_data("log_mel", log_mel, cache="always")
+    flow.map_data("log_mel", LogMel(), cache="always")
     flow.map_data("normalization", normalized, cache="always")
     flow.map_target("letters", letters_of, cache="always")
     if variant == "train":

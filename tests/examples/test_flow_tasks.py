@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,17 +79,26 @@ def test_it_stops_after_as_many_steps_as_were_asked_for(train: Train) -> None:
     assert len(train("tones", "--max-steps=2")["losses"]) == 2
 
 
-def test_a_cluster_loads_for_a_task_with_ragged_targets(
-    train: Train, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
+    started = TestCluster.start(tmp_path_factory.mktemp("c"))
+    yield started
+    started.stop()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_cluster_loads_for_a_task_that_is_run_as_a_script(
+    cluster: TestCluster, store: Path, tmp_path: Path, task: str
 ) -> None:
-    cluster = TestCluster.start(tmp_path_factory.mktemp("c"))
-    try:
-        summary = train("shapes", f"--address={cluster.address}", "--epochs=2")
-    finally:
-        cluster.stop()
-    assert len(summary["losses"]) == 4
-    assert all(map(math.isfinite, summary["losses"]))
-    assert "-> Map(random_hflip)" in capsys.readouterr().out
+    path = tmp_path / "summary.json"
+    command = [sys.executable, "-m", TASKS[task].__name__, f"--store={store}", *SMALL]
+    command += [f"--address={cluster.address}", f"--summary-json={path}", "--epochs=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("stall_share") == 2
+    losses = json.loads(path.read_text())["losses"]
+    assert len(losses) == 4
+    assert all(map(math.isfinite, losses))
 
 
 def test_an_address_is_for_our_loader_only(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,7 +154,7 @@ def test_the_likeliest_path_drops_repeats_and_blanks() -> None:
 def test_a_tone_falls_into_the_band_of_its_frequency() -> None:
     for hertz, band in ((500, 11), (2000, 28)):
         seconds = torch.arange(transcribe_tones.RATE) / transcribe_tones.RATE
-        features = transcribe_tones.log_mel(torch.sin(2 * math.pi * hertz * seconds))
+        features = transcribe_tones.LogMel()(torch.sin(2 * math.pi * hertz * seconds))
         mel = 2595 * math.log10(1 + hertz / 700)
         highest = 2595 * math.log10(1 + transcribe_tones.RATE / 2 / 700)
         expected = round(mel / highest * (transcribe_tones.BANDS + 1)) - 1
