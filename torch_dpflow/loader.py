@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.iterator import WorkerIterator
 from torch_dpflow.metrics import LoaderStats
-from torch_dpflow.opening import kind_of, length_of
+from torch_dpflow.opening import kind_of, length_of, made_of
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.plan import generator_state
 from torch_dpflow.progress import Run
@@ -146,7 +146,10 @@ class DPFlowDataLoader(DataLoader[T]):
         if run.progress is not None:
             return run.progress.state().as_dict()
         state = LoaderState(
-            kind=kind_of(self), generator=generator_state(self.generator), length=length_of(self)
+            kind=kind_of(self),
+            generator=generator_state(self.generator),
+            length=length_of(self),
+            made_of=made_of(self),
         )
         return state.as_dict()
 
@@ -192,6 +195,13 @@ class DPFlowDataLoader(DataLoader[T]):
                 f"the state is of a loader whose epoch has {state.length} batches, this one's has {length}; "
                 "resume with the dataset, batch_size, drop_last and sampler that it was taken with"
             )
+        mine = made_of(self)
+        for name, was in state.made_of.items() if not state.fresh else ():
+            if None not in (was, mine.get(name)) and was != mine[name]:
+                raise StateError(
+                    f"the state is of a loader whose {name} is {was}, this one's is {mine[name]}; resume with the "
+                    "dataset and the arguments that it was taken with, or begin an epoch afresh"
+                )
         workers = max(1, self.num_workers)
         if kind == "iterable" and not state.fresh and len(state.streams) != workers:
             raise StateError(

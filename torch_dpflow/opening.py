@@ -96,6 +96,7 @@ def _progress(
         plan=new_plan(batches, loader._index_sampler, loader.sampler, length_of(loader)),
         generator=loader.generator,
         length=length_of(loader),
+        made_of=made_of(loader),
         streams=streams,
     )
 
@@ -108,7 +109,23 @@ def _resumed(loader: Any, state: LoaderState) -> Progress:
         generator=loader.generator,
         keeps_seed=loader.persistent_workers,
         length=length_of(loader),
+        made_of=made_of(loader),
     )
+
+
+def made_of(loader: Any) -> dict[str, int | str | None]:
+    """What must be the same where an epoch is resumed, with its names for people."""
+    if loader._dataset_kind == _DatasetKind.Iterable:
+        return {"batch_size": loader.batch_size}
+    try:
+        size = len(loader.dataset)
+    except (TypeError, NotImplementedError):
+        size = None
+    return {
+        "dataset's length": size,
+        "batch_size": loader.batch_size,
+        "sampler": type(loader.sampler).__name__,
+    }
 
 
 def kind_of(loader: Any) -> Any:

@@ -76,6 +76,7 @@ class Progress:
         plan: its index batches.
         generator: the loader's.
         length: of a whole epoch in batches, None where nobody knows.
+        made_of: see `LoaderState`.
         streams: where each worker's own stream is; empty where batches belong to nobody.
     """
 
@@ -91,6 +92,7 @@ class Progress:
         plan: Plan,
         generator: torch.Generator | None,
         length: int | None,
+        made_of: dict[str, int | str | None],
         streams: Sequence[StreamState] = (),
     ) -> None:
         self.kind = kind
@@ -98,6 +100,7 @@ class Progress:
         self.base_seed = base_seed
         self.plan = plan
         self.length = length
+        self.made_of = made_of
         self.streams = list(streams)
         #: Workers that owe the batches in flight, in order; whoever assigns keeps it up to date.
         self.due: list[int] = []
@@ -123,6 +126,7 @@ class Progress:
         generator: torch.Generator | None,
         keeps_seed: bool,
         length: int | None,
+        made_of: dict[str, int | str | None],
     ) -> Progress:
         """Go on from a state in mid-epoch. The process's generators stay as they are.
 
@@ -158,6 +162,7 @@ class Progress:
             plan=plan,
             generator=generator,
             length=length,
+            made_of=made_of,
             streams=[replace(stream) for stream in state.streams],
         )
         progress.draw_rng = state.draw_rng
@@ -197,6 +202,7 @@ class Progress:
             sampler=self.plan.sampler_state(self.position, self._samples),
             ended=self.plan.ended_at == self.position,
             length=self.length,
+            made_of=self.made_of,
             streams=[replace(stream) for stream in self.streams],
             due=list(self.due),
             next_worker=self.next_worker,
@@ -209,6 +215,7 @@ class Progress:
             base_seed=self.base_seed if self._keeps_seed else None,
             generator=generator_state(self._generator),
             length=self.length,
+            made_of=self.made_of,
             streams=self.streams_of_next(),
         )
 

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, RandomSampler, _DatasetKind
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torch_dpflow.errors import OptionError, StateError
-from torch_dpflow.opening import LoaderView, begin, length_of
+from torch_dpflow.opening import LoaderView, begin, length_of, made_of
 from torch_dpflow.pinning import Pin
 from torch_dpflow.plan import generator_state
 from torch_dpflow.progress import OPENING_ALONE, Progress, Run
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch_dpflow.remote.client import SharedJob
     from torch_dpflow.remote.shared_iterator import SharedIterator
 
-_FLOW = re.compile(r"(?P<name>[A-Za-z0-9._/-]{1,100})(:v(?P<version>[0-9]{1,9}))?")
+_FLOW = re.compile(r"(?P<name>[A-Za-z0-9._/-]{1,100})(:v(?P<version>[1-9][0-9]{0,8}))?")
 
 
 def flow_version(flow: str) -> tuple[str, int]:
@@ -135,6 +135,7 @@ class Traversal:
         self._job = job
         self._generator = loader.generator
         self._length = length_of(loader)
+        self._made_of = made_of(loader)
         self._base_seed = base_seed
         self.epoch = epoch
         self.finished = False
@@ -150,6 +151,7 @@ class Traversal:
             base_seed=self._base_seed,
             generator=generator_state(self._generator),
             length=self._length,
+            made_of=self._made_of,
             shared=None if self.finished else self._job.state(),
         )
 

@@ -76,8 +76,10 @@ class LoaderState:
     sampler: Any = None
     #: The sampler has given all of this epoch's batches, and its state is that after them.
     ended: bool = False
-    #: Batches in a whole epoch, where known; guards against resuming on other data.
+    #: Batches in a whole epoch, where known; guards against resuming on other data, as the next one does.
     length: int | None = None
+    #: What the loader was made of: its dataset's length, its batch size, its sampler's kind; None where unknown.
+    made_of: dict[str, int | str | None] = field(default_factory=dict)
     #: One entry a worker where batches belong to workers, else empty.
     streams: list[StreamState] = field(default_factory=list)
     #: Workers that owe the next batches, in order (only with `streams`).
@@ -93,6 +95,7 @@ class LoaderState:
         shallow["ahead"] = list(self.ahead)
         shallow["due"] = list(self.due)
         shallow["opening"] = list(self.opening)
+        shallow["made_of"] = dict(self.made_of)
         shallow["plan_rng"], shallow["draw_rng"] = deepcopy(self.plan_rng), deepcopy(self.draw_rng)
         shallow["streams"] = [stream.as_dict() for stream in self.streams]
         return shallow
@@ -124,6 +127,8 @@ class LoaderState:
             raise StateError(
                 f"the state has unknown keys {sorted(unknown)}; it is damaged or of another release"
             )
+        if missing := known - set(state):
+            raise StateError(f"the state lacks {sorted(missing)}; it is damaged or of another release")
         try:
             loaded = msgspec.convert(state, cls)
         except msgspec.ValidationError as error:
@@ -137,6 +142,9 @@ class LoaderState:
                 raise StateError(f"the state's {name} is {getattr(self, name)}; it must be an int >= 0")
         if self.shared is not None and self.base_seed is None:
             raise StateError("the state is damaged: it is of a shared flow but lacks the job's seed")
+        for name in ("epoch", "base_seed"):
+            if not -(1 << 63) <= (getattr(self, name) or 0) < (1 << 63):
+                raise StateError(f"the state's {name} is {getattr(self, name)}; it must be below 2**63")
         has_origin = self.plan_rng is not None and self.base_seed is not None and self.opening
         if not (self.fresh or self.shared is not None or has_origin):
             raise StateError(

@@ -143,6 +143,29 @@ def test_other_data_is_refused(OurLoader: Any, num_workers: int) -> None:
         assert "state" in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("other", "hint"),
+    [
+        ({"shuffle": False}, "RandomSampler"),
+        ({"dataset": Indices(21)}, "20"),
+        ({"dataset": Indices(21), "batch_size": 7}, "length is 9"),
+    ],
+    ids=["sampler", "length", "batch size"],
+)
+def test_a_loader_made_otherwise_is_refused(OurLoader: Any, other: dict[str, Any], hint: str) -> None:
+    """It may have as many batches, and still deliver others."""
+    made = {"dataset": Indices(20), "batch_size": 7, "shuffle": True, "num_workers": 1}
+    loader = OurLoader(**made)
+    next(iter(loader))
+    if other.get("batch_size") == 7:
+        loader = OurLoader(**{**made, "dataset": Indices(9), "batch_size": 3})
+        next(iter(loader))
+    again = OurLoader(**{**made, **other})
+    with pytest.raises(StateError, match=hint):
+        again.load_state_dict(loader.state_dict())
+    assert len(list(again)) == 3
+
+
 RESUMING = """
 import json, sys
 import torch
