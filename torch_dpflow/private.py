@@ -238,6 +238,7 @@ class PrivateShard:
         end_all(handles)
         # The shard and this object know each other, so what they hold would wait for the garbage collector.
         self._readers.clear()
+        self._watched.clear()
         while self.poll() is not None:
             pass
         self._directory.remove()
@@ -262,6 +263,7 @@ class PrivateShard:
             address=self._listener.address,
             owner=self._owner,
             directory=self._directory.path,
+            from_main_thread=threading.current_thread() is threading.main_thread(),
         )
         handle = self._handles[worker] = self._platform.start(post)
         return handle

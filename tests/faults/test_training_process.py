@@ -70,6 +70,36 @@ def test_nothing_outlives_a_killed_training_process(
     assert not mine
 
 
+KEEPING_THE_LOCK = """
+import json, multiprocessing, re, threading
+from tests.loader_cases import Indices
+from torch_dpflow import DPFlowDataLoader
+
+class Backtracking(Indices):
+    def __getitem__(self, index):
+        if index >= 4:
+            re.match(r"(a+)+$", "a" * 60 + "b")  # takes years, inside one call that no other thread interrupts
+        return index
+
+iterator = iter(DPFlowDataLoader(Backtracking(100), batch_size=2, num_workers=2))
+next(iterator), next(iterator)
+print(json.dumps([child.pid for child in multiprocessing.active_children()]), flush=True)
+threading.Event().wait()
+"""
+
+
+def test_not_even_workers_that_keep_the_interpreters_lock(
+    OurLoader: Any, eventually: Any, place: Path
+) -> None:
+    """No Python runs in them any more, so what they leave in the file system is for the next loader to sweep."""
+    with interpreter(KEEPING_THE_LOCK, env={"TMPDIR": str(place)}) as training:
+        assert training.stdout is not None
+        workers = json.loads(training.stdout.readline())
+        training.kill()
+        training.wait()
+        eventually(lambda: all(map(has_ended, workers)), within_s=30, what="the end of the workers")
+
+
 def left_in(directory: Path) -> list[str]:
     # multiprocessing leaves its own directory when it is killed.
     return [name for name in os.listdir(directory) if not name.startswith("pymp-")]

@@ -52,6 +52,8 @@ class Post:
     owner: int
     #: Private to the owner and its workers; removed by whoever goes last.
     directory: str
+    #: The thread that starts this worker lives as long as its process.
+    from_main_thread: bool
 
 
 def last_words_path(post: Post) -> str:
@@ -66,7 +68,7 @@ def main(sealed: Sealed, post: Post) -> None:
         sealed: what to load (an `Assignment`).
         post: where.
     """
-    end_with(post.owner, post.directory)
+    end_with(post.owner, post.directory, by_kernel=post.from_main_thread)
     # In this order: torch's handlers take the place of Python's, which call what they have found. And a handler
     # that is inherited would not be installed again.
     faulthandler.disable()
