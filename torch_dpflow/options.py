@@ -1,10 +1,12 @@
 """Option objects: frozen, keyword-only, checked once when they are made."""
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torch_dpflow.errors import OptionError, OptionTypeError
+
+#: The most that the batches in flight may grow by; beyond it they would fill any memory.
+MOST_GROWTH = 1000
 
 Seeding = Literal["auto", "batch", "worker"]
 
@@ -24,7 +26,7 @@ class LoaderOptions:
             assignment: the batches equal those of torch's loader bit for bit, but no work is stolen. "auto"
             takes "worker" when a `worker_init_fn` is given or the dataset is iterable, else "batch".
         window_growth: how far the batches in flight may grow beyond torch's `prefetch_factor * num_workers`
-            while a worker has nothing to do because an older batch is late; a factor of at least 1. Only
+            while a worker has nothing to do because an older batch is late; a factor from 1 to 1000. Only
             where the sampler draws its order at the start of the epoch, so that drawing further ahead
             cannot change it.
         restart_limit: how many times in a row workers are replaced, without one batch arriving in between,
@@ -46,11 +48,11 @@ class LoaderOptions:
     shared_memory: int | None = None
 
     def __post_init__(self) -> None:
-        _whole_number("read_threads", self.read_threads, minimum=1)
-        _whole_number("restart_limit", self.restart_limit, minimum=0)
-        _whole_number("poison_limit", self.poison_limit, minimum=1)
+        check_whole_number("read_threads", self.read_threads, minimum=1)
+        check_whole_number("restart_limit", self.restart_limit, minimum=0)
+        check_whole_number("poison_limit", self.poison_limit, minimum=1)
         if self.shared_memory is not None:
-            _whole_number("shared_memory", self.shared_memory, minimum=0)
+            check_whole_number("shared_memory", self.shared_memory, minimum=0)
         if self.seeding not in get_args(Seeding):
             raise OptionError(f"seeding={self.seeding!r} is not one of {get_args(Seeding)}")
         growth = self.window_growth
@@ -58,11 +60,14 @@ class LoaderOptions:
             raise OptionTypeError(
                 f"window_growth={growth!r} is a {type(growth).__name__}; give a number >= 1"
             )
-        if not (math.isfinite(growth) and growth >= 1):
-            raise OptionError(f"window_growth={growth!r} is out of range; give a finite factor >= 1")
+        if not 1 <= growth <= MOST_GROWTH:
+            raise OptionError(
+                f"window_growth={growth!r} is out of range; give a factor from 1 to {MOST_GROWTH}"
+            )
 
 
-def _whole_number(name: str, value: Any, *, minimum: int) -> None:
+def check_whole_number(name: str, value: Any, *, minimum: int) -> None:
+    """Raise OptionTypeError or OptionError unless `value` is an int of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give an int >= {minimum}")
     if value < minimum:

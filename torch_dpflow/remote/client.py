@@ -90,7 +90,7 @@ def open_job(
         workers=workers,
         options=options,
     )
-    register(cluster, spec, packed)
+    register(cluster, spec, packed, patience_s=options.patience_s)
     job = JobDescription(
         flow=flow,
         version=version,

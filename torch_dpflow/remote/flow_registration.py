@@ -70,9 +70,9 @@ def describe(
     return spec
 
 
-def register(cluster: Cluster, spec: FlowSpec, packed: bytes) -> None:
+def register(cluster: Cluster, spec: FlowSpec, packed: bytes, *, patience_s: float) -> None:
     """Register a flow, and bring what its workers load unless it is there. UsageError where it is refused."""
-    with cluster.connect() as coordinator:
+    with cluster.connect(timeout_s=patience_s) as coordinator:
         try:
             if not coordinator.call("register", spec, reply_type=bool).body:
                 coordinator.call("store", spec.content, [packed])

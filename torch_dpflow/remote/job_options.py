@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from torch_dpflow.errors import OptionError
+from torch_dpflow.caches.registry import POLICIES
+from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.options import check_whole_number
+from torch_dpflow.samplers.registry import check_strategy
+
+#: Longest time that an option may name.
+MAX_SECONDS = 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +37,8 @@ class JobOptions:
         patience_s: how long the cluster may be away before a call gives up, seconds.
 
     Raises:
-        OptionError: a number is out of range.
+        OptionError: a value is out of range or unknown.
+        OptionTypeError: a value is of the wrong type.
     """
 
     name: str | None = None
@@ -48,11 +56,32 @@ class JobOptions:
     patience_s: float = 120.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.ready < self.asked:
-            raise OptionError(f"ready={self.ready}, asked={self.asked}: 1 <= ready < asked is required")
-        if self.budget_bytes < 1 or self.patience_s <= 0:
-            raise OptionError(
-                f"budget_bytes={self.budget_bytes}, patience_s={self.patience_s}: must be above 0"
-            )
-        if self.name is not None and not 1 <= len(self.name) <= 100:
-            raise OptionError(f"name={self.name!r}: 1 to 100 characters are allowed")
+        for name, minimum in (("shards", 1), ("memory_bytes", 1), ("cache_samples", 0), ("ready", 1)):
+            check_whole_number(name, getattr(self, name), minimum=minimum)
+        check_whole_number("asked", self.asked, minimum=self.ready + 1)
+        check_whole_number("budget_bytes", self.budget_bytes, minimum=1)
+        for name in ("idle_s", "patience_s"):
+            _check_seconds(name, getattr(self, name))
+        for name in ("name", "fingerprint"):
+            _check_name(name, getattr(self, name))
+        if self.repeatable not in (True, False, None):
+            raise OptionTypeError(f"repeatable={self.repeatable!r}: give True, False or None")
+        if self.policy not in (*POLICIES, "none") or self.policy == "opt":
+            raise OptionError(f"policy={self.policy!r} is not one of {[*sorted(set(POLICIES) - {'opt'}), 'none']}")
+        check_strategy(self.strategy)
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give seconds")
+    if not 0 < value <= MAX_SECONDS:
+        raise OptionError(f"{name}={value!r} is out of range; give seconds above 0 and up to {MAX_SECONDS:g}")
+
+
+def _check_name(field: str, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise OptionTypeError(f"{field}={value!r} is a {type(value).__name__}; give text or None")
+    if not (1 <= len(value) <= 100 and value.isprintable()):
+        raise OptionError(f"{field}={value!r}: 1 to 100 printable characters are allowed")

@@ -65,7 +65,7 @@ class RouterLink:
         self._stream = stream
         self._generation = 0
         self._lock = threading.RLock()
-        self._coordinator = cluster.connect()
+        self._coordinator = cluster.connect(timeout_s=patience_s)
         self._router: RpcClient | None = None
         self._epoch: int | None = None
         #: Which samples of the epoch have been drawn, one bit each; and how many.
