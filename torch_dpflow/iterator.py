@@ -18,7 +18,7 @@ from torch_dpflow.log import LOADER
 from torch_dpflow.opening import begin
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.pinning import Pin
-from torch_dpflow.plan import is_drawn_at_start
+from torch_dpflow.plan import is_drawn_at_start, samples_in
 from torch_dpflow.platforms.local import LocalPlatform, LocalWorker
 from torch_dpflow.private import Arrived, Broken, Died, Event, Poisoned, PrivateShard, Starved, Totals
 from torch_dpflow.progress import OPENING_AGAIN, OPENING_WORKERS
@@ -29,8 +29,9 @@ from torch_dpflow.state import StreamState
 
 #: Of the machine's memory, how much all workers together may share with the training process.
 SHARED_FRACTION = 4
-#: How many workers may end one after the other while none of them has ever loaded anything.
+#: How many more workers than there are may end one after the other while none has ever loaded anything.
 FALSE_STARTS = 2
+RAISE_THE_LIMIT = " Raise LoaderOptions(restart_limit=...) if they are killed from outside."
 
 
 class WorkerIterator(_BaseDataLoaderIter):
@@ -49,6 +50,8 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._own_stream = _has_own_streams(loader, self._options)
         self._in_order = loader.in_order
         self._most = loader.prefetch_factor * loader.num_workers
+        if self._most <= 0:  # torch's constructor lets 0 pass, and its iterator stops here, with these words
+            raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
         self._generation = 0
         self._deaths = 0
         self._has_loaded = False
@@ -189,7 +192,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             self._await_event()
 
     def _deliver(self, flight: Flight) -> Any:
-        samples = len(flight.index) if self._auto_collation else 1
+        samples = samples_in(flight.index) if self._auto_collation else 1
         self._progress.passed(flight.position, samples)
         outcome = flight.outcome
         if self._rotation is not None and flight.worker is not None:
@@ -279,18 +282,19 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _replace(self, worker: int) -> None:
         assert self._shard is not None
         self._deaths += 1
+        false_starts = self._num_workers + FALSE_STARTS
         limit = (
             self._options.restart_limit
             if self._has_loaded
-            else min(FALSE_STARTS, self._options.restart_limit)
+            else min(false_starts, self._options.restart_limit)
         )
         if self._deaths > limit:
             self._last_words = self._shard.bury(worker)
             self._shutdown_workers()
             raise WorkerStartError(
                 f"{self._deaths} workers ended one after the other and no batch came in between; the last one, "
-                f"worker {worker}, {self._last_words}\nStart with num_workers=0 to see where it happens, or raise "
-                "LoaderOptions(restart_limit=...) if workers are killed from outside"
+                f"worker {worker}, {self._last_words}\nRun with num_workers=0 to see where it happens."
+                + (RAISE_THE_LIMIT if self._has_loaded else "")
             )
         self._last_words = self._shard.replace_worker(worker)
         self._run.meter.restarts += 1

@@ -1,6 +1,7 @@
 """The plan of one epoch: its index batches, drawn as they are needed, and what it takes to draw them again."""
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -172,6 +173,11 @@ def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Pla
         )
     part.load_state_dict(state.sampler)
     return Plan(batches, sampler=part, position=state.position, length=state.length)
+
+
+def samples_in(index: Any) -> int:
+    """How many samples a batch's indices name; torch takes any iterable of them."""
+    return operator.length_hint(index, 1)
 
 
 def generator_state(generator: torch.Generator | None) -> str | None:

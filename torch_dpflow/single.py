@@ -10,7 +10,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe, _DatasetKind, _utils, gr
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torch_dpflow.opening import begin
-from torch_dpflow.plan import Plan
+from torch_dpflow.plan import Plan, samples_in
 from torch_dpflow.progress import OPENING_ALONE
 from torch_dpflow.rng import capture_rng, preserved_rng
 from torch_dpflow.state import StreamState
@@ -49,7 +49,7 @@ class SingleProcessIterator(_BaseDataLoaderIter):
 
     def _load(self) -> tuple[Any, int]:
         position, index = self._draw()
-        samples = len(index) if self._auto_collation else 1
+        samples = samples_in(index) if self._auto_collation else 1
         try:
             data = self._fetcher.fetch(index)
         except StopIteration:

@@ -204,3 +204,15 @@ def test_pinning_without_an_accelerator_warns_and_loads(Loader: Any) -> None:
             (batch,) = loader
         assert batch.tolist() == [0, 1]
         assert not batch.is_pinned()
+
+
+def test_no_batch_ahead_is_refused_as_by_torch(Loader: Any) -> None:
+    """An empty epoch in its place would go unseen."""
+    with pytest.raises(AssertionError, match="prefetch_factor must be greater than 0"):
+        iter(Loader(Indices(6), num_workers=1, prefetch_factor=0))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_of_indices_need_no_length(Loader: Any, num_workers: int) -> None:
+    loader = Loader(Indices(6), batch_sampler=[iter([1, 2]), iter([3])], num_workers=num_workers)
+    assert [batch.tolist() for batch in loader] == [[1, 2], [3]]

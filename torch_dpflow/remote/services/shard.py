@@ -42,6 +42,10 @@ from torch_dpflow.remote.scheduler import Exchange as Exchanged
 from torch_dpflow.remote.transport import Frame, Listener
 
 
+#: Malformed messages that are logged; a peer can send any number, and all are counted.
+MALFORMED_LOGGED = 10
+
+
 class Requester(Protocol):
     """On whose behalf a shard loads. Called in the shard's thread."""
 
@@ -157,7 +161,8 @@ class Shard:
                     raise MessageError(f"a shard hears no {type(header).__name__} from workers")
         except MessageError as error:
             self.counters.malformed += 1
-            TRANSPORT.warning("a message from worker connection %r was dropped: %s", peer, error)
+            if self.counters.malformed <= MALFORMED_LOGGED:
+                TRANSPORT.warning("a message from connection %r was dropped: %s", peer[:16], error)
             self._distrust(peer)
 
     def _distrust(self, peer: bytes) -> None:
