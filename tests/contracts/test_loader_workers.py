@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from tests.loader_cases import Gated, Indices, Rows, WhoLoads, assert_same, epochs
+from tests.workers import worker_pids
 
 FORK = multiprocessing.get_context("fork")
 
@@ -132,7 +133,9 @@ def test_persistent_workers_stay(Loader: Any) -> None:
 
     kept = Loader(WhoLoads(30), num_workers=2, persistent_workers=True)
     first, *later = processes(kept)
-    assert all(pids <= first for pids in later)
+    there = set(worker_pids())
+    assert len(there) == 2
+    assert all(pids <= there for pids in (first, *later))
     assert iter(kept) is iter(kept)
     afresh = processes(Loader(WhoLoads(30), num_workers=2))
     assert len(set.union(*afresh)) == sum(len(pids) for pids in afresh)
