@@ -28,7 +28,8 @@ def seed_batch(base_seed: int, epoch: int, position: int) -> None:
     key = struct.pack("<qqq", base_seed, epoch, position)
     digest = hashlib.blake2b(key, digest_size=32, person=b"dpflow-batch").digest()
     torch_seed, python_seed, *numpy_words = struct.unpack("<qQ4I", digest)
-    torch.default_generator.manual_seed(torch_seed)
+    # Without a sign: torch.initial_seed() is a number that fits a tensor, as with torch's own seeds.
+    torch.default_generator.manual_seed(torch_seed & 0x7FFF_FFFF_FFFF_FFFF)
     random.seed(python_seed)
     np.random.seed(numpy_words)
 

@@ -83,8 +83,8 @@ class LocalWorker:
         if self.process.is_alive():
             self.process.kill()  # stopped, or it ignores SIGTERM
             self.process.join()
+        # Not closed: who has taken the processes from the iterator may still ask them, as torch's, how they ended.
         self._closed = True
-        self.process.close()
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
