@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from torch_dpflow.arguments import check_types
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.iterator import WorkerIterator
 from torch_dpflow.metrics import LoaderStats
@@ -52,7 +53,7 @@ class DPFlowDataLoader(DataLoader[T]):
     The others are torch's; see its documentation.
 
     Raises:
-        OptionTypeError: `options` or `job` is something else.
+        OptionTypeError: an argument is of a type that no iteration could use.
         OptionError: the flow's name is not allowed, or the loader cannot be shared.
         ValueError, TypeError: as torch's loader.
     """
@@ -108,6 +109,7 @@ class DPFlowDataLoader(DataLoader[T]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
+        check_types(self, address)
         # Under the names of the arguments: Lightning rebuilds a loader from the attributes that have them.
         self.options = options
         self.num_workers = WorkerCount.carrying(num_workers, options)

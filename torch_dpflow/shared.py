@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch_dpflow.remote.client import SharedJob
     from torch_dpflow.remote.shared_iterator import SharedIterator
 
-_FLOW = re.compile(r"(?P<name>[A-Za-z0-9._/-]{1,100})(:v(?P<version>[1-9][0-9]{0,8}))?")
+_FLOW = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._/-]{0,99})(:v(?P<version>[1-9][0-9]{0,8}))?")
 
 
 def flow_version(flow: str) -> tuple[str, int]:
@@ -34,8 +34,8 @@ def flow_version(flow: str) -> tuple[str, int]:
     parts = _FLOW.fullmatch(flow) if isinstance(flow, str) else None
     if parts is None:
         raise OptionError(
-            f"flow={flow!r}: give a name of 1 to 100 of the characters A-Z a-z 0-9 . _ / -, and after it "
-            "':v' and a number where the dataset has changed, as in 'imagenet/train:v2'"
+            f"flow={flow!r}: give a name of 1 to 100 of the characters A-Z a-z 0-9 . _ / -, a letter or "
+            "digit first, and after it ':v' and a number where the dataset has changed, as in 'imagenet/train:v2'"
         )
     return parts["name"], int(parts["version"] or 1)
 

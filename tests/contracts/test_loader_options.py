@@ -72,6 +72,30 @@ def test_what_is_not_options_is_refused(OurLoader: Any, options: Any) -> None:
         OurLoader(Indices(3), options=options)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"num_workers": 1.5},
+        {"generator": 3},
+        {"collate_fn": 3},
+        {"worker_init_fn": "seed"},
+        {"flow": "imagenet", "address": 3},
+    ],
+    ids=str,
+)
+def test_what_no_epoch_could_use_is_refused_at_once(OurLoader: Any, values: dict[str, Any]) -> None:
+    name = list(values)[-1]
+    with pytest.raises(OptionTypeError, match=f"{name}=.* give ") as raised:
+        OurLoader(Indices(3), **values)
+    assert isinstance(raised.value, TypeError)
+
+
+@pytest.mark.parametrize("flow", ["", "../..", "-x", "a b", "x:v0", 3])
+def test_what_is_no_flows_name_is_refused(OurLoader: Any, flow: Any) -> None:
+    with pytest.raises(OptionError, match="give a name of 1 to 100"):
+        OurLoader(Indices(3), flow=flow)
+
+
 class Meeting(Indices):
     """Nobody leaves `__getitem__` before four are in it."""
 

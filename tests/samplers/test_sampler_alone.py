@@ -258,7 +258,7 @@ def test_negative_and_repeated_indices_are_refused(indices: Any) -> None:
 def test_arguments_of_the_wrong_type_are_refused() -> None:
     with pytest.raises(OptionTypeError, match="without a length"):
         DynaGCSSampler(iter([1]))  # type: ignore[arg-type]
-    for option in ("batch_size", "num_replicas", "seed"):
+    for option in ("batch_size", "num_replicas", "seed", "shuffle", "drop_last"):
         with pytest.raises(OptionTypeError, match=option):
             DynaGCSSampler(range(10), **{option: "3"})
     with pytest.raises(OptionTypeError, match="sampling_group"):

@@ -95,6 +95,17 @@ def check_whole(name: str, value: object, *, minimum: int, maximum: int | None =
     return int(value)
 
 
+def check_flag(name: str, value: object) -> bool:
+    """`value` as a bool. Text is none: "no" and "False" would count as true.
+
+    Raises:
+        OptionTypeError: it is neither a bool nor the number 0 or 1.
+    """
+    if not isinstance(value, bool | int | np.bool_) or value not in (0, 1):
+        raise OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give True or False")
+    return bool(value)
+
+
 def check_number(name: str, value: object, *, low: float, high: float, open_low: bool = False) -> float:
     """`value` as a float with low <= value <= high, or low < value where `open_low`.
 

@@ -11,7 +11,14 @@ from torch_dpflow.errors import OptionError, StateError, UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.arguments import check_group, given_indices, length_of, own_rank
 from torch_dpflow.samplers.group import SamplingGroup
-from torch_dpflow.samplers.indices import MAX_SEED, CompactArray, check_number, check_whole, permutation
+from torch_dpflow.samplers.indices import (
+    MAX_SEED,
+    CompactArray,
+    check_flag,
+    check_number,
+    check_whole,
+    permutation,
+)
 from torch_dpflow.samplers.passes import Pass, PrivatePass, SharedPass
 from torch_dpflow.samplers.ranks import RankShares
 from torch_dpflow.samplers.registry import check_strategy
@@ -79,8 +86,8 @@ class DynaGCSSampler(Sampler[int]):
         self._indices = given_indices(data_source)
         self._length = length_of(data_source) if self._indices is None else len(self._indices)
         self.num_replicas, self.rank, self._is_distributed = own_rank(num_replicas, rank)
-        self._shares = RankShares(self._length, self.num_replicas, bool(drop_last))
-        self.shuffle = bool(shuffle)
+        self._shares = RankShares(self._length, self.num_replicas, check_flag("drop_last", drop_last))
+        self.shuffle = check_flag("shuffle", shuffle)
         self.seed = check_whole("seed", seed, minimum=0, maximum=MAX_SEED)
         if batch_size is not None:
             check_whole("batch_size", batch_size, minimum=1)

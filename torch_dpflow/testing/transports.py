@@ -19,7 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
+try:
+    import pytest
+except ImportError as error:
+    raise ImportError(
+        "torch_dpflow.testing.transports needs pytest, and it is not installed: pip install pytest"
+    ) from error
 
 from torch_dpflow.errors import MessageError, PeerLostError, StateError
 from torch_dpflow.remote.transport import Connection, Frame, Listener, TransportOptions, connect, listen

@@ -1,0 +1,30 @@
+"""What torch's loader takes without a word and fails on in an epoch: refused when the loader is made."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+
+from torch_dpflow.errors import OptionTypeError
+
+
+def check_types(loader: Any, address: object) -> None:
+    """Raise OptionTypeError for an argument that no iteration could use; it names what may be given."""
+    try:
+        operator.index(loader.num_workers)
+    except TypeError:
+        raise _wrong("num_workers", loader.num_workers, "an int >= 0") from None
+    if loader.generator is not None and not isinstance(loader.generator, torch.Generator):
+        raise _wrong("generator", loader.generator, "a torch.Generator or None")
+    for name in ("collate_fn", "worker_init_fn"):
+        function = getattr(loader, name)
+        if function is not None and not callable(function):
+            raise _wrong(name, function, "a callable or None")
+    if address is not None and not isinstance(address, str):
+        raise _wrong("address", address, "'auto', an address, a connection file's path as text, or None")
+
+
+def _wrong(name: str, value: object, allowed: str) -> OptionTypeError:
+    return OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give {allowed}")
