@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.remote.flow_registry import (
+    MAX_OFFERS,
     FlowRegistry,
     FlowState,
     Forget,
@@ -67,8 +68,31 @@ def test_another_content_of_the_same_description_can_stand_in_for_one_that_never
     flows, other = FlowRegistry(), spec(content="1" * 64)
     flows.register(spec(), 0.0)
     assert flows.register(other, 1.0) == []
-    assert flows.renew(other) == [Save(other)]
+    flow = flows.offered(other.content)
+    assert flow is not None
+    assert flow is flows.offered(spec().content), "either may come first"
+    assert flows.settle(flow, other.content) == [Save(other)]
     assert flows.access(other.name, 1, 2.0)[1] == [Start(other)]
+    assert flows.offered(spec().content) is None, "what comes later is not taken"
+
+
+def test_the_first_ones_own_content_changes_nothing_when_it_comes() -> None:
+    flows, other = FlowRegistry(), spec(content="1" * 64)
+    flows.register(spec(), 0.0)
+    flows.register(other, 1.0)
+    flow = flows.offered(spec().content)
+    assert flow is not None
+    assert flows.settle(flow, spec().content) == []
+    assert flow.spec == spec()
+
+
+def test_announced_contents_are_bounded() -> None:
+    flows = FlowRegistry()
+    flows.register(spec(), 0.0)
+    for number in range(MAX_OFFERS + 1):
+        flows.register(spec(content=f"{number + 1:064x}"), 1.0)
+    assert flows.offered(f"{1:064x}") is None
+    assert flows.offered(f"{MAX_OFFERS + 1:064x}") is not None
 
 
 def test_a_lower_version_is_refused() -> None:

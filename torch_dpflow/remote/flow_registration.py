@@ -13,6 +13,9 @@ from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.job_options import JobOptions
 from torch_dpflow.remote.samples import SampleAssignment
 
+#: How often a flow is registered again because nobody knew of it any more when its content came.
+_ATTEMPTS = 5
+
 
 def unwrap(dataset: Any, options: JobOptions) -> tuple[Any, bool]:
     """What workers are to load, and whether it is repeatable: a cache around the dataset is the flow's own."""
@@ -74,7 +77,14 @@ def register(cluster: Cluster, spec: FlowSpec, packed: bytes, *, patience_s: flo
     """Register a flow, and bring what its workers load unless it is there. UsageError where it is refused."""
     with cluster.connect(timeout_s=patience_s) as coordinator:
         try:
-            if not coordinator.call("register", spec, reply_type=bool).body:
-                coordinator.call("store", spec.content, [packed])
+            for _ in range(_ATTEMPTS):
+                if coordinator.call("register", spec, reply_type=bool).body:
+                    return
+                if coordinator.call("store", spec.content, [packed], reply_type=bool).body:
+                    return
         except RemoteCallError as error:
             raise UsageError(str(error)) from error
+    raise UsageError(
+        f"flow {spec.name!r} was deleted, or its coordinator restarted, {_ATTEMPTS} times while what its workers load "
+        "was under way; try again"
+    )

@@ -18,7 +18,7 @@ until the last of them has left.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
@@ -28,6 +28,8 @@ from torch_dpflow.remote.flow_spec import FlowSpec
 
 #: Most flows of a cluster, versions that are still read included.
 MAX_FLOWS = 4096
+#: Most contents of one flow that are remembered as announced.
+MAX_OFFERS = 64
 
 
 class FlowState(enum.Enum):
@@ -81,6 +83,8 @@ class Flow:
     replaced: bool = False
     #: Whether services have been asked for and have not come up.
     starting: bool = False
+    #: Descriptions that agree with this one and whose content may come, by content; the latest last.
+    offers: dict[str, FlowSpec] = field(default_factory=dict)
 
 
 class FlowRegistry:
@@ -138,16 +142,31 @@ class FlowRegistry:
                 f"flow {spec.name!r}: version {spec.version} is registered and differs: {difference}. "
                 "Describe it the same way, or raise the version"
             )
+        current.offers.pop(spec.content, None)
+        current.offers[spec.content] = spec
+        if len(current.offers) > MAX_OFFERS:
+            del current.offers[next(iter(current.offers))]
         return []
 
-    def renew(self, spec: FlowSpec) -> list[Instruction]:
-        """Take this description for the version in force, which it agrees with: what that one loads never came.
+    def offered(self, content: str) -> Flow | None:
+        """The flow for which somebody has announced this content."""
+        for flow in self._flows.values():
+            if flow.spec.content == content or content in flow.offers:
+                return flow
+        return None
 
-        Descriptions that agree may still differ in the bytes of what is loaded.
+    def settle(self, flow: Flow, content: str) -> list[Instruction]:
+        """This content, which was announced, has come as the flow's first: it is what the flow loads.
+
+        Descriptions that agree may still differ in the bytes of what is loaded, and who registered first may have
+        died before it brought its own.
         """
-        flow = self._flows[spec.instance]
-        flow.spec = spec
-        return [Save(spec)]
+        taken = flow.offers.get(content, flow.spec)
+        flow.offers.clear()
+        if taken.content == flow.spec.content:
+            return []
+        flow.spec = taken
+        return [Save(taken)]
 
     def access(self, name: str, version: int, now: float) -> tuple[Flow, list[Instruction]]:
         """A job wants to read; its services are started unless they run.

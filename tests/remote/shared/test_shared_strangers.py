@@ -81,8 +81,10 @@ def test_wrong_numbers_and_names_get_a_clear_error(cluster: TestCluster, flow: s
             fields = {name: getattr(good, name) for name in FlowSpec.__struct_fields__}
             with pytest.raises(RemoteCallError, match=message):
                 client.call("register", FlowSpec(**{**fields, **wrong}))
-        with pytest.raises(RemoteCallError, match="no flow is registered with the content"):
-            client.call("store", hashlib.sha256(b"x").hexdigest(), [b"x"])
+        unasked = hashlib.sha256(b"x").hexdigest()
+        assert client.call("store", unasked, [b"x"], reply_type=bool).body is False
+        with pytest.raises(RemoteCallError, match="no content .* is stored"):
+            client.call("content", unasked)
         with pytest.raises(RemoteCallError, match="what came is not the content"):
             client.call("store", "a" * 64, [b"x"])
         with pytest.raises(RemoteCallError, match="is not in force"):

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.flow_registry import FlowRegistry, Forget, Instruction, Save, Start, Stop
+from torch_dpflow.remote.flow_registry import Flow, FlowRegistry, Forget, Instruction, Save, Start, Stop
 from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.protocol import Access, FlowView, Launch, ProcessView
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
@@ -138,20 +138,24 @@ class Coordinator:
         self._obey(self._registry.register(spec, self._clock()))
         flow = self._registry.find(spec.name)
         assert flow is not None
-        stored = bool(self._store.find(f"content/{flow.spec.content}"))
-        if not stored:
-            self._obey(self._registry.renew(spec))
-        return Result(stored)
+        return Result(self._is_stored(flow))
 
-    def _on_store(self, call: IncomingCall) -> None:
+    def _is_stored(self, flow: Flow) -> bool:
+        return bool(self._store.find(f"content/{flow.spec.content}"))
+
+    def _on_store(self, call: IncomingCall) -> Result:
         digest: str = call.body
         if len(call.frames) != 1 or call.frames[0].nbytes > MAX_CONTENT_BYTES:
             raise UsageError(f"the content of a flow is one frame of at most {MAX_CONTENT_BYTES} bytes")
         if hashlib.sha256(call.frames[0]).hexdigest() != digest:
             raise UsageError(f"what came is not the content {digest}")
-        if not any(flow.spec.content == digest for flow in self._registry.flows):
-            raise UsageError(f"no flow is registered with the content {digest}; register it first")
-        self._store.put(f"content/{digest}", bytes(call.frames[0]))
+        flow = self._registry.offered(digest)
+        if flow is None:
+            return Result(False)
+        if not self._is_stored(flow):
+            self._store.put(f"content/{digest}", bytes(call.frames[0]))
+            self._obey(self._registry.settle(flow, digest))
+        return Result(True)
 
     def _on_content(self, call: IncomingCall) -> Result:
         content = self._store.get(f"content/{call.body}"[:512])
@@ -162,7 +166,7 @@ class Coordinator:
     def _on_access(self, call: IncomingCall) -> Result | Later:
         access: Access = call.body
         flow, instructions = self._registry.access(access.flow, access.version, self._clock())
-        if not self._store.find(f"content/{flow.spec.content}"):
+        if not self._is_stored(flow):
             raise UsageError(f"the content of flow {access.flow!r} is not stored; store it first")
         self._obey(instructions)
         address = self._routers.get(flow.spec.instance)
