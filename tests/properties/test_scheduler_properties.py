@@ -71,12 +71,18 @@ class Interleavings(RuleBasedStateMachine):
         window=st.integers(1, 4),
         poison_limit=st.integers(1, 3),
         patience=st.sampled_from([None, 0.0, 3.0]),
+        overtake=st.sampled_from([None, 0.0, 2.0]),
         workers=st.permutations(range(4)),
     )
-    def begin(self, window, poison_limit, patience, workers):
+    def begin(self, window, poison_limit, patience, overtake, workers):
         self.window = window
         self.poison_limit = poison_limit
-        self.scheduler = Scheduler(window=window, poison_limit=poison_limit, speculate_after_s=patience)
+        self.scheduler = Scheduler(
+            window=window,
+            poison_limit=poison_limit,
+            speculate_after_s=patience,
+            overtake_after_s=overtake,
+        )
         self.now = 0.0
         self.members = {}
         self.zombies = []

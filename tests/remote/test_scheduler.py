@@ -364,6 +364,55 @@ class TestSpeculation:
         assert told(scheduler, finish(1, 1)) == [Deliver(1, 1), Starved([1])]
 
 
+class TestOvertaking:
+    def test_others_take_over_what_a_worker_holds_that_has_stopped(self):
+        scheduler = Scheduler(window=3, overtake_after_s=1.0)
+        told(scheduler, submit(1, 2, 3), Join(0, 0.0), Join(1, 0.5))
+        assert scheduler.snapshot().workers[0].held == (1, 2)
+        assert told(scheduler, Tick(0.9)) == []
+        assert told(scheduler, Tick(1.0)) == [Revoke(0, [2]), Assign(1, [1, 2])]
+
+    def test_a_busy_worker_takes_over_too(self):
+        scheduler = Scheduler(window=2, overtake_after_s=1.0)
+        told(scheduler, Join(0, 0.0), Join(1, 0.0), submit(1, 2, 3, 4), finish(1, 2, now=0.9))
+        assert scheduler.snapshot().workers[1].held == (4,)
+        assert told(scheduler, Tick(1.0)) == [Revoke(0, [3]), Assign(1, [1])]
+        assert scheduler.snapshot().queued == 1
+        assert told(scheduler, finish(1, 4, now=1.1)) == [Deliver(4, 1), Assign(1, [3])]
+
+    def test_one_that_was_overtaken_gets_nothing_until_it_is_heard_of(self):
+        scheduler = Scheduler(window=2, overtake_after_s=1.0)
+        told(scheduler, Join(0, 0.0), Join(1, 0.0), submit(1), Tick(1.0), submit(2, 3, 4, now=1.0))
+        assert scheduler.snapshot().workers[0].held == (1,)
+        assert told(scheduler, finish(1, 1, now=1.1))[:2] == [Deliver(1, 1), Revoke(0, [1])]
+        assert told(scheduler, finish(0, 1, now=5.0)) == [Discard(1, 0), Assign(0, [4])]
+
+    def test_what_usually_takes_long_is_not_held_up(self):
+        scheduler = Scheduler(window=1, overtake_after_s=1.0)
+        told(scheduler, Join(0, 0.0))
+        now = 0.0
+        for task in range(40):
+            told(scheduler, submit(task, now=now))
+            now += 0.9
+            told(scheduler, finish(0, task, now=now))
+        told(scheduler, submit(40, now=now), Join(1, now))
+        assert told(scheduler, Tick(now + 3.0)) == []
+        assert told(scheduler, Tick(now + 4.0)) == [Assign(1, [40])]
+
+    def test_a_suspect_is_not_copied(self):
+        scheduler = Scheduler(window=2, overtake_after_s=1.0)
+        told(scheduler, submit(1), Join(0, 0.0), Lose(0, 0.0), Join(0, 0.0), Join(1, 0.0))
+        assert told(scheduler, Tick(9.0)) == []
+
+    def test_a_worker_that_hangs_alone_keeps_what_it_is_at(self):
+        scheduler = Scheduler(window=2, overtake_after_s=1.0)
+        told(scheduler, submit(1, 2), Join(0, 0.0))
+        assert told(scheduler, Tick(1.0)) == [Revoke(0, [2])]
+        assert told(scheduler, Tick(2.0)) == []
+        assert told(scheduler, Join(1, 3.0)) == [Assign(1, [2])]
+        assert told(scheduler, Tick(3.1)) == [Assign(1, [1])]
+
+
 class TestBadInput:
     @pytest.mark.parametrize(
         ("options", "error"),
@@ -376,6 +425,7 @@ class TestBadInput:
             ({"window": 1, "speculate_after_s": -1.0}, OptionError),
             ({"window": 1, "speculate_after_s": math.nan}, OptionError),
             ({"window": 1, "speculate_after_s": "1"}, OptionTypeError),
+            ({"window": 1, "overtake_after_s": -1.0}, OptionError),
         ],
     )
     def test_options_out_of_range_are_refused_with_their_value(self, options, error):

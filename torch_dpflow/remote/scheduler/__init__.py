@@ -24,6 +24,11 @@ but several times as many tasks are loaded twice. `python -m benchmarks.schedule
 started the task meanwhile. Then it runs twice and the first result wins. With `speculate_after_s`, a task
 that has been running for so long is copied to an idle worker that finds nothing else.
 
+**Overtaking.** A worker that was frozen, or whose storage hangs, holds tasks that somebody waits for, and the
+others may never be idle. With `overtake_after_s`, one that has been at one task for so long, and for several
+times as long as tasks usually take, is given nothing more until it exchanges: what waits behind the task goes
+back to the queue, and the task is copied to whoever has room first.
+
 **Loss.** The window of a lost worker goes back in its old order, before everything newer. The task that it
 ran is a suspect from then on and runs alone: it is given to an empty worker only, and nothing joins it.
 Otherwise, where workers hand in results N at a time and the scheduler is mistaken about what ran, a task that

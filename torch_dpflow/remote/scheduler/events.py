@@ -60,7 +60,7 @@ class Lose(msgspec.Struct, frozen=True, gc=False):
 
 
 class Tick(msgspec.Struct, frozen=True, gc=False):
-    """Time has passed; needed for speculation only."""
+    """Time has passed; needed for speculation and overtaking only."""
 
     now: float
 

@@ -27,6 +27,7 @@ from torch_dpflow.remote.scheduler.events import (
     Tick,
     WorkerId,
 )
+from torch_dpflow.remote.scheduler.pace import Pace
 from torch_dpflow.remote.scheduler.snapshots import Counters, SchedulerSnapshot, WorkerSnapshot
 from torch_dpflow.remote.scheduler.tasks import Backlog, Task
 from torch_dpflow.remote.scheduler.windows import Mirror, Windows
@@ -44,13 +45,24 @@ class Scheduler:
     window: the tasks a worker holds at most (K of the thesis), at least 1.
     poison_limit: how many workers a task may take down before it is given up, at least 1.
     speculate_after_s: seconds after which a running task may be copied to an idle worker; None: never.
+    overtake_after_s: seconds, at least, after which others take over what a worker holds that is at one task
+        for much longer than usual, be they busy or not; None: never.
     Raises OptionError or OptionTypeError.
     """
 
-    def __init__(self, *, window: int, poison_limit: int = 3, speculate_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        window: int,
+        poison_limit: int = 3,
+        speculate_after_s: float | None = None,
+        overtake_after_s: float | None = None,
+    ) -> None:
         self._windows = Windows(_at_least_one("window", window))
         self._poison_limit = _at_least_one("poison_limit", poison_limit)
         self._speculate_after_s = _seconds("speculate_after_s", speculate_after_s)
+        overtake_after_s = _seconds("overtake_after_s", overtake_after_s)
+        self._pace = None if overtake_after_s is None else Pace(overtake_after_s)
         self.counters = Counters()
         #: Every task that is submitted and not delivered, cancelled or poisoned.
         self._tasks: dict[TaskId, Task] = {}
@@ -130,6 +142,9 @@ class Scheduler:
                 self._forget(task, mirror)
         if mirror is None:
             return
+        if self._pace is not None and event.finished:
+            self._pace.took((event.now - mirror.since) / len(event.finished))
+        mirror.overtaken = False
         running = event.started
         if running is None or running in event.finished:
             running = next(iter(mirror.held), None)
@@ -159,6 +174,25 @@ class Scheduler:
     def _tick(self, event: Tick, out: list[Instruction]) -> None:
         if self._speculate_after_s is not None:
             self._windows.wake_idle()
+        if self._pace is not None:
+            for mirror in self._windows.stuck(event.now - self._pace.patience_s):
+                self._overtake(mirror, event.now)
+
+    def _overtake(self, mirror: Mirror, now: float) -> None:
+        """Have others take over what a worker holds that seems to have stopped; may be called again."""
+        mirror.overtaken = True
+        while (waiting := mirror.last_movable()) is not None:
+            self.counters.overtaken += 1
+            del mirror.held[waiting.id]
+            waiting.holders = ()
+            self._revoke(waiting, mirror)
+            self._queue.give_back(waiting)
+        self._windows.place(mirror)
+        running = mirror.running_task()
+        other = self._windows.emptiest()
+        if running is not None and running.is_movable() and not running.losses and other is not None:
+            self.counters.speculated += 1
+            self._give(other, running, now)
 
     # -- tasks -------------------------------------------------------------------------------------------
 

@@ -18,8 +18,10 @@ class Counters(msgspec.Struct):
     duplicates: int = 0
     #: Waiting tasks moved from one worker to an idle one.
     steals: int = 0
-    #: Running tasks copied to an idle worker.
+    #: Running tasks copied to another worker.
     speculated: int = 0
+    #: Waiting tasks taken back from workers that were held up.
+    overtaken: int = 0
     #: Tasks named in Revoke instructions.
     revoked: int = 0
     #: Tasks taken back from lost workers.

@@ -15,7 +15,7 @@ class Mirror:
     `held` is the submitted part of the thesis's mirror queue, `reserved` its unsubmitted part.
     """
 
-    __slots__ = ("held", "level", "reserved", "running", "since", "starved", "worker")
+    __slots__ = ("held", "level", "overtaken", "reserved", "running", "since", "starved", "worker")
 
     def __init__(self, worker: WorkerId, reserved: Backlog, now: float) -> None:
         self.worker = worker
@@ -30,6 +30,8 @@ class Mirror:
         self.since = now
         #: Reported as starved, and given nothing since.
         self.starved = False
+        #: Others have taken over what it holds; it is given nothing until it exchanges.
+        self.overtaken = False
         #: Index into Windows.levels, or GONE.
         self.level = GONE
 
@@ -63,7 +65,8 @@ class Windows:
     """All mirrors, by level.
 
     The level of a mirror is its load, 0 to window + 1 (a full window behind a task that is no longer wanted).
-    One that may not take anything because of a suspect is on the last level, whatever its load.
+    One that may not take anything, because of a suspect or because it was overtaken, is on the last level,
+    whatever its load.
     """
 
     def __init__(self, window: int) -> None:
@@ -93,7 +96,7 @@ class Windows:
     def place(self, mirror: Mirror) -> None:
         """Bring the mirror's level up to date, after each change of what it holds or runs."""
         level = mirror.load()
-        if self.suspects and level and self._is_closed(mirror):
+        if level and (mirror.overtaken or self.suspects) and self._is_closed(mirror):
             level = self.window + 1
         before = mirror.level
         if level == before:
@@ -107,7 +110,9 @@ class Windows:
                 self._lowest = level
 
     def _is_closed(self, mirror: Mirror) -> bool:
-        """Whether a busy worker runs a suspect, or must run empty before it is given one."""
+        """Whether a busy worker was overtaken, runs a suspect, or must run empty before it is given one."""
+        if mirror.overtaken:
+            return True
         running = mirror.running_task()
         if running is not None and running.losses:
             return True
@@ -155,6 +160,14 @@ class Windows:
             if task.is_movable() and not task.losses
         ]
         return min(tasks)[1] if tasks else None
+
+    def stuck(self, latest: float) -> list[Mirror]:
+        """The busy mirrors whose workers have been at one task since `latest` or before."""
+        return [
+            mirror
+            for mirror in self.mirrors.values()
+            if mirror.running is not None and mirror.since <= latest
+        ]
 
     def validate(self) -> None:
         """Check every invariant; O(everything). Raises AssertionError."""

@@ -37,10 +37,10 @@ from torch_dpflow.remote.scheduler import (
     Scheduler,
     Starved,
     Submit,
+    Tick,
 )
 from torch_dpflow.remote.scheduler import Exchange as Exchanged
 from torch_dpflow.remote.transport import Frame, Listener
-
 
 #: Malformed messages that are logged; a peer can send any number, and all are counted.
 MALFORMED_LOGGED = 10
@@ -131,6 +131,10 @@ class Shard:
         for worker, peer in self._peers.items():
             self._listener.send(peer, [encode(EpochBegin()), self._requester.epoch_for(worker)])
 
+    def tick(self) -> None:
+        """Look whether a worker is held up; for shards whose scheduler overtakes."""
+        self._follow(self._scheduler.handle(Tick(self._clock())))
+
     def lose(self, worker: int) -> None:
         """This worker has died."""
         self._peers.pop(worker, None)
@@ -162,7 +166,7 @@ class Shard:
         except MessageError as error:
             self.counters.malformed += 1
             if self.counters.malformed <= MALFORMED_LOGGED:
-                TRANSPORT.warning("a message from connection %r was dropped: %s", peer[:16], error)
+                TRANSPORT.warning("a message from connection %r was dropped: %s", peer[:8], error)
             self._distrust(peer)
 
     def _distrust(self, peer: bytes) -> None:

@@ -25,6 +25,9 @@ from torch_dpflow.remote.transport import Frame, Listener
 WINDOW = 4
 #: Workers that a sample may take down before it is given up.
 POISON_LIMIT = 3
+#: A worker that is at one sample for so long, and for much longer than usual, is overtaken by others, seconds: it
+#: may be frozen, and its node gives it `node.LEASE_S`.
+OVERTAKE_S = 1.0
 
 
 @dataclass
@@ -48,7 +51,7 @@ class ShardWorkers:
     def __init__(
         self, listener: Listener, assignment: bytes, workers: int, loaded: Callable[[int, Settled], None]
     ) -> None:
-        self._scheduler = Scheduler(window=WINDOW, poison_limit=POISON_LIMIT)
+        self._scheduler = Scheduler(window=WINDOW, poison_limit=POISON_LIMIT, overtake_after_s=OVERTAKE_S)
         self._shard = Shard(listener, self._scheduler, self)
         self._greeting = GREETING.pack(os.getpid(), workers) + assignment
         self._loaded = loaded
@@ -82,7 +85,7 @@ class ShardWorkers:
                 self._loaded(load, settled)
 
     def look(self) -> None:
-        """See which workers have ended."""
+        """See which workers have ended, and which seem to have stopped."""
         ended = {descriptor for descriptor, _ in self._poller.poll(0)}
         if ended:
             for number, worker in list(self._workers.items()):
@@ -92,6 +95,7 @@ class ShardWorkers:
                     )
                     self._dismiss(number)
                     self._shard.lose(number)
+        self._shard.tick()
 
     def figures(self) -> dict[str, int]:
         """Counts for people."""
@@ -99,6 +103,7 @@ class ShardWorkers:
         return {
             "workers": len(self._workers),
             "steals": counters.steals,
+            "overtaken": counters.speculated,
             "duplicates": counters.duplicates,
             "poisoned": counters.poisoned,
         }
