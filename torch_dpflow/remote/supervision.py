@@ -16,9 +16,10 @@ from torch_dpflow.remote.membership import Heard, Lost, Membership, Tick
 from torch_dpflow.remote.protocol import Launch, ProcessView
 
 #: The pause before a process that ended at once is started again, first and longest, seconds.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 5.0
-#: A process that has run for so long has not ended at once, seconds.
-SETTLED_S = 10.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+#: A process that has run for so long has not ended at once, seconds. As long as the longest pause: so no process is
+#: started more often than that, and one that others keep killing is not kept waiting for what is no fault of its.
+SETTLED_S = 2.0
 
 
 class Spawn(msgspec.Struct, frozen=True):
