@@ -5,7 +5,16 @@ import math
 import pytest
 
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.remote.membership import Heard, Joined, Leave, Lost, Membership, Stale, Tick
+from torch_dpflow.remote.membership import (
+    MOST_REMEMBERED,
+    Heard,
+    Joined,
+    Leave,
+    Lost,
+    Membership,
+    Stale,
+    Tick,
+)
 
 
 def told(membership, *events):
@@ -109,3 +118,12 @@ def test_options_out_of_range_are_refused_with_their_value(options, error):
 def test_something_else_than_an_event_is_refused():
     with pytest.raises(OptionTypeError, match="handles Heard, Leave and Tick"):
         Membership(lease_s=1.0).handle(Stale("a", 1, 1))
+
+
+def test_of_those_that_are_gone_only_so_many_are_remembered():
+    membership = Membership(lease_s=10.0)
+    for number in range(MOST_REMEMBERED + 1):
+        membership.handle(Leave(f"stranger {number}", 1, 0.0))
+    membership.validate()
+    assert told(membership, Heard("stranger 1", 1, 0.0)) == [Stale("stranger 1", 1, 1)]
+    assert told(membership, Heard("stranger 0", 1, 0.0)) == [Joined("stranger 0", 1)]

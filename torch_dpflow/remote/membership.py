@@ -27,6 +27,8 @@ import msgspec
 
 from torch_dpflow.errors import OptionError, OptionTypeError
 
+#: Most peers that are gone whose generation is remembered.
+MOST_REMEMBERED = 1 << 14
 #: Names a service, a job or a worker, the same over all its generations.
 Peer: TypeAlias = str
 
@@ -95,8 +97,9 @@ class Membership:
     loses nobody who was there. Not thread-safe: one thread owns it. Every event is amortised O(1).
 
     lease_s: seconds of silence after which a peer is lost, above 0.
-    remember_s: seconds for which the generation of a peer that is gone is remembered, at least `lease_s`. It
-        bounds memory; a peer that falls silent for longer and comes back under its old generation joins.
+    remember_s: seconds for which the generation of a peer that is gone is remembered, at least `lease_s`; of at
+        most `MOST_REMEMBERED` peers, those that went last. It bounds memory; a peer that is forgotten and comes
+        back under its old generation joins.
     Raises OptionError or OptionTypeError.
     """
 
@@ -182,10 +185,13 @@ class Membership:
     def _remember(self, peer: Peer, generation: int) -> None:
         self._gone[peer] = _Lease(generation, self._now + self._remember_s)
         self._gone.move_to_end(peer)
+        if len(self._gone) > MOST_REMEMBERED:
+            self._gone.popitem(last=False)
 
     def validate(self) -> None:
         """Check every invariant; O(peers), for tests. Raises AssertionError."""
         assert self._members.keys().isdisjoint(self._gone)
+        assert len(self._gone) <= MOST_REMEMBERED
         for leases, length in ((self._members, self._lease_s), (self._gone, self._remember_s)):
             ends = [lease.until for lease in leases.values()]
             assert ends == sorted(ends)
