@@ -58,6 +58,26 @@ def test_a_restarted_shard_owns_what_it_did_and_its_forerunner_is_stale() -> Non
     assert table.enlist("a", 3, "tcp://elsewhere", 1.0) == RangeAssignment(2, 0, 5)
 
 
+def test_a_table_that_starts_anew_comes_after_whatever_a_shard_has_heard_of() -> None:
+    table = routing()
+    assert table.enlist("a", 1, "ipc://a", 0.0, known=7) == RangeAssignment(0, 0, 0)
+    assert table.enlist("b", 1, "ipc://b", 0.0, known=4) == RangeAssignment(8, 5, 10)
+    assert table.enlist("a", 1, "ipc://a", 1.0, known=8) == RangeAssignment(8, 0, 5)
+    assert table.enlist("c", 1, "ipc://c", 1.0, known=20) == RangeAssignment(21, 6, 10)
+
+
+def test_a_shard_that_was_lost_comes_back_under_a_new_incarnation_and_a_dismissed_one_does_not() -> None:
+    table = routing()
+    table.enlist("a", 1, "ipc://a", 0.0)
+    table.enlist("b", 1, "ipc://b", 4.0)
+    assert table.tick(5.0) == ["a"]
+    assert table.enlist("a", 1, "ipc://a", 6.0) is None
+    assert table.enlist("a", 2, "ipc://a", 6.0) == RangeAssignment(3, 0, 5)
+    table.dismiss("a", 7.0)
+    assert table.enlist("a", 3, "ipc://a", 7.0) is None
+    assert table.dismissed == {"a"}
+
+
 def test_sizes_below_one_are_refused() -> None:
     with pytest.raises(OptionError, match="both must be at least 1"):
         Routing(size=0, expected=1, lease_s=1.0)

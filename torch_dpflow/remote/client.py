@@ -124,6 +124,7 @@ class SharedJob:
         self._collate_fn = collate_fn
         self._options = options
         self._router = RouterLink(cluster, job, patience_s=options.patience_s)
+        self._stream = self._router.stream
         self._links = ShardLinks(cluster, self._router)
         self._tickets = itertools.count(1)
         self._iterator: SharedIterator | None = None
@@ -146,6 +147,8 @@ class SharedJob:
         """
         drawn = self._restored(done, epoch)
         self._begin(epoch, drawn)
+        if done is not None:
+            self._stream = done["stream"]
         position = int(np.unpackbits(drawn).sum())
         self._router.start_epoch(epoch, drawn.copy(), position)
         return self._iterate(self._drawn_batches(self.length - position), epoch)
@@ -156,9 +159,12 @@ class SharedJob:
         return self._iterate(map(self._checked, plan), epoch)
 
     def state(self) -> dict[str, Any]:
-        """Where the job is: which samples of the epoch have been delivered. O(size / 8)."""
+        """Where the job is: which samples of the epoch have been delivered. O(size / 8).
+
+        With it goes the job's number in the flow, so that what is drawn by chance stays as it was.
+        """
         marks = base64.b64encode(self._delivered.tobytes()).decode("ascii")
-        return {"epoch": self._epoch, "size": self._size, "done": marks}
+        return {"epoch": self._epoch, "size": self._size, "stream": self._stream, "done": marks}
 
     def close(self) -> None:
         """Leave the flow; threads end. May be called twice."""
@@ -196,7 +202,7 @@ class SharedJob:
             self._links,
             plan,
             epoch=epoch,
-            draw=_draw_of(self._job.seed, self._router.stream, epoch),
+            draw=_draw_of(self._job.seed, self._stream, epoch),
             tickets=self._tickets,
             assemble=self._collate_fn,
             delivered=self._mark,
@@ -244,6 +250,8 @@ class SharedJob:
                     f"{epoch} of {self._size}; give the epoch's own state, or none"
                 )
             marks = np.frombuffer(base64.b64decode(done["done"], validate=True), np.uint8)
+            if not (isinstance(done["stream"], int) and 0 <= done["stream"] < 1 << 63):
+                raise StateError(f"the job's state is damaged: its number is {done['stream']!r}")
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, StateError):
                 raise

@@ -90,11 +90,16 @@ class FlowView(Body):
 
 
 class Enlist(Body):
-    """From a shard: it serves at this address. Repeated as a heartbeat; answered with `Assignment`."""
+    """From a shard: it serves at this address. Repeated as a heartbeat; answered with `RangeAssignment`."""
 
     shard: Name
+    #: Higher for each process, and after each lapse of its lease.
     incarnation: Count
     address: Text
+    #: The newest routing generation that it has heard of, 0 for none: a router that starts anew knows none.
+    generation: Count
+    #: Of the node that has started it: whoever could enlist would be sent the jobs' calls.
+    token: Name
 
 
 class RangeAssignment(Body):

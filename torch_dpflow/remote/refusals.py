@@ -1,4 +1,4 @@
-"""What services answer a job with that is out of date; the job mends it and goes on, and no user sees it."""
+"""What services answer a job or a shard with that is out of date; it mends that and goes on, and no user sees it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ class StaleJobError(UsageError):
 
 class StaleRoutingError(UsageError):
     """The job has chosen a shard by a table that is out of date; it has to ask the router for another."""
+
+
+class StaleShardError(UsageError):
+    """The shard was taken for dead, or another has taken its place; it has to enlist anew."""
 
 
 class OutOfStepError(UsageError):

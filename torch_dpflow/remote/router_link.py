@@ -71,6 +71,8 @@ class RouterLink:
         #: Which samples of the epoch have been drawn, one bit each; and how many.
         self._drawn: npt.NDArray[np.uint8] | None = None
         self._position = 0
+        #: Whether the router has been told of the epoch, as far as is known.
+        self._started = False
         #: Samples of an epoch, and the routing table.
         self.length = 0
         self.routes: RouteMap
@@ -95,7 +97,8 @@ class RouterLink:
         """Begin to draw an epoch, of which the marked samples, `position` of them, have been drawn."""
         with self._lock:
             self._epoch, self._drawn, self._position = epoch, drawn, position
-            self._attempt(self._start)
+            self._started = False
+            self._attempt(self._in_step)
 
     def draw(self, count: int) -> IndexArray:
         """The next samples of the epoch, at most `count`; empty at its end."""
@@ -140,20 +143,22 @@ class RouterLink:
             try:
                 return call()
             except RemoteCallError as error:
-                self._mend(error)
+                self._note(error)
+                if time.monotonic() > deadline:
+                    raise UsageError(str(error)) from error
             except (DeadlineError, PeerLostError):
                 if time.monotonic() > deadline:
                     raise
                 self._drop_router()
             time.sleep(PAUSE_S)
 
-    def _mend(self, error: RemoteCallError) -> None:
+    def _note(self, error: RemoteCallError) -> None:
+        """What the router knows otherwise is told it anew by the next attempt."""
         if error.kind == StaleJobError.__name__:
             self._generation = 0
         elif error.kind != OutOfStepError.__name__:
             raise UsageError(str(error)) from error
-        if self._drawn is not None and self._epoch is not None and self._router is not None:
-            self._attempt(self._start)
+        self._started = False
 
     def _connected(self) -> RpcClient:
         if self._router is None:
@@ -170,8 +175,20 @@ class RouterLink:
         if router is not None:
             router.close()
 
+    def _in_step(self) -> RpcClient:
+        """The router, which knows of the epoch what is known here."""
+        router = self._connected()
+        if not self._started:
+            assert self._epoch is not None
+            assert self._drawn is not None
+            frames = [self._drawn.tobytes()] if self._position else []
+            router.call("start", StartEpoch(self.id, self._epoch), frames)
+            self._started = True
+        return router
+
     def _join(self) -> None:
         self._generation = time.time_ns()
+        self._started = False
         router = self._connected()
         indices = self._job.indices
         body = Join(
@@ -187,18 +204,12 @@ class RouterLink:
         self._stream, self.length = joined.stream, joined.length
         self._take_routes(joined.table)
 
-    def _start(self) -> None:
-        assert self._epoch is not None
-        assert self._drawn is not None
-        frames = [self._drawn.tobytes()] if self._position else []
-        self._connected().call("start", StartEpoch(self.id, self._epoch), frames)
-
     def _draw(self, count: int) -> IndexArray:
         assert self._epoch is not None
         assert self._drawn is not None
         if self._position == self.length:
             return np.empty(0, np.int64)
-        router = self._connected()
+        router = self._in_step()
         answer = router.call("draw", Draw(self.id, self._epoch, self._position, count))
         drawn = np.frombuffer(answer.frames[0], np.int64)
         np.bitwise_or.at(self._drawn, drawn >> 3, (128 >> (drawn & 7)).astype(np.uint8))

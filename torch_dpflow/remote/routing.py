@@ -34,8 +34,12 @@ class Routing:
         self._addresses: dict[str, str] = {}
         #: The shards that own keys, in the order of their ranges.
         self._owners: list[str] = []
-        #: Raised by every change.
+        #: Shards that are to own nothing any more.
+        self.dismissed: set[str] = set()
+        #: Raised by every change; 0 while there is no table.
         self.generation = 0
+        #: The newest generation that anybody has heard of.
+        self._newest = 0
 
     @property
     def complete(self) -> bool:
@@ -54,14 +58,25 @@ class Routing:
             ],
         )
 
-    def enlist(self, shard: str, incarnation: int, address: str, now: float) -> RangeAssignment | None:
-        """A shard says that it serves; its range, empty until the table is complete. None: it is stale."""
+    def enlist(
+        self, shard: str, incarnation: int, address: str, now: float, *, known: int = 0
+    ) -> RangeAssignment | None:
+        """A shard says that it serves; its range, empty until the table is complete.
+
+        None: it is stale, or was dismissed.
+        known: the newest generation that the shard has heard of, from this table or an earlier router's. Shards
+            and jobs go by what is newest, so those of this table come after it.
+        """
+        if shard in self.dismissed:
+            return None
         changes = self._membership.handle(Heard(shard, incarnation, now))
         if any(isinstance(change, Stale) for change in changes):
             return None
         moved = self._addresses.get(shard) != address
         self._addresses[shard] = address
-        if shard not in self._owners or moved:
+        outdated = known > self._newest
+        self._newest = max(self._newest, known)
+        if shard not in self._owners or moved or outdated:
             self._deal()
         place = self._owners.index(shard) if shard in self._owners else None
         if place is None:
@@ -73,6 +88,7 @@ class Routing:
         """This shard is to own nothing any more; it may be ended once jobs have heard of it."""
         incarnation = self._membership.members.get(shard)
         if incarnation is not None:
+            self.dismissed.add(shard)
             self._membership.handle(Leave(shard, incarnation, now))
             self._drop(shard)
 
@@ -92,7 +108,8 @@ class Routing:
         if not self.generation and len(self._addresses) < self._expected:
             return
         self._owners = sorted(self._addresses)[: self._size]
-        self.generation += 1
+        self._newest += 1
+        self.generation = self._newest
 
     def _bounds(self) -> list[int]:
         shards = max(1, len(self._owners))

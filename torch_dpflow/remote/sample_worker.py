@@ -34,6 +34,8 @@ from torch_dpflow.remote.transport import Connection, connect
 
 #: Most shared memory that a worker takes to hand over its samples, bytes.
 SHARED_MEMORY_BYTES = 64 << 20
+#: How long a worker waits for its shard's answer before it says hello again, seconds.
+HELLO_S = 1.0
 #: What a shard says first of all: its process, and how many workers it is to have.
 GREETING = struct.Struct("<QQ")
 
@@ -61,8 +63,7 @@ class SampleWorker:
 
     def work(self) -> None:
         """Load samples until told to stop."""
-        probe = self._arena.probe_ref() if self._arena is not None else None
-        self._connection.send([encode(WorkerHello(self._number, self._incarnation, os.getpid(), probe))])
+        self._say_hello()
         while not self._stopped:
             frames = self._connection.receive(0 if self._tasks else None)
             while frames is not None:
@@ -70,6 +71,16 @@ class SampleWorker:
                 frames = self._connection.receive(0)
             if self._tasks and not self._stopped:
                 self._load_oldest()
+
+    def _say_hello(self) -> None:
+        """Until it is heard: the shard that it was meant for may have died over it, and another taken its place."""
+        while self._source is None:
+            probe = self._arena.probe_ref() if self._arena is not None else None
+            hello = WorkerHello(self._number, self._incarnation, os.getpid(), probe)
+            self._connection.send([encode(hello)])
+            frames = self._connection.receive(HELLO_S)
+            if frames is not None:
+                self._obey(decode(frames[0]), frames[1:])
 
     def _obey(self, header: Any, frames: list[memoryview]) -> None:
         match header:
@@ -83,14 +94,19 @@ class SampleWorker:
                     # The shard cannot know that nothing of a window was begun when it was taken back.
                     self._connection.send([encode(Exchange([], None))])
             case WorkerWelcome(shared_memory=shared_memory):
-                if not shared_memory:
-                    self._arena = None
-                pid, workers = GREETING.unpack_from(frames[0])
-                _end_with(pid)
-                self._source = SampleSource(bytes(frames[0][GREETING.size :]), self._number, workers)
-                self._connection.send([encode(WorkerReady())])
+                if self._source is None:  # else it answers a hello that was said again
+                    self._begin(shared_memory, frames[0])
             case Stop():
                 self._stopped = True
+
+    def _begin(self, shared_memory: bool, greeting: memoryview) -> None:
+        """The shard knows this worker: take up what is to be loaded."""
+        if not shared_memory:
+            self._arena = None
+        pid, workers = GREETING.unpack_from(greeting)
+        _end_with(pid)
+        self._source = SampleSource(bytes(greeting[GREETING.size :]), self._number, workers)
+        self._connection.send([encode(WorkerReady())])
 
     def _load_oldest(self) -> None:
         assert self._source is not None, "a task came before the welcome"
@@ -125,12 +141,11 @@ def _end_with(pid: int) -> None:
 def run(post: ServicePost) -> None:
     """Be a worker: the role of a node's process."""
     arguments = msgspec.msgpack.decode(post.arguments, type=WorkerArguments)
-    heart = Heart(post, "", dict, patience_s=float("inf"))
-    del heart
+    Heart(post, "", patience_s=float("inf"))
     address = locate(post.place, arguments.shard)
     connection = connect(
         address,
-        identity=f"{arguments.number}/{post.incarnation}".encode(),
+        identity=f"{arguments.number}/{post.incarnation}/{post.place.token}".encode(),
         options=post.place.client_transport(),
     )
     SampleWorker(connection, arguments.number, post.incarnation).work()

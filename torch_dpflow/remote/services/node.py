@@ -13,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from torch_dpflow.errors import UsageError
 from torch_dpflow.remote.protocol import Beat, Desire, Launch, ProcessView
 from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
+from torch_dpflow.remote.services.awake_clock import AwakeClock
 from torch_dpflow.remote.services.post import SERVICE, ClusterPlace, ServicePost
 from torch_dpflow.remote.services.roles import PRELOAD, ROLES, main
 from torch_dpflow.remote.supervision import Instruction, Kill, Spawn, Supervisor
@@ -42,6 +43,7 @@ class Node:
     def __init__(self, place: ClusterPlace, coordinator: bytes, *, lease_s: float = LEASE_S) -> None:
         self._place = place
         self._supervisor = Supervisor(lease_s=lease_s)
+        self._clock = AwakeClock()
         self._own = Launch(COORDINATOR, COORDINATOR, coordinator)
         self._desired: list[Launch] = []
         self._children: dict[str, tuple[int, BaseProcess]] = {}
@@ -58,7 +60,7 @@ class Node:
     def serve(self) -> None:
         """Keep everything running until `stop` is called, here or by a client."""
         try:
-            self._obey(self._supervisor.desire([self._own], time.monotonic()))
+            self._obey(self._supervisor.desire([self._own], self._clock()))
             look = 0.0
             while not self._stopped:
                 self._server.step(LOOK_S)
@@ -75,7 +77,7 @@ class Node:
         self._server.stop()
 
     def _look(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         for id, (incarnation, child) in list(self._children.items()):
             if not child.is_alive():
                 del self._children[id]
@@ -110,7 +112,7 @@ class Node:
         child.start()
         assert child.pid is not None
         self._children[post.id] = (post.incarnation, child)
-        self._supervisor.started(post.id, post.incarnation, child.pid, time.monotonic())
+        self._supervisor.started(post.id, post.incarnation, child.pid, self._clock())
 
     def _end_all(self) -> None:
         for _, child in self._children.values():
@@ -122,7 +124,7 @@ class Node:
 
     def _on_beat(self, call: IncomingCall) -> Result:
         beat: Beat = call.body
-        known = self._supervisor.beat(beat.id, beat.incarnation, beat.address, beat.status, time.monotonic())
+        known = self._supervisor.beat(beat.id, beat.incarnation, beat.address, beat.status, self._clock())
         return Result(known)
 
     def _on_desire(self, call: IncomingCall) -> None:
@@ -130,7 +132,7 @@ class Node:
         for launch in desired.launches:
             if launch.role not in ROLES or launch.id == COORDINATOR:
                 raise UsageError(f"{launch.id!r}: no process of role {launch.role!r} is kept for others")
-        self._obey(self._supervisor.desire([self._own, *desired.launches], time.monotonic()))
+        self._obey(self._supervisor.desire([self._own, *desired.launches], self._clock()))
 
     def _on_processes(self, call: IncomingCall) -> Result:
         views: list[ProcessView] = self._supervisor.views()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch_dpflow.errors import DPFlowError
@@ -35,11 +36,13 @@ class ClusterPlace:
         directory: private to the node's user; sockets lie in it.
         host: the address of this host on which services listen over tcp; None: ipc only.
         connection_file: holds the keys for tcp; None where there are none.
+        token: by which services know the shards and workers that the node has started.
     """
 
     directory: str
     host: str | None = None
     connection_file: str | None = None
+    token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
     @property
     def node_address(self) -> str:
@@ -99,21 +102,14 @@ class Heart:
 
     Args:
         address: where the process listens; empty where it does not.
-        status: figures for people; called in the heart's thread.
         patience_s: how long the main thread may be away.
     """
 
-    def __init__(
-        self,
-        post: ServicePost,
-        address: str,
-        status: Callable[[], dict[str, Any]],
-        *,
-        patience_s: float = STUCK_S,
-    ) -> None:
+    def __init__(self, post: ServicePost, address: str, *, patience_s: float = STUCK_S) -> None:
         self._post = post
         self._address = address
-        self._status = status
+        #: Figures for people. Replaced by the main thread, which alone may look at what it is at.
+        self.status: dict[str, Any] = {}
         self._patience_s = patience_s
         self._turned = time.monotonic()
         threading.Thread(target=self._run, name="dpflow-heart", daemon=True).start()
@@ -127,7 +123,7 @@ class Heart:
         with post.place.connect(post.place.node_address) as node:
             while True:
                 if time.monotonic() - self._turned < self._patience_s:
-                    beat = Beat(post.id, post.incarnation, self._address, self._status())
+                    beat = Beat(post.id, post.incarnation, self._address, self.status)
                     try:
                         wanted = node.call("beat", beat, reply_type=bool, timeout_s=BEAT_S).body
                     except DPFlowError:
@@ -141,8 +137,8 @@ def serve(
     post: ServicePost, server: RpcServer, status: Callable[[], dict[str, Any]], turn: Callable[[], None]
 ) -> None:
     """Serve until the process ends; `turn` is called between messages, at least every `TURN_S` seconds."""
-    heart = Heart(post, server.address, status)
-    due = 0.0
+    heart = Heart(post, server.address)
+    due = tell = 0.0
     while True:
         server.step(TURN_S)
         now = time.monotonic()
@@ -150,3 +146,7 @@ def serve(
             due = now + TURN_S
             heart.turned()
             turn()
+        if now >= tell:
+            tell = now + BEAT_S
+            stats = server.stats()
+            heart.status = {**status(), "malformed": stats.malformed, "strangers": stats.strangers}

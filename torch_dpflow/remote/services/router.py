@@ -5,6 +5,8 @@ Thesis 4.3.3, figures 4-8 to 4-10.
 
 from __future__ import annotations
 
+import hmac
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +18,10 @@ from torch_dpflow.errors import UsageError
 from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.membership import Heard, Leave, Lost, Membership, Stale, Tick
 from torch_dpflow.remote.protocol import Draw, Enlist, JobId, Join, Joined, RoutingTable, StartEpoch
-from torch_dpflow.remote.refusals import OutOfStepError, StaleJobError
+from torch_dpflow.remote.refusals import OutOfStepError, StaleJobError, StaleShardError
 from torch_dpflow.remote.routing import Routing
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
+from torch_dpflow.remote.services.awake_clock import AwakeClock
 from torch_dpflow.remote.services.post import SERVICE, ServicePost, serve
 from torch_dpflow.samplers import sampling_group
 from torch_dpflow.samplers.indices import IndexArray
@@ -38,12 +41,19 @@ class Router:
     Args:
         server: methods are registered with it; the caller serves.
         spec: the flow.
+        token: of the node that starts its shards.
     """
 
     def __init__(
-        self, server: RpcServer, spec: FlowSpec, *, clock: Callable[[], float] = time.monotonic
+        self,
+        server: RpcServer,
+        spec: FlowSpec,
+        *,
+        token: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec = spec
+        self._token = token
         self._clock = clock
         self._group = sampling_group(
             spec.strategy, spec.size, capacity=spec.cache_samples or None, seed=spec.seed
@@ -54,7 +64,6 @@ class Router:
         self._lengths: dict[str, int] = {}
         self._epochs: dict[str, int] = {}
         self._streams: dict[str, int] = {}
-        self._next_stream = 0
         #: Calls that wait for the table to be complete.
         self._waiting: list[tuple[IncomingCall, Joined]] = []
         for name, handler, body in (
@@ -87,7 +96,7 @@ class Router:
                 call.answer(joined)
 
     def status(self) -> dict[str, Any]:
-        """Figures for the coordinator and for people. Any thread may call."""
+        """Figures for the coordinator and for people."""
         jobs = dict(self._jobs.members)
         return {
             "jobs": len(jobs),
@@ -100,9 +109,17 @@ class Router:
 
     def _on_enlist(self, call: IncomingCall) -> Result:
         shard: Enlist = call.body
-        range_ = self._routing.enlist(shard.shard, shard.incarnation, shard.address, self._clock())
+        if not hmac.compare_digest(shard.token.encode(), self._token.encode()):
+            raise UsageError(f"shard {shard.shard!r} was not started by this cluster's node")
+        range_ = self._routing.enlist(
+            shard.shard, shard.incarnation, shard.address, self._clock(), known=shard.generation
+        )
+        if shard.shard in self._routing.dismissed:
+            raise UsageError(f"shard {shard.shard!r} was dismissed; it may be ended")
         if range_ is None:
-            raise UsageError(f"shard {shard.shard!r}, incarnation {shard.incarnation}, has been replaced")
+            raise StaleShardError(
+                f"shard {shard.shard!r}, incarnation {shard.incarnation}, was taken for dead or has been replaced"
+            )
         self.turn()
         return Result(range_)
 
@@ -142,10 +159,13 @@ class Router:
         except UsageError:
             self._jobs.handle(Leave(name, join.job.generation, self._clock()))
             raise
-        stream = self._next_stream if join.stream is None else join.stream
-        self._next_stream = max(self._next_stream, stream + 1) if stream < 1 << 32 else self._next_stream
-        self._streams[name] = stream
+        self._streams[name] = self._free_stream() if join.stream is None else join.stream
         return self._spec.size if indices is None else len(indices)
+
+    def _free_stream(self) -> int:
+        """The first number that no job has: who reads alone has the same each time, whoever was there before."""
+        taken = set(self._streams.values())
+        return next(number for number in itertools.count() if number not in taken)
 
     def _on_start(self, call: IncomingCall) -> Result:
         start: StartEpoch = call.body
@@ -207,5 +227,5 @@ def run(post: ServicePost) -> None:
     """Be a router: the role of a node's process."""
     spec = msgspec.msgpack.decode(post.arguments, type=FlowSpec)
     server = RpcServer(post.listen())
-    router = Router(server, spec)
+    router = Router(server, spec, token=post.place.token, clock=AwakeClock())
     serve(post, server, router.status, router.turn)

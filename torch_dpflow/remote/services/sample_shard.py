@@ -44,6 +44,7 @@ class SampleShard:
         listener: where jobs and workers connect; owned from now on.
         spec: the flow.
         assignment: what its workers load, packed; it is not looked into.
+        token: of the node that starts its workers.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class SampleShard:
         spec: FlowSpec,
         assignment: bytes,
         *,
+        token: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec = spec
@@ -73,7 +75,7 @@ class SampleShard:
         self._calls: dict[int, IncomingCall] = {}
         self._served = 0
         self.server = RpcServer(
-            WorkerGate(listener, self._on_worker), options=ServerOptions(shared_bytes=1 << 29)
+            WorkerGate(listener, token, self._on_worker), options=ServerOptions(shared_bytes=1 << 29)
         )
         self.server.register("want", self._on_want, body_type=Ask)
         self.server.register("fetch", self._on_fetch, body_type=Ask, remembered=False)
@@ -97,7 +99,7 @@ class SampleShard:
             self._range = range_
 
     def status(self) -> dict[str, Any]:
-        """Figures for people. Any thread may call."""
+        """Figures for people."""
         return {
             **self._workers.figures(),
             **asdict(self._pool.statistics()),

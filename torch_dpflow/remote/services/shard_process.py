@@ -7,9 +7,11 @@ import time
 
 import msgspec
 
-from torch_dpflow.errors import DPFlowError
+from torch_dpflow.errors import DPFlowError, RemoteCallError
 from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.protocol import Enlist, RangeAssignment
+from torch_dpflow.remote.refusals import StaleShardError
+from torch_dpflow.remote.services.awake_clock import AwakeClock
 from torch_dpflow.remote.services.locate import locate
 from torch_dpflow.remote.services.post import SERVICE, ServicePost, serve
 from torch_dpflow.remote.services.sample_shard import SampleShard
@@ -35,6 +37,10 @@ class Enlistment:
         self._post = post
         self._shard = shard
         self._router = router
+        #: By time, so that it is higher than those of the processes before, and than its own before a lapse.
+        self._incarnation = time.time_ns()
+        #: The newest that the router has told of.
+        self._generation = 0
         threading.Thread(target=self._run, name="dpflow-enlist", daemon=True).start()
 
     def _run(self) -> None:
@@ -42,15 +48,26 @@ class Enlistment:
             try:
                 self._keep(locate(self._post.place, self._router))
             except DPFlowError as error:
+                if isinstance(error, RemoteCallError) and error.kind == StaleShardError.__name__:
+                    # The router heard nothing for a lease: this process was frozen, and its keys are others'.
+                    self._incarnation = time.time_ns()
+                    continue
                 SERVICE.warning("shard %s: its router does not answer (%s)", self._post.id, error)
             time.sleep(ENLIST_S)
 
     def _keep(self, address: str) -> None:
         server = self._shard.server
-        body = Enlist(self._post.id, self._post.incarnation, server.address)
         with self._post.place.connect(address, timeout_s=10.0) as router:
             while True:
+                body = Enlist(
+                    self._post.id,
+                    self._incarnation,
+                    server.address,
+                    self._generation,
+                    self._post.place.token,
+                )
                 range_: RangeAssignment = router.call("enlist", body, reply_type=RangeAssignment).body
+                self._generation = max(self._generation, range_.generation)
                 server.post(lambda range_=range_: self._shard.assign(range_))  # type: ignore[misc]
                 time.sleep(ENLIST_S)
 
@@ -68,6 +85,6 @@ def run(post: ServicePost) -> None:
     """Be a shard: the role of a node's process."""
     arguments = msgspec.msgpack.decode(post.arguments, type=ShardArguments)
     assignment = fetch_content(post, arguments.spec.content)
-    shard = SampleShard(post.listen(), arguments.spec, assignment)
+    shard = SampleShard(post.listen(), arguments.spec, assignment, token=post.place.token, clock=AwakeClock())
     Enlistment(post, shard, arguments.router)
     serve(post, shard.server, shard.status, shard.turn)

@@ -11,17 +11,22 @@ _BURST = 64
 
 
 class WorkerGate:
-    """A listener that keeps back the messages of workers, whose identities begin with a digit.
+    """A listener that keeps back the messages of workers, whose identities end with the node's token.
 
-    Clients of an RPC server have identities that begin with another byte.
+    What a worker says is believed, down to which process it is and may be killed as; so only who was started by
+    the node counts as one. Everybody else is a client of the RPC server.
 
     Args:
         listener: the socket; closed with the gate.
+        token: of the node.
         hear: called with each message of a worker, in the thread that receives.
     """
 
-    def __init__(self, listener: Listener, hear: Callable[[bytes, list[memoryview]], None]) -> None:
+    def __init__(
+        self, listener: Listener, token: str, hear: Callable[[bytes, list[memoryview]], None]
+    ) -> None:
         self._listener = listener
+        self._ending = f"/{token}".encode()
         self._hear = hear
         self.address = listener.address
         self.dropped = 0
@@ -31,7 +36,7 @@ class WorkerGate:
         for _ in range(_BURST):
             message = self._listener.receive(timeout_s)
             self.dropped = self._listener.dropped
-            if message is None or not message[0][:1].isdigit():
+            if message is None or not message[0].endswith(self._ending):
                 return message
             self._hear(*message)
             timeout_s = 0
