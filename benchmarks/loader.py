@@ -29,6 +29,7 @@ METRICS = (
     Metric(name="close_ms", label="close, ms", higher_is_better=False),
     Metric(name="main_mib", label="peak MiB, main", higher_is_better=False, spec=",.0f"),
     Metric(name="worker_mib", label="peak MiB, worker", higher_is_better=False, spec=",.0f"),
+    Metric(name="import_ms", label="import, ms", higher_is_better=False),
 )
 
 

@@ -127,16 +127,21 @@ class Side:
     #: of LoaderOptions
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def loader_class(self) -> Any:
+        """The class, imported where it was not yet; torch's comes with torch."""
+        if self.loader == "torch":
+            return torch.utils.data.DataLoader
+        from torch_dpflow import DPFlowDataLoader
+
+        return DPFlowDataLoader
+
     def build(self, workload: "Workload", dataset: Dataset[Any]) -> "torch.utils.data.DataLoader[Any]":
         arguments = {"num_workers": WORKERS, "batch_size": workload.batch_size, **self.arguments}
-        if self.loader == "torch":
-            return torch.utils.data.DataLoader(dataset, **arguments)
-        from torch_dpflow import DPFlowDataLoader
-        from torch_dpflow.options import LoaderOptions
-
         if self.options:
+            from torch_dpflow import LoaderOptions
+
             arguments["options"] = LoaderOptions(**self.options)
-        loader: torch.utils.data.DataLoader[Any] = DPFlowDataLoader(dataset, **arguments)
+        loader: torch.utils.data.DataLoader[Any] = self.loader_class()(dataset, **arguments)
         return loader
 
 

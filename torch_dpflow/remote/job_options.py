@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch_dpflow.caches.registry import POLICIES
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.options import check_whole_number
-from torch_dpflow.samplers.registry import check_strategy
 
 #: Longest time that an option may name.
 MAX_SECONDS = 1e9
@@ -66,9 +64,17 @@ class JobOptions:
             _check_name(name, getattr(self, name))
         if self.repeatable not in (True, False, None):
             raise OptionTypeError(f"repeatable={self.repeatable!r}: give True, False or None")
-        if self.policy not in (*POLICIES, "none") or self.policy == "opt":
-            raise OptionError(f"policy={self.policy!r} is not one of {[*sorted(set(POLICIES) - {'opt'}), 'none']}")
-        check_strategy(self.strategy)
+        _check_algorithms(self.policy, self.strategy)
+
+
+def _check_algorithms(policy: str, strategy: str) -> None:
+    # Imported here: a loader of one job alone, which imports this class, has no use for samplers and caches.
+    from torch_dpflow.caches.registry import POLICIES
+    from torch_dpflow.samplers.registry import check_strategy
+
+    if policy not in (*POLICIES, "none") or policy == "opt":
+        raise OptionError(f"policy={policy!r} is not one of {[*sorted(set(POLICIES) - {'opt'}), 'none']}")
+    check_strategy(strategy)
 
 
 def _check_seconds(name: str, value: Any) -> None:
