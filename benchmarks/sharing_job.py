@@ -1,12 +1,14 @@
-"""One job of `benchmarks.sharing`: a training run of a given speed, in a process that does nothing else."""
+"""One job of `benchmarks.sharing`: a training run of a given speed, in a process that does nothing else.
+
+It says, one JSON value a line, that it is ready; after a line of its input, that it has read the share of an epoch at
+which the next job begins, where there is one; and its figures at the end.
+"""
 
 import argparse
 import json
 import os
-import resource
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.loader_workloads import JpegCrops
-from torch_dpflow import ALSDCache
-from torch_dpflow.remote.client import JobOptions, open_job
+from torch_dpflow import ALSDCache, DPFlowDataLoader, JobOptions
 
 BATCH = 32
 
@@ -51,82 +52,68 @@ def dataset_of(arguments: argparse.Namespace) -> Dataset[torch.Tensor]:
     return DrawnCrops(files, arguments.samples, as_float=False)
 
 
-def torch_epochs(arguments: argparse.Namespace) -> Iterator[Any]:
-    """The epochs of a job with workers of its own."""
-    loader = DataLoader(
-        dataset_of(arguments),
-        batch_size=BATCH,
-        shuffle=True,
-        num_workers=arguments.workers,
-        persistent_workers=True,
-    )
-    for _ in range(1 + arguments.epochs):
-        yield loader
+def open_loader(arguments: argparse.Namespace) -> Any:
+    """The job's loader: torch's with workers of its own, or ours that shares its loading with the others."""
+    dataset: Any = dataset_of(arguments)
+    given: dict[str, Any] = {"batch_size": BATCH, "shuffle": True, "num_workers": arguments.workers}
+    given["generator"] = torch.Generator().manual_seed(arguments.number)
+    if arguments.side == "torch":
+        return DataLoader(dataset, persistent_workers=True, **given)
+    options = JobOptions(memory_bytes=arguments.memory, cache_samples=arguments.cache_samples, idle_s=30.0)
+    shared = ALSDCache(dataset, arguments.memory) if arguments.kept else dataset
+    return DPFlowDataLoader(shared, flow="benchmark/sharing", address=arguments.address, job=options, **given)
 
 
-def shared_epochs(arguments: argparse.Namespace) -> Iterator[Any]:
-    """The epochs of a job that shares its loading."""
-    dataset = dataset_of(arguments)
-    shared = ALSDCache(dataset, "1GiB") if arguments.kept else dataset
-    options = JobOptions(
-        memory_bytes=arguments.memory, cache_samples=arguments.cache_samples, idle_s=30.0, asked=8
-    )
-    with open_job(
-        "benchmark/sharing",
-        shared,
-        address=arguments.address,
-        batch_size=BATCH,
-        seed=arguments.number,
-        workers=arguments.workers,
-        options=options,
-    ) as job:
-        for epoch in range(1 + arguments.epochs):
-            yield job.traverse(epoch)
+def say(value: Any) -> None:
+    print(json.dumps(value), flush=True)
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("side", choices=("torch", "dpflow"))
     for name in ("--number", "--samples", "--epochs", "--workers", "--memory", "--cache-samples"):
         parser.add_argument(name, type=int, default=0)
     for name in ("--images", "--address"):
         parser.add_argument(name, default="")
-    parser.add_argument("--step-ms", type=float, default=0.0)
+    for name in ("--step-ms", "--stagger"):
+        parser.add_argument(name, type=float, default=0.0)
     parser.add_argument("--kept", action="store_true")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = build_parser().parse_args()
     torch.set_num_threads(1)
-    epochs = torch_epochs(arguments) if arguments.side == "torch" else shared_epochs(arguments)
-    # The first epoch is not measured: workers start, and import what they need.
-    for _ in next(epochs):
+    loader = open_loader(arguments)
+    # The first epoch is not measured: workers start, import what they need, and caches fill.
+    for _ in loader:
         pass
-    print("ready", flush=True)
+    say("ready")
     sys.stdin.readline()
-    print(json.dumps(read(epochs, arguments.step_ms / 1e3)), flush=True)
-    # What is closed after the figures is not part of them.
-    list(epochs)
+    figures = read(loader, arguments)
+    if arguments.side == "dpflow":
+        # A job that has ended leaves its flow. torch's workers stay, so that what they have used is counted.
+        del loader
+    say(figures)
+    sys.stdin.read()
     os._exit(0)
 
 
-def read(epochs: Iterator[Any], step_s: float) -> dict[str, float]:
-    """Read all epochs, sleeping `step_s` after every batch as a training step."""
-    samples, stall_s = 0, 0.0
+def read(loader: Any, arguments: argparse.Namespace) -> dict[str, float]:
+    """Read all epochs, sleeping after every batch as a training step does."""
+    samples, stall_s, passed = 0, 0.0, arguments.stagger == 0
     begun = entered = time.time()
-    for epoch in epochs:
-        for batch in epoch:
+    for _ in range(arguments.epochs):
+        for batch in loader:
             stall_s += time.time() - entered
             samples += len(batch)
-            if step_s:
-                time.sleep(step_s)
+            if not passed and samples >= arguments.stagger * arguments.samples:
+                passed = True
+                say("passed")
+            if arguments.step_ms:
+                time.sleep(arguments.step_ms / 1e3)
             entered = time.time()
-    ended = time.time()
-    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return {
-        "samples": samples,
-        "begun": begun,
-        "ended": ended,
-        "stall_s": stall_s,
-        "main_mib": usage[0].ru_maxrss / 1024,
-    }
+    return {"samples": samples, "begun": begun, "ended": time.time(), "stall_s": stall_s}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,55 @@
+"""Processor time and memory of everything that a benchmark has started."""
+
+import threading
+import time
+
+import psutil
+
+from benchmarks.cluster import cpu_s
+
+#: How often processor time and memory are looked at, seconds. Memory takes milliseconds for each process.
+CPU_S, MEMORY_S = 0.25, 1.0
+
+
+class Meter:
+    """Adds up processor time and memory of this process's descendants, from now on, in a thread."""
+
+    def __init__(self) -> None:
+        self._used: dict[int, float] = {}
+        self._base: dict[int, float] = {}
+        self._peak = 0
+        self._stopped = threading.Event()
+        self._look_at_cpu(self._base)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> tuple[float, float]:
+        """Seconds of processor time, and the highest sum of memory (shared pages count once), MiB."""
+        self._stopped.set()
+        self._thread.join()
+        self._look_at_cpu(self._used)
+        return sum(used - self._base.get(pid, 0.0) for pid, used in self._used.items()), self._peak / 2**20
+
+    def _run(self) -> None:
+        memory_at = 0.0
+        while not self._stopped.wait(CPU_S):
+            self._look_at_cpu(self._used)
+            if time.monotonic() >= memory_at:
+                memory_at = time.monotonic() + MEMORY_S
+                self._look_at_memory()
+
+    def _look_at_cpu(self, into: dict[int, float]) -> None:
+        for process in psutil.Process().children(recursive=True):
+            try:
+                into[process.pid] = cpu_s(process.pid)
+            except OSError:  # it has ended since
+                continue
+
+    def _look_at_memory(self) -> None:
+        held = 0
+        for process in psutil.Process().children(recursive=True):
+            try:
+                held += process.memory_full_info().pss
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        self._peak = max(self._peak, held)

@@ -1,0 +1,72 @@
+"""A cluster for an example that is run without one: found if it is there, else started and ended with the example."""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch_dpflow.errors import DPFlowError
+from torch_dpflow.remote.cluster_address import find_cluster
+from torch_dpflow.remote.protocol import ProcessView
+
+#: By when a cluster that runs answers, and one that is started is up, seconds.
+ANSWER_S, START_S = 20.0, 60.0
+
+
+@contextmanager
+def found_or_started(address: str) -> Iterator[str]:
+    """`address`, where a cluster answers, or is to; for "auto" without one, that of a cluster of one's own."""
+    if address != "auto" or _answers(address):
+        yield address
+    else:
+        with started() as own:
+            yield own
+
+
+@contextmanager
+def started() -> Iterator[str]:
+    """A cluster that is ended at the end, with all that it runs; the path of its connection file."""
+    with tempfile.TemporaryDirectory(prefix="torch_dpflow-") as folder:
+        path = Path(folder, "connection")
+        command = [sys.executable, "-m", "torch_dpflow.cli", "up", f"--connection-file={path}"]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as node:
+            try:
+                _wait_for(path, node)
+                yield str(path)
+            finally:
+                node.terminate()
+
+
+def processes(address: str) -> list[ProcessView]:
+    """What a cluster runs, with figures that are up to a second old."""
+    with find_cluster(address).connect() as coordinator:
+        views: list[ProcessView] = coordinator.call("processes", reply_type=list[ProcessView]).body
+    return views
+
+
+def loads(address: str, flow: str = "") -> int:
+    """Samples that a cluster has loaded, of one flow or of all."""
+    views = [view for view in processes(address) if view.role == "shard" and view.id.startswith(flow)]
+    return sum(int(view.status.get("loads", 0)) for view in views)
+
+
+def _answers(address: str) -> bool:
+    try:
+        with find_cluster(address).connect(timeout_s=ANSWER_S) as coordinator:
+            coordinator.call("processes", reply_type=list[ProcessView])
+    except DPFlowError:
+        return False
+    return True
+
+
+def _wait_for(path: Path, node: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + START_S
+    while not path.exists():
+        if node.poll() is not None:
+            raise RuntimeError(f"`{' '.join(map(str, node.args))}` ended with {node.returncode}: see above")  # type: ignore[union-attr]
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no cluster was up within {START_S:g} s")
+        time.sleep(0.02)

@@ -1,0 +1,59 @@
+"""The benchmark of scale runs what it says, and reports what its tables show."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+
+import pytest
+
+from benchmarks import scale
+from benchmarks.cluster import cpu_s
+from benchmarks.scale_job import SleepingRows
+
+COSTS = {metric.name for metric in scale.COSTS}
+
+
+def test_rows_are_of_1_kb_and_take_their_sleep() -> None:
+    rows = SleepingRows(10, 0.01)
+    begun = time.monotonic()
+    row = rows[7]
+    assert time.monotonic() - begun >= 0.01
+    assert (len(rows), row.nbytes, int(row[0])) == (10, 1024, 7)
+
+
+def test_processor_time_of_another_process_is_what_it_says_itself() -> None:
+    before = time.process_time()
+    assert before <= cpu_s(os.getpid()) <= time.process_time()
+
+
+def test_throughput_reports_what_every_role_costs() -> None:
+    figures = scale.throughput(2, seconds=0.5)
+    assert figures.keys() == {metric.name for metric in scale.THROUGHPUT}
+    assert figures["of_linear"] == figures["samples_per_s"] / (2 / 0.05) > 0
+    assert all(figures[name] >= 0 for name in COSTS)
+    assert figures["shard_us"] > 0
+    assert figures["service_and_client_us"] >= figures["shard_us"] + figures["client_us"]
+
+
+def test_jobs_that_read_together_are_counted_together() -> None:
+    figures = scale.overhead(2, rows=512)
+    assert figures.keys() == COSTS | {"samples_per_s"}
+    assert figures["samples_per_s"] > 0
+
+
+@pytest.mark.slow
+def test_memory_is_compared_between_few_and_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "MANY", 4)
+    monkeypatch.setattr(scale, "JOBS", 2)
+    figures = scale.memory(1_000, rows=64)
+    assert figures.keys() == {metric.name for metric in scale.MEMORY}
+    for name in ("job_mib", "worker_own_mib", "worker_start_ms", "shard_mib", "router_mib"):
+        assert figures[name] > 0
+
+
+def test_parts_are_chosen_by_name() -> None:
+    assert scale.parts("memory,overhead") == ["memory", "overhead"]
+    with pytest.raises(argparse.ArgumentTypeError, match="'speed' is none of throughput, overhead, memory"):
+        scale.parts("speed")
