@@ -23,6 +23,8 @@ from torch_dpflow.samplers.indices import IndexArray
 T = TypeVar("T")
 #: How long one call to a router may take before the coordinator is asked where the router is now, seconds.
 CALL_S = 5.0
+#: The same for joining, which waits until every shard is there, seconds.
+JOIN_S = 20.0
 #: The pause between attempts, seconds.
 PAUSE_S = 0.1
 
@@ -67,6 +69,8 @@ class RouterLink:
         self._lock = threading.RLock()
         self._coordinator = cluster.connect(timeout_s=patience_s)
         self._router: RpcClient | None = None
+        #: Where it was last; empty before it was found.
+        self._address = ""
         self._epoch: int | None = None
         #: Which samples of the epoch have been drawn, one bit each; and how many.
         self._drawn: npt.NDArray[np.uint8] | None = None
@@ -162,12 +166,26 @@ class RouterLink:
 
     def _connected(self) -> RpcClient:
         if self._router is None:
-            access = Access(self._job.flow, self._job.version)
-            address: str = self._coordinator.call("access", access, reply_type=str).body
-            self._router = self._cluster.connect(address, timeout_s=CALL_S)
+            self._address = self._locate()
+            self._router = self._cluster.connect(self._address, timeout_s=CALL_S)
         if not self._generation:
             self._join()
         return self._router
+
+    def _locate(self) -> str:
+        """Where the coordinator says that the router is; where it was, if the coordinator is away too.
+
+        Services come back where they were, and a job that reads is not to wait for a coordinator.
+        """
+        access = Access(self._job.flow, self._job.version)
+        timeout_s = CALL_S if self._address else self._patience_s
+        try:
+            address: str = self._coordinator.call("access", access, reply_type=str, timeout_s=timeout_s).body
+        except (DeadlineError, PeerLostError):
+            if not self._address:
+                raise
+            return self._address
+        return address
 
     def _drop_router(self) -> None:
         """The router does not answer: it may be elsewhere by now."""
@@ -200,7 +218,8 @@ class RouterLink:
             self._job.traverses,
         )
         frames = [] if indices is None else [np.ascontiguousarray(indices, np.int64).tobytes()]
-        joined: Joined = router.call("join", body, frames, reply_type=Joined, timeout_s=self._patience_s).body
+        timeout_s = min(JOIN_S, self._patience_s)
+        joined: Joined = router.call("join", body, frames, reply_type=Joined, timeout_s=timeout_s).body
         self._stream, self.length = joined.stream, joined.length
         self._take_routes(joined.table)
 

@@ -16,6 +16,8 @@ from torch_dpflow.remote.rpc import PendingCall, RpcClient
 
 #: How long a fetch may wait for its samples before it is asked again, seconds.
 FETCH_S = 30.0
+#: How long a shard may take to answer a heartbeat before the job asks whether another owns its keys, seconds.
+BEAT_TIMEOUT_S = 2.0
 #: Most samples of one fetch: an answer of so many fits a message even where each has many frames.
 FETCH_SAMPLES = 256
 
@@ -107,7 +109,7 @@ class ShardLinks:
         """Stay known to every shard. Any thread may call; raises what it meets with."""
         with self._lock:
             clients = list(self._clients.values())
-        pending = [client.begin("beat", job, timeout_s=5.0) for client in clients]
+        pending = [client.begin("beat", job, timeout_s=BEAT_TIMEOUT_S) for client in clients]
         for call in pending:
             call.result()
 

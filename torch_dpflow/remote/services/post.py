@@ -138,7 +138,7 @@ def serve(
 ) -> None:
     """Serve until the process ends; `turn` is called between messages, at least every `TURN_S` seconds."""
     heart = Heart(post, server.address)
-    due = tell = 0.0
+    due = 0.0
     while True:
         server.step(TURN_S)
         now = time.monotonic()
@@ -146,7 +146,5 @@ def serve(
             due = now + TURN_S
             heart.turned()
             turn()
-        if now >= tell:
-            tell = now + BEAT_S
             stats = server.stats()
             heart.status = {**status(), "malformed": stats.malformed, "strangers": stats.strangers}

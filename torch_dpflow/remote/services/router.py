@@ -27,7 +27,7 @@ from torch_dpflow.samplers import sampling_group
 from torch_dpflow.samplers.indices import IndexArray
 
 #: How long a job, or a shard, may be silent before it is taken for dead, seconds.
-JOB_LEASE_S, SHARD_LEASE_S = 15.0, 8.0
+JOB_LEASE_S, SHARD_LEASE_S = 15.0, 5.0
 #: Most jobs of one flow.
 MAX_JOBS = 1024
 
