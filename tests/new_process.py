@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,19 @@ def _call(there: Connection, function: Callable[..., Any], arguments: tuple[Any,
 
 
 def interpreter(
-    program: str, *arguments: str, env: Mapping[str, str] | None = None, **options: Any
+    program: str,
+    *arguments: str,
+    env: Mapping[str, str] | None = None,
+    prefix: Sequence[str] = (),
+    **options: Any,
 ) -> subprocess.Popen[str]:
-    """Start a fresh Python on `program`, which can import the library and the tests' modules."""
+    """Start a fresh Python on `program`, which can import the library and the tests' modules.
+
+    prefix: a command that runs it, such as `ip netns exec NAME`.
+    """
     path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     return subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
+        [*prefix, sys.executable, "-c", program, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from tests.new_process import interpreter
 from tests.workers import has_ended
 from torch_dpflow.remote.cluster_address import find_cluster
 from torch_dpflow.remote.protocol import FlowView, ProcessView
-from torch_dpflow.remote.rpc import RpcClient
+from torch_dpflow.remote.rpc import ClientOptions, RpcClient
 
 #: Runs a cluster apart from the test's process, so that its services are no children of it.
 PROGRAM = """
@@ -57,6 +58,14 @@ class TestCluster:
             assert line, process.stderr.read()
         return cls(str(connection), int(line), log)
 
+    @classmethod
+    def start_over_tcp(cls, folder: Path, host: str = "127.0.0.1") -> TestCluster:
+        """With keys, at a port that is free."""
+        with socket.socket() as free:
+            free.bind((host, 0))
+            port = free.getsockname()[1]
+        return cls.start(folder, listen=f"tcp://{host}:{port}")
+
     def stop(self) -> None:
         if not has_ended(self.pid):
             os.kill(self.pid, signal.SIGTERM)
@@ -78,6 +87,13 @@ class TestCluster:
         views = self.ask("processes", list[ProcessView])  # type: ignore[arg-type]
         assert isinstance(views, list)
         return [view for view in views if part in view.id and view.pid]
+
+    def running(self) -> list[ProcessView]:
+        """What runs, as the node says it: also while the coordinator does not answer. Not over tcp."""
+        folder = find_cluster(self.address).address.rpartition("/")[0]
+        with RpcClient(f"{folder}/node", options=ClientOptions(timeout_s=20.0)) as node:
+            views: list[ProcessView] = node.call("processes", reply_type=list[ProcessView]).body
+        return [view for view in views if view.pid]
 
     def kill(self, part: str, number: int = signal.SIGKILL) -> int:
         """Send a signal to the first process whose id has `part` in it; its pid."""

@@ -1,105 +1,132 @@
-"""Jobs as processes of their own, which note every sample that they are given."""
+"""Jobs as processes of their own, which can be killed and come back, and whose every epoch is checked."""
 
 from __future__ import annotations
 
-import itertools
 import json
+import os
+import signal
 import subprocess
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+from tests.chaos.reading import Reading
 from tests.new_process import interpreter
-from tests.shared_cluster import TestCluster
+from tests.shared_cluster import TestCluster, wait
+from tests.workers import has_ended
 
-#: Reads epochs and writes one line for each batch: the epoch and the keys, and "end" after an epoch.
-PROGRAM = """
-import json, sys, time
-from tests.shared_datasets import SlowNumbers
-from torch_dpflow.remote.client import JobOptions, open_job
-given = json.loads(sys.argv[1])
-options = JobOptions(idle_s=30.0, patience_s=100.0, shards=given["shards"], asked=given["asked"])
-job = open_job(given["flow"], SlowNumbers(given["size"], given["cost_s"]), address=given["address"],
-               batch_size=given["batch"], seed=given["seed"], workers=given["workers"], options=options)
-with job, open(given["log"], "w") as log:
-    for epoch in range(given["epochs"]):
-        for values, keys in job.traverse(epoch):
-            assert (values[:, 0] == keys).all()
-            print(json.dumps([epoch, keys.tolist(), time.time()]), file=log, flush=True)
-            time.sleep(given["step_s"])
-        print(json.dumps([epoch, "end", time.time()]), file=log, flush=True)
-"""
+_NURSE = "import sys; from tests.chaos.reading import nurse; nurse(sys.stdin, sys.stdout)"
+
+
+class Nursery:
+    """A process of which jobs are forked."""
+
+    def __init__(self, *command: str) -> None:
+        """Command: runs an interpreter elsewhere, such as in another network namespace."""
+        self._process = interpreter(_NURSE, stdin=subprocess.PIPE, prefix=command)
+
+    def fork(self, given: Reading) -> int:
+        """Start a job; its process id."""
+        return self._tell("fork", asdict(given))
+
+    def bury(self, pid: int) -> int:
+        """Reap a job that ends, whose process id may be another's from then on; its exit code."""
+        return self._tell("bury", pid)
+
+    def close(self) -> None:
+        """End all jobs."""
+        self._process.communicate()
+
+    def _tell(self, command: str, argument: object) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([command, argument]), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        assert line, "the jobs' parent has ended"
+        return int(line)
 
 
 @dataclass
 class ChaosJob:
     """One training run."""
 
-    process: subprocess.Popen[str]
-    log: Path
-    size: int
-    epochs: int
+    nursery: Nursery
+    given: Reading
+    pid: int = 0
+    #: Whether it was started and is not buried.
+    alive: bool = field(default=False)
 
     @classmethod
     def start(
-        cls,
-        cluster: TestCluster,
-        folder: Path,
-        *,
-        flow: str,
-        number: int,
-        size: int,
-        epochs: int,
-        step_s: float = 0.0,
-        cost_s: float = 0.001,
-        shards: int = 1,
-        workers: int = 2,
+        cls, nursery: Nursery, cluster: TestCluster, folder: Path, *, number: int, **options: Any
     ) -> ChaosJob:
-        log = folder / f"job-{number}"
-        given = {
-            "flow": flow,
-            "size": size,
-            "cost_s": cost_s,
-            "address": cluster.address,
-            "batch": 8,
-            "seed": number,
-            "workers": workers,
-            "shards": shards,
-            "asked": 6,
-            "epochs": epochs,
-            "step_s": step_s,
-            "log": str(log),
-        }
-        return cls(interpreter(PROGRAM, json.dumps(given)), log, size, epochs)
+        own = folder / f"job-{number}"
+        own.mkdir()
+        job = cls(nursery, Reading(address=cluster.address, folder=str(own), number=number, **options))
+        job.revive()
+        return job
 
-    def lines(self) -> list[list[object]]:
-        if not self.log.exists():
+    def revive(self) -> None:
+        """Start it, from its last checkpoint on."""
+        self.pid = self.nursery.fork(self.given)
+        self.alive = True
+
+    def kill(self) -> None:
+        """End it; it may be revived."""
+        os.kill(self.pid, signal.SIGKILL)
+        self._bury()
+
+    def _bury(self) -> int:
+        self.alive = False
+        return self.nursery.bury(self.pid)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended with an error."""
+        return self.alive and has_ended(self.pid) and bool(self.error())
+
+    def error(self) -> str:
+        path = Path(self.given.folder) / "error"
+        return path.read_text() if path.exists() else ""
+
+    def lines(self) -> list[list[Any]]:
+        log = Path(self.given.folder) / "log"
+        if not log.exists():
             return []
-        whole, _, _ = self.log.read_text().rpartition("\n")
+        whole, _, _ = log.read_text().rpartition("\n")
         return [json.loads(line) for line in whole.splitlines()]
 
     def batches(self) -> int:
         return sum(1 for line in self.lines() if line[1] != "end")
 
-    def finish(self, timeout_s: float = 150.0) -> None:
-        """Wait for its end, and check that every epoch was every sample once."""
+    def finish(self, timeout_s: float = 150.0) -> int:
+        """Wait for its end, and check every epoch; how many there were."""
         try:
-            _, errors = self.process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise AssertionError(f"a job hangs after {self.batches()} batches") from None
-        assert self.process.returncode == 0, errors
-        seen: dict[int, list[int]] = {epoch: [] for epoch in range(self.epochs)}
+            wait(lambda: has_ended(self.pid), within_s=timeout_s, what="the end of a job")
+        except AssertionError:
+            raise AssertionError(f"job {self.given.number} hangs after {self.batches()} batches") from None
+        code = self._bury()
+        assert code == 0, f"exit code {code}: {self.error()}"
+        return self.check()
+
+    def check(self) -> int:
+        """Every epoch is every sample once, in the order of its plan where that is the job's own."""
+        epochs: list[list[int]] = [[]]
         for epoch, keys, _ in self.lines():
-            if keys != "end":
-                seen[int(str(epoch))] += keys  # type: ignore[operator]
-        for epoch, keys_of_epoch in seen.items():
-            assert sorted(keys_of_epoch) == list(range(self.size)), f"epoch {epoch}"
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def longest_stall_s(self) -> float:
-        """The longest time between two batches."""
-        times = [float(str(line[2])) for line in self.lines()]
-        return max((later - sooner for sooner, later in itertools.pairwise(times)), default=0.0)
+            assert epoch == len(epochs) - 1, f"epoch {epoch} after {len(epochs) - 1}"
+            if keys == "end":
+                epochs.append([])
+            else:
+                epochs[-1] += keys
+        assert epochs.pop() == [], "an epoch was not read to its end"
+        assert len(epochs) >= self.given.epochs
+        sampler = self.given.sampler()
+        for epoch, order in enumerate(epochs):
+            assert sorted(order) == list(range(self.given.size)), f"epoch {epoch}"
+            if sampler is not None:
+                sampler.set_epoch(epoch)
+                assert order == list(sampler), f"epoch {epoch}"
+        return len(epochs)

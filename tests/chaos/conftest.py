@@ -1,4 +1,4 @@
-"""A cluster for each test, which takes it apart."""
+"""A cluster for each test, which takes it apart, and a process that jobs are forked of."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.chaos_jobs import Nursery
 from tests.shared_cluster import TestCluster
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    """What jobs are forked of."""
+    started = Nursery()
+    yield started
+    started.close()
 
 
 @pytest.fixture

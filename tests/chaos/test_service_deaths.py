@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.chaos_jobs import ChaosJob
+from tests.chaos.chaos_jobs import ChaosJob, Nursery
 from tests.shared_cluster import TestCluster, wait
 from tests.workers import has_ended
 
 
-def begin(cluster: TestCluster, folder: Path, jobs: int = 2, **options: float) -> list[ChaosJob]:
+def begin(
+    nursery: Nursery, cluster: TestCluster, folder: Path, jobs: int = 2, **options: float
+) -> list[ChaosJob]:
     given: dict[str, object] = {"size": 600, "epochs": 2, **options}
     started = [
-        ChaosJob.start(cluster, folder, flow="chaos/flow", number=number, **given)  # type: ignore[arg-type]
+        ChaosJob.start(nursery, cluster, folder, flow="chaos/flow", number=number, **given)
         for number in range(jobs)
     ]
     wait(lambda: all(job.batches() >= 10 for job in started), within_s=60, what="the first batches")
@@ -24,9 +26,9 @@ def begin(cluster: TestCluster, folder: Path, jobs: int = 2, **options: float) -
 
 
 def test_each_service_and_a_worker_can_be_killed_while_jobs_read(
-    cluster: TestCluster, tmp_path: Path
+    cluster: TestCluster, nursery: Nursery, tmp_path: Path
 ) -> None:
-    jobs = begin(cluster, tmp_path, epochs=4, cost_s=0.003)
+    jobs = begin(nursery, cluster, tmp_path, epochs=4, cost_s=0.003)
     for part in ("/worker-0", "/shard-000", "/router", "coordinator"):
         before = max(job.batches() for job in jobs)
         pid = cluster.kill(part) if part != "/shard-000" else kill_shard(cluster)
@@ -42,9 +44,26 @@ def kill_shard(cluster: TestCluster) -> int:
     return shard.pid
 
 
+def test_a_worker_that_is_frozen_is_overtaken(cluster: TestCluster, nursery: Nursery, tmp_path: Path) -> None:
+    (job,) = begin(nursery, cluster, tmp_path, jobs=1, epochs=1, workers=2, step_s=0.005)
+    frozen = cluster.kill("/worker-0", signal.SIGSTOP)
+    try:
+        job.finish()
+        wait(lambda: overtaken(cluster), what="the shard's figures")
+    finally:
+        if not has_ended(frozen):
+            os.kill(frozen, signal.SIGCONT)
+
+
+def overtaken(cluster: TestCluster) -> object:
+    """How many samples were given to a second worker."""
+    shard = next(view for view in cluster.processes("/shard-000") if view.role == "shard")
+    return shard.status.get("overtaken")
+
+
 @pytest.mark.slow
-def test_a_job_that_is_killed_holds_nobody_up(cluster: TestCluster, tmp_path: Path) -> None:
-    jobs = begin(cluster, tmp_path, jobs=3)
+def test_a_job_that_is_killed_holds_nobody_up(cluster: TestCluster, nursery: Nursery, tmp_path: Path) -> None:
+    jobs = begin(nursery, cluster, tmp_path, jobs=3)
     jobs.pop().kill()
     for job in jobs:
         job.finish()
@@ -58,21 +77,21 @@ def status(cluster: TestCluster, part: str) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_a_job_that_freezes_for_longer_than_its_lease_goes_on_where_it_was(
-    cluster: TestCluster, tmp_path: Path
+    cluster: TestCluster, nursery: Nursery, tmp_path: Path
 ) -> None:
-    jobs = begin(cluster, tmp_path, epochs=1)
+    jobs = begin(nursery, cluster, tmp_path, epochs=1)
     frozen = jobs[0]
-    frozen.process.send_signal(signal.SIGSTOP)
+    frozen.signal(signal.SIGSTOP)
     jobs[1].finish()
     wait(
         lambda: status(cluster, "/router")["jobs"] == 0, within_s=60, what="the end of the frozen job's lease"
     )
-    frozen.process.send_signal(signal.SIGCONT)
+    frozen.signal(signal.SIGCONT)
     frozen.finish()
 
 
-def test_a_cluster_that_ends_leaves_nothing(cluster: TestCluster, tmp_path: Path) -> None:
-    (job,) = begin(cluster, tmp_path, jobs=1)
+def test_a_cluster_that_ends_leaves_nothing(cluster: TestCluster, nursery: Nursery, tmp_path: Path) -> None:
+    (job,) = begin(nursery, cluster, tmp_path, jobs=1)
     pids = [view.pid for view in cluster.processes()]
     assert len(pids) == 5
     cluster.stop()
@@ -83,9 +102,9 @@ def test_a_cluster_that_ends_leaves_nothing(cluster: TestCluster, tmp_path: Path
 
 
 def test_the_processes_of_a_node_that_is_killed_end_by_themselves(
-    cluster: TestCluster, tmp_path: Path
+    cluster: TestCluster, nursery: Nursery, tmp_path: Path
 ) -> None:
-    (job,) = begin(cluster, tmp_path, jobs=1)
+    (job,) = begin(nursery, cluster, tmp_path, jobs=1)
     pids = [view.pid for view in cluster.processes()]
     os.kill(cluster.pid, signal.SIGKILL)
     wait(lambda: all(map(has_ended, pids)), what="the end of every process")

@@ -1,0 +1,102 @@
+"""A job on another host, over tcp with CURVE, whose link is cut in mid-epoch: it goes on, each sample once."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.chaos_jobs import ChaosJob, Nursery
+from tests.chaos.namespaces import Namespace, namespace_or_skip
+from tests.shared_cluster import TestCluster, wait
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[Namespace]:
+    """Another host."""
+    namespace = namespace_or_skip(subnet=77)
+    yield namespace
+    namespace.remove()
+
+
+@pytest.fixture(scope="module")
+def cluster(elsewhere: Namespace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
+    """A cluster that listens on the link."""
+    started = TestCluster.start_over_tcp(tmp_path_factory.mktemp("c"), elsewhere.address)
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="module")
+def nursery(elsewhere: Namespace) -> Iterator[Nursery]:
+    """What jobs are forked of, on the other host."""
+    started = Nursery(*elsewhere.prefix)
+    yield started
+    started.close()
+
+
+def begin(nursery: Nursery, cluster: TestCluster, folder: Path, number: int, **options: object) -> ChaosJob:
+    job = ChaosJob.start(
+        nursery, cluster, folder, flow="chaos/far", number=number, size=800, epochs=2, step_s=0.01, **options
+    )
+    wait(lambda: job.batches() >= 10, within_s=60, what="the first batches")
+    return job
+
+
+def cut_for(elsewhere: Namespace, job: ChaosJob, seconds: float) -> None:
+    """Cut the link; nothing but what was under way comes through before it is there again."""
+    elsewhere.cut()
+    try:
+        threading.Event().wait(seconds)
+        during = job.batches()
+    finally:
+        elsewhere.mend()
+    wait(lambda: job.batches() > during + 10, within_s=90, what="batches after the cut")
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_job_goes_on_after_a_short_cut(
+    elsewhere: Namespace, nursery: Nursery, cluster: TestCluster, tmp_path: Path, ordered: bool
+) -> None:
+    job = begin(nursery, cluster, tmp_path, 0, ordered=ordered)
+    cut_for(elsewhere, job, 1.0)
+    assert job.finish() == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [5.0, 20.0, 45.0])
+def test_a_job_goes_on_after_cuts_longer_than_every_lease(
+    elsewhere: Namespace, nursery: Nursery, cluster: TestCluster, tmp_path: Path, seconds: float
+) -> None:
+    jobs = [begin(nursery, cluster, tmp_path, number, ordered=number == 1) for number in range(3)]
+    cut_for(elsewhere, jobs[0], seconds)
+    for job in jobs:
+        assert job.finish() == 2
+
+
+@pytest.mark.slow
+def test_a_link_that_comes_and_goes(
+    elsewhere: Namespace, nursery: Nursery, cluster: TestCluster, tmp_path: Path
+) -> None:
+    job = begin(nursery, cluster, tmp_path, 0)
+    for _ in range(5):
+        cut_for(elsewhere, job, 0.5)
+    assert job.finish() == 2
+
+
+@pytest.mark.slow
+def test_packets_that_are_late_or_lost(
+    elsewhere: Namespace, nursery: Nursery, cluster: TestCluster, tmp_path: Path
+) -> None:
+    try:
+        elsewhere.disturb("delay", "40ms", "20ms", "loss", "2%")
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"tc cannot disturb a link here: {getattr(error, 'stderr', error)}")
+    try:
+        job = begin(nursery, cluster, tmp_path, 0)
+        assert job.finish() == 2
+    finally:
+        elsewhere.disturb("delay", "0ms")
