@@ -202,7 +202,7 @@ def test_what_a_storage_refuses_is_named(
 
 def test_a_directory_in_place_of_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "store.json").mkdir()
-    with pytest.raises(StorageError, match=r"store\.json: IsADirectoryError"):
+    with pytest.raises(DatasetNotFoundError, match=r"store\.json: this is a directory, not a file"):
         DatasetStore(str(tmp_path))
 
 

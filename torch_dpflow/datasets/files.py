@@ -11,7 +11,10 @@ from typing import IO, Any, NamedTuple
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from torch_dpflow.errors import AccessDeniedError, DPFlowError, OptionError, StorageError
+from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage.deadlines import ask
+from torch_dpflow.datasets.storage.failures import storage_error
+from torch_dpflow.errors import DPFlowError, OptionError, OptionTypeError, StorageError
 
 #: What makes a single put fail when the object exists already, by protocol.
 _EXCLUSIVE_PUT: dict[str, dict[str, Any]] = {
@@ -19,6 +22,8 @@ _EXCLUSIVE_PUT: dict[str, dict[str, Any]] = {
     "memory": {"mode": "create"},
     "oss": {"headers": {"x-oss-forbid-overwrite": "true"}},
 }
+#: How many deadlines of a read a listing may take: it is a request for every 1,000 entries.
+_LISTING_DEADLINES = 10
 
 
 class Child(NamedTuple):
@@ -36,18 +41,30 @@ class Files:
     A file appears with all its bytes or not at all, whoever is killed meanwhile: on a local disk or a mount
     it is written beside its place and renamed, on object stores it is a single put. Any thread may call; a
     pickle or a fork opens its own connection. What a storage cannot do is told as a StorageError that names
-    the file, AccessDeniedError for one; a file that is missing as Python's FileNotFoundError.
+    the file, AccessDeniedError for one; a file that is missing as Python's FileNotFoundError. Reading and
+    listing end at a deadline, whatever the storage does; writing takes as long as it takes.
 
     Args:
         url: a URL such as "s3://bucket/datasets", or a local path.
         options: what fsspec needs to open it, such as credentials. They are never written anywhere.
+        read_options: timeouts and retries of reading and listing.
 
     Raises:
         OptionError: no such protocol, or the package that speaks it is not installed.
+        OptionTypeError: other `read_options`.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        options: Mapping[str, Any] | None = None,
+        read_options: ReadOptions | None = None,
+    ) -> None:
         self.options = dict(options or {})
+        if not isinstance(read_options, ReadOptions | None):
+            raise OptionTypeError(f"read_options={read_options!r}: give ReadOptions(...) or None")
+        self.read_options = read_options or ReadOptions()
+        self._reader = ObjectReader(self.options, options=self.read_options)
         self._pid = -1
         self._connect(str(url))
         local = isinstance(self._fs, LocalFileSystem)
@@ -73,12 +90,11 @@ class Files:
 
     def at(self, path: str) -> Files:
         """The directory `path` below this one."""
-        return Files(f"{self.url}/{path}", self.options)
+        return Files(f"{self.url}/{path}", self.options, self.read_options)
 
     def read(self, path: str) -> bytes:
-        """All bytes of a file. Raises FileNotFoundError."""
-        with self._told(path):
-            return bytes(self.filesystem.cat_file(self._full(path)))
+        """All bytes of a file. Raises ObjectMissingError, which is a FileNotFoundError."""
+        return self._reader.read(f"{self.url}/{path}")
 
     @contextmanager
     def open(self, path: str) -> Iterator[IO[bytes]]:
@@ -90,9 +106,10 @@ class Files:
 
     def exists(self, path: str) -> bool:
         """Whether there is a file or a directory."""
+        fs, full = self.filesystem, self._full(path)
+        fs.invalidate_cache()
         with self._told(path):
-            self.filesystem.invalidate_cache()
-            return bool(self.filesystem.exists(self._full(path)))
+            return bool(ask(fs, self.read_options.deadline_s, lambda: fs.exists(full)))
 
     def write(self, path: str, data: bytes) -> None:
         """Put a file in its place, over whatever is there."""
@@ -146,7 +163,8 @@ class Files:
         fs.invalidate_cache()
         try:
             with self._told(path):
-                entries = fs.ls(full, detail=True)
+                longest = _LISTING_DEADLINES * self.read_options.deadline_s
+                entries = ask(fs, longest, lambda: fs.ls(full, detail=True))
         except FileNotFoundError:
             return []
         found = []
@@ -169,6 +187,10 @@ class Files:
                 if name.startswith(".") and name.endswith(_UNFINISHED):
                     os.unlink(os.path.join(full, name))
 
+    def close(self) -> None:
+        """Close this process's idle connections. The files can still be used."""
+        self._reader.close()
+
     @contextmanager
     def _told(self, path: str) -> Iterator[None]:
         """Give errors of storages the file's name, and a type of ours."""
@@ -177,32 +199,22 @@ class Files:
         except (FileNotFoundError, FileExistsError, DPFlowError):
             raise
         except Exception as error:
-            if _is_refusal(error):
-                raise AccessDeniedError(
-                    f"{self.url}/{path}: {error}; look at the credentials and at the rights of their owner"
-                ) from error
-            raise StorageError(f"{self.url}/{path}: {type(error).__name__}: {error}") from error
+            url = f"{self.url}/{path}"
+            if isinstance(self._fs, LocalFileSystem) and not isinstance(error, PermissionError):
+                raise StorageError(f"{url}: {type(error).__name__}: {error}") from error
+            raise storage_error(ByteRange(url), error) from error
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"url": self.url, "options": self.options}
+        return {"url": self.url, "options": self.options, "read_options": self.read_options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
 
 _UNFINISHED = ".unfinished"
-
-
-def _is_refusal(error: BaseException | None) -> bool:
-    """Whether a storage said no: not every file system of fsspec has a type for that."""
-    while error is not None:
-        if isinstance(error, PermissionError) or getattr(error, "status", None) in (401, 403):
-            return True
-        error = error.__cause__
-    return False
 
 
 def _is_directory(fs: Any, entry: Mapping[str, Any]) -> bool:

@@ -10,7 +10,9 @@ import fsspec
 
 from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
-from torch_dpflow.errors import DPFlowError, ObjectMissingError, StorageError
+from torch_dpflow.datasets.storage.deadlines import ask
+from torch_dpflow.datasets.storage.failures import storage_error
+from torch_dpflow.errors import DPFlowError, ObjectMissingError
 
 #: Samples whose bytes are in memory at a time, and sizes that are asked for at a time.
 _TOGETHER = 32
@@ -44,11 +46,11 @@ class Objects:
     def _size(self, url: str) -> int | DPFlowError | None:
         fs = self._file_system(url)
         try:
-            entry = fs.info(fs._strip_protocol(url))
+            entry = ask(fs, self._reader.options.deadline_s, lambda: fs.info(fs._strip_protocol(url)))
         except FileNotFoundError:
             return ObjectMissingError(f"{url}: there is no such object")
         except Exception as error:
-            return StorageError(f"{url}: {type(error).__name__}: {error}")
+            return storage_error(ByteRange(url), error)
         if entry["type"] == "directory":
             return ObjectMissingError(f"{url} is a directory")
         size = entry.get("size")

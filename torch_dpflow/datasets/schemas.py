@@ -6,10 +6,15 @@ from typing import Any
 
 import msgspec
 
+from torch_dpflow.datasets.progress import DraftRecord, ImportedShard, ImportedVariant
 from torch_dpflow.datasets.spec import Dataset, DatasetShardMeta, SpecStruct, StoreRecord
+
+_KINDS: tuple[type[SpecStruct], ...] = (
+    *(StoreRecord, Dataset, DatasetShardMeta),
+    *(DraftRecord, ImportedShard, ImportedVariant),
+)
 
 
 def json_schemas() -> dict[str, dict[str, Any]]:
-    """The JSON schema (draft 2020-12) of each kind of file, by kind."""
-    kinds: tuple[type[SpecStruct], ...] = (StoreRecord, Dataset, DatasetShardMeta)
-    return {str(kind.__struct_config__.tag): msgspec.json.schema(kind) for kind in kinds}
+    """The JSON schema (draft 2020-12) of each kind of file, by kind: what is published, then what imports note."""
+    return {str(kind.__struct_config__.tag): msgspec.json.schema(kind) for kind in _KINDS}

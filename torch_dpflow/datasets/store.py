@@ -21,6 +21,7 @@ from torch_dpflow.datasets.spec import (
     decode_file,
     encode_file,
 )
+from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.errors import DamagedStoreError, DatasetNotFoundError
 
 _RECORD = "store.json"
@@ -34,32 +35,36 @@ class DatasetStore:
 
     Args:
         url: the directory: a local path or any URL of fsspec's, such as "oss://bucket/datasets".
+        read_options: timeouts and retries of reading what is known of datasets.
         storage_options: what fsspec needs to open it.
 
     Raises:
         DatasetNotFoundError: there is no store; `DatasetStore.create` makes one.
         DamagedStoreError, NewerFormatError: there is one that cannot be read.
+        StorageError: the storage does not let us read it, or does not answer.
     """
 
-    def __init__(self, url: str, **storage_options: Any) -> None:
-        self.files = Files(url, storage_options)
+    def __init__(self, url: str, *, read_options: ReadOptions | None = None, **storage_options: Any) -> None:
+        self.files = Files(url, storage_options, read_options)
         try:
             data = self.files.read(_RECORD)
         except FileNotFoundError as error:
             raise DatasetNotFoundError(
-                f"there is no dataset store at {self.files.url} (no {_RECORD}); check the address, or make "
-                f"one with DatasetStore.create({str(url)!r})"
+                f"there is no dataset store at {self.files.url} ({error}); check the address, or make one "
+                f"with DatasetStore.create({str(url)!r})"
             ) from error
         self.record = decode_file(data, StoreRecord, f"{self.files.url}/{_RECORD}")
 
     @classmethod
-    def create(cls, url: str, **storage_options: Any) -> DatasetStore:
+    def create(
+        cls, url: str, *, read_options: ReadOptions | None = None, **storage_options: Any
+    ) -> DatasetStore:
         """Open a store, making an empty one where there is none."""
-        files = Files(url, storage_options)
+        files = Files(url, storage_options, read_options)
         if not files.exists(_RECORD):
             with suppress(FileExistsError):  # somebody else may be faster
                 files.create(_RECORD, encode_file(StoreRecord(format=1, created=now())))
-        return cls(url, **storage_options)
+        return cls(url, read_options=read_options, **storage_options)
 
     @property
     def url(self) -> str:
@@ -139,7 +144,9 @@ class DatasetStore:
             )
         if versions:
             return DatasetNotFoundError(f"there is no {ref} in {self.url}; {ref.id} has versions {versions}")
-        return DatasetNotFoundError(f"there is no dataset {ref.id} in {self.url}; it has {self.ids()}")
+        # Some storages answer who may not list them as if there was nothing.
+        has = self.ids() or "none that these credentials may list"
+        return DatasetNotFoundError(f"there is no dataset {ref.id} in {self.url}; it has {has}")
 
     def __repr__(self) -> str:
         return f"DatasetStore({self.url!r})"

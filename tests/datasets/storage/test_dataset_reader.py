@@ -59,6 +59,7 @@ def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Datase
         server: OSSServer = request.getfixturevalue("oss")
         store = DatasetStore.create(f"oss://{BUCKET}/datasets", **server.storage_options())
         yield store
+        store.files.close()
         store.files.filesystem._session.session.close()
     else:
         endpoint = request.getfixturevalue("s3_endpoint")
@@ -71,9 +72,11 @@ def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Datase
 
 
 @pytest.fixture
-def stored(any_store: DatasetStore) -> StoredDataset:
+def stored(any_store: DatasetStore) -> Iterator[StoredDataset]:
     """Samples in packs, several in an object."""
-    return publish(any_store, Numbered(COUNT))
+    stored = publish(any_store, Numbered(COUNT))
+    yield stored
+    stored.files.close()
 
 
 @pytest.fixture

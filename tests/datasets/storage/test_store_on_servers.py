@@ -14,8 +14,9 @@ from tests.datasets.samples_source import Numbered, contents, numbers, publish
 from tests.datasets.storage.servers import BUCKET, S3_KEYS
 from torch_dpflow.datasets import DatasetStore, Draft, verify
 from torch_dpflow.datasets.importers.iterable import IterableImporter
-from torch_dpflow.errors import AccessDeniedError, DatasetNotFoundError, PublishedError
-from torch_dpflow.testing.oss_server import OSSServer
+from torch_dpflow.datasets.storage import ReadOptions
+from torch_dpflow.errors import AccessDeniedError, DatasetNotFoundError, PublishedError, StorageError
+from torch_dpflow.testing.oss_server import Fault, OSSServer
 
 _names = itertools.count()
 
@@ -123,3 +124,21 @@ def test_wrong_credentials_are_told(oss_address: Address) -> None:
     with pytest.raises(AccessDeniedError, match=r"oss://data/datasets/store\.json.*credentials"):
         DatasetStore(url, **wrong)
     _close_oss(wrong)
+
+
+def test_who_may_not_list_a_store_is_told(oss: OSSServer, oss_address: Address) -> None:
+    url, options = oss_address
+    store = DatasetStore.create(url, **options)
+    oss.faults.add(Fault.FORBIDDEN)
+    with pytest.raises(DatasetNotFoundError, match="none that these credentials may list"):
+        store.open("core/numbers")
+
+
+@pytest.mark.parametrize("fault", [Fault.HANG, Fault.RESET])
+def test_a_listing_that_is_not_answered_is_told(oss: OSSServer, oss_address: Address, fault: Fault) -> None:
+    url, options = oss_address
+    hasty = ReadOptions(timeout_s=0.1, deadline_s=0.1, attempts=1)
+    store = DatasetStore.create(url, read_options=hasty, **options)
+    oss.faults.add(fault)
+    with pytest.raises(StorageError, match="oss://data/datasets"):
+        store.ids()

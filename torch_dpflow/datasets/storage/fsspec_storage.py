@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable, Mapping
-from queue import SimpleQueue
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
 from torch_dpflow.datasets.storage.base import ByteRange
+from torch_dpflow.datasets.storage.deadlines import call_within
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.errors import MissingExtraError, OptionError, StorageError, TruncatedObjectError
-
-T = TypeVar("T")
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "oss": "oss"}
 
@@ -58,7 +55,7 @@ class FsspecStorage:
             return bytes(asyncio.run_coroutine_threadsafe(reading, self._files.loop).result())
         if self._scheme == "memory":
             return bytes(self._files.cat_file(path, **extent))
-        return bytes(_call_within(left, lambda: self._files.cat_file(path, **extent)))
+        return bytes(call_within(left, lambda: self._files.cat_file(path, **extent)))
 
     def node(self, url: str) -> str:
         return self._scheme + "://" + url.partition("://")[2].partition("/")[0]
@@ -76,24 +73,3 @@ def _file_system(scheme: str, options: Mapping[str, Any]) -> Any:
         raise MissingExtraError(f"{scheme}:// needs a package that is not there: {error}; {how}") from error
     except ValueError as error:
         raise OptionError(f"{scheme}:// is no storage that fsspec knows or can set up: {error}") from error
-
-
-def _call_within(seconds: float, call: Callable[[], T]) -> T:
-    """Call it in a thread of its own and wait no longer than that; a call that hangs keeps its thread."""
-    answers: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
-
-    def run() -> None:
-        try:
-            answers.put((call(), None))
-        except Exception as error:
-            answers.put((None, error))
-
-    worker = threading.Thread(target=run, name="dpflow-storage-call", daemon=True)
-    worker.start()
-    worker.join(max(seconds, 0.0))
-    if answers.empty():
-        raise TimeoutError(f"no answer within {seconds:.1f} s")
-    value, error = answers.get()
-    if error is not None:
-        raise error
-    return value  # type: ignore[return-value]
