@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.new_process import run_interpreter
+from tests.new_process import interpreter, run_interpreter
 from torch_dpflow import __version__
 from torch_dpflow.cli.main import COMMANDS, root
 from torch_dpflow.datasets import DatasetStore, Draft
@@ -83,13 +84,31 @@ def test_append(dataset: Dataset, tree: Path) -> None:
 
 def test_verify(dataset: Dataset, tree: Path) -> None:
     _import(dataset, tree)
+    result = dataset("verify", "core/pets:v1:val")
+    assert result.exit_code == 0, result.output
+    assert (
+        result.stdout == "core/pets:v1:val: metadata of 4 samples checked; --data looks at their data too\n"
+    )
     result = dataset("verify", "core/pets", "--data")
     assert result.exit_code == 0, result.output
+    assert "core/pets:v1:train: 10 samples checked, with their data\n" in result.stdout
     (tree / "train/cat/3.jpg").write_bytes(b"yyy")
     result = dataset("verify", "core/pets:v1", "--data")
     assert result.exit_code == 1
     assert "train, sample 3: " in result.stdout
-    assert "1 samples cannot be read as they should be" in result.output
+    assert "1 of 14 samples cannot be read as they should be" in result.output
+
+
+def test_a_version_that_cannot_be_read_does_not_hide_the_others(
+    dataset: Dataset, tree: Path, tmp_path: Path
+) -> None:
+    _import(dataset, tree)
+    dataset("append", "imagefolder", "core/pets:v1", f"train={tree}/val")
+    (tmp_path / "store/core/pets/versions/v1.json").write_text("{")
+    result = dataset("list")
+    assert result.exit_code == 1
+    assert [line.split()[1] for line in result.stdout.splitlines()[1:]] == ["v2", "v2"]
+    assert "versions/v1.json is no dataset file" in result.stderr
 
 
 def test_a_draft_is_listed_and_restarted(dataset: Dataset, tree: Path, tmp_path: Path) -> None:
@@ -132,6 +151,38 @@ main()
     assert stored.sample(4).fields() == {"n": 4}
 
 
+SLOWLY = """
+import itertools, pathlib
+def samples():
+    for number in itertools.count():
+        end = pathlib.Path("end")
+        if end.exists() and number == int(end.read_text()):
+            return
+        yield b"%d" % number, {"n": number}
+"""
+
+
+def test_an_interrupted_import_goes_on(tmp_path: Path, eventually: Callable[..., None]) -> None:
+    (tmp_path / "slowly.py").write_text(SLOWLY)
+    program = "import os, sys; os.chdir(sys.argv.pop(1)); from torch_dpflow.cli import main; main()"
+    arguments = ["dataset", "import", "iterable", "core/x:v1", "train=slowly:samples", "--store", "store"]
+    arguments += ["--shard-size", "4"]
+    drafts = tmp_path / "store/core/x/drafts/v1/train"
+    with interpreter(program, str(tmp_path), *arguments) as process:
+        eventually(lambda: (drafts / "ms-5.json").exists(), what="a shard")
+        process.send_signal(signal.SIGINT)
+        told = process.communicate()[1]
+    assert process.returncode == 130, told
+    assert "Interrupted. The same command goes on where this one stopped." in told
+    assert "Traceback" not in told
+    written = 4 * len(list(drafts.glob("ms-*.json")))
+    (tmp_path / "end").write_text(str(written + 3))
+    run = run_interpreter(program, str(tmp_path), *arguments)
+    assert run.stdout == f"core/x:v1:train: {written + 3} samples\n", run.stderr
+    stored = DatasetStore(str(tmp_path / "store")).open("core/x")
+    assert [sample.fields()["n"] for sample in stored.samples()] == list(range(written + 3))
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "told"),
     [
@@ -141,9 +192,35 @@ main()
         (["import", "imagefolder", "core/x:v1", "/x"], 2, "not of the form NAME=VALUE"),
         (["import", "imagefolder", "core/x:v1", "a=/x", "a=/y"], 2, "given twice"),
         (["import", "imagefolder", "core/x:v1"], 2, "Missing argument"),
-        (["import", "imagefolder", "core/x:v1", "train=/no/such/directory"], 1, "has no directories"),
-        (["import", "floppy", "core/x:v1", "train=/x"], 2, "floppy"),
+        (["import", "imagefolder", "core/x:v1", "train=/no/such"], 1, "there is no folder file:///no/such;"),
+        (["import", "speech", "core/x:v1", "train=/no/such"], 1, "there is no folder file:///no/such;"),
+        (
+            ["import", "coco", "core/x:v1", "train=/no/such.json", "-s", "images=/x"],
+            1,
+            "there is no file:///no",
+        ),
+        (["import", "coco", "core/x:v1", "train=/no/such.json"], 1, "coco needs the setting ['images']"),
+        (["import", "listing", "core/x:v1", "train=/no/such.csv"], 1, "there is no file:///no/such.csv"),
+        (["import", "listing", "core/x:v1", "train=/no/such"], 1, "give a .csv, .tsv or .parquet file"),
+        (["import", "iterable", "core/x:v1", "train=no.such"], 1, "give package.module:name"),
+        (["import", "iterable", "core/x:v1", "train=math:nothing"], 1, "give package.module:name"),
+        (["import", "imagefolder", "core/x:v1", "train=/x", "-s", "sizes=3"], 1, "has no setting ['sizes']"),
+        (["import", "imagefolder", "core/x:v1", "train=/x", "--shard-size", "0"], 2, "0 is not in the range"),
+        (["import", "imagefolder", "core/x:v1", "train=/x", "--checksum", "md5"], 2, "'md5' is not one of"),
+        (["import", "imagefolder", "core/x:v1", "a/b=/x"], 1, "is no name of a dataset"),
+        (["import", "imagefolder", "core/x:v1", "train=nothing://x"], 1, "cannot be opened"),
+        (
+            ["import", "train=/no/such"],
+            2,
+            "'train=/no/such' is no kind of source; give one of coco, imagefolder",
+        ),
+        (["import", "imagefolder", "train=/x"], 2, "'train=/x' stands where the dataset's name belongs"),
+        (["import", "floppy", "core/x:v1", "train=/x"], 2, "'floppy' is no kind of source"),
         (["show", "core/x"], 1, "there is no dataset store at"),
+        (["show", "train=/x"], 1, "there is no dataset store at"),
+        (["list"], 1, "there is no dataset store at"),
+        (["verify", "core/x"], 1, "there is no dataset store at"),
+        (["verify"], 2, "Missing argument"),
         (["append", "speech", "core/x:v1", "train=/x"], 1, "there is no dataset store at"),
     ],
 )
@@ -151,6 +228,33 @@ def test_mistakes_are_one_line(dataset: Dataset, arguments: list[str], status: i
     result = dataset(*arguments)
     assert (result.exit_code, told in result.output) == (status, True), result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["show", "core/none"], "there is no dataset core/none"),
+        (["show", "core/pets:v9"], "core/pets has versions ['v1']"),
+        (["show", "core/pets:v1:test"], "there is no variant 'test'"),
+        (["show", "core/pets:v1:val", "--sample", "4"], "--sample=4: core/pets:v1:val has 4 samples, from 0"),
+        (["show", "train=/x"], "is no name of a dataset"),
+        (["verify", "/data/pets"], "is no name of a dataset"),
+        (["verify", "core/pets:v1:test"], "there is no variant 'test'"),
+        (["append", "imagefolder", "core/pets:v9", "train=/x"], "core/pets has versions ['v1']"),
+        (["append", "imagefolder", "core/pets:v1", "train=/no/such"], "there is no folder file:///no/such;"),
+        (["append", "imagefolder", "core/pets:v1", "train=/x", "--as", "v1"], "is published in"),
+        (["append", "imagefolder", "core/pets:v1", "train=/x", "--as", "v/2"], "is no name of a dataset"),
+        (["import", "imagefolder", "core/pets:v1", "train=/x"], "is published in"),
+    ],
+)
+def test_mistakes_with_a_store_are_one_line(
+    dataset: Dataset, tree: Path, arguments: list[str], told: str
+) -> None:
+    _import(dataset, tree)
+    result = dataset(*arguments)
+    assert (result.exit_code, told in result.output) == (1, True), result.output
+    assert isinstance(result.exception, SystemExit)
+    assert [line[:7] for line in result.stderr.splitlines() if " samples 0:" not in line] == ["Error: "]
 
 
 def test_the_command_line_in_a_process_of_its_own() -> None:

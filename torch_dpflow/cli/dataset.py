@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from torch_dpflow.cli.dataset_printing import (
+    checked_line,
     import_progress,
     print_datasets,
     print_json,
@@ -23,9 +24,12 @@ from torch_dpflow.datasets.names import DatasetRef, next_version
 from torch_dpflow.datasets.spec import Dataset
 from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.datasets.verify import verify
-from torch_dpflow.errors import DatasetNotFoundError, OptionError
+from torch_dpflow.errors import DatasetError, DatasetNotFoundError, OptionError
 
 Command = Callable[..., Any]
+
+#: The status of a command that was interrupted, as shells have it.
+_INTERRUPTED = 130
 
 
 def _pairs(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, str]:
@@ -38,6 +42,31 @@ def _pairs(context: click.Context, parameter: click.Parameter, texts: tuple[str,
     if len(found) < len(pairs):
         raise click.BadParameter(f"a name is given twice in {' '.join(texts)}")
     return found
+
+
+def _kind(context: click.Context, parameter: click.Parameter, text: str) -> str:
+    """The name of an importer."""
+    if text in IMPORTERS:
+        return text
+    raise click.BadParameter(
+        f"{text!r} is no kind of source; give one of {', '.join(sorted(IMPORTERS))} first, then the dataset, then "
+        "its sources, as in imagefolder core/pets:v1 train=/data/pets"
+    )
+
+
+def _version_ref(context: click.Context, parameter: click.Parameter, text: str) -> DatasetRef:
+    """A dataset with a version, without a variant."""
+    if "=" in text:
+        raise click.BadParameter(
+            f"{text!r} stands where the dataset's name belongs; give NAMESPACE/NAME:VERSION before the sources, as "
+            f"in core/pets:v1 {text}"
+        )
+    target = DatasetRef.parse(text)
+    if target.version is None or target.variant is not None:
+        raise OptionError(
+            f"{text!r} should name a version, such as {target.id}:v1; variants go before sources"
+        )
+    return target
 
 
 def _store_options(command: Command) -> Command:
@@ -63,8 +92,8 @@ def _store_options(command: Command) -> Command:
 
 def _import_options(command: Command) -> Command:
     options = [
-        click.argument("kind", type=click.Choice(sorted(IMPORTERS))),
-        click.argument("ref", metavar="NAMESPACE/NAME:VERSION"),
+        click.argument("kind", metavar=f"[{'|'.join(sorted(IMPORTERS))}]", callback=_kind),
+        click.argument("target", metavar="NAMESPACE/NAME:VERSION", callback=_version_ref),
         click.argument("sources", metavar="VARIANT=SOURCE...", nargs=-1, required=True, callback=_pairs),
         click.option(
             "-s",
@@ -99,9 +128,9 @@ def dataset() -> None:
 @_store_options
 def import_(
     url: str,
-    storage_options: dict[str, str],
+    storage_options: dict[str, Any],
     kind: str,
-    ref: str,
+    target: DatasetRef,
     sources: dict[str, str],
     restart: bool,
     description: str,
@@ -119,7 +148,6 @@ def import_(
     dpflow dataset import listing core/clicks:v1 train=s3://bucket/clicks.parquet -s path_column=key
     dpflow dataset import iterable core/digits:v1 train=my_package.digits:samples
     """
-    target = _target(ref)
     store = DatasetStore.create(url, **storage_options)
     draft = Draft(store, target.id, str(target.version), description=description)
     _run(draft, kind, sources, restart=restart, options=storage_options, **how)
@@ -131,9 +159,9 @@ def import_(
 @_store_options
 def append(
     url: str,
-    storage_options: dict[str, str],
+    storage_options: dict[str, Any],
     kind: str,
-    ref: str,
+    target: DatasetRef,
     sources: dict[str, str],
     version: str | None,
     restart: bool,
@@ -146,7 +174,6 @@ def append(
     dpflow dataset append imagefolder core/imagenet:v1 train=/data/more --as v2
     """
     store = DatasetStore(url, **storage_options)
-    target = _target(ref)
     parent = str(target.version)
     draft = Draft(store, target.id, version or next_version(parent), parent=parent, description=description)
     _run(draft, kind, sources, restart=restart, options=storage_options, **how)
@@ -155,16 +182,26 @@ def append(
 @dataset.command("list")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for each version.")
 @_store_options
-def list_(url: str, storage_options: dict[str, str], as_json: bool) -> None:
-    """List all datasets with their versions, and imports that have not ended."""
+def list_(url: str, storage_options: dict[str, Any], as_json: bool) -> None:
+    """List all datasets with their versions, and imports that have not ended.
+
+    Versions that cannot be read are named last; the status is 1 if there are any.
+    """
     store = DatasetStore(url, **storage_options)
-    published = [store.load(name, version) for name in store.ids() for version in store.versions(name)]
+    published, unreadable = [], []
+    for ref in (DatasetRef(name, version) for name in store.ids() for version in store.versions(name)):
+        try:
+            published.append(store.load(ref.id, ref.version))
+        except DatasetError as error:
+            unreadable.append(str(error))
     drafts = [DatasetRef(name, version) for name in store.ids() for version in store.drafts(name)]
     if as_json:
         for version in published:
             print_json(version)
     else:
         print_datasets(published, drafts)
+    if unreadable:
+        raise click.ClickException("\n".join(unreadable))
 
 
 @dataset.command()
@@ -172,7 +209,7 @@ def list_(url: str, storage_options: dict[str, str], as_json: bool) -> None:
 @click.option("--sample", type=click.IntRange(min=0), help="Also show what is known of this sample.")
 @click.option("--json", "as_json", is_flag=True, help="The version's file as it is.")
 @_store_options
-def show(url: str, storage_options: dict[str, str], ref: str, sample: int | None, as_json: bool) -> None:
+def show(url: str, storage_options: dict[str, Any], ref: str, sample: int | None, as_json: bool) -> None:
     """Show a version, the last one by default: variants, counts, where its data lies and came from."""
     store = DatasetStore(url, **storage_options)
     target = DatasetRef.parse(ref)
@@ -183,33 +220,37 @@ def show(url: str, storage_options: dict[str, str], ref: str, sample: int | None
     described = None
     if sample is not None:
         stored = store.open(DatasetRef(target.id, version.version, target.variant or _only_variant(version)))
+        if sample >= len(stored):
+            raise OptionError(f"--sample={sample}: {stored.ref} has {len(stored)} samples, from 0")
         described = stored.sample(sample)
     print_version(version, target.variant, described)
 
 
 @dataset.command("verify")
 @click.argument("ref", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
-@click.option("--data", is_flag=True, help="Look at every sample's object too; reads those with checksums.")
+@click.option("--data", is_flag=True, help="Look at every sample's object too, not at its metadata alone.")
 @_store_options
-def verify_(url: str, storage_options: dict[str, str], ref: str, data: bool) -> None:
-    """Check that a version is whole: every metadata shard, and with --data every sample's bytes.
+def verify_(url: str, storage_options: dict[str, Any], ref: str, data: bool) -> None:
+    """Check that a version is whole: what is known of its samples, and with --data the samples themselves.
 
+    With --data, samples that have checksums are read; of others it is seen that they are there, with their sizes.
     Prints one line for each problem; the status is 1 if there was any.
     """
     store = DatasetStore(url, **storage_options)
     target = DatasetRef.parse(ref)
     version = store.load(target.id, target.version)
     names = [target.variant] if target.variant else sorted(version.variants)
-    bad = 0
+    bad = total = 0
     for name in names:
         stored = store.open(DatasetRef(target.id, version.version, name))
         with verify_progress(name, len(stored)) as progress:
             for problem in verify(stored, data=data, progress=progress):
                 bad += problem.samples
                 click.echo(problem_line(name, problem))
-        click.echo(f"{stored.ref}: {len(stored)} samples checked")
+        total += len(stored)
+        click.echo(checked_line(stored, data=data))
     if bad:
-        raise click.ClickException(f"{bad} samples cannot be read as they should be")
+        raise click.ClickException(f"{bad} of {total} samples cannot be read as they should be")
 
 
 def _run(
@@ -227,23 +268,18 @@ def _run(
         draft.discard()
     if kind == "iterable":
         sys.path.insert(0, os.getcwd())  # as `python -m` does; a console script knows its own directory only
-    for variant, source in sources.items():
-        filled = {name: value.replace("{variant}", variant) for name, value in settings.items()}
-        importer = make_importer(kind, source, filled, options)
-        with import_progress(variant, importer) as progress:
-            draft.add(variant, importer, progress=progress, **how)
-    published = draft.publish()
+    try:
+        for variant, source in sources.items():
+            filled = {name: value.replace("{variant}", variant) for name, value in settings.items()}
+            importer = make_importer(kind, source, filled, options)
+            with import_progress(variant, importer) as progress:
+                draft.add(variant, importer, progress=progress, **how)
+        published = draft.publish()
+    except KeyboardInterrupt:
+        click.echo("Interrupted. The same command goes on where this one stopped.", err=True)
+        raise click.exceptions.Exit(_INTERRUPTED) from None
     for name in sources:
         click.echo(f"{published.id}:{published.version}:{name}: {published.variants[name].samples} samples")
-
-
-def _target(ref: str) -> DatasetRef:
-    target = DatasetRef.parse(ref)
-    if target.version is None or target.variant is not None:
-        raise OptionError(
-            f"{ref!r} should name a version, such as {target.id}:v1; variants go before sources"
-        )
-    return target
 
 
 def _only_variant(version: Dataset) -> str:

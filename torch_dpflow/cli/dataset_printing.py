@@ -21,6 +21,7 @@ from rich.table import Table
 from torch_dpflow.datasets.importers.base import Importer
 from torch_dpflow.datasets.names import DatasetRef
 from torch_dpflow.datasets.spec import Dataset, SampleMeta, encode_file
+from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.datasets.verify import Problem
 
 
@@ -67,6 +68,13 @@ def problem_line(variant: str, problem: Problem) -> str:
     last = problem.sample + problem.samples - 1
     where = f"sample {problem.sample}" if problem.samples == 1 else f"samples {problem.sample} to {last}"
     return f"{variant}, {where}: {problem.what}"
+
+
+def checked_line(stored: StoredDataset, *, data: bool) -> str:
+    """One line that says how far a check went."""
+    if data:
+        return f"{stored.ref}: {len(stored)} samples checked, with their data"
+    return f"{stored.ref}: metadata of {len(stored)} samples checked; --data looks at their data too"
 
 
 @contextmanager

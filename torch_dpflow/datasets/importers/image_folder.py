@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
-from torch_dpflow.datasets.importers.tree import FoundFile, files_below
+from torch_dpflow.datasets.importers.tree import FoundFile, check_folder, files_below
 from torch_dpflow.errors import SourceError
 
 #: The endings that torchvision's ImageFolder takes for images.
@@ -78,6 +78,7 @@ class ImageFolderImporter:
     def _find_classes(self) -> list[str]:
         present = [child.name for child in self._files.children() if child.is_directory]
         if not present:
+            check_folder(self._files)
             raise SourceError(f"{self.root} has no directories; an ImageFolder tree has one for each class")
         names = [*self._known, *(name for name in present if name not in self._known)]
         self._labels = {name: label for label, name in enumerate(names)}

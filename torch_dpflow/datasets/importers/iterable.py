@@ -53,8 +53,10 @@ class IterableImporter:
         module, _, name = source.partition(":")
         try:
             found = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise OptionError(f"{source!r} cannot be imported: {error}; give package.module:name") from error
+        except Exception as error:  # whatever the module does when it is imported
+            raise OptionError(
+                f"{source!r} cannot be imported: {type(error).__name__}: {error}; give package.module:name"
+            ) from error
         iterable = found() if callable(found) else found
         if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
             raise OptionError(

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch_dpflow.datasets.files import Child, Files
 from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.datasets.importers.tree import check_folder
 from torch_dpflow.errors import SourceError
 
 AUDIO_ENDINGS = (".flac", ".wav", ".mp3", ".ogg", ".opus")
@@ -52,6 +53,7 @@ class SpeechImporter:
         return {}
 
     def _all_items(self) -> Iterator[Item]:
+        check_folder(self._files)
         for speaker in self._files.children():
             if speaker.is_directory:
                 for chapter in self._files.children(speaker.name):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch_dpflow.datasets.files import Files
+from torch_dpflow.errors import SourceError
 
 
 class FoundFile(NamedTuple):
@@ -14,6 +15,14 @@ class FoundFile(NamedTuple):
     path: str
     #: bytes; None where the storage does not say
     size: int | None
+
+
+def check_folder(files: Files) -> None:
+    """Raise SourceError unless there is such a folder; on object stores one that is empty does not exist."""
+    if not files.exists(""):
+        raise SourceError(
+            f"there is no folder {files.url}; check the source's path, and on object stores the right to list it"
+        )
 
 
 def files_below(files: Files, folder: str) -> list[FoundFile]:
