@@ -58,8 +58,7 @@ class Skips:
 class MappedDataset(Dataset[Any]):
     """The samples of a read, by number. Made by `DataLoadFlowRead.to_mapped()`.
 
-    Where the flow skips what cannot be loaded, a batch has fewer samples: loaders ask for all samples of a
-        batch
+    Where the flow skips what cannot be loaded, a batch has fewer samples: loaders ask for all samples of a batch
     together, and those that fail are left out. A batch of which nothing is left raises the last error, and so
     does a sample that is asked for by itself. The errors are logged (`torch_dpflow.flows`) and counted.
     """
