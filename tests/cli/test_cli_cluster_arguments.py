@@ -1,0 +1,220 @@
+"""Whatever a command of a cluster is given, it answers with a line that helps, never with a traceback."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.cluster_command import CommandedCluster
+from torch_dpflow.cli.main import root
+from torch_dpflow.remote.transport.curve import create_cluster, write_connection_file
+
+COMMANDS = [["status"], ["top"], ["down"], ["flow", "list"], ["flow", "show", "x"], ["flow", "delete", "x"]]
+COMMANDS.append(["flow", "scale", "x", "--shards", "2"])
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(root, [*arguments], env={"COLUMNS": "300", "DPFLOW_ADDRESS": ""})
+
+
+def refused(result: Result, message: str, *, code: int = 1) -> None:
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code == code, result.output
+    assert message in result.output
+    assert "Traceback" not in result.output
+    last = [line for line in result.output.splitlines() if line.startswith("Error: ")]
+    assert len(last) == 1, result.output
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that somebody has."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def gone(tmp_path: Path) -> str:
+    """The connection file of a cluster that was killed."""
+    path = tmp_path / "gone"
+    write_connection_file(path, create_cluster(f"ipc://{tmp_path}/none"))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workers", "0"], "0 is not in the range 1<=x<=4096"),
+        (["--workers", "-1"], "-1 is not in the range"),
+        (["--workers", "many"], "'many' is not a valid integer"),
+        (["--memory", "12XB"], "'12XB' is no size; give bytes with their unit, such as 8GiB or 500MB"),
+        (["--memory", ""], "'' is no size"),
+        (["--memory", "-1GiB"], "'-1GiB' is no size"),
+        (["--log-format", "xml"], "'xml' is not one of"),
+        (["--log-level", "loud"], "'loud' is not one of"),
+        (["extra"], "unexpected extra argument"),
+        (["--unknown"], "No such option"),
+    ],
+)
+def test_up_refuses_what_is_no_value(arguments: list[str], message: str) -> None:
+    refused(run("up", *arguments), message, code=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "1kB"], "memory_bytes=1000: 1048576 to"),
+        (["--listen", "nonsense"], "must be tcp://ADDRESS:PORT"),
+        (["--listen", "tcp://127.0.0.1"], "must be tcp://ADDRESS:PORT"),
+        (["--listen", "tcp://127.0.0.1:0"], "must be tcp://ADDRESS:PORT"),
+        (["--listen", "tcp://127.0.0.1:99999"], "must be tcp://ADDRESS:PORT"),
+        (["--listen", "tcp://*:5555"], "must be tcp://ADDRESS:PORT"),
+        (["--listen", "tcp://0.0.0.0:5555"], "give the address of this host by which jobs reach it"),
+        (["--listen", "tcp://192.0.2.1:5555"], "give another address"),
+        (["--metrics", "9400"], "give HOST:PORT"),
+        (["--metrics", "127.0.0.1:0"], "give HOST:PORT"),
+        (["--metrics", "127.0.0.1:99999"], "give HOST:PORT"),
+        (["--metrics", "0.0.0.0:9400"], "--metrics-public"),
+        (["--metrics", "nowhere.invalid:9400"], "--metrics-public"),
+        (["--metrics", "nowhere.invalid:9400", "--metrics-public"], "give another"),
+        (["--keys", "/none/keys"], "No such file or directory"),
+        (["--state", "/none/state"], "cannot be used"),
+        (["--state", "/"], "cannot be used"),
+        (["--state", "ftp://x"], "give a path, sqlite:///PATH, redis://HOST:PORT/NUMBER"),
+        (["--state", "redis://:secret@127.0.0.1:1/0"], "cannot be used"),
+    ],
+)
+def test_up_refuses_what_it_cannot_have(arguments: list[str], message: str, tmp_path: Path) -> None:
+    result = run("up", "--connection-file", str(tmp_path / "connection"), *arguments)
+    refused(result, message)
+    assert "secret" not in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_up_refuses_a_connection_file_that_it_cannot_write(tmp_path: Path) -> None:
+    refused(run("up", "--connection-file", str(tmp_path / "none" / "file")), "No such file or directory")
+
+
+@pytest.mark.parametrize("option", ["--listen", "--metrics"])
+def test_up_refuses_a_port_that_is_taken(option: str, taken: int, tmp_path: Path) -> None:
+    scheme = "tcp://" if option == "--listen" else ""
+    connection = str(tmp_path / "connection")
+    result = run("up", "--connection-file", connection, option, f"{scheme}127.0.0.1:{taken}")
+    refused(result, "Address already in use")
+
+
+def test_up_writes_over_no_file_that_is_not_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "thesis.txt"
+    path.write_text("years of work")
+    path.chmod(0o600)
+    refused(run("up", "--connection-file", str(path)), "is not one of ours")
+    assert path.read_text() == "years of work"
+
+
+def test_a_second_cluster_does_not_take_the_place_of_the_first(tmp_path: Path) -> None:
+    first = CommandedCluster.up(tmp_path)
+    try:
+        content = Path(first.address).read_text()
+        refused(run("up", "--connection-file", first.address), "a cluster is up already at ipc://")
+        assert Path(first.address).read_text() == content
+        for arguments, message in (
+            (["flow", "show", "../.."], "flow '../..' is not registered; registered are []"),
+            (["flow", "delete", ""], "flow '' is not registered"),
+            (["flow", "delete", "x" * 1000], "is not registered"),
+            (["flow", "scale", "a b", "--shards", "2"], "flow 'a b' is not registered"),
+        ):
+            refused(run(*arguments, "--address", first.address), message)
+    finally:
+        first.stop()
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file or directory; is the cluster up?"),
+        (b"", "is not one of ours"),
+        (b"\x00\xff garbage", "is not one of ours"),
+        (
+            b'{"address": "ipc:///x", "server_public": "x", "client_public": "x", "client_secret": "x"}',
+            "40 bytes",
+        ),
+    ],
+)
+def test_a_connection_file_that_is_none_is_told(
+    command: list[str], content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "connection"
+    if content is not None:
+        path.write_bytes(content)
+        path.chmod(0o600)
+    refused(run(*command, "--address", str(path)), message)
+
+
+def test_a_connection_file_that_others_may_read_is_not_used(gone: str) -> None:
+    os.chmod(gone, 0o644)
+    refused(run("status", "--address", gone), "closed to others (chmod 600)")
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("", "is the cluster up?"),
+        ("/", "Is a directory"),
+        ("tcp://192.0.2.1:5555", "give the connection file"),
+        ("tcp://127.0.0.1:99999", "address='tcp://127.0.0.1:99999'"),
+        ("tcp://127.0.0.1", "address='tcp://127.0.0.1'"),
+        ("smoke://signals", "address='smoke://signals'"),
+        ("ipc://" + "x" * 200, "address='ipc://xxx"),
+    ],
+)
+def test_an_address_that_is_none_is_told(address: str, message: str) -> None:
+    refused(run("status", "--address", address), message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["top", "--interval", "-1"], "give seconds from 0 to 86400"),
+        (["top", "--interval", "nan"], "give seconds from 0 to 86400"),
+        (["top", "--interval", "soon"], "'soon' is not a valid float"),
+        (["top", "--count", "0"], "0 is not in the range x>=1"),
+        (["flow", "scale", "x"], "Missing option '--shards'"),
+        (["flow", "scale", "x", "--shards", "0"], "0 is not in the range 1<=x<=256"),
+        (["flow", "scale", "x", "--shards", "1", "--workers", "-3"], "-3 is not in the range"),
+        (["flow", "show"], "Missing argument 'NAME'"),
+        (["keygen"], "Missing argument 'PATH'"),
+        (["keygen", "/"], "is a directory"),
+        (["no-such-command"], "No such command"),
+    ],
+)
+def test_arguments_that_are_none_are_told(arguments: list[str], message: str) -> None:
+    refused(run(*arguments), message, code=2)
+
+
+def test_keys_are_not_written_where_nothing_can_be(tmp_path: Path) -> None:
+    refused(run("keygen", str(tmp_path / "none" / "keys")), "cannot be written: No such file or directory")
+
+
+def test_keys_stay_out_of_sight(tmp_path: Path) -> None:
+    result = run("keygen", str(tmp_path / "keys"), "--json")
+    assert result.exit_code == 0
+    cluster = CommandedCluster.up(tmp_path, "--keys", str(tmp_path / "keys"), "--log-level", "debug")
+    try:
+        connection = Path(cluster.address)
+        assert stat.S_IMODE(connection.stat().st_mode) == 0o600
+        secrets = [word for word in connection.read_text().split('"') if len(word) == 40]
+        assert len(secrets) == 4
+        pids = [cluster.pid, *(view.pid for view in cluster.processes())]
+        seen = [result.output, cluster.log.read_text(), str(cluster.facts), run("status").output]
+        for pid in pids:
+            seen += [Path(f"/proc/{pid}/{name}").read_bytes().decode() for name in ("cmdline", "environ")]
+        assert not [text for text in seen for secret in secrets if secret in text]
+    finally:
+        cluster.stop()

@@ -1,0 +1,100 @@
+"""A flow's life (thesis, figure 4-7) through a whole cluster, as its commands tell it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tests.shared_cluster import TestCluster, wait
+from tests.shared_datasets import Numbers
+from tests.workers import has_ended
+from torch_dpflow.cli.main import root
+from torch_dpflow.remote.client import SharedJob
+from torch_dpflow.remote.cluster_address import find_cluster
+
+
+def run(cluster: TestCluster, *arguments: str) -> str:
+    result = CliRunner().invoke(root, [*arguments, "--address", cluster.address], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def shown(cluster: TestCluster, flow: str) -> dict[str, Any]:
+    (found,) = json.loads(run(cluster, "flow", "show", flow, "--json"))
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_life_from_creation_to_deletion(
+    cluster: TestCluster, join: Callable[..., SharedJob], flow: str
+) -> None:
+    job = join(flow, Numbers(20), batch_size=5, idle_s=3.0)
+    wait(lambda: shown(cluster, flow)["state"] == "accessed", what="the job at the coordinator")
+    text = run(cluster, "flow", "show", flow)
+    assert f"{flow}@1: 20 samples, read by 1 jobs" in text
+    assert "»accessed«" in text
+    job.close()
+    wait(lambda: shown(cluster, flow)["state"] == "ready", what="the job's end at the coordinator")
+    assert 0 < shown(cluster, flow)["idle_in_s"] <= 3.0
+    assert "its services end in" in run(cluster, "flow", "show", flow)
+    pids = [view.pid for view in cluster.processes(f"{flow}@1/")]
+    assert len(pids) == 4
+    wait(lambda: shown(cluster, flow)["state"] == "idle", what="the end of patience")
+    wait(lambda: all(map(has_ended, pids)), what="the end of the services")
+    assert shown(cluster, flow)["part"] is None
+    assert "»idle«" in run(cluster, "flow", "show", flow)
+    again = join(flow, Numbers(20), batch_size=5, idle_s=3.0)
+    assert len(list(again.traverse(0))) == 4
+    wait(lambda: shown(cluster, flow)["state"] == "accessed", what="the second job at the coordinator")
+    again.close()
+    steps = [step["state"] for step in shown(cluster, flow)["life"]]
+    assert steps[:1] + [step for step in steps[1:] if step != "ready"] == [
+        "created",
+        "accessed",
+        "idle",
+        "accessed",
+    ]
+    wait(lambda: shown(cluster, flow)["jobs"] == 0, what="the second job's end")
+    run(cluster, "flow", "delete", flow)
+    refused = CliRunner().invoke(root, ["flow", "show", flow, "--address", cluster.address])
+    assert (refused.exit_code, "is not registered" in refused.output) == (1, True)
+
+
+def test_a_coordinator_that_starts_anew_in_the_middle_of_an_epoch_knows_what_runs(
+    cluster: TestCluster, join: Callable[..., SharedJob], flow: str
+) -> None:
+    job = join(flow, Numbers(200), batch_size=5, shards=2, workers=2, idle_s=30.0)
+    reading = job.traverse(0)
+    keys = [int(key) for _ in range(3) for key in next(reading)[1]]
+    before = {view.id: view.pid for view in cluster.processes(f"{flow}@1/")}
+    for _ in range(2):
+        killed = cluster.kill("coordinator")
+        wait(lambda killed=killed: has_ended(killed), what="the coordinator's end")
+        keys += [int(key) for _ in range(3) for key in next(reading)[1]]
+        wait(
+            lambda: {view.id: view.pid for view in cluster.processes(f"{flow}@1/")} == before,
+            what="the same processes at the next coordinator",
+        )
+    assert sorted(keys + [int(key) for _, labels in reading for key in labels]) == list(range(200))
+    wait(lambda: shown(cluster, flow)["jobs"] == 1, what="the job at the next coordinator")
+
+
+def test_a_cluster_that_is_told_to_end_leaves_nothing(
+    tmp_path_factory: pytest.TempPathFactory, flow: str
+) -> None:
+    folder = tmp_path_factory.mktemp("c")
+    cluster = TestCluster.start(folder)
+    wait(lambda: cluster.processes("coordinator"), what="the coordinator")
+    place = os.path.dirname(find_cluster(cluster.address).address.removeprefix("ipc://"))
+    pids = [cluster.pid, *(view.pid for view in cluster.processes())]
+    run(cluster, "down")
+    wait(lambda: all(map(has_ended, pids)), what="the end of every process")
+    assert not Path(place).exists()
+    assert place not in Path("/proc/net/unix").read_text()
+    assert not Path(cluster.address).exists()

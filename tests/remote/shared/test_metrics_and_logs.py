@@ -1,0 +1,152 @@
+"""What a running cluster tells: metrics for Prometheus and structured lines, both against what really happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.cluster_command import CommandedCluster, free_port
+from tests.shared_cluster import wait
+from tests.shared_datasets import Numbers
+from torch_dpflow.cli.main import root
+from torch_dpflow.remote.client import SharedJob
+
+SAMPLES = 90
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandedCluster]:
+    """A cluster with metrics, which logs in JSON."""
+    started = CommandedCluster.up(
+        tmp_path_factory.mktemp("c"), "--metrics", f"127.0.0.1:{free_port()}", "--log-format", "json"
+    )
+    yield started
+    started.stop()
+
+
+class Scrape:
+    """The metrics at one moment."""
+
+    def __init__(self, cluster: CommandedCluster) -> None:
+        with urllib.request.urlopen(f"http://{cluster.facts['metrics']}/metrics", timeout=10) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain")
+            text = answer.read().decode()
+        self.families = {family.name: family for family in text_string_to_metric_families(text)}
+
+    def __call__(self, name: str, **labels: str) -> float:
+        """The sum of what these labels select."""
+        family = self.families[name.removesuffix("_total")]
+        assert family.documentation
+        return sum(
+            sample.value
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+
+def read(job: SharedJob, epoch: int) -> int:
+    return sum(len(keys) for _, keys in job.traverse(epoch))
+
+
+def answers(cluster: CommandedCluster) -> bool:
+    try:
+        Scrape(cluster)
+    except OSError:
+        return False
+    return True
+
+
+def test_a_scrape_says_what_happened(
+    cluster: CommandedCluster, join: Callable[..., SharedJob], flow: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "loads"
+    job = join(flow, Numbers(SAMPLES, log=log), batch_size=10, name="mine", memory_bytes=8 << 20)
+    assert sum(read(job, epoch) for epoch in range(2)) == 2 * SAMPLES
+    own = {"flow": f"{flow}@1"}
+
+    def told() -> bool:
+        return Scrape(cluster)("dpflow_job_samples_total", job="mine", **own) == 2 * SAMPLES
+
+    wait(told, what="the job's samples in the metrics")
+    scrape = Scrape(cluster)
+    loads = len(log.read_text().split())
+    assert scrape("dpflow_shard_decodes_total", **own) == loads
+    assert scrape("dpflow_shard_samples_delivered_total", **own) == 2 * SAMPLES
+    assert scrape("dpflow_flow_decodes_per_sample", **own) == pytest.approx(loads / (2 * SAMPLES))
+    assert scrape("dpflow_shard_wants_total", **own) >= 2 * SAMPLES
+    assert scrape("dpflow_shard_hits_total", **own) <= scrape("dpflow_shard_wants_total", **own)
+    assert scrape("dpflow_flow_hit_rate", **own) == pytest.approx(
+        scrape("dpflow_shard_hits_total", **own) / scrape("dpflow_shard_wants_total", **own)
+    )
+    assert scrape("dpflow_job_batches_total", **own) == 18
+    assert 0 < scrape("dpflow_job_stall_share", **own) <= 1
+    assert scrape("dpflow_job_stall_seconds_total", **own) <= scrape(
+        "dpflow_job_reading_seconds_total", **own
+    )
+    # A sample is four numbers and its key, and what says so; on the way gaps come between them.
+    assert scrape("dpflow_job_bytes_total", **own) >= 2 * SAMPLES * 16
+    assert scrape("dpflow_job_bytes_total", **own) <= scrape("dpflow_shard_delivered_bytes_total", **own)
+    assert scrape("dpflow_flow_jobs", **own) == scrape("dpflow_flow_shards", **own) == 1
+    assert scrape("dpflow_flow_workers", **own) == 2
+    assert scrape("dpflow_flow_queue_depth", **own) == 0
+    assert scrape("dpflow_shard_pool_capacity_bytes", **own) == 8 << 20
+    assert scrape("dpflow_flow_state", state="accessed", **own) == 1
+    assert scrape("dpflow_process_restarts_total", role="worker") == 0
+
+
+def test_top_says_the_same_in_json(
+    cluster: CommandedCluster, join: Callable[..., SharedJob], flow: str
+) -> None:
+    job = join(flow, Numbers(SAMPLES), batch_size=10, name="mine")
+    read(job, 0)
+
+    def looked() -> dict[str, Any]:
+        result = CliRunner().invoke(root, ["top", "--count", "1", "--json", "--address", cluster.address])
+        figures: dict[str, Any] = json.loads(result.output)
+        return {
+            kind: next((row for row in rows if row["flow"] == f"{flow}@1"), {})
+            for kind, rows in figures.items()
+        }
+
+    wait(lambda: looked()["jobs"].get("samples") == SAMPLES, what="the job's samples")
+    figures = looked()
+    assert figures["flows"]["served"] == figures["shards"]["served"] == SAMPLES
+    assert figures["flows"]["decodes_per_sample"] == 1.0
+    assert (figures["flows"]["workers"], figures["flows"]["jobs"]) == (2, 1)
+    assert 0 < figures["jobs"]["stall_share"] <= 1
+    assert figures["shards"]["keys"] == SAMPLES
+
+
+def test_every_line_says_what_it_is_about_and_restarts_are_counted(
+    cluster: CommandedCluster, join: Callable[..., SharedJob], flow: str
+) -> None:
+    job = join(flow, Numbers(SAMPLES), batch_size=10, name="mine")
+    read(job, 0)
+    (worker,) = cluster.processes(f"{flow}@1/shard-000/worker-1")
+    os.kill(worker.pid, signal.SIGKILL)
+    wait(
+        lambda: Scrape(cluster)("dpflow_process_restarts_total", process=worker.id) == 1,
+        what="the worker's restart in the metrics",
+    )
+    lines = [json.loads(line) for line in cluster.log.read_text().splitlines()]
+    assert all(
+        {"time", "level", "flow", "shard", "worker", "job", "process", "pid"} <= line.keys() for line in lines
+    )
+    told = [line for line in lines if "its samples go to others" in line["text"]]
+    assert [(line["flow"], line["shard"], line["worker"], line["job"]) for line in told] == [
+        (f"{flow}@1", "shard-000", 1, None)
+    ]
+
+
+def test_metrics_are_there_again_after_the_coordinators_death(cluster: CommandedCluster) -> None:
+    cluster.kill("coordinator")
+    wait(lambda: answers(cluster), what="metrics")

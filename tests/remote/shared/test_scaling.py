@@ -1,0 +1,151 @@
+"""Shards and workers come and go while jobs read; there are never more workers than the cluster may have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tests.chaos.chaos_jobs import ChaosJob, Nursery
+from tests.cluster_command import CommandedCluster
+from tests.shared_cluster import wait
+from tests.shared_datasets import Numbers
+from torch_dpflow.cli.main import root
+from torch_dpflow.errors import RemoteCallError, UsageError
+from torch_dpflow.remote.client import SharedJob
+from torch_dpflow.remote.protocol import FlowView, Scale
+
+WORKERS = 4
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandedCluster]:
+    """A cluster of four workers."""
+    started = CommandedCluster.up(tmp_path_factory.mktemp("c"), "--workers", str(WORKERS))
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def nursery() -> Iterator[Nursery]:
+    """What jobs are forked of."""
+    started = Nursery()
+    yield started
+    started.close()
+
+
+def dpflow(cluster: CommandedCluster, *arguments: str) -> Any:
+    """What a command says in JSON."""
+    result = CliRunner().invoke(root, [*arguments, "--json", "--address", cluster.address])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+def processes(cluster: CommandedCluster, role: str) -> list[str]:
+    return [view.id for view in cluster.processes() if view.role == role]
+
+
+def test_two_jobs_read_on_while_shards_go_from_one_to_three_to_two(
+    cluster: CommandedCluster, nursery: Nursery, tmp_path: Path
+) -> None:
+    jobs = [
+        ChaosJob.start(
+            nursery,
+            cluster,
+            tmp_path,
+            flow="scaled",
+            number=number,
+            size=400,
+            epochs=1,
+            endless=True,
+            ordered=number == 1,
+            cost_s=0.001,
+            step_s=0.01,
+            workers=3,
+        )
+        for number in range(2)
+    ]
+
+    def all_read_on(more: int) -> None:
+        before = [job.batches() for job in jobs]
+        wait(
+            lambda: all(job.batches() >= count + more for job, count in zip(jobs, before)),
+            what="further batches",
+        )
+
+    def has_shards(count: int) -> bool:
+        assert len(processes(cluster, "worker")) <= 3
+        (flow,) = dpflow(cluster, "top", "--count", "1")["flows"]
+        if not flow["shards"] == len(processes(cluster, "shard")) == count:
+            return False
+        generations.append(flow["generation"])
+        return generations[-1] > generations[-2]
+
+    all_read_on(5)
+    generations = [1]
+    for shards in (3, 2):
+        assert dpflow(cluster, "flow", "scale", "scaled", "--shards", str(shards))["spec"]["shards"] == shards
+        wait(lambda shards=shards: has_shards(shards), within_s=60, what=f"{shards} shards")
+        all_read_on(10)
+    (tmp_path / "enough").touch()
+    for job in jobs:
+        job.finish()
+    wait(lambda: cluster.flows()["scaled@1"].jobs == 0, what="the jobs' end at the coordinator")
+    dpflow(cluster, "flow", "delete", "scaled")
+
+
+def test_flows_share_the_workers_and_the_last_one_has_them_all(
+    cluster: CommandedCluster, join: Callable[..., SharedJob]
+) -> None:
+    first = join("halves/a", Numbers(40), batch_size=8, workers=4)
+    wait(lambda: len(processes(cluster, "worker")) == 4, what="all workers for one flow")
+    second = join("halves/b", Numbers(40), batch_size=8, workers=9)
+
+    def divided() -> bool:
+        # What is started may overlap for a moment with what has been killed, and is told to be two for each.
+        parts = {name: flow.part for name, flow in cluster.flows().items() if flow.part and flow.jobs}
+        return {name: part.workers for name, part in parts.items()} == {"halves/a@1": 2, "halves/b@1": 2}
+
+    wait(divided, what="two workers for each flow")
+    for job in (first, second):
+        assert sorted(int(key) for _, keys in job.traverse(0) for key in keys) == list(range(40))
+    first.close()
+    wait(lambda: cluster.flows()["halves/a@1"].state == "idle", what="the first flow's idleness")
+    wait(
+        lambda: len([one for one in processes(cluster, "worker") if one.startswith("halves/b@1/")]) == 4,
+        what="all workers for the other flow",
+    )
+    assert len(processes(cluster, "worker")) == 4
+    assert sorted(int(key) for _, keys in second.traverse(1) for key in keys) == list(range(40))
+
+
+def test_a_flow_for_which_there_is_no_worker_is_told_so(
+    cluster: CommandedCluster, join: Callable[..., SharedJob]
+) -> None:
+    wait(lambda: not processes(cluster, "router"), what="the end of other flows' services")
+    jobs = [join(f"many/{number}", Numbers(10), workers=1) for number in range(WORKERS)]
+    with pytest.raises(UsageError, match="4 flows take all workers or memory of the cluster"):
+        join("many/more", Numbers(10))
+    for job in jobs:
+        assert len(list(job.traverse(0))) == 10
+
+
+def test_what_cannot_be_scaled_is_said(cluster: CommandedCluster, join: Callable[..., SharedJob]) -> None:
+    with cluster.coordinator() as client:
+        with pytest.raises(RemoteCallError, match="'none' is not registered"):
+            client.call("scale", Scale("none", 2))
+        for wrong in (Scale("none", 5), Scale("none", 1, 5)):
+            with pytest.raises(RemoteCallError, match="=5: the cluster has 4 workers"):
+                client.call("scale", wrong)
+        wait(lambda: not any(flow.jobs for flow in cluster.flows().values()), what="the end of other jobs")
+        wait(lambda: not processes(cluster, "router"), what="the end of other flows' services")
+        join("fixed", Numbers(2))
+        with pytest.raises(RemoteCallError, match="shards=3; 1 to 2 are allowed"):
+            client.call("scale", Scale("fixed", 3))
+        scaled: FlowView = client.call("scale", Scale("fixed", 1, 4), reply_type=FlowView).body
+        assert scaled.part is not None
+        assert (scaled.spec.workers, scaled.part.workers) == (4, 4)
