@@ -1,6 +1,21 @@
-"""Logger names, so that a user can turn one part up or down: `logging.getLogger("torch_dpflow.worker")`."""
+"""Logger names, and what the lines of services look like.
 
+Names, so that a user can turn one part up or down: `logging.getLogger("torch_dpflow.worker")`. In a training
+process the library sets nothing up. Services write structured lines: see `StructuredFormatter`.
+"""
+
+from __future__ import annotations
+
+import json
 import logging
+import re
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TextIO
+
+from torch_dpflow.errors import OptionError
 
 #: What happens in the training process: workers that died, windows that grew.
 LOADER = logging.getLogger("torch_dpflow.loader")
@@ -8,8 +23,88 @@ LOADER = logging.getLogger("torch_dpflow.loader")
 #: What happens inside a worker.
 WORKER = logging.getLogger("torch_dpflow.worker")
 
+#: What happens in the services of shared flows and in their nodes.
+SERVICE = logging.getLogger("torch_dpflow.service")
+
 #: Samples that a flow leaves out because they cannot be loaded.
 FLOWS = logging.getLogger("torch_dpflow.flows")
 
 #: Connections, malformed messages, retries.
 TRANSPORT = logging.getLogger("torch_dpflow.transport")
+
+#: Above all of these.
+_ROOT = logging.getLogger("torch_dpflow")
+#: What a line is about, in this order; in every line. Give them as `extra={"job": name}`.
+SUBJECTS = ("flow", "shard", "worker", "job")
+FORMATS = ("text", "json")
+LEVELS = ("debug", "info", "warning", "error")
+#: A value that needs no quotes.
+_PLAIN = re.compile(r"[\x21\x23-\x3c\x3e-\x7e]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    """How services log.
+
+    Args:
+        format: "text", lines of name=value; or "json", one object a line.
+        level: the least that is written: "debug", "info", "warning" or "error".
+
+    Raises:
+        OptionError: one of them is something else.
+    """
+
+    format: str = "text"
+    level: str = "info"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("format", FORMATS), ("level", LEVELS)):
+            if getattr(self, name) not in allowed:
+                raise OptionError(f"log {name}={getattr(self, name)!r}: {' or '.join(allowed)} is allowed")
+
+
+class StructuredFormatter(logging.Formatter):
+    """One line for each record: time, level, logger, what it is about, the process, the text.
+
+    A subject that a record does not name is the process's own, or else empty: `-` in text, null in JSON. Whatever
+    a peer has chosen is quoted, so that it cannot begin a line or a field of its own.
+
+    Args:
+        fields: of the process: some of `SUBJECTS`, and what else all its lines are to say.
+    """
+
+    def __init__(self, options: LogOptions, fields: Mapping[str, object]) -> None:
+        super().__init__()
+        self._json = options.format == "json"
+        self._fields = {**dict.fromkeys(SUBJECTS), **fields}
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            **self._fields,
+        }
+        line.update((name, getattr(record, name)) for name in SUBJECTS if hasattr(record, name))
+        line["text"] = record.getMessage()
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        if self._json:
+            return json.dumps(line, default=str)
+        return " ".join(f"{name}={_quoted(value)}" for name, value in line.items())
+
+
+def write_lines(options: LogOptions, fields: Mapping[str, object], *, stream: TextIO | None = None) -> None:
+    """Write what this process logs from now on to `stream`, stderr by default; for processes that serve."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(StructuredFormatter(options, fields))
+    _ROOT.handlers[:] = [handler]
+    _ROOT.setLevel(options.level.upper())
+    _ROOT.propagate = False
+
+
+def _quoted(value: object) -> str:
+    if value is None:
+        return "-"
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.remote.flow_registry import (
     MAX_OFFERS,
+    STARTING_S,
+    UNREAD_S,
     FlowRegistry,
     FlowState,
     Forget,
@@ -20,6 +22,7 @@ from torch_dpflow.remote.flow_registry import (
     Stop,
 )
 from torch_dpflow.remote.flow_spec import FlowSpec
+from torch_dpflow.remote.protocol import LifeStep, Part
 
 
 def spec(name: str = "imagenet/train", version: int = 1, **changes: Any) -> FlowSpec:
@@ -53,9 +56,88 @@ def test_a_life_from_registration_to_deletion() -> None:
     assert flows.access(flow.name, 1, 2000.0)[1] == [Start(flow)]
     flows.report(flow.instance, 0, 2001.0)
     assert flows.tick(3000.0) == [Stop(flow.instance)]
-    assert flows.delete(flow.name) == [Stop(flow.instance), Forget(flow)]
+    assert flows.delete(flow.name, 3001.0) == [Stop(flow.instance), Forget(flow)]
     assert found.state is FlowState.DELETED
     assert flows.flows == []
+    assert [(state.value, since) for state, since in found.life] == [
+        ("created", 0.0),
+        ("ready", 2.0),
+        ("accessed", 3.0),
+        ("ready", 1000.0),
+        ("idle", 1060.0),
+        ("ready", 2001.0),
+        ("idle", 3000.0),
+        ("deleted", 3001.0),
+    ]
+
+
+def test_a_view_tells_how_long_ago_each_state_was_and_when_services_will_end() -> None:
+    flows, flow = FlowRegistry(), spec()
+    flows.register(flow, 10.0)
+    found, _ = flows.access(flow.name, 1, 10.0)
+    assert found.view(None, 10.0).idle_in_s is None
+    flows.report(flow.instance, 0, 10.0)
+    part = Part(1, 2, 1 << 30)
+    view = found.view(part, 40.0)
+    assert (view.state, view.part, view.idle_in_s) == ("ready", part, 30.0)
+    assert view.life == [LifeStep("created", 30.0), LifeStep("ready", 30.0)]
+    assert found.view(part, 400.0).idle_in_s == 0.0
+
+
+def test_a_flow_can_be_scaled_and_keeps_it() -> None:
+    flows = FlowRegistry()
+    flows.register(spec(workers=2), 0.0)
+    scaled = spec(workers=3, shards=3)
+    assert flows.scale("imagenet/train", 3, None) == (flows.flows[0], [Save(scaled)])
+    assert flows.register(spec(workers=2), 1.0) == []
+    assert flows.flows[0].spec == scaled
+    assert flows.scale("imagenet/train", 2, 8)[1] == [Save(spec(workers=8, shards=2))]
+    assert flows.scale("imagenet/train", 1, None)[1] == [Save(spec(workers=8))]
+
+
+def test_the_flow_that_nobody_has_read_for_longest_makes_way() -> None:
+    flows = FlowRegistry()
+    for number, name in enumerate("abc"):
+        flows.register(spec(name), 0.0)
+        flows.access(name, 1, float(number))
+        flows.report(f"{name}@1", int(name == "a"), float(number))
+    assert flows.make_way(3.0) == []
+    assert flows.make_way(1.0 + UNREAD_S) == [Stop("b@1")]
+    assert flows.make_way(1.0 + UNREAD_S) == []
+    assert flows.make_way(2.0 + UNREAD_S) == [Stop("c@1")]
+    assert flows.make_way(100.0) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "shards", "workers", "message"),
+    [
+        ("other", 1, None, "'other' is not registered"),
+        ("imagenet/train", 0, None, "shards=0; 1 to 100 are allowed"),
+        ("imagenet/train", 101, None, "shards=101; 1 to 100 are allowed"),
+        ("imagenet/train", 3, 2, "workers=2; 3 to 4096 are allowed"),
+    ],
+)
+def test_a_flow_is_not_scaled_to_what_is_not_possible(
+    name: str, shards: int, workers: int | None, message: str
+) -> None:
+    flows = FlowRegistry()
+    flows.register(spec(), 0.0)
+    with pytest.raises(UsageError, match=message):
+        flows.scale(name, shards, workers)
+    assert flows.flows[0].spec == spec()
+
+
+def test_services_are_not_idle_while_they_start_but_are_given_up_in_the_end() -> None:
+    flows, flow = FlowRegistry(), spec(idle_s=3.0)
+    flows.register(flow, 0.0)
+    found, _ = flows.access(flow.name, 1, 0.0)
+    assert flows.tick(STARTING_S - 1) == []
+    flows.report(flow.instance, 0, STARTING_S - 1)
+    assert flows.tick(STARTING_S + 1) == []
+    assert flows.tick(STARTING_S + 2) == [Stop(flow.instance)]
+    flows.access(flow.name, 1, 1000.0)
+    assert flows.tick(1000.0 + STARTING_S) == [Stop(flow.instance)]
+    assert found.state is FlowState.IDLE
 
 
 def test_the_same_description_again_changes_nothing() -> None:
@@ -121,9 +203,9 @@ def test_a_higher_version_replaces_and_jobs_of_the_lower_one_read_on() -> None:
     with pytest.raises(UsageError, match="version 1, is not in force"):
         flows.access("imagenet/train", 1, 2.0)
     assert flows.access("imagenet/train", 2, 2.0)[1] == [Start(spec(version=2))]
-    assert flows.tick(1000.0) == []
-    flows.report("imagenet/train@1", 0, 1000.0)
-    assert flows.tick(1000.0) == [Stop("imagenet/train@1"), Forget(spec())]
+    assert flows.tick(100.0) == []
+    flows.report("imagenet/train@1", 0, 110.0)
+    assert flows.tick(110.0) == [Stop("imagenet/train@1"), Forget(spec())]
 
 
 def test_a_flow_that_nobody_reads_gives_way_to_a_higher_version_at_once() -> None:
@@ -138,9 +220,9 @@ def test_a_flow_that_is_read_cannot_be_deleted() -> None:
     flows.register(spec(), 0.0)
     flows.report("imagenet/train@1", 3, 0.0)
     with pytest.raises(UsageError, match="is read by 3 jobs"):
-        flows.delete("imagenet/train")
+        flows.delete("imagenet/train", 1.0)
     with pytest.raises(UsageError, match="'other' is not registered"):
-        flows.delete("other")
+        flows.delete("other", 1.0)
 
 
 def test_services_of_a_flow_that_is_not_known_are_ended() -> None:
@@ -183,7 +265,7 @@ def test_what_is_not_possible_is_refused_whole(changes: dict[str, Any], message:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["register", "access", "report", "down", "delete", "tick"]),
+            st.sampled_from(["register", "access", "report", "scale", "delete", "tick"]),
             st.sampled_from(["a", "b"]),
             st.integers(1, 3),
             st.integers(0, 2),
@@ -206,11 +288,10 @@ def test_services_run_only_where_somebody_needs_them(steps: list[tuple[str, str,
                 told = flows.access(name, version, now)[1]
             elif what == "report" and instance in running:
                 told = flows.report(instance, jobs, now)
-            elif what == "down" and instance in running:
-                running.discard(instance)
-                flows.down(instance)
+            elif what == "scale":
+                told = flows.scale(name, version, None)[1]
             elif what == "delete":
-                told = flows.delete(name)
+                told = flows.delete(name, now)
             else:
                 told = flows.tick(now)
         except UsageError:

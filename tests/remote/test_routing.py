@@ -11,8 +11,8 @@ from torch_dpflow.remote.protocol import RangeAssignment, Route, RoutingTable
 from torch_dpflow.remote.routing import RouteMap, Routing
 
 
-def routing(size: int = 10, expected: int = 2) -> Routing:
-    return Routing(size=size, expected=expected, lease_s=5.0)
+def routing(size: int = 10, expected: str = "ab") -> Routing:
+    return Routing(size=size, expected=[*expected], lease_s=5.0)
 
 
 def test_there_is_no_table_before_every_shard_that_is_expected_has_come() -> None:
@@ -25,15 +25,18 @@ def test_there_is_no_table_before_every_shard_that_is_expected_has_come() -> Non
     assert table.table.routes == [Route(0, 5, "a", "ipc://a"), Route(5, 10, "b", "ipc://b")]
 
 
-def test_a_shard_that_comes_later_gets_its_part_under_a_new_generation() -> None:
-    table = routing(expected=1)
+def test_a_shard_that_is_expected_later_gets_its_part_under_a_new_generation() -> None:
+    table = routing(expected="a")
     table.enlist("a", 1, "ipc://a", 0.0)
+    assert table.enlist("b", 1, "ipc://b", 0.0) == RangeAssignment(1, 0, 0, True)
+    table.expect("ab")
+    assert table.generation == 1
     assert table.enlist("b", 1, "ipc://b", 0.0) == RangeAssignment(2, 5, 10)
     assert table.enlist("a", 1, "ipc://a", 0.0) == RangeAssignment(2, 0, 5)
 
 
-def test_a_shard_that_falls_silent_or_is_dismissed_gives_its_keys_to_the_others() -> None:
-    table = routing(expected=3, size=9)
+def test_a_shard_that_falls_silent_or_is_expected_no_more_gives_its_keys_to_the_others() -> None:
+    table = routing(expected="abc", size=9)
     for shard in "abc":
         table.enlist(shard, 1, shard, 0.0)
     table.enlist("b", 1, "b", 3.0)
@@ -43,10 +46,33 @@ def test_a_shard_that_falls_silent_or_is_dismissed_gives_its_keys_to_the_others(
         (0, 4, "b"),
         (4, 9, "c"),
     ]
-    table.dismiss("b", 6.0)
-    table.dismiss("b", 6.0)
+    for _ in range(2):
+        table.expect("ac")
+        assert table.enlist("b", 1, "b", 6.0) == RangeAssignment(3, 0, 0, True)
     assert [(route.first, route.end, route.shard) for route in table.table.routes] == [(0, 9, "c")]
     assert table.generation == 3
+
+
+def test_a_shard_can_be_expected_again_and_one_that_was_silent_come_back() -> None:
+    table = routing()
+    for shard in "ab":
+        table.enlist(shard, 1, shard, 0.0)
+    table.expect("a")
+    table.expect("ab")
+    assert table.enlist("b", 1, "b", 1.0) == RangeAssignment(3, 5, 10)
+    assert table.tick(5.5) == ["a"]
+    assert table.enlist("a", 1, "a", 5.6) == RangeAssignment(5, 0, 5)
+
+
+def test_a_table_is_complete_when_those_that_are_missing_are_expected_no_more() -> None:
+    table = routing(expected="abc")
+    for shard in "ab":
+        table.enlist(shard, 1, shard, 0.0)
+    assert not table.complete
+    table.expect("ab")
+    assert table.complete
+    with pytest.raises(OptionError, match="somebody has to own the keys"):
+        table.expect("")
 
 
 def test_a_restarted_shard_owns_what_it_did_and_its_forerunner_is_stale() -> None:
@@ -63,31 +89,23 @@ def test_a_table_that_starts_anew_comes_after_whatever_a_shard_has_heard_of() ->
     assert table.enlist("a", 1, "ipc://a", 0.0, known=7) == RangeAssignment(0, 0, 0)
     assert table.enlist("b", 1, "ipc://b", 0.0, known=4) == RangeAssignment(8, 5, 10)
     assert table.enlist("a", 1, "ipc://a", 1.0, known=8) == RangeAssignment(8, 0, 5)
+    table.expect("abc")
     assert table.enlist("c", 1, "ipc://c", 1.0, known=20) == RangeAssignment(21, 6, 10)
 
 
-def test_a_shard_that_was_lost_comes_back_under_a_new_incarnation_and_a_dismissed_one_does_not() -> None:
-    table = routing()
-    table.enlist("a", 1, "ipc://a", 0.0)
-    table.enlist("b", 1, "ipc://b", 4.0)
-    assert table.tick(5.0) == ["a"]
-    assert table.enlist("a", 1, "ipc://a", 6.0) is None
-    assert table.enlist("a", 2, "ipc://a", 6.0) == RangeAssignment(3, 0, 5)
-    table.dismiss("a", 7.0)
-    assert table.enlist("a", 3, "ipc://a", 7.0) is None
-    assert table.dismissed == {"a"}
-
-
-def test_sizes_below_one_are_refused() -> None:
-    with pytest.raises(OptionError, match="both must be at least 1"):
-        Routing(size=0, expected=1, lease_s=1.0)
+def test_no_keys_and_no_shards_are_refused() -> None:
+    with pytest.raises(OptionError, match="at least one of each is needed"):
+        routing(size=0)
+    with pytest.raises(OptionError, match="at least one of each is needed"):
+        routing(expected="")
 
 
 @given(st.integers(1, 300), st.integers(1, 12), st.data())
 def test_every_key_has_one_owner_and_jobs_find_it(size: int, shards: int, data: st.DataObject) -> None:
-    table = routing(size=size, expected=shards)
-    for number in range(shards):
-        table.enlist(f"{number:02}", 1, f"ipc://{number}", 0.0)
+    names = [f"{number:02}" for number in range(shards)]
+    table = Routing(size=size, expected=names, lease_s=5.0)
+    for name in names:
+        table.enlist(name, 1, f"ipc://{name}", 0.0)
     routes = RouteMap(table.table)
     keys = data.draw(st.lists(st.integers(0, size - 1), min_size=1))
     for key, place in zip(keys, routes.places_of(keys).tolist()):

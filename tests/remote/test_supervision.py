@@ -85,6 +85,27 @@ def test_other_arguments_replace_a_process() -> None:
     assert supervisor.ended(ROUTER.id, 1, 2.0) == [Spawn(other, 2, "")]
 
 
+def test_other_settings_do_not_replace_a_process_but_reach_it() -> None:
+    supervisor = running(ROUTER)
+    settled = Launch(ROUTER.id, "router", ROUTER.arguments, b"settings")
+    assert supervisor.desire([settled], 1.0) == []
+    assert supervisor.beat(ROUTER.id, 1, "", {}, 1.0)
+    assert supervisor.settings_of(ROUTER.id) == b"settings"
+    assert supervisor.ended(ROUTER.id, 1, 20.0) == [Spawn(settled, 2, "")]
+
+
+def test_restarts_are_counted() -> None:
+    supervisor = running(ROUTER, SHARD)
+    incarnation, now = 1, 0.0
+    for _ in range(3):
+        now += 2 * SETTLED_S
+        (told,) = supervisor.ended(ROUTER.id, incarnation, now)
+        assert isinstance(told, Spawn)
+        incarnation = told.incarnation
+        supervisor.started(ROUTER.id, incarnation, 1, now)
+    assert {view.id: view.restarts for view in supervisor.views()} == {ROUTER.id: 3, SHARD.id: 0}
+
+
 def test_strangers_are_told_that_nobody_wants_them() -> None:
     supervisor = running(ROUTER)
     assert not supervisor.beat("unknown", 1, "", {}, 0.0)

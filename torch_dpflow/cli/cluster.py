@@ -1,64 +1,122 @@
-"""`dpflow up`, `down`, `status`, `top`, `flow` and `keygen`: a cluster that several jobs read from."""
+"""`dpflow up`, `down`, `status`, `top` and `keygen`: a cluster that several jobs read from."""
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-from torch_dpflow.cli.cluster_printing import print_flows, print_processes, print_top, to_json
-from torch_dpflow.errors import DeadlineError, RemoteCallError, UsageError
-from torch_dpflow.remote.cluster_address import default_connection_file, find_cluster
-from torch_dpflow.remote.protocol import FlowView, ProcessView
-from torch_dpflow.remote.rpc import RpcClient
-
-_address = click.option(
-    "--address",
-    default="auto",
-    show_default=True,
-    help='The connection file of the cluster; "auto" takes DPFLOW_ADDRESS or the one that `dpflow up` left.',
+from torch_dpflow.cli.cluster_calls import (
+    address_option,
+    ask,
+    ask_views,
+    connect,
+    json_option,
+    seconds_of,
+    size_of,
+    to_json,
 )
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+from torch_dpflow.cli.cluster_printing import print_flows, print_processes, print_top
+from torch_dpflow.errors import OptionError, UsageError
+from torch_dpflow.log import FORMATS, LEVELS, LogOptions
+from torch_dpflow.remote.cluster_figures import ClusterFigures, figures_of
+
+Command = Callable[..., Any]
+
+
+def _up_options(command: Command) -> Command:
+    options = [
+        click.option("--workers", type=click.IntRange(1, 4096), help="Most workers, of all flows together."),
+        click.option(
+            "--memory", metavar="SIZE", callback=size_of, help="Most room for samples, of all together: 8GiB."
+        ),
+        click.option(
+            "--listen", help="tcp://ADDRESS:PORT, with keys; without it, only this user on this host."
+        ),
+        click.option(
+            "--state",
+            envvar="DPFLOW_STATE",
+            show_envvar=True,
+            help="Where flows are kept: a path, or redis://HOST:PORT/NUMBER; without it, until the cluster ends.",
+        ),
+        click.option("--connection-file", help="Where to leave the file by which jobs find the cluster."),
+        click.option(
+            "--keys", help="A file that `dpflow keygen` has written; without it, new keys are drawn."
+        ),
+        click.option("--metrics", metavar="HOST:PORT", help="Where Prometheus finds metrics, over HTTP."),
+        click.option(
+            "--metrics-public", is_flag=True, help="Let other hosts read the metrics, without a key."
+        ),
+        click.option("--log-format", type=click.Choice(FORMATS), default="text", envvar="DPFLOW_LOG_FORMAT"),
+        click.option("--log-level", type=click.Choice(LEVELS), default="info", envvar="DPFLOW_LOG_LEVEL"),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
 
 
 @click.command()
-@click.option("--listen", help="tcp://HOST:PORT, with keys; without it, only this user on this machine.")
-@click.option("--state", help="Where flows are kept: a path, or redis://HOST:PORT/NUMBER.")
-@click.option("--connection-file", help="Where to leave the file by which jobs find the cluster.")
-@click.option("--keys", help="A file that `dpflow keygen` has written; without it, new keys are drawn.")
-def up(listen: str | None, state: str | None, connection_file: str | None, keys: str | None) -> None:
-    """Run a cluster until it is told to stop: by Ctrl-C, SIGTERM or `dpflow down`."""
+@_up_options
+@json_option
+def up(
+    workers: int | None,
+    memory: int | None,
+    as_json: bool,
+    log_format: str,
+    log_level: str,
+    **given: Any,
+) -> None:
+    """Run a cluster until it is told to stop: by Ctrl-C, SIGTERM or `dpflow down`.
+
+    What happens is logged to stderr, one line each, with the flow, the job and the worker that it is about.
+    """
+    from torch_dpflow.remote.allotment import ClusterLimits
     from torch_dpflow.remote.services.local_cluster import ClusterOptions, LocalCluster
     from torch_dpflow.remote.services.node import stopped_by_signals
 
-    options = ClusterOptions(listen=listen, state=state, connection_file=connection_file, keys=keys)
+    options = ClusterOptions(
+        limits=ClusterLimits(workers=workers, memory_bytes=memory),
+        log=LogOptions(format=log_format, level=log_level),
+        **given,
+    )
     cluster = LocalCluster(options)
-    click.echo(f"dpflow is up at {cluster.address}")
-    click.echo(f"jobs find it by {options.path}")
+    facts = {"address": cluster.address, "connection_file": str(options.path), "metrics": options.metrics}
+    if as_json:
+        click.echo(to_json({**facts, "pid": os.getpid()}))
+    else:
+        click.echo(f"dpflow is up at {cluster.address}\njobs find it by {options.path}")
+        if options.metrics:
+            click.echo(f"metrics are at http://{options.metrics}/metrics")
     with stopped_by_signals(cluster.node):
         cluster.serve()
-    click.echo("dpflow is down")
+    if not as_json:
+        click.echo("dpflow is down")
 
 
 @click.command()
-@_address
-def down(address: str) -> None:
+@address_option
+@json_option
+def down(address: str, as_json: bool) -> None:
     """End a cluster and everything that it runs."""
-    with _connect(address) as coordinator:
-        _ask(coordinator, "stop", None)
-        click.echo(f"told {coordinator.address} to stop")
+    with connect(address) as coordinator:
+        ask(coordinator, "stop", None)
+        if as_json:
+            click.echo(to_json({"stopped": coordinator.address}))
+        else:
+            click.echo(f"told {coordinator.address} to stop")
 
 
 @click.command()
-@_address
-@_json
+@address_option
+@json_option
 def status(address: str, as_json: bool) -> None:
     """Say which flows there are and which processes run."""
-    with _connect(address) as coordinator:
-        flows: list[FlowView] = _ask(coordinator, "flows", list[FlowView])
-        processes: list[ProcessView] = _ask(coordinator, "processes", list[ProcessView])
+    with connect(address) as coordinator:
+        flows, processes = ask_views(coordinator)
     if as_json:
         click.echo(to_json({"flows": flows, "processes": processes}))
     else:
@@ -67,90 +125,68 @@ def status(address: str, as_json: bool) -> None:
 
 
 @click.command()
-@_address
-@_json
-@click.option("--interval", default=1.0, show_default=True, help="Seconds between two looks.")
-@click.option("--count", type=int, help="Looks; without it, until Ctrl-C.")
+@address_option
+@json_option
+@click.option(
+    "--interval",
+    type=float,
+    callback=seconds_of,
+    default=1.0,
+    show_default=True,
+    help="Seconds between looks.",
+)
+@click.option("--count", type=click.IntRange(min=1), help="Looks; without it, until Ctrl-C.")
 def top(address: str, as_json: bool, interval: float, count: int | None) -> None:
-    """Show what a cluster does, again and again: hit rate, decodes, queues, bytes."""
+    """Show what a cluster does, again and again: stall shares, hit rates, decodes, queues, bytes.
+
+    With --json, one line for each look.
+    """
     looks = 0
-    with _connect(address) as coordinator:
+    earlier: ClusterFigures | None = None
+    with connect(address) as coordinator:
         while count is None or looks < count:
             if looks:
                 time.sleep(interval)
-            processes: list[ProcessView] = _ask(coordinator, "processes", list[ProcessView])
+            figures = figures_of(*ask_views(coordinator))
             if as_json:
-                click.echo(to_json(processes))
+                click.echo(to_json(_with_rates(figures)))
             else:
-                print_top(processes, clear=looks > 0)
-            looks += 1
-
-
-@click.group()
-def flow() -> None:
-    """List, show and delete flows."""
-
-
-@flow.command("list")
-@_address
-@_json
-def list_flows(address: str, as_json: bool) -> None:
-    """List the flows of a cluster."""
-    with _connect(address) as coordinator:
-        flows: list[FlowView] = _ask(coordinator, "flows", list[FlowView])
-    if as_json:
-        click.echo(to_json(flows))
-    else:
-        print_flows(flows)
-
-
-@flow.command()
-@click.argument("name")
-@_address
-def show(name: str, address: str) -> None:
-    """Show a flow's description and state, as JSON."""
-    with _connect(address) as coordinator:
-        flows: list[FlowView] = _ask(coordinator, "flows", list[FlowView])
-    found = [one for one in flows if one.spec.name == name]
-    if not found:
-        raise UsageError(
-            f"flow {name!r} is not registered; registered are {[one.spec.name for one in flows]}"
-        )
-    click.echo(to_json(found))
-
-
-@flow.command()
-@click.argument("name")
-@_address
-def delete(name: str, address: str) -> None:
-    """Delete a flow that nobody reads."""
-    with _connect(address) as coordinator:
-        _ask(coordinator, "delete", None, name)
-    click.echo(f"deleted {name}")
+                print_top(figures, earlier, clear=looks > 0)
+            looks, earlier = looks + 1, figures
 
 
 @click.command()
 @click.argument("path", type=click.Path(dir_okay=False, path_type=Path))
-def keygen(path: Path) -> None:
+@json_option
+def keygen(path: Path, as_json: bool) -> None:
     """Draw the keys of a cluster into PATH, for `dpflow up --keys PATH`."""
     from torch_dpflow.remote.transport.curve import create_cluster, write_connection_file
 
     if path.exists():
         raise UsageError(f"{str(path)!r} is there already; remove it, or give another path")
-    write_connection_file(path, create_cluster("tcp://127.0.0.1:0"))
-    click.echo(f"wrote {path}; who can read it can run code on the cluster's workers")
-
-
-def _connect(address: str) -> RpcClient:
-    return find_cluster(address).connect(timeout_s=10.0)
-
-
-def _ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None) -> Any:
     try:
-        return coordinator.call(method, body, reply_type=kind).body
-    except RemoteCallError as error:
-        raise UsageError(str(error.args[0])) from error
-    except DeadlineError as error:
-        raise UsageError(
-            f"no cluster answers at {coordinator.address}; is it up? ({default_connection_file()})"
-        ) from error
+        write_connection_file(path, create_cluster("tcp://127.0.0.1:0"))
+    except OSError as error:
+        raise OptionError(f"{str(path)!r} cannot be written: {error.strerror}; give another path") from error
+    if as_json:
+        click.echo(to_json({"path": str(path)}))
+    else:
+        click.echo(f"wrote {path}; who can read it can run code on the cluster's workers")
+
+
+def _with_rates(figures: ClusterFigures) -> dict[str, list[dict[str, Any]]]:
+    """The figures as JSON has them, with what follows from them."""
+    named: dict[str, list[dict[str, Any]]] = {"flows": [], "shards": [], "jobs": []}
+    for kind, rows in (("flows", figures.flows), ("shards", figures.shards)):
+        for row in rows:
+            own = {name: getattr(row, name) for name in row.__struct_fields__ if name != "figures"}
+            counts = {name: getattr(row.figures, name) for name in row.figures.__struct_fields__}
+            rates = {
+                "hit_rate": row.figures.hit_rate,
+                "decodes_per_sample": row.figures.decodes_per_sample,
+            }
+            named[kind].append({**counts, **own, **rates})
+    for job in figures.jobs:
+        counts = {name: getattr(job, name) for name in job.__struct_fields__}
+        named["jobs"].append({**counts, "stall_share": job.stall_share})
+    return named

@@ -1,77 +1,158 @@
-"""How the command line shows a cluster."""
+"""How the command line shows a cluster to people."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from torch_dpflow.remote.cluster_figures import ClusterFigures, JobRow, ShardFigures
+from torch_dpflow.remote.flow_registry import FlowState
 from torch_dpflow.remote.protocol import FlowView, ProcessView
 
-#: What `top` shows of a shard's figures: heading and name.
+#: Headings of what is shown of shards, and of all shards of a flow together.
 _FIGURES = (
-    ("workers", "workers"),
-    ("jobs", "jobs"),
-    ("served", "served"),
-    ("loads", "loads"),
-    ("queued", "queued"),
-    ("loading", "loading"),
-    ("cached", "cached"),
-    ("reloads", "reloads"),
+    "workers",
+    "hit rate",
+    "decodes",
+    "delivered",
+    "decodes/sample",
+    "queued",
+    "loading",
+    "cached",
+    "held",
+    "room",
 )
 
 
-def to_json(value: Any) -> str:
-    """What the services said, as JSON with the fields' names."""
-    return msgspec.json.encode(_named(value)).decode()
-
-
-def print_flows(flows: list[FlowView]) -> None:
-    """One row for each flow."""
-    table = Table("flow", "version", "state", "jobs", "samples", "shards", "workers", "memory", title="flows")
+def print_flows(flows: Sequence[FlowView]) -> None:
+    """One row for each flow: what it is, and what it has of the cluster."""
+    table = _table("flows", "flow", "version", "state", "jobs", "samples", "shards", "workers", "memory")
     for flow in flows:
-        spec = flow.spec
-        numbers = [flow.jobs, spec.size, spec.shards, spec.workers]
+        spec, part = flow.spec, flow.part
+        has = (part.shards, part.workers, part.memory_bytes) if part else (0, 0, 0)
         table.add_row(
             spec.name,
             str(spec.version),
             flow.state,
-            *map(str, numbers),
-            f"{spec.memory_bytes / 2**20:,.0f} MiB",
+            *_counts(flow.jobs, spec.size),
+            f"{has[0]} of {spec.shards}",
+            f"{has[1]} of {spec.workers}",
+            f"{_mib(has[2])} of {_mib(spec.memory_bytes)}",
         )
     Console().print(table)
 
 
-def print_processes(processes: list[ProcessView]) -> None:
+def print_processes(processes: Sequence[ProcessView]) -> None:
     """One row for each process."""
-    table = Table("process", "role", "pid", "incarnation", "address", title="processes")
+    table = _table("processes", "process", "role", "pid", "restarts", "address")
     for view in processes:
-        table.add_row(view.id, view.role, str(view.pid or "starting"), str(view.incarnation), view.address)
+        pid = str(view.pid) if view.pid else "starting"
+        table.add_row(view.id, view.role, pid, str(view.restarts), view.address)
     Console().print(table)
 
 
-def print_top(processes: list[ProcessView], *, clear: bool) -> None:
-    """One row for each shard: what it has done and what it holds."""
-    table = Table("shard", *(heading for heading, _ in _FIGURES), "loads/served", "held", title="shards")
-    for view in processes:
-        if view.role == "shard" and view.status:
-            figures = [f"{view.status.get(name, 0):,}" for _, name in _FIGURES]
-            share = view.status.get("loads", 0) / max(1, view.status.get("served", 0))
-            held = f"{view.status.get('held_bytes', 0) / 2**20:,.1f} MiB"
-            table.add_row(view.id, *figures, f"{share:.2f}", held)
+def print_top(figures: ClusterFigures, earlier: ClusterFigures | None, *, clear: bool) -> None:
+    """Flows, shards and jobs; the stall share of jobs since `earlier`, where there was one."""
     console = Console()
     if clear:
         console.clear()
-    console.print(table)
+    flows = _table("flows", "flow", "state", "jobs", "shards", *_FIGURES, "restarts")
+    for row in figures.flows:
+        counts = _counts(row.jobs, row.shards)
+        flows.add_row(row.flow, row.state, *counts, *_cells(row.figures), str(row.restarts))
+    console.print(flows)
+    _print_shards(console, figures)
+    _print_jobs(console, figures, earlier)
 
 
-def _named(value: Any) -> Any:
-    if isinstance(value, msgspec.Struct):
-        return {name: _named(getattr(value, name)) for name in value.__struct_fields__}
-    if isinstance(value, list):
-        return [_named(one) for one in value]
-    if isinstance(value, dict):
-        return {name: _named(one) for name, one in value.items()}
-    return value
+def print_flow(flow: FlowView, figures: ClusterFigures) -> None:
+    """One flow: where it is in its life, what it has, who reads it."""
+    console = Console(highlight=False)
+    console.print(f"{flow.spec.instance}: {flow.spec.size:,} samples, {_life_now(flow)}")
+    steps = " → ".join(f"{step.state} ({_age(step.age_s)} ago)" for step in flow.life)
+    console.print(f"  life so far: {steps}")
+    console.print(f"  a life: {_drawn_life(flow)}")
+    if flow.part is not None:
+        part = flow.part
+        console.print(
+            f"  has {part.shards} shards, {part.workers} workers, {_mib(part.memory_bytes)}; "
+            f"keeps by {flow.spec.policy}, draws by {flow.spec.strategy}"
+        )
+        _print_shards(console, figures)
+        _print_jobs(console, figures, None)
+
+
+def _life_now(flow: FlowView) -> str:
+    if flow.state == FlowState.ACCESSED.value:
+        return f"read by {flow.jobs} jobs"
+    if flow.idle_in_s is not None:
+        return f"ready; its services end in {_age(flow.idle_in_s)} unless a job comes"
+    return "replaced by a higher version" if flow.replaced else flow.state
+
+
+def _drawn_life(flow: FlowView) -> str:
+    """The states of a life, thesis figure 4-7, the present one marked."""
+    created, ready, accessed, idle, deleted = (
+        f"[bold]»{state.value}«[/bold]" if state.value == flow.state else state.value for state in FlowState
+    )
+    patience = f"{flow.spec.idle_s:g} s without a job"
+    return f"{created} → {ready} ⇄ {accessed}; {ready} → ({patience}) {idle} → {ready}; → {deleted}"
+
+
+def _print_shards(console: Console, figures: ClusterFigures) -> None:
+    if figures.shards:
+        table = _table("shards", "flow", "shard", "keys", *_FIGURES, "restarts")
+        for row in figures.shards:
+            restarts = str(row.restarts + row.worker_restarts)
+            table.add_row(row.flow, row.shard, *_counts(row.figures.keys), *_cells(row.figures), restarts)
+        console.print(table)
+
+
+def _print_jobs(console: Console, figures: ClusterFigures, earlier: ClusterFigures | None) -> None:
+    if figures.jobs:
+        table = _table("jobs", "flow", "job", "batches", "samples", "bytes", "stall")
+        before = {(row.flow, row.job): row for row in earlier.jobs} if earlier is not None else {}
+        for row in figures.jobs:
+            stall = _recent_stall(row, before.get((row.flow, row.job)))
+            counts = [*_counts(row.batches, row.samples), _mib(row.bytes)]
+            table.add_row(row.flow, escape(row.job), *counts, f"{stall:.0%}")
+        console.print(table)
+
+
+def _recent_stall(row: JobRow, before: JobRow | None) -> float:
+    """The stall share since the look before; since the job was opened where nothing has been read since."""
+    if before is None or row.reading_s <= before.reading_s:
+        return row.stall_share
+    return max(0.0, min(1.0, (row.stall_s - before.stall_s) / (row.reading_s - before.reading_s)))
+
+
+def _cells(figures: ShardFigures) -> Iterable[str]:
+    yield str(figures.workers)
+    yield f"{figures.hit_rate:.0%}"
+    yield from _counts(figures.decodes, figures.served)
+    yield f"{figures.decodes_per_sample:.2f}"
+    yield from _counts(figures.queued, figures.loading, figures.cached)
+    yield _mib(figures.held_bytes)
+    yield _mib(figures.room_bytes)
+
+
+def _table(title: str, *headings: str) -> Table:
+    return Table(*headings, title=title, title_justify="left")
+
+
+def _counts(*counts: int) -> list[str]:
+    return [f"{count:,}" for count in counts]
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"

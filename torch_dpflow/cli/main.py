@@ -16,7 +16,7 @@ COMMANDS = {
     "down": ("torch_dpflow.cli.cluster", "down", "End a cluster."),
     "status": ("torch_dpflow.cli.cluster", "status", "Say which flows and processes a cluster has."),
     "top": ("torch_dpflow.cli.cluster", "top", "Show what a cluster does, again and again."),
-    "flow": ("torch_dpflow.cli.cluster", "flow", "List, show and delete flows."),
+    "flow": ("torch_dpflow.cli.cluster_flow", "flow", "List, show, scale and delete flows."),
     "keygen": ("torch_dpflow.cli.cluster", "keygen", "Draw the keys of a cluster."),
     "simulate": (
         "torch_dpflow.cli.simulate",

@@ -24,10 +24,12 @@ from torch_dpflow.errors import (
     UsageError,
 )
 from torch_dpflow.log import LOADER
+from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.remote.assemble import assembler
 from torch_dpflow.remote.cluster_address import Cluster, find_cluster
 from torch_dpflow.remote.flow_registration import describe, length_of, register, unwrap
 from torch_dpflow.remote.job_options import JobOptions
+from torch_dpflow.remote.protocol import JobFigures
 from torch_dpflow.remote.refusals import StaleJobError
 from torch_dpflow.remote.router_link import JobDescription, RouterLink
 from torch_dpflow.remote.samples import SampleAssignment
@@ -127,6 +129,7 @@ class SharedJob:
         self._stream = self._router.stream
         self._links = ShardLinks(cluster, self._router)
         self._tickets = itertools.count(1)
+        self._meter = LoaderMeter()
         self._iterator: SharedIterator | None = None
         self._epoch = 0
         self._delivered = np.zeros(-(-size // 8), np.uint8)
@@ -206,6 +209,7 @@ class SharedJob:
             tickets=self._tickets,
             assemble=self._collate_fn,
             delivered=self._mark,
+            meter=self._meter,
             pipeline=Pipeline(
                 ready=options.ready,
                 fetched=options.ready,
@@ -275,9 +279,13 @@ class SharedJob:
                 self._recover(self._router.refresh_routes)
 
     def _beat_once(self) -> None:
-        self._router.beat()
-        self._links.forget()
+        self._router.beat(self._figures())
+        self._links.forget(self._router.id)
         self._links.beat(self._router.id)
+
+    def _figures(self) -> JobFigures:
+        meter = self._meter
+        return JobFigures(meter.stall_s, meter.iterating_s, meter.batches, meter.samples, meter.bytes)
 
     def _recover(self, mend: Callable[[], None]) -> None:
         try:

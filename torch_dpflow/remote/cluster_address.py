@@ -6,14 +6,17 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from torch_dpflow.errors import OptionError
+from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.remote.rpc import ClientOptions, RpcClient
-from torch_dpflow.remote.transport import TransportOptions
+from torch_dpflow.remote.transport import TransportOptions, is_loopback
 from torch_dpflow.remote.transport.curve import read_connection_file
 
 #: Names a cluster for every program that is not told of one: as `address` in `find_cluster`.
 ADDRESS_VARIABLE = "DPFLOW_ADDRESS"
+#: The kernel's limit for the path of a socket, bytes.
+LONGEST_SOCKET_PATH = 107
 
 
 def default_connection_file() -> Path:
@@ -39,26 +42,50 @@ class Cluster:
         )
 
 
-def find_cluster(address: str | None = "auto") -> Cluster:
+def find_cluster(address: str | os.PathLike[str] | None = "auto") -> Cluster:
     """The cluster at `address`.
 
     address: "auto" or None for the one that `DPFLOW_ADDRESS` names, or else the one that this user has started
         on this machine; the path of a connection file; or ipc://PATH or tcp://127.0.0.1:PORT without keys.
 
-    Raises OptionError where the connection file is not there, or is not this user's alone.
+    Raises OptionError where the connection file is not there, or is not this user's alone; OptionTypeError for what
+    is neither text nor a path.
     """
+    if not isinstance(address, str | os.PathLike | None):
+        raise OptionTypeError(
+            f'address={address!r} is a {type(address).__name__}; give "auto" or the path of a connection file'
+        )
     if address in (None, "auto"):
         address = os.environ.get(ADDRESS_VARIABLE) or str(default_connection_file())
     assert address is not None
+    address = os.fspath(address)
+    if "\0" in address:
+        raise OptionError(f"address={address!r} has a null byte, which no path has")
     if "://" in address:
-        if address.startswith("tcp://") and not address.startswith(
-            ("tcp://127.", "tcp://[::1]", "tcp://localhost")
-        ):
-            raise OptionError(
-                f"address={address!r} reaches beyond this host, which takes keys; give the connection file that "
-                "`dpflow up` has written"
-            )
+        _check_direct(address)
         return Cluster(address=address, transport=TransportOptions())
     connection = read_connection_file(address)
     keys = connection.client_keys() if connection.address.startswith("tcp://") else None
     return Cluster(address=connection.address, transport=TransportOptions(keys=keys))
+
+
+def _check_direct(address: str) -> None:
+    """Raise OptionError unless `address` can be that of a service on this host that takes no keys."""
+    parts = urlsplit(address)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme == "tcp" and port:
+        if not is_loopback(address):
+            raise OptionError(
+                f"address={address!r} reaches beyond this host, which takes keys; give the connection file that "
+                "`dpflow up` has written"
+            )
+    elif (
+        parts.scheme != "ipc" or not 1 <= len(os.fsencode(address.partition("://")[2])) <= LONGEST_SOCKET_PATH
+    ):
+        raise OptionError(
+            f"address={address!r}: give the path of a connection file, ipc://PATH of at most "
+            f"{LONGEST_SOCKET_PATH} bytes, or tcp://127.0.0.1:PORT"
+        )

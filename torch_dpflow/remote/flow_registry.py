@@ -18,6 +18,7 @@ until the last of them has left.
 from __future__ import annotations
 
 import enum
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -25,9 +26,14 @@ import msgspec
 
 from torch_dpflow.errors import UsageError
 from torch_dpflow.remote.flow_spec import FlowSpec
+from torch_dpflow.remote.protocol import MAX_LIFE, FlowView, LifeStep, Part
 
 #: Most flows of a cluster, versions that are still read included.
 MAX_FLOWS = 4096
+#: A flow that nobody has read or asked for in so long gives way to others, seconds.
+UNREAD_S = 5.0
+#: How long services that were asked for may take to come up before they are given up, seconds.
+STARTING_S = 120.0
 #: Most contents of one flow that are remembered as announced.
 MAX_OFFERS = 64
 
@@ -83,8 +89,36 @@ class Flow:
     replaced: bool = False
     #: Whether services have been asked for and have not come up.
     starting: bool = False
+    #: The latest states and when the flow came into them, seconds; the one that it is in last.
+    life: deque[tuple[FlowState, float]] = field(default_factory=lambda: deque(maxlen=MAX_LIFE))
     #: Descriptions that agree with this one and whose content may come, by content; the latest last.
     offers: dict[str, FlowSpec] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.life.append((self.state, self.touched))
+
+    def enter(self, state: FlowState, now: float) -> None:
+        """Be in this state from now on."""
+        if state is not self.state:
+            self.state = state
+            self.life.append((state, now))
+
+    def is_unread(self, now: float) -> bool:
+        """Whether its services run and nobody reads it; jobs that have just come count."""
+        return self.state is FlowState.READY and now - self.touched >= UNREAD_S
+
+    def view(self, part: Part | None, now: float) -> FlowView:
+        """For people, with what it has of the cluster while its services run."""
+        waits = self.state is FlowState.READY and not self.replaced
+        return FlowView(
+            self.spec,
+            self.state.value,
+            self.jobs,
+            self.replaced,
+            [LifeStep(state.value, max(0.0, now - since)) for state, since in self.life],
+            part,
+            max(0.0, self.touched + self.spec.idle_s - now) if waits else None,
+        )
 
 
 class FlowRegistry:
@@ -189,31 +223,50 @@ class FlowRegistry:
         flow = self._flows.get(instance)
         if flow is None:
             return [Stop(instance)]
-        flow.starting = False
-        if jobs or flow.jobs:
+        # While services start nobody can read, however long it takes.
+        if jobs or flow.jobs or flow.starting:
             flow.touched = now
+        flow.starting = False
         flow.jobs = jobs
-        flow.state = FlowState.ACCESSED if jobs else FlowState.READY
+        flow.enter(FlowState.ACCESSED if jobs else FlowState.READY, now)
         return []
 
-    def down(self, instance: str) -> None:
-        """The services of this instance have ended without being told to."""
-        flow = self._flows.get(instance)
-        if flow is not None and flow.state is not FlowState.CREATED:
-            flow.state, flow.jobs = FlowState.IDLE, 0
+    def scale(self, name: str, shards: int, workers: int | None) -> tuple[Flow, list[Instruction]]:
+        """A person gives this flow other numbers of shards and workers.
 
-    def delete(self, name: str) -> list[Instruction]:
+        workers: of all shards together; None: as many as it has, but one for each shard at least.
+
+        Raises:
+            UsageError: there is no such flow.
+            OptionError: the numbers are not possible.
+        """
+        flow = self._known(name)
+        if workers is None:
+            workers = max(flow.spec.workers, shards)
+        scaled = msgspec.structs.replace(flow.spec, shards=shards, workers=workers)
+        scaled.check()
+        flow.spec = scaled
+        return flow, [Save(scaled)]
+
+    def make_way(self, now: float) -> list[Instruction]:
+        """There is no room for another flow: end the services of the one that nobody has read for longest."""
+        unread = [flow for flow in self._flows.values() if flow.is_unread(now)]
+        if not unread:
+            return []
+        longest = min(unread, key=lambda flow: flow.touched)
+        longest.enter(FlowState.IDLE, now)
+        return [Stop(longest.spec.instance)]
+
+    def delete(self, name: str, now: float) -> list[Instruction]:
         """A person does not want this flow any more.
 
         Raises:
             UsageError: there is none, or jobs read it.
         """
-        flow = self.find(name)
-        if flow is None:
-            raise UsageError(f"flow {name!r} is not registered; registered are {sorted(self._current)}")
+        flow = self._known(name)
         if flow.state is FlowState.ACCESSED:
             raise UsageError(f"flow {name!r} is read by {flow.jobs} jobs; end them first")
-        flow.state = FlowState.DELETED
+        flow.enter(FlowState.DELETED, now)
         del self._current[name]
         del self._flows[flow.spec.instance]
         return [Stop(flow.spec.instance), Forget(flow.spec)]
@@ -223,14 +276,24 @@ class FlowRegistry:
         out: list[Instruction] = []
         for instance, flow in list(self._flows.items()):
             patience = 0.0 if flow.replaced else flow.spec.idle_s
-            unused = flow.state is FlowState.READY and now - flow.touched >= patience
+            if flow.starting:
+                patience = max(patience, STARTING_S)
+            idle = flow.starting or flow.state is FlowState.READY
+            unused = idle and now - flow.touched >= patience
             if flow.replaced and (unused or flow.state in (FlowState.CREATED, FlowState.IDLE)):
                 del self._flows[instance]
                 out += [Stop(instance), Forget(flow.spec)]
             elif unused:
-                flow.state = FlowState.IDLE
+                flow.enter(FlowState.IDLE, now)
+                flow.starting = False
                 out.append(Stop(instance))
         return out
+
+    def _known(self, name: str) -> Flow:
+        flow = self.find(name)
+        if flow is None:
+            raise UsageError(f"flow {name!r} is not registered; registered are {sorted(self._current)}")
+        return flow
 
     def _put_in_force(self, flow: Flow) -> list[Instruction]:
         earlier = self.find(flow.spec.name)

@@ -145,6 +145,22 @@ class Pool:
         """
         return self._admit(self._release(self._job(job), tickets))
 
+    def tickets_outside(self, job: str, first: int, end: int) -> list[Ticket]:
+        """The tickets of `job` for keys that are not from `first` to before `end`."""
+        return [ticket for ticket, wanted in self._job(job).wants.items() if not first <= wanted.key < end]
+
+    def resize(self, capacity_bytes: int) -> list[Instruction]:
+        """There is room for so many bytes from now on; what is beyond goes as soon as nobody waits for it.
+
+        Raises:
+            OptionError: it is below 1.
+        """
+        if capacity_bytes < 1:
+            raise OptionError(f"capacity_bytes={capacity_bytes!r}: must be at least 1")
+        self._shelf.resize(capacity_bytes)
+        self._trim()
+        return self._admit([])
+
     # -- loading ---------------------------------------------------------------------------------------------
 
     def loaded(self, load: int, value: Any, size: int, *, keep: bool = True) -> list[Instruction]:

@@ -50,6 +50,12 @@ class Shelf:
         """Whether more is held or on its way than there is room for."""
         return self.held + self.reserved > self.capacity
 
+    def resize(self, capacity: int) -> None:
+        """There is room for so many bytes from now on; nothing goes yet."""
+        self.capacity = capacity
+        if self._policy is not None:
+            self._policy.max_bytes = capacity
+
     # -- jobs ------------------------------------------------------------------------------------------------
 
     def join(self, job: str) -> None:

@@ -7,13 +7,15 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.messages import Count, Name, Text
+from torch_dpflow.remote.messages import Count, Name, Seconds, Text
 from torch_dpflow.remote.parcel import ParcelTable
 
 #: Most samples that one message names.
 MAX_SAMPLES = 1 << 14
 #: Most processes of one node.
 MAX_PROCESSES = 8192
+#: Most states of a flow that are remembered.
+MAX_LIFE = 32
 
 Keys: TypeAlias = Annotated[list[Count], msgspec.Meta(max_length=MAX_SAMPLES)]
 
@@ -32,8 +34,10 @@ class Launch(Body):
     id: Name
     #: What it runs: a name of `services.roles.ROLES`.
     role: Name
-    #: For the role, msgpack.
+    #: For the role, msgpack. Other arguments make another process of it.
     arguments: bytes = b""
+    #: For the role, msgpack. What may change while the process runs: it hears of it in answer to a beat.
+    settings: bytes = b""
 
 
 class Desire(Body):
@@ -43,7 +47,7 @@ class Desire(Body):
 
 
 class Beat(Body):
-    """From a process of a node: it lives."""
+    """From a process of a node: it lives. Answered with `Standing`."""
 
     id: Name
     incarnation: Count
@@ -53,18 +57,29 @@ class Beat(Body):
     status: dict[Name, Any]
 
 
+class Standing(Body):
+    """To a process of a node."""
+
+    #: Whether it is to go on.
+    wanted: bool
+    #: Those of its launch, as they are now.
+    settings: bytes = b""
+
+
 class ProcessView(Body):
     """What a node knows of one of its processes."""
 
     id: Name
     role: Name
-    #: Counts the processes that have run under this id.
+    #: Higher for each process that has run under this id.
     incarnation: Count
     #: 0 while it does not run.
     pid: Count
     #: Empty until its first beat.
     address: Text
     status: dict[Name, Any]
+    #: How often it has been started again.
+    restarts: Count = 0
 
 
 # --- to a coordinator ---------------------------------------------------------------------------------------
@@ -77,6 +92,34 @@ class Access(Body):
     version: Count
 
 
+class Scale(Body):
+    """To a coordinator: this flow is to have so many shards, and workers in all of them together.
+
+    Without a number of workers it keeps those that it has, but for one to each shard. Answered with `FlowView`.
+    """
+
+    flow: Name
+    shards: Count
+    workers: Count | None = None
+
+
+class Part(Body):
+    """What a flow has of a cluster: at most what its description asks for."""
+
+    shards: Count
+    #: Of all its shards together, as all that follows.
+    workers: Count
+    memory_bytes: Count
+
+
+class LifeStep(Body):
+    """A flow came into a state."""
+
+    state: Name
+    #: How long ago, seconds.
+    age_s: Seconds
+
+
 class FlowView(Body):
     """What a coordinator knows of a flow."""
 
@@ -84,6 +127,12 @@ class FlowView(Body):
     state: Name
     jobs: Count
     replaced: bool
+    #: The latest states, the one that it is in last.
+    life: Annotated[list[LifeStep], msgspec.Meta(max_length=MAX_LIFE)]
+    #: None while its services do not run.
+    part: Part | None
+    #: After how many seconds its services end unless a job comes; None where they do not wait for one.
+    idle_in_s: Seconds | None = None
 
 
 # --- to a router --------------------------------------------------------------------------------------------
@@ -108,6 +157,8 @@ class RangeAssignment(Body):
     generation: Count
     first: Count
     end: Count
+    #: Whether it is to own nothing any more, and may end once its jobs have gone.
+    retired: bool = False
 
 
 class Route(Body):
@@ -132,6 +183,25 @@ class JobId(Body):
     name: Name
     #: Higher for each process, and after each lapse of its lease.
     generation: Count
+
+
+class JobFigures(Body):
+    """What a job has read since it was opened."""
+
+    #: Seconds that it waited in `next()`, and that passed from the beginning of its epochs to their latest batch.
+    stall_s: Seconds
+    reading_s: Seconds
+    batches: Count
+    samples: Count
+    #: Bytes of them, as they came from the shards.
+    bytes: Count
+
+
+class JobBeat(Body):
+    """To a router: a job lives. Answered with the routing table's generation."""
+
+    job: JobId
+    figures: JobFigures | None = None
 
 
 class Join(Body):

@@ -14,7 +14,17 @@ import numpy.typing as npt
 
 from torch_dpflow.errors import DeadlineError, OptionError, PeerLostError, RemoteCallError, UsageError
 from torch_dpflow.remote.cluster_address import Cluster
-from torch_dpflow.remote.protocol import Access, Draw, JobId, Join, Joined, RoutingTable, StartEpoch
+from torch_dpflow.remote.protocol import (
+    Access,
+    Draw,
+    JobBeat,
+    JobFigures,
+    JobId,
+    Join,
+    Joined,
+    RoutingTable,
+    StartEpoch,
+)
 from torch_dpflow.remote.refusals import OutOfStepError, StaleJobError
 from torch_dpflow.remote.routing import RouteMap
 from torch_dpflow.remote.rpc import RpcClient
@@ -120,12 +130,16 @@ class RouterLink:
         with self._lock:
             self._attempt(self._refresh)
 
-    def beat(self) -> None:
-        """Stay known, and hear of a new routing table. One attempt; raises what it meets with."""
+    def beat(self, figures: JobFigures) -> None:
+        """Stay known, tell how the job does, and hear of a new routing table.
+
+        One attempt; raises what it meets with.
+        """
         router = self._router
         if router is None:
             raise PeerLostError("the job has been closed")
-        generation: int = router.call("beat", self.id, reply_type=int, timeout_s=CALL_S).body
+        beat = JobBeat(self.id, figures)
+        generation: int = router.call("beat", beat, reply_type=int, timeout_s=CALL_S).body
         if generation != self.routes.generation:
             self.refresh_routes()
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_dpflow.errors import DPFlowError, RemoteCallError
+from torch_dpflow.errors import DPFlowError
 from torch_dpflow.remote.cluster_address import Cluster
 from torch_dpflow.remote.protocol import MAX_SAMPLES, Ask, JobId, Served, ServedSample
 from torch_dpflow.remote.router_link import RouterLink
@@ -20,6 +21,8 @@ FETCH_S = 30.0
 BEAT_TIMEOUT_S = 2.0
 #: Most samples of one fetch: an answer of so many fits a message even where each has many frames.
 FETCH_SAMPLES = 256
+#: How long a shard may take to hear that a job leaves it, seconds.
+LEAVE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -113,21 +116,18 @@ class ShardLinks:
         for call in pending:
             call.result()
 
-    def forget(self) -> None:
-        """Disconnect from shards that own nothing any more, so that nobody waits for them."""
+    def forget(self, job: JobId) -> None:
+        """Leave shards that own nothing any more and disconnect, so that nobody waits for them."""
         addresses = set(self._router.routes.addresses)
         with self._lock:
             gone = [self._clients.pop(address) for address in self._clients.keys() - addresses]
-        for client in gone:
-            client.close()
+        _leave(gone, job)
 
     def close(self, job: JobId) -> None:
         """Leave every shard and disconnect. May be called twice."""
         with self._lock:
             clients, self._clients = list(self._clients.values()), {}
-        for client in clients:
-            _leave(client, job)
-            client.close()
+        _leave(clients, job)
 
     def _by_shard(self, wanted: Sequence[Wanted]) -> list[tuple[str, list[Wanted]]]:
         routes = self._router.routes
@@ -161,8 +161,14 @@ class ShardLinks:
             return client
 
 
-def _leave(client: RpcClient, job: JobId) -> None:
-    try:
-        client.call("leave", job, timeout_s=1.0)
-    except (DPFlowError, RemoteCallError):
-        return  # its lease lapses
+def _leave(clients: Sequence[RpcClient], job: JobId) -> None:
+    """Leave all these at once and disconnect."""
+    pending: list[PendingCall] = []
+    for client in clients:
+        with suppress(DPFlowError):
+            pending.append(client.begin("leave", job, timeout_s=LEAVE_S))
+    for call in pending:
+        with suppress(DPFlowError):  # else its lease lapses
+            call.result()
+    for client in clients:
+        client.close()

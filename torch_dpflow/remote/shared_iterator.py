@@ -21,6 +21,7 @@ from torch_dpflow.errors import (
     RemoteCallError,
     UsageError,
 )
+from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.remote.parcel import decode
 from torch_dpflow.remote.protocol import POISONED, ServedSample
 from torch_dpflow.remote.refusals import OverloadedError, StaleJobError, StaleRoutingError
@@ -70,6 +71,7 @@ class _Ready:
     value: Any
     keys: list[int]
     error: BaseException | ExceptionWrapper | None = None
+    nbytes: int = 0
 
 
 class SharedIterator:
@@ -83,6 +85,7 @@ class SharedIterator:
         assemble: makes a batch of its samples, in that thread.
         tickets: the job's, never used twice.
         delivered: called with the keys of each batch that is handed out.
+        meter: counts what is handed out and how long it was waited for.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class SharedIterator:
         tickets: Iterator[int],
         assemble: Callable[[list[Any]], Any],
         delivered: Callable[[list[int]], None],
+        meter: LoaderMeter,
         pipeline: Pipeline,
     ) -> None:
         self._router = router
@@ -106,6 +110,8 @@ class SharedIterator:
         self._tickets = tickets
         self._assemble = assemble
         self._delivered = delivered
+        self._meter = meter
+        meter.begin_epoch()
         self._pipeline = pipeline
         self._out: queue.Queue[_Ready | None] = queue.Queue(pipeline.ready)
         self._closed = threading.Event()
@@ -126,11 +132,14 @@ class SharedIterator:
     def __next__(self) -> Any:
         if self._over:
             raise StopIteration
-        ready = self._out.get()
+        with self._meter.waiting():
+            ready = self._out.get()
         if ready is None:
             self.close()
             raise StopIteration
         self._delivered(ready.keys)
+        if ready.keys:
+            self._meter.delivered(len(ready.keys), ready.nbytes)
         self.latest_samples = len(ready.keys)
         if isinstance(ready.error, ExceptionWrapper):
             ready.error.reraise()
@@ -251,7 +260,7 @@ class SharedIterator:
             self._put(_Ready(None, keys, _error_of(*broken)))
             return
         try:
-            self._put(_Ready(self._assemble(values), keys))
+            self._put(_Ready(self._assemble(values), keys, nbytes=batch.nbytes))
         except Exception:
             self._put(_Ready(None, keys, ExceptionWrapper(where="while putting a batch together")))
 

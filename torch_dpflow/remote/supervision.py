@@ -51,8 +51,9 @@ class _Process:
     began: float = 0.0
     #: When to start the next one, seconds; None while one runs.
     due: float | None = None
-    #: How many in a row have ended at once.
+    #: How many in a row have ended at once, and how many there have been after the first.
     failures: int = 0
+    restarts: int = 0
     address: str = ""
     status: dict[str, Any] = field(default_factory=dict)
 
@@ -71,11 +72,14 @@ class Supervisor:
         self._spawns = 0
 
     def desire(self, launches: Iterable[Launch], now: float) -> list[Instruction]:
-        """Keep these running, and nothing else. A launch with other arguments than before replaces it."""
+        """Keep these running, and nothing else.
+
+        A launch with other arguments than before replaces it. Other settings do not: the process hears of them.
+        """
         wanted = {launch.id: launch for launch in launches}
         out: list[Instruction] = []
         for id, process in list(self._processes.items()):
-            if wanted.get(id) != process.launch:
+            if id not in wanted or not _runs_as(process.launch, wanted[id]):
                 process.desired = False
                 out += self._kill(process)
                 if not process.pid:
@@ -84,8 +88,8 @@ class Supervisor:
             known = self._processes.get(id)
             if known is None:
                 self._processes[id] = _Process(launch, due=now)
-            elif not known.desired:
-                known.launch, known.desired = launch, True  # started when the one that runs has ended
+            else:
+                known.launch, known.desired = launch, True  # one that was to end is started when it has
         return out + self._spawn_due(now)
 
     def started(self, id: str, incarnation: int, pid: int, now: float) -> None:
@@ -117,6 +121,10 @@ class Supervisor:
         self._membership.handle(Heard(id, incarnation, now))
         return True
 
+    def settings_of(self, id: str) -> bytes:
+        """The settings of a process that is desired."""
+        return self._processes[id].launch.settings
+
     def tick(self, now: float) -> list[Instruction]:
         """Time has passed, and everything that had arrived by then has been told."""
         out: list[Instruction] = []
@@ -129,7 +137,7 @@ class Supervisor:
     def views(self) -> list[ProcessView]:
         """What is desired, and how it does."""
         return [
-            ProcessView(id, one.launch.role, one.incarnation, one.pid, one.address, one.status)
+            ProcessView(id, one.launch.role, one.incarnation, one.pid, one.address, one.status, one.restarts)
             for id, one in self._processes.items()
             if one.desired
         ]
@@ -148,6 +156,12 @@ class Supervisor:
             if process.due is not None and process.due <= now and process.desired:
                 process.due = None
                 self._spawns += 1
+                process.restarts += process.incarnation > 0
                 process.incarnation = self._spawns
                 out.append(Spawn(process.launch, process.incarnation, process.address))
         return out
+
+
+def _runs_as(running: Launch, wanted: Launch) -> bool:
+    """Whether a process that was launched so is the one that is wanted."""
+    return (running.role, running.arguments) == (wanted.role, wanted.arguments)

@@ -16,7 +16,19 @@ import msgspec
 from torch_dpflow.errors import PeerLostError
 from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.messages import PROTOCOL_VERSION, Hello, Reach, encode
-from torch_dpflow.remote.protocol import Access, Ask, Beat, Draw, Enlist, JobId, Join, StartEpoch
+from torch_dpflow.remote.protocol import (
+    Access,
+    Ask,
+    Beat,
+    Draw,
+    Enlist,
+    JobBeat,
+    JobFigures,
+    JobId,
+    Join,
+    Scale,
+    StartEpoch,
+)
 from torch_dpflow.remote.transport import Connection, TransportOptions, connect
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -55,6 +67,7 @@ class Fuzzer:
                 ("store", "a" * 64),
                 ("content", "b" * 64),
                 ("access", Access("fuzz/flow", 1)),
+                ("scale", Scale("fuzz/flow", 2, 4)),
                 ("delete", "fuzz/flow"),
                 ("flows", None),
                 ("processes", None),
@@ -62,11 +75,10 @@ class Fuzzer:
             ],
             "router": [
                 ("enlist", Enlist(shard, 1, "tcp://127.0.0.1:1", 2**40, "0" * 32)),
-                ("dismiss", "flow@1/shard-999"),
                 ("join", Join(JobId("intruder", 5), 3, 8)),
                 ("start", StartEpoch(JobId("intruder", 5), 0)),
                 ("draw", Draw(JobId("intruder", 5), 0, 0, 16)),
-                ("beat", JobId("intruder", 5)),
+                ("beat", JobBeat(JobId("intruder", 5), JobFigures(1.0, 2.0, 3, 4, 5))),
                 ("leave", JobId("intruder", 5)),
                 ("table", None),
             ],

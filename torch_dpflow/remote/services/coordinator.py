@@ -16,14 +16,14 @@ from typing import Any
 import msgspec
 
 from torch_dpflow.errors import UsageError
+from torch_dpflow.remote.allotment import ClusterLimits, parts_of
 from torch_dpflow.remote.flow_registry import Flow, FlowRegistry, Forget, Instruction, Save, Start, Stop
 from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.protocol import Access, FlowView, Launch, ProcessView
+from torch_dpflow.remote.protocol import Access, FlowView, Launch, Part, ProcessView, Scale
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
-from torch_dpflow.remote.sample_worker import WorkerArguments
-from torch_dpflow.remote.services.post import SERVICE, ServicePost, serve
+from torch_dpflow.remote.services.placement import launches_of
+from torch_dpflow.remote.services.post import SERVICE, ServicePost, ask_in, serve
 from torch_dpflow.remote.services.reconciler import Reconciler
-from torch_dpflow.remote.services.shard_process import ShardArguments
 from torch_dpflow.remote.state_store import StateStore, open_store
 
 #: Most bytes of what the workers of one flow load, packed.
@@ -38,6 +38,16 @@ class CoordinatorArguments(msgspec.Struct, frozen=True, array_like=True, forbid_
     state: str
     #: Where to listen; empty: where the node's place says.
     address: str = ""
+    #: As of `ClusterLimits`.
+    workers: int | None = None
+    memory_bytes: int | None = None
+    #: HOST:PORT where metrics can be had; empty: nowhere.
+    metrics: str = ""
+
+    @property
+    def limits(self) -> ClusterLimits:
+        """What all flows have together at most."""
+        return ClusterLimits(workers=self.workers, memory_bytes=self.memory_bytes)
 
 
 @dataclass
@@ -54,12 +64,19 @@ class Coordinator:
     Args:
         server: methods are registered with it; the caller serves.
         store: where flows and contents are kept.
+        limits: what all flows have together at most.
     """
 
     def __init__(
-        self, server: RpcServer, store: StateStore, *, clock: Callable[[], float] = time.monotonic
+        self,
+        server: RpcServer,
+        store: StateStore,
+        limits: ClusterLimits,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
+        self._limits = limits
         self._clock = clock
         self._registry = FlowRegistry()
         #: Flows whose services are to run, by instance.
@@ -74,6 +91,7 @@ class Coordinator:
             ("store", self._on_store, str, True),
             ("content", self._on_content, str, False),
             ("access", self._on_access, Access, False),
+            ("scale", self._on_scale, Scale, True),
             ("delete", self._on_delete, str, True),
             ("flows", self._on_flows, None, False),
             ("processes", self._on_processes, None, False),
@@ -84,7 +102,12 @@ class Coordinator:
 
     def desired(self) -> list[Launch]:
         """The processes that are to run now."""
-        return [launch for spec in self._running.values() for launch in launches_of(spec)]
+        return [
+            launch
+            for instance, part in self._parts().items()
+            if part is not None
+            for launch in launches_of(self._running[instance], part, self._processes)
+        ]
 
     def observe(self, processes: list[ProcessView]) -> None:
         """Hear what runs."""
@@ -98,13 +121,26 @@ class Coordinator:
         self._obey(self._registry.tick(now))
         self._answer_waiting(now)
 
+    def views(self) -> tuple[list[FlowView], list[ProcessView]]:
+        """The flows and the processes, for people."""
+        now, parts = self._clock(), self._parts()
+        flows = [flow.view(parts.get(flow.spec.instance), now) for flow in self._registry.flows]
+        return flows, self._processes
+
+    def _parts(self) -> dict[str, Part | None]:
+        now = self._clock()
+        unread = {flow.spec.instance for flow in self._registry.flows if flow.is_unread(now)}
+        return dict(zip(self._running, parts_of([*self._running.values()], self._limits, unread=unread)))
+
     def _observe_router(self, instance: str, view: ProcessView, now: float) -> None:
         jobs = view.status.get("jobs")
-        self._obey(self._registry.report(instance, jobs if isinstance(jobs, int) else 0, now))
+        is_up = bool(view.address and view.pid)
+        if is_up and isinstance(jobs, int):
+            self._obey(self._registry.report(instance, jobs, now))
         flow = next((flow for flow in self._registry.flows if flow.spec.instance == instance), None)
         if flow is not None:
             self._running[instance] = flow.spec
-            if view.address and view.pid:
+            if is_up:
                 self._routers[instance] = view.address
 
     def _answer_waiting(self, now: float) -> None:
@@ -168,6 +204,7 @@ class Coordinator:
         flow, instructions = self._registry.access(access.flow, access.version, self._clock())
         if not self._is_stored(flow):
             raise UsageError(f"the content of flow {access.flow!r} is not stored; store it first")
+        self._admit(flow)
         self._obey(instructions)
         address = self._routers.get(flow.spec.instance)
         if address is not None:
@@ -175,13 +212,44 @@ class Coordinator:
         self._waiting.append(_Waiting(call, flow.spec.instance, self._clock() + call.patience_s))
         return LATER
 
+    def _admit(self, flow: Flow) -> None:
+        """Raise UsageError where there is nothing left of the cluster for this flow, and nobody makes way."""
+        most = self._limits.flows
+        if most is None or flow.spec.instance in self._running or len(self._running) < most:
+            return
+        self._obey(self._registry.make_way(self._clock()))
+        if len(self._running) >= most:
+            raise UsageError(
+                f"flow {flow.spec.name!r} cannot start: {most} flows take all workers or memory of the cluster, "
+                f"{sorted(self._running)}; wait until one is idle, or start `dpflow up` with more"
+            )
+
+    def _on_scale(self, call: IncomingCall) -> Result:
+        scale: Scale = call.body
+        for name, value in (("shards", scale.shards), ("workers", scale.workers)):
+            if self._limits.workers is not None and (value or 0) > self._limits.workers:
+                raise UsageError(
+                    f"{name}={value}: the cluster has {self._limits.workers} workers, and each shard takes one; "
+                    "give no more, or start `dpflow up` with more"
+                )
+        flow, instructions = self._registry.scale(scale.flow, scale.shards, scale.workers)
+        self._obey(instructions)
+        spec = flow.spec
+        if spec.instance in self._running:
+            self._running[spec.instance] = spec
+        SERVICE.info(
+            "it is scaled to %d shards and %d workers",
+            spec.shards,
+            spec.workers,
+            extra={"flow": spec.instance},
+        )
+        return Result(flow.view(self._parts().get(spec.instance), self._clock()))
+
     def _on_delete(self, call: IncomingCall) -> None:
-        self._obey(self._registry.delete(call.body))
+        self._obey(self._registry.delete(call.body, self._clock()))
 
     def _on_flows(self, call: IncomingCall) -> Result:
-        return Result(
-            [FlowView(one.spec, one.state.value, one.jobs, one.replaced) for one in self._registry.flows]
-        )
+        return Result(self.views()[0])
 
     def _on_processes(self, call: IncomingCall) -> Result:
         return Result(self._processes)
@@ -203,28 +271,17 @@ class Coordinator:
             self._store.delete(f"content/{digest}")
 
 
-def launches_of(spec: FlowSpec) -> list[Launch]:
-    """The processes of one flow: a router, its shards, and their workers, dealt evenly."""
-    router = f"{spec.instance}/router"
-    launches = [Launch(router, "router", _encode(spec))]
-    for place in range(spec.shards):
-        shard = f"{spec.instance}/shard-{place:03}"
-        launches.append(Launch(shard, "shard", _encode(ShardArguments(router, spec))))
-        workers = (place + 1) * spec.workers // spec.shards - place * spec.workers // spec.shards
-        launches += [
-            Launch(f"{shard}/worker-{number}", "worker", _encode(WorkerArguments(shard, number)))
-            for number in range(workers)
-        ]
-    return launches
-
-
 def run(post: ServicePost) -> None:
     """Be a coordinator: the role of a node's process."""
     arguments = msgspec.msgpack.decode(post.arguments, type=CoordinatorArguments)
     server = RpcServer(post.listen(arguments.address))
-    coordinator = Coordinator(server, open_store(arguments.state))
+    coordinator = Coordinator(server, open_store(arguments.state), arguments.limits)
     server.register("stop", lambda _: _stop_node(post), body_type=None)
     Reconciler(post, server, coordinator)
+    if arguments.metrics:
+        from torch_dpflow.remote.services.metrics_server import serve_metrics
+
+        serve_metrics(arguments.metrics, lambda: ask_in(server, coordinator.views))
     serve(post, server, _status, lambda: None)
 
 

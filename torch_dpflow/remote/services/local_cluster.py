@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
 import os
-from dataclasses import dataclass
+import socket
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
 
 from torch_dpflow.directory import PrivateDirectory
-from torch_dpflow.errors import OptionError
+from torch_dpflow.errors import OptionError, UsageError
+from torch_dpflow.log import LogOptions, write_lines
+from torch_dpflow.remote.allotment import ClusterLimits
 from torch_dpflow.remote.cluster_address import default_connection_file
 from torch_dpflow.remote.services.coordinator import CoordinatorArguments
+from torch_dpflow.remote.services.metrics_server import check_metrics_address
 from torch_dpflow.remote.services.node import COORDINATOR, Node
 from torch_dpflow.remote.services.post import ClusterPlace
+from torch_dpflow.remote.state_store import open_store
 from torch_dpflow.remote.transport.curve import (
     ConnectionFile,
     create_cluster,
@@ -32,19 +41,30 @@ class ClusterOptions:
         state: a state store's address; None: one that goes with the cluster.
         listen: tcp://HOST:PORT, with keys; None: sockets on this machine that only this user can reach.
         keys: a connection file whose keys to take; None: new ones are drawn.
+        limits: what all flows have together at most.
+        metrics: HOST:PORT where Prometheus finds metrics; None: nowhere.
+        metrics_public: whether `metrics` may be reached from other hosts, without a key.
+        log: how its processes log.
 
     Raises:
-        OptionError: `listen` is no such address.
+        OptionError: `listen` or `metrics` is no such address, or cannot be had.
+        MissingExtraError: a package for `metrics` is not installed.
     """
 
     connection_file: str | None = None
     state: str | None = None
     listen: str | None = None
     keys: str | None = None
+    limits: ClusterLimits = field(default_factory=ClusterLimits)
+    metrics: str | None = None
+    metrics_public: bool = False
+    log: LogOptions = field(default_factory=LogOptions)
 
     def __post_init__(self) -> None:
         if self.listen is not None:
-            _host_of(self.listen)
+            _check_listen(self.listen)
+        if self.metrics is not None:
+            check_metrics_address(self.metrics, public=self.metrics_public)
 
     @property
     def path(self) -> Path:
@@ -57,29 +77,48 @@ class LocalCluster:
 
     Raises:
         OptionError: the connection file cannot be written, or `keys` cannot be read.
+        UsageError: a cluster is up that has left its connection file there.
+        StateError: the state store cannot be used.
         TransportError: the address cannot be had.
     """
 
     def __init__(self, options: ClusterOptions) -> None:
         self._path = options.path
-        self._directory = PrivateDirectory()
+        self._log = options.log
+        _check_vacant(self._path)
+        if options.state is not None:
+            open_store(options.state).close()
+        try:
+            self._directory = PrivateDirectory()
+        except OSError as error:
+            raise OptionError(
+                f"no directory for sockets can be made in {tempfile.gettempdir()!r}: {error.strerror}; set TMPDIR"
+            ) from error
         try:
             folder = self._directory.path
             place = ClusterPlace(
                 directory=folder,
                 host=None if options.listen is None else _host_of(options.listen),
                 connection_file=str(self._path),
+                log=options.log,
             )
             self.address = options.listen or place.address_for(COORDINATOR)
             self._write(options.keys)
-            arguments = CoordinatorArguments(options.state or f"{folder}/state", options.listen or "")
+            arguments = CoordinatorArguments(
+                options.state or f"{folder}/state",
+                options.listen or "",
+                options.limits.workers,
+                options.limits.memory_bytes,
+                options.metrics or "",
+            )
             self.node = Node(place, msgspec.msgpack.encode(arguments))
         except BaseException:
             self._directory.remove()
             raise
 
     def serve(self) -> None:
-        """Run the node until it is told to stop; then nothing is left."""
+        """Run the node until it is told to stop; then nothing is left. From now on this process logs as it is told."""
+        write_lines(self._log, {"process": "node", "pid": os.getpid()})
         try:
             self.node.serve()
         finally:
@@ -93,23 +132,66 @@ class LocalCluster:
             write_connection_file(self._path, msgspec.structs.replace(connection, address=self.address))
         except OSError as error:
             raise OptionError(f"connection file {os.fspath(self._path)!r}: {error.strerror}") from error
+        # Locked for as long as this process lives: whoever starts another cluster there sees it.
+        self._lock = _locked(self._path)
 
     def _remove_connection_file(self) -> None:
         """Unless another cluster has put its own there."""
-        try:
+        with suppress(OptionError):
             found: ConnectionFile = read_connection_file(self._path)
-        except OptionError:
-            return
-        if found.address == self.address:
-            self._path.unlink(missing_ok=True)
+            if found.address == self.address:
+                self._path.unlink(missing_ok=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _check_vacant(path: Path) -> None:
+    """Raise where `path` is that of a cluster that is up, or anything but a connection file."""
+    if not path.exists():
+        return
+    try:
+        found = read_connection_file(path)
+    except OptionError as error:
+        raise OptionError(f"{error}; remove it, or give another --connection-file") from error
+    lock = _locked(path)
+    if lock is None:
+        raise UsageError(
+            f"a cluster is up already at {found.address}; end it by `dpflow down --address {path}`, or give "
+            "another --connection-file"
+        )
+    os.close(lock)  # it is what is left of a cluster that was killed
+
+
+def _locked(path: Path) -> int | None:
+    """A descriptor that locks the file until it is closed; None where another process has locked it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _host_of(listen: str) -> str:
     parts = urlsplit(listen)
     try:
         port = parts.port
+        host = ipaddress.ip_address(parts.hostname or "")
     except ValueError:
-        port = None
-    if parts.scheme != "tcp" or not parts.hostname or not port:
-        raise OptionError(f"listen={listen!r}: must be tcp://HOST:PORT, with the port above 0")
+        port = host = None
+    if parts.scheme != "tcp" or host is None or not port:
+        raise OptionError(f"listen={listen!r}: must be tcp://ADDRESS:PORT, an IP address and a port above 0")
+    if host.is_unspecified:
+        raise OptionError(f"listen={listen!r}: give the address of this host by which jobs reach it")
     return parts.netloc.rpartition(":")[0]
+
+
+def _check_listen(listen: str) -> None:
+    """Raise OptionError unless this host can be reached there and nobody else has the port."""
+    host, port = _host_of(listen).strip("[]"), urlsplit(listen).port
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise OptionError(f"listen={listen!r}: {error.strerror or error}; give another address") from error

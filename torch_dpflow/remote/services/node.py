@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.protocol import Beat, Desire, Launch, ProcessView
+from torch_dpflow.remote.protocol import Beat, Desire, Launch, ProcessView, Standing
 from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
 from torch_dpflow.remote.services.awake_clock import AwakeClock
 from torch_dpflow.remote.services.post import SERVICE, ClusterPlace, ServicePost
@@ -104,6 +104,7 @@ class Node:
             role=spawn.launch.role,
             incarnation=spawn.incarnation,
             arguments=spawn.launch.arguments,
+            settings=spawn.launch.settings,
             address=spawn.address,
             place=self._place,
             owner=os.getpid(),
@@ -124,8 +125,10 @@ class Node:
 
     def _on_beat(self, call: IncomingCall) -> Result:
         beat: Beat = call.body
-        known = self._supervisor.beat(beat.id, beat.incarnation, beat.address, beat.status, self._clock())
-        return Result(known)
+        now = self._clock()
+        if not self._supervisor.beat(beat.id, beat.incarnation, beat.address, beat.status, now):
+            return Result(Standing(False))
+        return Result(Standing(True, self._supervisor.settings_of(beat.id)))
 
     def _on_desire(self, call: IncomingCall) -> None:
         desired: Desire = call.body

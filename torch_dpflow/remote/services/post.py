@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
+import re
 import secrets
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch_dpflow.errors import DPFlowError
-from torch_dpflow.remote.protocol import Beat
+from torch_dpflow.log import SERVICE, LogOptions
+from torch_dpflow.remote.protocol import Beat, Standing
 from torch_dpflow.remote.rpc import ClientOptions, RpcClient, RpcServer
 from torch_dpflow.remote.transport import Listener, TransportOptions, listen
 from torch_dpflow.remote.transport.curve import read_connection_file
 
-#: What happens in services and nodes.
-SERVICE = logging.getLogger("torch_dpflow.service")
+__all__ = ["SERVICE", "ClusterPlace", "Heart", "ServicePost", "ask_in", "serve"]
+
+T = TypeVar("T")
 #: How often a process says that it lives, seconds.
 BEAT_S = 1.0
 #: A process whose main thread has not come round for so long does not count as alive, seconds.
 STUCK_S = 30.0
 #: How long a server waits for a message before it looks at what else is due, seconds.
 TURN_S = 0.05
+#: FLOW@VERSION/router, FLOW@VERSION/shard-000 or FLOW@VERSION/shard-000/worker-0: the id of a flow's process.
+_ID = re.compile(r"(?P<flow>[^@]+@\d+)/(router|(?P<shard>shard-\d+)(/worker-(?P<worker>\d+))?)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +42,14 @@ class ClusterPlace:
         directory: private to the node's user; sockets lie in it.
         host: the address of this host on which services listen over tcp; None: ipc only.
         connection_file: holds the keys for tcp; None where there are none.
+        log: how its processes log.
         token: by which services know the shards and workers that the node has started.
     """
 
     directory: str
     host: str | None = None
     connection_file: str | None = None
+    log: LogOptions = field(default_factory=LogOptions)
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
     @property
@@ -81,8 +89,9 @@ class ServicePost:
     id: str
     role: str
     incarnation: int
-    #: For the role, msgpack.
+    #: For the role, msgpack; the settings as they are when it starts.
     arguments: bytes
+    settings: bytes
     #: Where the process before it listened; empty for the first.
     address: str
     place: ClusterPlace
@@ -94,6 +103,12 @@ class ServicePost:
         chosen = self.address or address or self.place.address_for(self.id)
         return listen(chosen, options=self.place.server_transport())
 
+    @property
+    def subjects(self) -> dict[str, str | None]:
+        """What its log lines are about, by field: see `torch_dpflow.log`."""
+        parts = _ID.fullmatch(self.id)
+        return {} if parts is None else parts.groupdict()
+
 
 class Heart:
     """A thread that tells the node that this process lives, for as long as its main thread comes round.
@@ -102,12 +117,22 @@ class Heart:
 
     Args:
         address: where the process listens; empty where it does not.
+        hear: called with settings that have changed, in the heart's thread.
         patience_s: how long the main thread may be away.
     """
 
-    def __init__(self, post: ServicePost, address: str, *, patience_s: float = STUCK_S) -> None:
+    def __init__(
+        self,
+        post: ServicePost,
+        address: str,
+        *,
+        hear: Callable[[bytes], None] | None = None,
+        patience_s: float = STUCK_S,
+    ) -> None:
         self._post = post
         self._address = address
+        self._hear = hear
+        self._settings = post.settings
         #: Figures for people. Replaced by the main thread, which alone may look at what it is at.
         self.status: dict[str, Any] = {}
         self._patience_s = patience_s
@@ -124,20 +149,39 @@ class Heart:
             while True:
                 if time.monotonic() - self._turned < self._patience_s:
                     beat = Beat(post.id, post.incarnation, self._address, self.status)
-                    try:
-                        wanted = node.call("beat", beat, reply_type=bool, timeout_s=BEAT_S).body
-                    except DPFlowError:
-                        wanted = True  # the node is busy; where it is gone this process ends of itself
-                    if not wanted:
-                        os._exit(0)
+                    # Else the node is busy; where it is gone this process ends of itself.
+                    with suppress(DPFlowError):
+                        self._obey(node.call("beat", beat, reply_type=Standing, timeout_s=BEAT_S).body)
                 time.sleep(BEAT_S)
+
+    def _obey(self, standing: Standing) -> None:
+        if not standing.wanted:
+            os._exit(0)
+        if standing.settings != self._settings:
+            self._settings = standing.settings
+            if self._hear is not None:
+                self._hear(standing.settings)
 
 
 def serve(
-    post: ServicePost, server: RpcServer, status: Callable[[], dict[str, Any]], turn: Callable[[], None]
+    post: ServicePost,
+    server: RpcServer,
+    status: Callable[[], dict[str, Any]],
+    turn: Callable[[], None],
+    *,
+    settle: Callable[[bytes], None] | None = None,
 ) -> None:
-    """Serve until the process ends; `turn` is called between messages, at least every `TURN_S` seconds."""
-    heart = Heart(post, server.address)
+    """Serve until the process ends.
+
+    turn: called between messages, at least every `TURN_S` seconds. settle: called with settings that have changed.
+    Both in this thread, as `status`, whose figures are for people.
+    """
+
+    def hear(settings: bytes) -> None:
+        if settle is not None:
+            server.post(lambda: settle(settings))
+
+    heart = Heart(post, server.address, hear=hear)
     due = 0.0
     while True:
         server.step(TURN_S)
@@ -148,3 +192,17 @@ def serve(
             turn()
             stats = server.stats()
             heart.status = {**status(), "malformed": stats.malformed, "strangers": stats.strangers}
+
+
+def ask_in(server: RpcServer, question: Callable[[], T]) -> T:
+    """What `question` returns, called in the server's thread, while this one waits. Raises what it raises."""
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(question())
+        except Exception as error:
+            answer.set_exception(error)
+
+    server.post(ask)
+    return answer.result()

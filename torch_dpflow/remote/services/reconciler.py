@@ -9,7 +9,7 @@ from typing import Protocol
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.remote.protocol import Desire, Launch, ProcessView
 from torch_dpflow.remote.rpc import RpcClient, RpcServer
-from torch_dpflow.remote.services.post import SERVICE, ServicePost
+from torch_dpflow.remote.services.post import SERVICE, ServicePost, ask_in
 
 #: How often the node is asked what runs, seconds.
 ASK_S = 0.1
@@ -54,17 +54,13 @@ class Reconciler:
 
     def _ask(self, processes: list[ProcessView]) -> list[Launch] | None:
         """Report what runs; what is desired now, None where that is not known."""
-        answer: list[Launch] | None = None
-        answered = threading.Event()
 
-        def ask() -> None:
-            nonlocal answer
-            try:
-                self._desiring.observe(processes)
-                answer = self._desiring.desired()
-            finally:
-                answered.set()
+        def ask() -> list[Launch]:
+            self._desiring.observe(processes)
+            return self._desiring.desired()
 
-        self._server.post(ask)
-        answered.wait()
-        return answer
+        try:
+            return ask_in(self._server, ask)
+        except Exception:
+            SERVICE.exception("what is to run is not known")
+            return None

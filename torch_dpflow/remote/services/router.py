@@ -17,7 +17,17 @@ import numpy as np
 from torch_dpflow.errors import UsageError
 from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.membership import Heard, Leave, Lost, Membership, Stale, Tick
-from torch_dpflow.remote.protocol import Draw, Enlist, JobId, Join, Joined, RoutingTable, StartEpoch
+from torch_dpflow.remote.protocol import (
+    Draw,
+    Enlist,
+    JobBeat,
+    JobFigures,
+    JobId,
+    Join,
+    Joined,
+    RoutingTable,
+    StartEpoch,
+)
 from torch_dpflow.remote.refusals import OutOfStepError, StaleJobError, StaleShardError
 from torch_dpflow.remote.routing import Routing
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
@@ -32,6 +42,13 @@ JOB_LEASE_S, SHARD_LEASE_S = 15.0, 5.0
 MAX_JOBS = 1024
 
 
+class RouterSettings(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What of a router may change while it runs."""
+
+    #: The shards that are to own keys.
+    shards: list[str]
+
+
 class Router:
     """Serves one flow's jobs. One thread drives it.
 
@@ -41,6 +58,7 @@ class Router:
     Args:
         server: methods are registered with it; the caller serves.
         spec: the flow.
+        settings: which shards are to own its keys.
         token: of the node that starts its shards.
     """
 
@@ -48,6 +66,7 @@ class Router:
         self,
         server: RpcServer,
         spec: FlowSpec,
+        settings: RouterSettings,
         *,
         token: str,
         clock: Callable[[], float] = time.monotonic,
@@ -58,36 +77,41 @@ class Router:
         self._group = sampling_group(
             spec.strategy, spec.size, capacity=spec.cache_samples or None, seed=spec.seed
         )
-        self._routing = Routing(size=spec.size, expected=spec.shards, lease_s=SHARD_LEASE_S)
+        self._routing = Routing(size=spec.size, expected=settings.shards, lease_s=SHARD_LEASE_S)
         self._jobs = Membership(lease_s=JOB_LEASE_S)
         #: By job: samples in each epoch, the epoch that it is in, and which of the flow's jobs it is.
         self._lengths: dict[str, int] = {}
         self._epochs: dict[str, int] = {}
         self._streams: dict[str, int] = {}
+        #: By job: what it has said of its reading.
+        self._figures: dict[str, JobFigures] = {}
         #: Calls that wait for the table to be complete.
         self._waiting: list[tuple[IncomingCall, Joined]] = []
         for name, handler, body in (
             ("enlist", self._on_enlist, Enlist),
-            ("dismiss", self._on_dismiss, str),
             ("join", self._on_join, Join),
             ("start", self._on_start, StartEpoch),
             ("draw", self._on_draw, Draw),
-            ("beat", self._on_beat, JobId),
+            ("beat", self._on_beat, JobBeat),
             ("leave", self._on_leave, JobId),
         ):
             server.register(name, handler, body_type=body)
         server.register("table", self._on_table, body_type=None, remembered=False)
 
+    def settle(self, settings: RouterSettings) -> None:
+        """Shards come or go. In the server's thread."""
+        SERVICE.info("its keys are for %s", ", ".join(settings.shards))
+        self._routing.expect(settings.shards)
+        self.turn()
+
     def turn(self) -> None:
         """Look at what time has brought about."""
         now = self._clock()
         for shard in self._routing.tick(now):
-            SERVICE.warning("flow %s: shard %s is lost; others own its keys", self._spec.instance, shard)
+            SERVICE.warning("it is lost; others own its keys", extra={"shard": shard.rpartition("/")[2]})
         for change in self._jobs.handle(Tick(now)):
             if isinstance(change, Lost):
-                SERVICE.info(
-                    "flow %s: job %s is silent; it is taken for dead", self._spec.instance, change.peer
-                )
+                SERVICE.info("it is silent and taken for dead", extra={"job": change.peer})
                 self._forget(change.peer)
         if self._waiting and self._routing.complete:
             waiting, self._waiting = self._waiting, []
@@ -97,10 +121,11 @@ class Router:
 
     def status(self) -> dict[str, Any]:
         """Figures for the coordinator and for people."""
-        jobs = dict(self._jobs.members)
+        jobs = self._jobs.members
         return {
             "jobs": len(jobs),
             "names": sorted(jobs),
+            "readings": {name: msgspec.structs.asdict(one) for name, one in self._figures.items()},
             "generation": self._routing.generation,
             "complete": self._routing.complete,
         }
@@ -114,17 +139,12 @@ class Router:
         range_ = self._routing.enlist(
             shard.shard, shard.incarnation, shard.address, self._clock(), known=shard.generation
         )
-        if shard.shard in self._routing.dismissed:
-            raise UsageError(f"shard {shard.shard!r} was dismissed; it may be ended")
         if range_ is None:
             raise StaleShardError(
                 f"shard {shard.shard!r}, incarnation {shard.incarnation}, was taken for dead or has been replaced"
             )
         self.turn()
         return Result(range_)
-
-    def _on_dismiss(self, call: IncomingCall) -> None:
-        self._routing.dismiss(call.body, self._clock())
 
     def _on_table(self, call: IncomingCall) -> Result:
         table: RoutingTable = self._routing.table
@@ -194,7 +214,10 @@ class Router:
         return Result(None, [np.ascontiguousarray(indices).tobytes()])
 
     def _on_beat(self, call: IncomingCall) -> Result:
-        self._heard(call.body)
+        beat: JobBeat = call.body
+        self._heard(beat.job)
+        if beat.figures is not None:
+            self._figures[beat.job.name] = beat.figures
         return Result(self._routing.generation)
 
     def _on_leave(self, call: IncomingCall) -> None:
@@ -213,6 +236,7 @@ class Router:
         self._lengths.pop(job, None)
         self._epochs.pop(job, None)
         self._streams.pop(job, None)
+        self._figures.pop(job, None)
         if job in self._group.jobs:
             self._group.leave(job)
 
@@ -225,7 +249,14 @@ def _indices(frames: list[memoryview]) -> IndexArray:
 
 def run(post: ServicePost) -> None:
     """Be a router: the role of a node's process."""
+    decoder = msgspec.msgpack.Decoder(RouterSettings)
     spec = msgspec.msgpack.decode(post.arguments, type=FlowSpec)
     server = RpcServer(post.listen())
-    router = Router(server, spec, token=post.place.token, clock=AwakeClock())
-    serve(post, server, router.status, router.turn)
+    router = Router(server, spec, decoder.decode(post.settings), token=post.place.token, clock=AwakeClock())
+    serve(
+        post,
+        server,
+        router.status,
+        router.turn,
+        settle=lambda settings: router.settle(decoder.decode(settings)),
+    )

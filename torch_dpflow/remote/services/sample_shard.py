@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from torch_dpflow.caches import make_policy
@@ -35,6 +36,17 @@ from torch_dpflow.remote.transport import Frame, Listener
 MAX_WANTS = 1 << 16
 #: Most frames and bytes of one answer; what is beyond is asked for again.
 MAX_FRAMES, MAX_ANSWER_BYTES = 2048, 256 << 20
+#: How long a shard that owns nothing any more waits for its jobs to go, seconds.
+LINGER_S = 20.0
+
+
+class ShardSettings(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What of a shard may change while it runs."""
+
+    #: How many workers it has.
+    workers: int
+    #: Room of its pool, bytes.
+    memory_bytes: int
 
 
 class SampleShard:
@@ -43,6 +55,7 @@ class SampleShard:
     Args:
         listener: where jobs and workers connect; owned from now on.
         spec: the flow.
+        settings: its part of the flow's workers and memory.
         assignment: what its workers load, packed; it is not looked into.
         token: of the node that starts its workers.
     """
@@ -51,6 +64,7 @@ class SampleShard:
         self,
         listener: Listener,
         spec: FlowSpec,
+        settings: ShardSettings,
         assignment: bytes,
         *,
         token: str,
@@ -58,11 +72,10 @@ class SampleShard:
     ) -> None:
         self._spec = spec
         self._clock = clock
-        workers = -(-spec.workers // spec.shards)
-        self._workers = ShardWorkers(listener, assignment, workers, self._on_loaded)
+        self._workers = ShardWorkers(listener, assignment, settings.workers, self._on_loaded)
         self._pool = Pool(
-            capacity_bytes=max(1, spec.memory_bytes // spec.shards),
-            concurrency=2 * WINDOW * workers,
+            capacity_bytes=settings.memory_bytes,
+            concurrency=_concurrency(settings),
             repeatable=spec.repeatable,
             policy=None if spec.policy == "none" else self._make_policy,
         )
@@ -71,9 +84,11 @@ class SampleShard:
         self._epochs: dict[str, int] = {}
         self._open: dict[str, set[int]] = {}
         self._range = RangeAssignment(0, 0, spec.size)
+        #: Since when it owns nothing any more, seconds.
+        self._retired_at: float | None = None
         self._requests = itertools.count(1)
         self._calls: dict[int, IncomingCall] = {}
-        self._served = 0
+        self._served = self._served_bytes = 0
         self.server = RpcServer(
             WorkerGate(listener, token, self._on_worker), options=ServerOptions(shared_bytes=1 << 29)
         )
@@ -87,25 +102,51 @@ class SampleShard:
         self._workers.look()
         for change in self._jobs.handle(Tick(self._clock())):
             if isinstance(change, Lost):
-                SERVICE.info(
-                    "flow %s: job %s is silent; what it wanted goes", self._spec.instance, change.peer
-                )
+                SERVICE.info("it is silent; what it wanted goes", extra={"job": change.peer})
                 self._forget(change.peer)
         self._workers.flush()
 
+    def settle(self, settings: ShardSettings) -> None:
+        """It has other workers or another room from now on. In the server's thread."""
+        self._workers.expected = settings.workers
+        self._pool.concurrency = _concurrency(settings)
+        self._obey(self._pool.resize(settings.memory_bytes))
+
     def assign(self, range_: RangeAssignment) -> None:
-        """The router says what this shard owns. In the server's thread."""
-        if range_.generation > self._range.generation:
-            self._range = range_
+        """The router says what this shard owns. In the server's thread.
+
+        What jobs want of keys that others own now they are answered without, at once: they ask the others.
+        """
+        if not range_.retired:
+            self._retired_at = None
+        elif self._retired_at is None:
+            SERVICE.info("it is to own nothing any more")
+            self._retired_at = self._clock()
+        if range_.generation <= self._range.generation:
+            return
+        self._range = range_
+        self._epochs.clear()  # what is known of the jobs' futures is to be told anew
+        for job, opened in self._open.items():
+            foreign = self._pool.tickets_outside(job, range_.first, range_.end)
+            opened.difference_update(foreign)
+            self._obey(self._pool.release(job, foreign))
 
     def status(self) -> dict[str, Any]:
-        """Figures for people."""
+        """Figures for the coordinator and for people."""
         return {
             **self._workers.figures(),
             **asdict(self._pool.statistics()),
             "served": self._served,
+            "served_bytes": self._served_bytes,
             "generation": self._range.generation,
+            "keys": self._range.end - self._range.first if self._range.generation else 0,
+            "drained": self._is_drained(),
         }
+
+    def _is_drained(self) -> bool:
+        """Whether it owns nothing and no job counts on it."""
+        since = self._retired_at
+        return since is not None and (not self._jobs.members or self._clock() - since > LINGER_S)
 
     # -- jobs ------------------------------------------------------------------------------------------------
 
@@ -222,8 +263,14 @@ class SampleShard:
                 break
             answer.samples.append(settled.under(ticket))
             frames += settled.frames
+            self._served_bytes += settled.nbytes
         self._served += len(answer.samples)
         call.answer(answer, frames)
 
     def _make_policy(self, budget: int) -> Any:
         return make_policy(self._spec.policy, max_bytes=budget, keys=self._spec.size)
+
+
+def _concurrency(settings: ShardSettings) -> int:
+    """How many loads may be under way: what the workers hold, and as many that wait for them."""
+    return 2 * WINDOW * max(1, settings.workers)

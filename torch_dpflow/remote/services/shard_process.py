@@ -14,7 +14,7 @@ from torch_dpflow.remote.refusals import StaleShardError
 from torch_dpflow.remote.services.awake_clock import AwakeClock
 from torch_dpflow.remote.services.locate import locate
 from torch_dpflow.remote.services.post import SERVICE, ServicePost, serve
-from torch_dpflow.remote.services.sample_shard import SampleShard
+from torch_dpflow.remote.services.sample_shard import SampleShard, ShardSettings
 
 #: How often a shard tells its router that it serves, seconds.
 ENLIST_S = 1.0
@@ -52,7 +52,7 @@ class Enlistment:
                     # The router heard nothing for a lease: this process was frozen, and its keys are others'.
                     self._incarnation = time.time_ns()
                     continue
-                SERVICE.warning("shard %s: its router does not answer (%s)", self._post.id, error)
+                SERVICE.warning("its router does not answer (%s)", error)
             time.sleep(ENLIST_S)
 
     def _keep(self, address: str) -> None:
@@ -83,8 +83,22 @@ def fetch_content(post: ServicePost, digest: str) -> bytes:
 
 def run(post: ServicePost) -> None:
     """Be a shard: the role of a node's process."""
+    decoder = msgspec.msgpack.Decoder(ShardSettings)
     arguments = msgspec.msgpack.decode(post.arguments, type=ShardArguments)
     assignment = fetch_content(post, arguments.spec.content)
-    shard = SampleShard(post.listen(), arguments.spec, assignment, token=post.place.token, clock=AwakeClock())
+    shard = SampleShard(
+        post.listen(),
+        arguments.spec,
+        decoder.decode(post.settings),
+        assignment,
+        token=post.place.token,
+        clock=AwakeClock(),
+    )
     Enlistment(post, shard, arguments.router)
-    serve(post, shard.server, shard.status, shard.turn)
+    serve(
+        post,
+        shard.server,
+        shard.status,
+        shard.turn,
+        settle=lambda settings: shard.settle(decoder.decode(settings)),
+    )

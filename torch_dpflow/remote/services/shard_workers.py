@@ -53,7 +53,9 @@ class ShardWorkers:
     ) -> None:
         self._scheduler = Scheduler(window=WINDOW, poison_limit=POISON_LIMIT, overtake_after_s=OVERTAKE_S)
         self._shard = Shard(listener, self._scheduler, self)
-        self._greeting = GREETING.pack(os.getpid(), workers) + assignment
+        #: How many there are to be; workers that come are told so.
+        self.expected = workers
+        self._assignment = assignment
         self._loaded = loaded
         self._workers: dict[int, _Worker] = {}
         self._arrived: list[tuple[int, Settled]] = []
@@ -91,7 +93,9 @@ class ShardWorkers:
             for number, worker in list(self._workers.items()):
                 if worker.descriptor in ended:
                     SERVICE.warning(
-                        "worker %d (pid %d) has ended; its samples go to others", number, worker.pid
+                        "it has ended (pid %d); its samples go to others",
+                        worker.pid,
+                        extra={"worker": number},
                     )
                     self._dismiss(number)
                     self._shard.lose(number)
@@ -102,6 +106,7 @@ class ShardWorkers:
         counters = self._scheduler.counters
         return {
             "workers": len(self._workers),
+            "decodes": counters.delivered + counters.duplicates,
             "steals": counters.steals,
             "overtaken": counters.speculated,
             "duplicates": counters.duplicates,
@@ -129,7 +134,7 @@ class ShardWorkers:
         return hello.probe is not None and reader.probe(hello.probe)
 
     def epoch_for(self, worker: int) -> bytes:
-        return self._greeting
+        return GREETING.pack(os.getpid(), self.expected) + self._assignment
 
     def open(self, worker: int, finished: Finished, frames: list[memoryview]) -> Settled:
         known = self._workers.get(worker)

@@ -1,0 +1,49 @@
+"""`dpflow up` as a person runs it, apart from the test's process, with what it says."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+from tests.new_process import interpreter
+from tests.shared_cluster import TestCluster
+
+#: Leaves the test's process before it becomes the command, so that its services are no children of it.
+PROGRAM = """
+import os, sys
+if os.fork():
+    os._exit(0)
+os.setsid()
+os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+os.execv(sys.executable, [sys.executable, "-m", "torch_dpflow.cli", "up", "--json", *sys.argv[2:]])
+"""
+
+
+class CommandedCluster(TestCluster):
+    """A cluster that `dpflow up` with these arguments has started."""
+
+    #: What the command has said of itself.
+    facts: dict[str, Any]
+
+    @classmethod
+    def up(cls, folder: Path, *arguments: str) -> CommandedCluster:
+        connection, log = folder / "connection", folder / "log"
+        command = [str(log), "--connection-file", str(connection), *arguments]
+        with interpreter(PROGRAM, *command, env={"TMPDIR": str(folder)}) as process:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, log.read_text()
+        facts = json.loads(line)
+        cluster = cls(str(connection), facts["pid"], log)
+        cluster.facts = facts
+        return cluster
+
+
+def free_port() -> int:
+    """A port of this host that nobody has."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port

@@ -1,0 +1,68 @@
+"""What names a cluster, and what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_dpflow import DPFlowDataLoader
+from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.remote.cluster_address import ADDRESS_VARIABLE, find_cluster
+from torch_dpflow.remote.transport.curve import create_cluster, write_connection_file
+
+
+@pytest.fixture
+def connection(tmp_path: Path) -> Path:
+    path = tmp_path / "connection"
+    write_connection_file(path, create_cluster("ipc:///somewhere"))
+    return path
+
+
+def test_a_connection_file_is_found_by_its_path_and_by_the_environment(
+    connection: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ADDRESS_VARIABLE, str(connection))
+    for address in (connection, str(connection), "auto", None):
+        assert find_cluster(address).address == "ipc:///somewhere"
+
+
+@pytest.mark.parametrize("address", ["ipc:///a/socket", "tcp://127.0.0.1:5555", "tcp://[::1]:5555"])
+def test_a_service_on_this_host_takes_no_keys(address: str) -> None:
+    assert find_cluster(address).address == address
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("tcp://192.0.2.1:5555", "reaches beyond this host"),
+        ("tcp://127.example.org:5555", "reaches beyond this host"),
+        ("tcp://127.0.0.1", "give the path of a connection file"),
+        ("tcp://127.0.0.1:0", "give the path of a connection file"),
+        ("tcp://127.0.0.1:70000", "give the path of a connection file"),
+        ("ipc://", "give the path of a connection file"),
+        ("ipc://" + "x" * 108, "at most 107 bytes"),
+        ("https://example.org:1", "give the path of a connection file"),
+        ("", "is the cluster up"),
+        ("/no/such/file", "is the cluster up"),
+        ("nul\0byte", "null byte"),
+    ],
+)
+def test_what_names_no_cluster_is_refused(address: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        find_cluster(address)
+
+
+@pytest.mark.parametrize("address", [3, b"auto", ["auto"], True])
+def test_an_address_is_text_or_a_path(address: Any) -> None:
+    with pytest.raises(OptionTypeError, match='give "auto" or the path'):
+        find_cluster(address)
+    with pytest.raises(OptionTypeError, match="address="):
+        iter(DPFlowDataLoader(range(4), flow="f", address=address))
+
+
+@pytest.mark.parametrize("flow", ["../..", "", "a b", "/etc", "x" * 101, "-x", 3])
+def test_a_flow_has_a_name_of_few_characters(flow: Any, connection: Path) -> None:
+    with pytest.raises((OptionError, OptionTypeError), match="flow="):
+        iter(DPFlowDataLoader(range(4), flow=flow, address=str(connection)))

@@ -1,0 +1,92 @@
+"""Which processes a flow takes, and what becomes of shards that are to go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_dpflow.remote.flow_spec import FlowSpec
+from torch_dpflow.remote.protocol import Launch, Part, ProcessView
+from torch_dpflow.remote.services.placement import launches_of
+from torch_dpflow.remote.services.router import RouterSettings
+from torch_dpflow.remote.services.sample_shard import ShardSettings
+
+
+def spec(**changes: Any) -> FlowSpec:
+    return FlowSpec(name="f", version=1, size=100, content="0" * 64, fingerprint={}, **changes)
+
+
+def shard(number: int, **status: Any) -> ProcessView:
+    return ProcessView(f"f@1/shard-{number:03}", "shard", 1, 9, "ipc://x", status)
+
+
+def workers(number: int, count: int) -> list[ProcessView]:
+    return [
+        ProcessView(f"f@1/shard-{number:03}/worker-{place}", "worker", 1, 9, "", {}) for place in range(count)
+    ]
+
+
+def ids(launches: list[Launch], role: str) -> list[str]:
+    return [launch.id.removeprefix("f@1/") for launch in launches if launch.role == role]
+
+
+def settings(launches: list[Launch]) -> dict[str, ShardSettings]:
+    return {
+        launch.id.removeprefix("f@1/"): msgspec.msgpack.decode(launch.settings, type=ShardSettings)
+        for launch in launches
+        if launch.role == "shard"
+    }
+
+
+def test_workers_and_memory_are_dealt_evenly() -> None:
+    launches = launches_of(spec(), Part(2, 5, 1000), [])
+    assert ids(launches, "worker") == [
+        "shard-000/worker-0",
+        "shard-000/worker-1",
+        "shard-001/worker-0",
+        "shard-001/worker-1",
+        "shard-001/worker-2",
+    ]
+    assert settings(launches) == {"shard-000": ShardSettings(2, 500), "shard-001": ShardSettings(3, 500)}
+    router = msgspec.msgpack.decode(launches[0].settings, type=RouterSettings)
+    assert router.shards == ["f@1/shard-000", "f@1/shard-001"]
+
+
+def test_scaling_changes_settings_and_no_arguments() -> None:
+    before = {one.id: one.arguments for one in launches_of(spec(), Part(1, 2, 1000), [])}
+    scaled = spec(shards=3, workers=9)
+    after = {one.id: one.arguments for one in launches_of(scaled, Part(3, 9, 1000), [])}
+    assert before.items() <= after.items()
+
+
+def test_a_shard_that_is_to_go_stays_with_its_workers_until_others_own_its_keys() -> None:
+    running = [shard(0, keys=50), shard(1, keys=50), *workers(0, 1), *workers(1, 1)]
+    launches = launches_of(spec(), Part(1, 2, 1000), running)
+    assert ids(launches, "worker") == ["shard-000/worker-0", "shard-001/worker-0"]
+    assert settings(launches) == {"shard-000": ShardSettings(1, 500), "shard-001": ShardSettings(0, 500)}
+    running[1] = shard(1, keys=0, drained=False)
+    launches = launches_of(spec(), Part(1, 2, 1000), running)
+    assert ids(launches, "shard") == ["shard-000", "shard-001"]
+    assert ids(launches, "worker") == ["shard-000/worker-0", "shard-000/worker-1"]
+    running[1] = shard(1, keys=0, drained=True)
+    launches = launches_of(spec(), Part(1, 2, 1000), running)
+    assert settings(launches) == {"shard-000": ShardSettings(2, 1000)}
+
+
+def test_shards_of_other_flows_and_versions_are_no_affair_of_this_one() -> None:
+    others = [ProcessView(f"{flow}/shard-004", "shard", 1, 9, "", {}) for flow in ("f@2", "g@1", "f@1/x@1")]
+    assert ids(launches_of(spec(), Part(1, 1, 1000), others), "shard") == ["shard-000"]
+
+
+@given(st.integers(1, 6), st.integers(0, 10), st.lists(st.integers(0, 4), max_size=6))
+def test_there_are_never_more_workers_than_the_flow_has(shards: int, more: int, running: list[int]) -> None:
+    views = [shard(number, keys=9) for number in range(len(running))]
+    views += [view for number, count in enumerate(running) for view in workers(number, count)]
+    launches = launches_of(spec(), Part(shards, shards + more, 10**6), views)
+    assert len(ids(launches, "worker")) == shards + more
+    assert len(set(ids(launches, "worker"))) == shards + more
+    staying = [name for name in ids(launches, "worker") if int(name[6:9]) < shards]
+    assert {name.rpartition("/")[0] for name in staying} == {f"shard-{place:03}" for place in range(shards)}

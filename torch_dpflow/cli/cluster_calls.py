@@ -1,0 +1,80 @@
+"""What the commands for a cluster have in common: finding it, asking it, and its options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import msgspec
+
+from torch_dpflow.errors import DeadlineError, RemoteCallError, UsageError
+from torch_dpflow.remote.cluster_address import find_cluster
+from torch_dpflow.remote.protocol import FlowView, ProcessView
+from torch_dpflow.remote.rpc import RpcClient
+
+#: How long a coordinator may take to answer, seconds.
+ANSWER_S = 10.0
+
+address_option = click.option(
+    "--address",
+    default="auto",
+    show_default=True,
+    help='The connection file of the cluster; "auto" takes DPFLOW_ADDRESS or the one that `dpflow up` left.',
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+
+
+def size_of(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """The bytes of "8GiB"."""
+    from torch_dpflow.caches.capacity import parse_capacity
+
+    try:
+        return None if text is None else parse_capacity(text).bytes
+    except UsageError:
+        raise click.BadParameter(
+            f"{text!r} is no size; give bytes with their unit, such as 8GiB or 500MB"
+        ) from None
+
+
+def seconds_of(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    """Seconds that a program may pause."""
+    if not 0 <= value <= 86400:
+        raise click.BadParameter(f"{value!r}: give seconds from 0 to 86400")
+    return value
+
+
+def connect(address: str) -> RpcClient:
+    """A client of the coordinator."""
+    return find_cluster(address).connect(timeout_s=ANSWER_S)
+
+
+def ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None) -> Any:
+    """The answer to one call. UsageError where it is refused, or the cluster does not answer."""
+    try:
+        return coordinator.call(method, body, reply_type=kind).body
+    except RemoteCallError as error:
+        raise UsageError(str(error.args[0])) from error
+    except DeadlineError as error:
+        raise UsageError(f"no cluster answers at {coordinator.address}; is it up?") from error
+
+
+def ask_views(coordinator: RpcClient) -> tuple[list[FlowView], list[ProcessView]]:
+    """The flows and the processes of a cluster."""
+    flows: list[FlowView] = ask(coordinator, "flows", list[FlowView])
+    processes: list[ProcessView] = ask(coordinator, "processes", list[ProcessView])
+    return flows, processes
+
+
+def to_json(value: Any) -> str:
+    """What the services said, as JSON with the fields' names."""
+    return msgspec.json.encode(_named(value)).decode()
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, msgspec.Struct):
+        return {name: _named(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, list):
+        return [_named(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _named(one) for name, one in value.items()}
+    return value

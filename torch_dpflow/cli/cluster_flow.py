@@ -1,0 +1,90 @@
+"""`dpflow flow`: list, show, scale and delete the flows of a cluster."""
+
+from __future__ import annotations
+
+import click
+
+from torch_dpflow.cli.cluster_calls import address_option, ask, ask_views, connect, json_option, to_json
+from torch_dpflow.cli.cluster_printing import print_flow, print_flows
+from torch_dpflow.errors import UsageError
+from torch_dpflow.remote.cluster_figures import figures_of
+from torch_dpflow.remote.protocol import FlowView, Scale
+
+
+@click.group()
+def flow() -> None:
+    """List, show, scale and delete flows."""
+
+
+@flow.command("list")
+@address_option
+@json_option
+def list_flows(address: str, as_json: bool) -> None:
+    """List the flows of a cluster."""
+    with connect(address) as coordinator:
+        flows: list[FlowView] = ask(coordinator, "flows", list[FlowView])
+    if as_json:
+        click.echo(to_json(flows))
+    else:
+        print_flows(flows)
+
+
+@flow.command()
+@click.argument("name")
+@address_option
+@json_option
+def show(name: str, address: str, as_json: bool) -> None:
+    """Show a flow: where it is in its life, what it has of the cluster, who reads it.
+
+    With --json, every version that is in force or still read.
+    """
+    with connect(address) as coordinator:
+        flows, processes = ask_views(coordinator)
+    found = [one for one in flows if one.spec.name == name]
+    if not found:
+        raise UsageError(
+            f"flow {name!r} is not registered; registered are {sorted({one.spec.name for one in flows})}"
+        )
+    if as_json:
+        click.echo(to_json(found))
+        return
+    for one in found:
+        print_flow(one, figures_of([one], processes))
+
+
+@flow.command()
+@click.argument("name")
+@click.option("--shards", type=click.IntRange(1, 256), required=True, help="How many shards it is to have.")
+@click.option(
+    "--workers",
+    type=click.IntRange(1, 4096),
+    help="How many workers all its shards are to have together; without it, those that it has.",
+)
+@address_option
+@json_option
+def scale(name: str, shards: int, workers: int | None, address: str, as_json: bool) -> None:
+    """Give a flow more or fewer shards and workers, while jobs read it or not.
+
+    Jobs read on: each key gets another owner once, and a shard that is to go ends when its jobs have gone over.
+    """
+    with connect(address) as coordinator:
+        scaled: FlowView = ask(coordinator, "scale", FlowView, Scale(name, shards, workers))
+    if as_json:
+        click.echo(to_json(scaled))
+    else:
+        spec = scaled.spec
+        click.echo(f"{spec.instance} is to have {spec.shards} shards and {spec.workers} workers")
+
+
+@flow.command()
+@click.argument("name")
+@address_option
+@json_option
+def delete(name: str, address: str, as_json: bool) -> None:
+    """Delete a flow that nobody reads."""
+    with connect(address) as coordinator:
+        ask(coordinator, "delete", None, name)
+    if as_json:
+        click.echo(to_json({"deleted": name}))
+    else:
+        click.echo(f"deleted {name}")
