@@ -8,13 +8,16 @@ What the workloads are, and what the figures mean, is told in benchmarks/README.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,8 @@ from benchmarks.storage_sides import BATCH, CLIENTS, SIDES, WORKERS, Place
 
 WORKLOADS = ("disk", "oss", "s3", "gets")
 LATENCIES_MS = (0.0, 10.0, 30.0)
+#: What the sides and the servers are made of.
+PACKAGES = ("oss2", "ossfs", "boto3", "s3fs", "moto", "webdataset", "litdata")
 
 EPOCH_METRICS = (
     Metric(name="samples_per_s", label="samples/s"),
@@ -70,7 +75,9 @@ def run_side(place: Place, side: str, *options: str) -> Any:
     """Run one side in a process of its own and return what it printed."""
     command = [sys.executable, "-m", "benchmarks.storage_run", place.kind, side, *options]
     command += [f"--endpoint={place.endpoint}", f"--samples={place.samples}"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    with tempfile.TemporaryDirectory(prefix="dpflow-bench-") as folder:
+        environment = {**os.environ, "TMPDIR": folder}  # what a side leaves there goes with it
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
     if done.returncode != 0:
         raise StorageRunError(f"{' '.join(command)} ended with {done.returncode}: see above")
     return json.loads(done.stdout.splitlines()[-1])
@@ -79,9 +86,7 @@ def run_side(place: Place, side: str, *options: str) -> Any:
 def sides_of(kind: str) -> list[str]:
     """The sides whose packages are installed."""
     return [
-        side
-        for side in SIDES[kind]
-        if side not in ("webdataset", "litdata") or importlib.util.find_spec(side) is not None
+        side for side in SIDES[kind] if side not in ("webdataset", "litdata") or find_spec(side) is not None
     ]
 
 
@@ -101,6 +106,7 @@ def compare(kind: str, latency_ms: float, rounds: int, *, quick: bool) -> Compar
                 "batch_size": BATCH,
                 "latency_ms": latency_ms,
                 "samples": place.samples,
+                "packages": {name: version(name) for name in PACKAGES if find_spec(name) is not None},
             },
         )
 

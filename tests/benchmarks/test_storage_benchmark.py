@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import http.client
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from benchmarks.storage import _chosen, served, sides_of
 from benchmarks.storage_corpus import object_name
-from benchmarks.storage_sides import CLIENTS, Place, PlainReads, open_oss2, open_ours
+from benchmarks.storage_sides import CLIENTS, Place, PlainReads, open_boto3, open_oss2, open_ours
 
 CONTENT = b"encoded JPEG" * 1000
 
@@ -28,6 +30,28 @@ def test_the_vendors_client_and_ours_read_the_same_from_the_server(bucket: Path)
         place = Place(kind="oss", endpoint=endpoint)
         for client in (open_oss2, open_ours):
             assert PlainReads(lambda client=client: client(place))[0] == CONTENT
+
+
+def test_the_s3_server_keeps_connections_open(bucket: Path) -> None:
+    with served("s3", bucket, 0.0) as endpoint:
+        place = Place(kind="s3", endpoint=endpoint)
+        for client in (open_boto3, open_ours):
+            assert PlainReads(lambda client=client: client(place))[0] == CONTENT
+        with closing(http.client.HTTPConnection(endpoint.removeprefix("http://"))) as connection:
+            for method, name, status, length in (
+                ("GET", object_name(0), 200, len(CONTENT)),
+                ("HEAD", object_name(0), 200, len(CONTENT)),
+                ("GET", object_name(1), 404, None),
+                ("GET", object_name(0), 200, len(CONTENT)),
+            ):
+                connection.request(method, f"/data/{name}")
+                answer = connection.getresponse()
+                assert (answer.status, answer.will_close) == (status, False)
+                assert length in (
+                    None,
+                    answer.length if method == "GET" else int(answer.headers["Content-Length"]),
+                )
+                answer.read()
 
 
 def test_the_disk_needs_no_server(bucket: Path) -> None:
