@@ -172,6 +172,12 @@ def test_a_store_of_a_newer_format_is_named(local_store: DatasetStore) -> None:
         DatasetStore(local_store.url)
 
 
+@pytest.mark.parametrize("url", ["", "s3://"])
+def test_an_address_of_nothing_is_refused(url: str) -> None:
+    with pytest.raises(OptionError, match=f"'{url}' names no directory; give a path"):
+        DatasetStore.create(url)
+
+
 def test_a_storage_that_cannot_be_opened_is_named() -> None:
     with pytest.raises(OptionError, match=r"nothing://x.*cannot be opened"):
         DatasetStore("nothing://x")

@@ -50,7 +50,7 @@ class Files:
         read_options: timeouts and retries of reading and listing.
 
     Raises:
-        OptionError: no such protocol, or the package that speaks it is not installed.
+        OptionError: no directory is named, or there is no such protocol, or the package that speaks it is missing.
         OptionTypeError: other `read_options`.
     """
 
@@ -72,6 +72,8 @@ class Files:
         self.url: str = self._fs.unstrip_protocol(self._root) if local else str(url).rstrip("/")
 
     def _connect(self, url: str) -> None:
+        if not url or url.endswith("://"):
+            raise OptionError(f"{url!r} names no directory; give a path, or a URL such as s3://bucket/datasets")
         try:
             self._fs, self._root = fsspec.url_to_fs(url, **self.options)
         except (ValueError, ImportError) as error:
