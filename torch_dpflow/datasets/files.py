@@ -73,7 +73,9 @@ class Files:
 
     def _connect(self, url: str) -> None:
         if not url or url.endswith("://"):
-            raise OptionError(f"{url!r} names no directory; give a path, or a URL such as s3://bucket/datasets")
+            raise OptionError(
+                f"{url!r} names no directory; give a path, or a URL such as s3://bucket/datasets"
+            )
         try:
             self._fs, self._root = fsspec.url_to_fs(url, **self.options)
         except (ValueError, ImportError) as error:
