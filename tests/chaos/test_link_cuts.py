@@ -38,53 +38,75 @@ def nursery(elsewhere: Namespace) -> Iterator[Nursery]:
     started.close()
 
 
-def begin(nursery: Nursery, cluster: TestCluster, folder: Path, number: int, **options: object) -> ChaosJob:
-    job = ChaosJob.start(
-        nursery, cluster, folder, flow="chaos/far", number=number, size=800, epochs=2, step_s=0.01, **options
-    )
-    wait(lambda: job.batches() >= 10, within_s=60, what="the first batches")
-    return job
+def begin(nursery: Nursery, cluster: TestCluster, folder: Path, *ordered: bool) -> list[ChaosJob]:
+    """A job for each, which reads until it is told that it is enough."""
+    jobs = [
+        ChaosJob.start(
+            nursery,
+            cluster,
+            folder,
+            flow="chaos/far",
+            number=number,
+            size=400,
+            epochs=2,
+            endless=True,
+            step_s=0.01,
+            ordered=own,
+        )
+        for number, own in enumerate(ordered)
+    ]
+    wait(lambda: all(job.batches() >= 10 for job in jobs), within_s=60, what="the first batches")
+    return jobs
 
 
-def cut_for(elsewhere: Namespace, job: ChaosJob, seconds: float) -> None:
-    """Cut the link; nothing but what was under way comes through before it is there again."""
+def finish(jobs: list[ChaosJob], folder: Path) -> None:
+    """Every epoch was whole."""
+    (folder / "enough").touch()
+    for job in jobs:
+        assert job.finish() >= 2
+
+
+def cut_for(elsewhere: Namespace, jobs: list[ChaosJob], seconds: float) -> None:
+    """Cut the link, bring it up again, and wait until all jobs go on."""
     elsewhere.cut()
     try:
         threading.Event().wait(seconds)
-        during = job.batches()
+        during = [job.batches() for job in jobs]
     finally:
         elsewhere.mend()
-    wait(lambda: job.batches() > during + 10, within_s=90, what="batches after the cut")
+    wait(
+        lambda: all(job.batches() > before + 10 for job, before in zip(jobs, during)),
+        within_s=90,
+        what="batches after the cut",
+    )
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-def test_a_job_goes_on_after_a_short_cut(
-    elsewhere: Namespace, nursery: Nursery, cluster: TestCluster, tmp_path: Path, ordered: bool
+def test_jobs_go_on_after_a_short_cut(
+    elsewhere: Namespace, nursery: Nursery, cluster: TestCluster, tmp_path: Path
 ) -> None:
-    job = begin(nursery, cluster, tmp_path, 0, ordered=ordered)
-    cut_for(elsewhere, job, 1.0)
-    assert job.finish() == 2
+    jobs = begin(nursery, cluster, tmp_path, False, True)
+    cut_for(elsewhere, jobs, 1.0)
+    finish(jobs, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [5.0, 20.0, 45.0])
-def test_a_job_goes_on_after_cuts_longer_than_every_lease(
+def test_jobs_go_on_after_cuts_longer_than_every_lease(
     elsewhere: Namespace, nursery: Nursery, cluster: TestCluster, tmp_path: Path, seconds: float
 ) -> None:
-    jobs = [begin(nursery, cluster, tmp_path, number, ordered=number == 1) for number in range(3)]
-    cut_for(elsewhere, jobs[0], seconds)
-    for job in jobs:
-        assert job.finish() == 2
+    jobs = begin(nursery, cluster, tmp_path, False, True, False)
+    cut_for(elsewhere, jobs, seconds)
+    finish(jobs, tmp_path)
 
 
 @pytest.mark.slow
 def test_a_link_that_comes_and_goes(
     elsewhere: Namespace, nursery: Nursery, cluster: TestCluster, tmp_path: Path
 ) -> None:
-    job = begin(nursery, cluster, tmp_path, 0)
+    jobs = begin(nursery, cluster, tmp_path, False, True)
     for _ in range(5):
-        cut_for(elsewhere, job, 0.5)
-    assert job.finish() == 2
+        cut_for(elsewhere, jobs, 0.5)
+    finish(jobs, tmp_path)
 
 
 @pytest.mark.slow
@@ -96,7 +118,6 @@ def test_packets_that_are_late_or_lost(
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         pytest.skip(f"tc cannot disturb a link here: {getattr(error, 'stderr', error)}")
     try:
-        job = begin(nursery, cluster, tmp_path, 0)
-        assert job.finish() == 2
+        finish(begin(nursery, cluster, tmp_path, False, True), tmp_path)
     finally:
         elsewhere.disturb("delay", "0ms")

@@ -125,17 +125,18 @@ def worst(verdicts: list[Verdict]) -> tuple[float, float]:
 
 
 def test_the_orders_that_jobs_get_are_uniform(join: Join, flow: str) -> None:
-    verdicts = judge(join, flow, overlapping(24), runs=60, size=24)
+    verdicts = judge(join, flow, overlapping(24), runs=40, size=24)
     p, ratio = worst(verdicts)
     print(told(verdicts))
-    assert p > 1e-4
+    assert p > 1e-5
     assert 0.6 < ratio < 1.6
 
 
 def test_the_test_can_fail_through_services_too(join: Join, flow: str) -> None:
     """The thesis's intersection tree hands out first what is shared."""
-    p, _ = worst(judge(join, flow, overlapping(24), runs=40, size=24, strategy="dynagcs"))
-    assert p < 1e-6
+    p, ratio = worst(judge(join, flow, overlapping(24), runs=40, size=24, strategy="dynagcs"))
+    print(f"p {p:.1e}, chi2/df {ratio:.2f}")
+    assert p < 1e-5
 
 
 @pytest.mark.slow
