@@ -13,18 +13,7 @@ from torch_dpflow.remote.flow_registry import FlowState
 from torch_dpflow.remote.protocol import FlowView, ProcessView
 
 #: Headings of what is shown of shards, and of all shards of a flow together.
-_FIGURES = (
-    "workers",
-    "hit rate",
-    "decodes",
-    "delivered",
-    "decodes/sample",
-    "queued",
-    "loading",
-    "cached",
-    "held",
-    "room",
-)
+_FIGURES = ("workers", "hits", "decodes", "served", "/sample", "queue", "cached", "bytes")
 
 
 def print_flows(flows: Sequence[FlowView]) -> None:
@@ -40,7 +29,7 @@ def print_flows(flows: Sequence[FlowView]) -> None:
             *_counts(flow.jobs, spec.size),
             f"{has[0]} of {spec.shards}",
             f"{has[1]} of {spec.workers}",
-            f"{_mib(has[2])} of {_mib(spec.memory_bytes)}",
+            f"{_bytes(has[2])} of {_bytes(spec.memory_bytes)}",
         )
     Console().print(table)
 
@@ -55,7 +44,10 @@ def print_processes(processes: Sequence[ProcessView]) -> None:
 
 
 def print_top(figures: ClusterFigures, earlier: ClusterFigures | None, *, clear: bool) -> None:
-    """Flows, shards and jobs; the stall share of jobs since `earlier`, where there was one."""
+    """Flows, shards and jobs; the stall share of jobs since `earlier`, where there was one.
+
+    `hits` is per sample asked for, `/sample` decodes per sample served, `queue` what waits or is being loaded.
+    """
     console = Console()
     if clear:
         console.clear()
@@ -78,7 +70,7 @@ def print_flow(flow: FlowView, figures: ClusterFigures) -> None:
     if flow.part is not None:
         part = flow.part
         console.print(
-            f"  has {part.shards} shards, {part.workers} workers, {_mib(part.memory_bytes)}; "
+            f"  has {part.shards} shards, {part.workers} workers, {_bytes(part.memory_bytes)}; "
             f"keeps by {flow.spec.policy}, draws by {flow.spec.strategy}"
         )
         _print_shards(console, figures)
@@ -117,7 +109,7 @@ def _print_jobs(console: Console, figures: ClusterFigures, earlier: ClusterFigur
         before = {(row.flow, row.job): row for row in earlier.jobs} if earlier is not None else {}
         for row in figures.jobs:
             stall = _recent_stall(row, before.get((row.flow, row.job)))
-            counts = [*_counts(row.batches, row.samples), _mib(row.bytes)]
+            counts = [*_counts(row.batches, row.samples), _bytes(row.bytes)]
             table.add_row(row.flow, escape(row.job), *counts, f"{stall:.0%}")
         console.print(table)
 
@@ -134,21 +126,27 @@ def _cells(figures: ShardFigures) -> Iterable[str]:
     yield f"{figures.hit_rate:.0%}"
     yield from _counts(figures.decodes, figures.served)
     yield f"{figures.decodes_per_sample:.2f}"
-    yield from _counts(figures.queued, figures.loading, figures.cached)
-    yield _mib(figures.held_bytes)
-    yield _mib(figures.room_bytes)
+    yield from _counts(figures.queued + figures.loading, figures.cached)
+    yield _bytes(figures.held_bytes)
 
 
 def _table(title: str, *headings: str) -> Table:
-    return Table(*headings, title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    return table
 
 
 def _counts(*counts: int) -> list[str]:
     return [f"{count:,}" for count in counts]
 
 
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"
+def _bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"
 
 
 def _age(seconds: float) -> str:

@@ -14,7 +14,7 @@ from torch_dpflow.errors import UsageError
 from torch_dpflow.remote.protocol import Beat, Desire, Launch, ProcessView, Standing
 from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
 from torch_dpflow.remote.services.awake_clock import AwakeClock
-from torch_dpflow.remote.services.post import SERVICE, ClusterPlace, ServicePost
+from torch_dpflow.remote.services.post import SERVICE, ClusterPlace, ServicePost, subjects_of
 from torch_dpflow.remote.services.roles import PRELOAD, ROLES, main
 from torch_dpflow.remote.supervision import Instruction, Kill, Spawn, Supervisor
 from torch_dpflow.remote.transport import listen
@@ -83,7 +83,7 @@ class Node:
                 del self._children[id]
                 code = child.exitcode
                 child.close()
-                SERVICE.info("%s, incarnation %d, has ended with code %s", id, incarnation, code)
+                SERVICE.info("%s has ended with code %s", id, code, extra=subjects_of(id))
                 self._obey(self._supervisor.ended(id, incarnation, now))
         self._obey(self._supervisor.tick(now))
 
@@ -93,7 +93,7 @@ class Node:
                 case Spawn():
                     self._spawn(instruction)
                 case Kill(id, incarnation):
-                    SERVICE.info("%s, incarnation %d, is ended", id, incarnation)
+                    SERVICE.info("%s is to end", id, extra=subjects_of(id))
                     running = self._children.get(id)
                     if running is not None and running[0] == incarnation:
                         running[1].kill()
@@ -113,6 +113,7 @@ class Node:
         child.start()
         assert child.pid is not None
         self._children[post.id] = (post.incarnation, child)
+        SERVICE.info("%s has been started (pid %d)", post.id, child.pid, extra=subjects_of(post.id))
         self._supervisor.started(post.id, post.incarnation, child.pid, self._clock())
 
     def _end_all(self) -> None:

@@ -21,7 +21,7 @@ from torch_dpflow.remote.rpc import ClientOptions, RpcClient, RpcServer
 from torch_dpflow.remote.transport import Listener, TransportOptions, listen
 from torch_dpflow.remote.transport.curve import read_connection_file
 
-__all__ = ["SERVICE", "ClusterPlace", "Heart", "ServicePost", "ask_in", "serve"]
+__all__ = ["SERVICE", "ClusterPlace", "Heart", "ServicePost", "ask_in", "serve", "subjects_of"]
 
 T = TypeVar("T")
 #: How often a process says that it lives, seconds.
@@ -103,11 +103,11 @@ class ServicePost:
         chosen = self.address or address or self.place.address_for(self.id)
         return listen(chosen, options=self.place.server_transport())
 
-    @property
-    def subjects(self) -> dict[str, str | None]:
-        """What its log lines are about, by field: see `torch_dpflow.log`."""
-        parts = _ID.fullmatch(self.id)
-        return {} if parts is None else parts.groupdict()
+
+def subjects_of(id: str) -> dict[str, str | None]:
+    """What log lines of or about the process of this id are about, by field: see `torch_dpflow.log`."""
+    parts = _ID.fullmatch(id)
+    return {} if parts is None else parts.groupdict()
 
 
 class Heart:
