@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import BatchSampler, RandomSampler, _DatasetKind
+from torch.utils.data import _DatasetKind
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torch_dpflow.errors import OptionError, StateError
@@ -15,12 +16,14 @@ from torch_dpflow.opening import LoaderView, begin, length_of, made_of
 from torch_dpflow.pinning import Pin
 from torch_dpflow.plan import generator_state
 from torch_dpflow.progress import OPENING_ALONE, Progress, Run
+from torch_dpflow.remote.job_options import JobOptions
 from torch_dpflow.rng import restore_generator
 from torch_dpflow.state import LoaderState
 
 if TYPE_CHECKING:
     from torch_dpflow.remote.client import SharedJob
     from torch_dpflow.remote.shared_iterator import SharedIterator
+    from torch_dpflow.shared_order import RoutedOrder
 
 _FLOW = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._/-]{0,99})(:v(?P<version>[1-9][0-9]{0,8}))?")
 
@@ -43,8 +46,9 @@ def flow_version(flow: str) -> tuple[str, int]:
 class SharedLoaderIterator(_BaseDataLoaderIter):
     """One epoch of a job that shares its flow with others.
 
-    With `shuffle=True` the flow's router decides the order, together with those of the other jobs: every order is
-    equally likely, and each sample comes once. With any other sampler its order is kept.
+    With `shuffle=True`, and with the samplers that `routed_order` names, the flow's router decides the order,
+    together with those of the other jobs: every order is equally likely, and each sample comes once. With any other
+    sampler its order is kept.
 
     Args:
         loader: a `DPFlowDataLoader` with a `flow`.
@@ -56,8 +60,9 @@ class SharedLoaderIterator(_BaseDataLoaderIter):
         self._position = 0
         epoch, pending, progress = self._run.epoch, self._run.pending, self._run.progress
         try:
+            order = _order_of(loader)
             self._batches = (
-                self._begin_traversal(loader) if _is_shuffled(loader) else self._begin_plan(loader)
+                self._begin_plan(loader) if order is None else self._begin_traversal(loader, order)
             )
         except StateError:
             self._run.epoch = epoch
@@ -68,13 +73,15 @@ class SharedLoaderIterator(_BaseDataLoaderIter):
         self._pin = Pin(self._pin_memory_device) if self._pin_memory else None
         self._run.meter.begin_epoch()
 
-    def _begin_traversal(self, loader: Any) -> SharedIterator:
+    def _begin_traversal(self, loader: Any, order: RoutedOrder) -> SharedIterator:
         state = self._run.take_pending()
         if state is not None and not state.fresh and state.shared is None:
             raise StateError(
                 "the state was taken with another sampler or without a flow; resume as it was taken, or begin the "
                 "epoch afresh"
             )
+        if state is not None and state.generator is not None and loader.generator is not None:
+            restore_generator(loader.generator, state.generator)
         if state is None or state.base_seed is None:
             super().__init__(loader)
         else:
@@ -82,13 +89,15 @@ class SharedLoaderIterator(_BaseDataLoaderIter):
             super().__init__(view)
             self._index_sampler = loader._index_sampler
             self._base_seed = state.base_seed
-            if state.generator is not None and loader.generator is not None:
-                restore_generator(loader.generator, state.generator)
-        job = job_of(loader, int(self._base_seed))
-        epoch, self._run.epoch = self._run.epoch, self._run.epoch + 1
-        traversal = Traversal(job, loader, epoch, int(self._base_seed))
-        batches = job.traverse(epoch, done=state.shared if state is not None else None)
-        self._run.progress = self._progress = traversal
+        return self._traverse(loader, order, _Resumed.of(state))
+
+    def _traverse(self, loader: Any, order: RoutedOrder, resumed: _Resumed) -> SharedIterator:
+        base_seed = int(self._base_seed)
+        job = job_of(loader, base_seed if order.seed is None else order.seed, order, resumed.seed)
+        iteration, self._run.epoch = self._run.epoch, self._run.epoch + 1
+        epoch = order.next_epoch(iteration, resumed.epoch, resumes=resumed.done is not None)
+        batches = job.traverse(epoch, done=resumed.done, draw_seed=base_seed)
+        self._run.progress = self._progress = Traversal(job, loader, iteration, epoch, base_seed)
         return batches
 
     def _begin_plan(self, loader: Any) -> SharedIterator:
@@ -105,7 +114,7 @@ class SharedLoaderIterator(_BaseDataLoaderIter):
                     return
                 yield index if self._auto_collation else [index]
 
-        return job.read(plan(), progress.epoch)
+        return job.read(plan(), progress.epoch, draw_seed=progress.base_seed)
 
     def _next_data(self) -> Any:
         with self._run.meter.waiting():
@@ -128,15 +137,41 @@ class SharedLoaderIterator(_BaseDataLoaderIter):
         self._position += 1
 
 
-class Traversal:
-    """The progress of an epoch whose order the router decides: the job knows what it has delivered."""
+@dataclass(frozen=True)
+class _Resumed:
+    """What a state says of an order that the router decides; nothing where there is none."""
 
-    def __init__(self, job: SharedJob, loader: Any, epoch: int, base_seed: int) -> None:
+    #: Decides the order.
+    seed: int | None = None
+    epoch: int | None = None
+    #: What the job had of the epoch; None: it begins.
+    done: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, state: LoaderState | None) -> _Resumed:
+        if state is None or state.shared is None:
+            return cls()
+        seed, epoch = state.shared.get("seed"), state.shared.get("epoch")
+        if not isinstance(seed, int) or not isinstance(epoch, int):
+            raise StateError(f"the job's state is damaged: seed {seed!r}, epoch {epoch!r}; give two numbers")
+        return cls(seed, epoch, None if state.fresh else state.shared)
+
+
+class Traversal:
+    """The progress of an epoch whose order the router decides: the job knows what it has delivered.
+
+    Args:
+        iteration: counts the loader's.
+        epoch: of the order.
+    """
+
+    def __init__(self, job: SharedJob, loader: Any, iteration: int, epoch: int, base_seed: int) -> None:
         self._job = job
         self._generator = loader.generator
         self._length = length_of(loader)
         self._made_of = made_of(loader)
         self._base_seed = base_seed
+        self._iteration = iteration
         self.epoch = epoch
         self.finished = False
 
@@ -145,44 +180,71 @@ class Traversal:
 
     def state(self) -> LoaderState:
         """From what the rest of the epoch, or the next one, can be had. Takes a bit for each sample of the flow."""
+        after = {"seed": self._job.seed, "epoch": self.epoch + 1}
         return LoaderState(
-            epoch=self.epoch + self.finished,
+            epoch=self._iteration + self.finished,
             fresh=self.finished,
-            base_seed=self._base_seed,
+            base_seed=None if self.finished else self._base_seed,
             generator=generator_state(self._generator),
             length=self._length,
             made_of=self._made_of,
-            shared=None if self.finished else self._job.state(),
+            shared=after if self.finished else self._job.state(),
         )
 
 
-def job_of(loader: Any, seed: int) -> SharedJob:
+def job_of(
+    loader: Any, seed: int, order: RoutedOrder | None = None, resumed_seed: int | None = None
+) -> SharedJob:
     """The loader's job, opened at its first iteration and closed with the loader.
+
+    Args:
+        seed: decides its order, where it is opened now.
+        order: how the router decides that; None where it does not.
+        resumed_seed: what decided it in the run that is gone on with; a job with another is opened anew.
 
     Raises:
         as `torch_dpflow.remote.client.open_job`.
     """
     run: Run = loader._run
+    if run.job is not None and resumed_seed not in (None, run.job.seed):
+        run.job.close()
+        run.job = None
     if run.job is None:
-        # Here, so that who shares nothing does not load the services' client.
-        from torch_dpflow.remote.client import open_job
-
-        name, version = flow_version(loader.flow)
-        run.job = open_job(
-            name,
-            loader.dataset,
-            address=loader.address,
-            version=version,
-            batch_size=loader.batch_size or 1,
-            drop_last=loader.drop_last,
-            collate_fn=_assembling(loader),
-            seed=seed,
-            workers=max(1, int(loader.num_workers)),
-            worker_init_fn=loader.worker_init_fn,
-            options=loader.job,
-        )
+        run.job = _open(loader, seed if resumed_seed is None else resumed_seed, order)
         weakref.finalize(run, run.job.close)
     return run.job
+
+
+def _order_of(loader: Any) -> RoutedOrder | None:
+    # Here, as below, so that who shares nothing loads neither samplers nor the services' client.
+    from torch_dpflow.shared_order import routed_order
+
+    return routed_order(loader)
+
+
+def _open(loader: Any, seed: int, order: RoutedOrder | None) -> SharedJob:
+    from torch_dpflow.remote.client import open_job
+    from torch_dpflow.shared_order import common_name
+
+    name, version = flow_version(loader.flow)
+    options, replica = loader.job or JobOptions(), None if order is None else order.replica
+    if replica is not None and options.name is None:
+        options = replace(options, name=common_name(loader.flow, patience_s=options.patience_s))
+    return open_job(
+        name,
+        loader.dataset,
+        address=loader.address,
+        version=version,
+        batch_size=loader.batch_size or 1,
+        drop_last=loader.drop_last,
+        collate_fn=_assembling(loader),
+        seed=seed,
+        indices=None if order is None else order.indices,
+        replica=replica,
+        workers=max(1, int(loader.num_workers)),
+        worker_init_fn=loader.worker_init_fn,
+        options=options,
+    )
 
 
 def _assembling(loader: Any) -> Callable[[list[Any]], Any]:
@@ -190,19 +252,6 @@ def _assembling(loader: Any) -> Callable[[list[Any]], Any]:
     if loader._auto_collation:
         return collate
     return lambda samples: collate(samples[0])
-
-
-def _is_shuffled(loader: Any) -> bool:
-    """Whether the sampler is the one that torch makes for `shuffle=True`, which the router can stand in for."""
-    batches, sampler = loader.batch_sampler, loader.sampler
-    return (
-        type(batches) is BatchSampler
-        and batches.sampler is sampler
-        and type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.data_source is loader.dataset
-        and sampler.num_samples == len(loader.dataset)
-    )
 
 
 def check_shareable(loader: Any) -> None:

@@ -86,7 +86,7 @@ class LoaderState:
     due: list[int] = field(default_factory=list)
     #: The worker after those.
     next_worker: int = 0
-    #: Where the order is the router's of a shared flow: what the job has read of it.
+    #: Where the order is the router's of a shared flow: what the job has read of it, or what its next one is.
     shared: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class LoaderState:
         for name in ("epoch", "position", "samples", "next_worker"):
             if getattr(self, name) < 0:
                 raise StateError(f"the state's {name} is {getattr(self, name)}; it must be an int >= 0")
-        if self.shared is not None and self.base_seed is None:
+        if self.shared is not None and self.base_seed is None and not self.fresh:
             raise StateError("the state is damaged: it is of a shared flow but lacks the job's seed")
         for name in ("epoch", "base_seed"):
             if not -(1 << 63) <= (getattr(self, name) or 0) < (1 << 63):

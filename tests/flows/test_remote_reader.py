@@ -122,6 +122,7 @@ def test_samples_of_each_kind_of_task_equal_those_of_the_local_reader(
 ) -> None:
     store = DatasetStore.create(str(tmp_path / "datasets"))
     flow = task(store, tmp_path)
+    flow.name += str(next(_names))
     ours = flow.prepare_read(remote(store, seed=7)).to_mapped()
     theirs = flow.prepare_read(LocalDataLoadFlowReader(store, seed=7)).to_mapped()
     assert len(ours) == len(theirs) == 6
@@ -139,7 +140,9 @@ def test_samples_of_each_kind_of_task_equal_those_of_the_local_reader(
 
 def test_ragged_samples_are_shuffled_and_padded_by_the_job(remote: Remote, tmp_path: Path) -> None:
     store = DatasetStore.create(str(tmp_path / "datasets"))
-    read = _transcribe(store, tmp_path).prepare_read(remote(store))
+    flow = _transcribe(store, tmp_path)
+    flow.name += str(next(_names))
+    read = flow.prepare_read(remote(store))
     for _ in range(2):
         ((frames, lengths, letters),) = read.to_shuffled(batch_size=6, collate_fn=pad)
         assert frames.shape == (6, int(lengths.max()), 33)

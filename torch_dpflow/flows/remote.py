@@ -17,16 +17,18 @@ from torch_dpflow.flows.read import DataLoadFlowRead
 from torch_dpflow.flows.readers import LocalDataLoadFlowReader
 from torch_dpflow.flows.remote_samples import (
     FailedSample,
-    FailureTolerantDataset,
     RemoteSamples,
+    Rest,
     SharedFlow,
     SubsetOrder,
+    stand_in,
 )
 from torch_dpflow.flows.stage import Stage
 from torch_dpflow.flows.staged import Failed, StagedDataset
 from torch_dpflow.log import FLOWS
 from torch_dpflow.remote.fingerprint import fingerprint
 from torch_dpflow.remote.job_options import JobOptions
+from torch_dpflow.remote.samples import Parts
 
 if TYPE_CHECKING:
     from torch_dpflow import DPFlowDataLoader
@@ -40,12 +42,14 @@ class RemoteDataLoadFlowReader:
     open the data: on other hosts a shared mount or an object store.
 
     What the stages up to the first with `cache="never"` give is taken to depend on the sample alone. It is kept in
-    the memory of the shards (`JobOptions.memory_bytes`, `policy`), unless the flow skips what cannot be loaded.
+    the memory of the shards (`JobOptions.memory_bytes`, `policy`), once for all that read the flow.
 
     - `to_mapped()` asks the cluster for those stages' output, and runs the rest where it is indexed. Samples equal
       those of a `LocalDataLoadFlowReader` with the same seed.
-    - `to_shuffled()` leaves all stages to the cluster. Samples of a flow with stages that draw are drawn for each
-      job and epoch, and nothing of them is kept beyond the jobs that read together.
+    - `to_shuffled()` leaves all stages to the cluster's workers, which run the rest on what is kept: for each job and
+      epoch, drawn by the loader's seed, the epoch and the sample alone.
+
+    Of a flow whose first stage is of `cache="never"` nothing is kept beyond the jobs that read together.
 
     Args:
         store: as for `LocalDataLoadFlowReader`.
@@ -92,24 +96,40 @@ class RemoteDataLoadFlowReader:
         """
         flow = flow.clone()
         samples = self._local.open(flow.source)
-        whole = self._shared(flow, flow.name, samples, flow.stages)
-        steady = flow.stages[: flow.cacheable]
-        kept = whole if steady == flow.stages else self._shared(flow, f"{flow.name}/prefix", samples, steady)
+        steady, rest = flow.stages[: flow.cacheable], flow.stages[flow.cacheable :]
+        if steady and self._job.repeatable is not False:
+            kept = whole = self._shared(flow, flow.name, samples, steady, rest)
+        else:
+            kept = self._shared(flow, f"{flow.name}/prefix", samples, steady)
+            whole = self._shared(flow, flow.name, samples, flow.stages)
         return RemoteDataLoadFlowRead(flow, kept=kept, whole=whole, seed=self._seed)
 
-    def _shared(self, flow: DataLoadFlow, name: str, samples: Any, stages: tuple[Stage, ...]) -> SharedFlow:
-        staged = StagedDataset(samples, stages, f"{flow.name}:{flow.version}")
+    def _shared(
+        self,
+        flow: DataLoadFlow,
+        name: str,
+        samples: Any,
+        first: tuple[Stage, ...],
+        rest: tuple[Stage, ...] = (),
+    ) -> SharedFlow:
+        """The flow of the cluster that has `first` as its first part and `rest` as its second, if there is one."""
+        title = f"{flow.name}:{flow.version}"
         skips = flow.on_error == "skip"
-        # A failure that was kept would be there for good, though the next attempt may well succeed.
-        repeatable = 0 < len(stages) <= flow.cacheable and not skips and self._job.repeatable is not False
-        content = self._job.fingerprint or fingerprint((samples, [vars(stage) for stage in stages]))
+        parts = Parts(
+            StagedDataset(samples, first, title),
+            Rest(rest, title) if rest else None,
+            stand_in if skips else None,
+        )
+        repeatable = 0 < len(first) <= flow.cacheable and self._job.repeatable is not False
+        described = [[vars(stage) for stage in stages] for stages in (first, rest)]
+        content = self._job.fingerprint or fingerprint((samples, described, skips))
         return SharedFlow(
             name=name,
             version=flow.version,
-            dataset=FailureTolerantDataset(staged) if skips else staged,
+            dataset=parts,
             address=self._address,
             workers=self._workers,
-            options=replace(self._job, repeatable=repeatable, fingerprint=content),
+            options=replace(self._job, repeatable=None if rest else repeatable, fingerprint=content),
         )
 
 
@@ -118,14 +138,13 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
 
     Args:
         flow: what was built.
-        kept: the flow of the cluster whose samples are what its deterministic stages give.
+        kept: the flow of the cluster whose first part is what its deterministic stages give.
         whole: the one whose samples are what all of its stages give.
         seed: of the reader.
     """
 
     def __init__(self, flow: DataLoadFlow, *, kept: SharedFlow, whole: SharedFlow, seed: int | None) -> None:
-        rest = () if kept is whole else flow.stages[flow.cacheable :]
-        name = f"{flow.name}:{flow.version}"
+        rest, name = flow.stages[flow.cacheable :], f"{flow.name}:{flow.version}"
         super().__init__(flow, StagedDataset(RemoteSamples(kept), rest, name, seed=seed))
         self._whole = whole
         self._seed = seed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -12,7 +12,8 @@ import numpy as np
 from torch.utils.data import Dataset, Sampler
 
 from torch_dpflow.datasets.storage.per_process import PerProcess
-from torch_dpflow.flows.staged import Failed
+from torch_dpflow.flows.stage import Stage
+from torch_dpflow.flows.staged import Failed, StagedDataset
 from torch_dpflow.remote.client import SharedJob, open_job
 from torch_dpflow.remote.job_options import JobOptions
 
@@ -25,20 +26,19 @@ class FailedSample(Failed):
     index: int
 
 
-class FailureTolerantDataset(Dataset[Any]):
-    """Gives a FailedSample where `samples` raises, so that the rest of a batch is not lost with it."""
+def stand_in(index: int, error: Exception) -> FailedSample:
+    """What the workers of a flow that skips samples give for one that fails, so that its batch is not lost with it."""
+    return FailedSample(error, index)
 
-    def __init__(self, samples: Any) -> None:
-        self._samples = samples
 
-    def __len__(self) -> int:
-        return len(self._samples)
+class Rest:
+    """The stages of a flow after those whose output is kept: makes samples of that."""
 
-    def __getitem__(self, index: int) -> Any:
-        try:
-            return self._samples[index]
-        except Exception as error:
-            return FailedSample(error, index)
+    def __init__(self, stages: Sequence[Stage], flow: str) -> None:
+        self._staged = StagedDataset((), stages, flow)
+
+    def __call__(self, sample: Any, index: int) -> Any:
+        return self._staged.through(index, sample)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class SharedFlow:
     options: JobOptions
 
     def open(self) -> SharedJob:
-        """Join as a job whose batches are lists. Raises as `torch_dpflow.remote.client.open_job`."""
+        """Join as a job that reads what may be kept, in lists. Raises as `torch_dpflow.remote.client.open_job`."""
         return open_job(
             self.name,
             self.dataset,
@@ -62,15 +62,17 @@ class SharedFlow:
             version=self.version,
             collate_fn=list,
             workers=self.workers,
+            first_part=True,
             # One name is one job; every process that asks is a job of its own.
             options=replace(self.options, name=None),
         )
 
 
 class RemoteSamples(Dataset[Any]):
-    """The samples of a shared flow by number. Each process joins the flow when it first asks, and leaves at its end.
+    """What a shared flow gives that may be kept, by number.
 
-    Thread-safe; threads of a process wait for each other. A forked child joins anew; a pickle carries no job.
+    Each process joins the flow when it first asks, and leaves at its end. Thread-safe; threads of a process wait for
+    each other. A forked child joins anew; a pickle carries no job.
     """
 
     def __init__(self, shared: SharedFlow) -> None:

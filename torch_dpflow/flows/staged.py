@@ -44,22 +44,23 @@ class StagedDataset(Dataset[Any]):
         return len(self._samples)
 
     def __getitem__(self, index: int) -> Any:
-        return self._through(index, self._samples[index])
+        return self.through(index, self._samples[index])
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         together = getattr(self._samples, "__getitems__", None)
         if together is None:
             return [self[index] for index in indices]
-        return [self._through(index, sample) for index, sample in zip(indices, together(indices))]
+        return [self.through(index, sample) for index, sample in zip(indices, together(indices))]
 
     def load_each(self, indices: list[int]) -> list[Any]:
         """Each sample, or a Failed in its place; no error of one touches another."""
         return [
-            sample if isinstance(sample, Failed) else _attempt(self._through, index, sample)
+            sample if isinstance(sample, Failed) else _attempt(self.through, index, sample)
             for index, sample in zip(indices, _each(self._samples, indices))
         ]
 
-    def _through(self, index: int, sample: Any) -> Any:
+    def through(self, index: int, sample: Any) -> Any:
+        """What the stages make of a sample of this number. Raises StageError."""
         if self._seed is None:
             return self._staged(index, sample)
         with preserved_rng():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import itertools
 import secrets
@@ -13,23 +12,20 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from torch_dpflow.errors import (
     DPFlowError,
     OptionError,
     RemoteCallError,
-    StateError,
     UsageError,
 )
 from torch_dpflow.log import LOADER
 from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.remote.assemble import assembler
 from torch_dpflow.remote.cluster_address import Cluster, find_cluster
-from torch_dpflow.remote.flow_registration import describe, length_of, register, unwrap
-from torch_dpflow.remote.job_options import JobOptions
-from torch_dpflow.remote.protocol import JobFigures
+from torch_dpflow.remote.delivered import Delivered
+from torch_dpflow.remote.flow_registration import describe, length_of, register, source_of
+from torch_dpflow.remote.job_options import JobOptions, Replica
+from torch_dpflow.remote.protocol import MAX_SAMPLES, JobFigures, JobRank
 from torch_dpflow.remote.refusals import StaleJobError
 from torch_dpflow.remote.router_link import JobDescription, RouterLink
 from torch_dpflow.remote.samples import SampleAssignment
@@ -37,7 +33,7 @@ from torch_dpflow.remote.shard_link import ShardLinks
 from torch_dpflow.remote.shared_iterator import Pipeline, SharedIterator
 from torch_dpflow.samplers.indices import Indices, check_indices
 
-__all__ = ["JobOptions", "SharedJob", "open_job"]
+__all__ = ["JobOptions", "Replica", "SharedJob", "open_job"]
 
 #: How often a job says that it lives, seconds.
 BEAT_S = 2.0
@@ -54,20 +50,26 @@ def open_job(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     seed: int = 0,
     indices: Indices | None = None,
+    replica: Replica | None = None,
     workers: int = 2,
     worker_init_fn: Callable[[int], Any] | None = None,
+    first_part: bool = False,
     options: JobOptions | None = None,
 ) -> SharedJob:
     """Join the jobs that read `flow`, whose services are started if they do not run.
 
     Args:
         flow: its name, 1 to 100 of the characters A-Z a-z 0-9 . _ / -.
-        dataset: map-style, with a length. It travels to the workers by cloudpickle, once for each version.
+        dataset: map-style, with a length. It travels to the workers by cloudpickle, once for each version. Where it is
+            an `ALSDCache`, or `Parts`, the flow keeps what may be kept.
         address: of the cluster; see `find_cluster`.
         version: of the flow; raise it with every change of the dataset.
         seed: with the epoch it decides the job's own order, and what is drawn by chance for it.
         indices: the samples that the job reads; None: all.
+        replica: which rank of a job of several ranks this is; all of them must give `options.name`, and the same
+            `seed` and `indices`. None: it is the whole job.
         workers: (flow) processes that load.
+        first_part: read what the deterministic part of a flow in two parts gives, instead of samples.
 
     Raises:
         OptionError, OptionTypeError: an argument is not allowed.
@@ -76,33 +78,41 @@ def open_job(
         DeadlineError: the cluster does not answer.
     """
     options = options or JobOptions()
+    if replica is not None and replica.num_replicas > 1 and options.name is None:
+        raise OptionError(
+            f"replica={replica!r} without a name: the ranks of a job find each other by its name, so give all of them "
+            "the same JobOptions(name=...), and no other job that one"
+        )
     cluster = find_cluster(address)
-    dataset, repeatable = unwrap(dataset, options)
-    size = length_of(dataset)
+    source = source_of(dataset, options)
+    size = length_of(source.parts.first)
     chosen = None if indices is None else check_indices(indices, size)
-    assignment = SampleAssignment(dataset=dataset, worker_init_fn=worker_init_fn)
+    assignment = SampleAssignment(parts=source.parts, worker_init_fn=worker_init_fn)
     packed = assignment.pack()
     spec = describe(
         flow,
         version,
+        source,
         assignment,
         packed,
         size=size,
-        repeatable=repeatable,
         workers=workers,
         options=options,
     )
     register(cluster, spec, packed, patience_s=options.patience_s)
+    name = options.name or secrets.token_hex(8)
     job = JobDescription(
         flow=flow,
         version=version,
-        name=options.name or secrets.token_hex(8),
+        name=name,
         seed=seed,
         batch_size=batch_size,
         indices=chosen,
-        traverses=True,
+        rank=None
+        if replica is None
+        else JobRank(name, replica.rank, replica.num_replicas, replica.drop_last),
     )
-    return SharedJob(cluster, job, size, drop_last, assembler(collate_fn), options)
+    return SharedJob(cluster, job, size, drop_last, assembler(collate_fn), options, first_part=first_part)
 
 
 class SharedJob:
@@ -119,55 +129,67 @@ class SharedJob:
         drop_last: bool,
         collate_fn: Callable[[list[Any]], Any],
         options: JobOptions,
+        *,
+        first_part: bool = False,
     ) -> None:
         self._job = job
+        self._first_part = first_part
         self._size = size
         self._drop_last = drop_last
         self._collate_fn = collate_fn
         self._options = options
         self._router = RouterLink(cluster, job, patience_s=options.patience_s)
-        self._stream = self._router.stream
         self._links = ShardLinks(cluster, self._router)
         self._tickets = itertools.count(1)
         self._meter = LoaderMeter()
         self._iterator: SharedIterator | None = None
-        self._epoch = 0
-        self._delivered = np.zeros(-(-size // 8), np.uint8)
+        self._delivered = self._nothing_of(0)
         self._closed = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="dpflow-beat", daemon=True)
         self._heart.start()
 
     @property
     def length(self) -> int:
-        """Samples of one epoch."""
+        """Samples of one epoch, of this rank's part of it where the job has several."""
         return self._router.length
 
-    def traverse(self, epoch: int, *, done: dict[str, Any] | None = None) -> SharedIterator:
+    @property
+    def seed(self) -> int:
+        """What decides the job's own order."""
+        return self._job.seed
+
+    def traverse(
+        self, epoch: int, *, done: dict[str, Any] | None = None, draw_seed: int | None = None
+    ) -> SharedIterator:
         """An epoch whose order the flow's router decides: each sample once, every order equally likely.
 
-        done: what `state` said; the samples that were delivered by then are not read again.
-        Raises StateError for a state of another flow or epoch.
-        """
-        drawn = self._restored(done, epoch)
-        self._begin(epoch, drawn)
-        if done is not None:
-            self._stream = done["stream"]
-        position = int(np.unpackbits(drawn).sum())
-        self._router.start_epoch(epoch, drawn.copy(), position)
-        return self._iterate(self._drawn_batches(self.length - position), epoch)
+        A rank of several waits for the others before its first batch, and again where it comes back with another
+        state than the others know of.
 
-    def read(self, plan: Iterable[Sequence[int]], epoch: int) -> SharedIterator:
-        """The batches of a plan of the caller's, in its order."""
-        self._begin(epoch, np.zeros_like(self._delivered))
-        return self._iterate(map(self._checked, plan), epoch)
+        done: what `state` said; the samples that were delivered by then are not read again.
+        draw_seed: with the epoch it decides what is drawn by chance; None: the job's seed.
+        Raises StateError for a state of another flow, epoch or rank.
+        """
+        delivered = self._nothing_of(epoch)
+        if done is not None:
+            delivered.resume(epoch, done)
+        self._begin(delivered)
+        position = delivered.position
+        self._router.start_epoch(epoch, delivered.marks.copy(), position)
+        closed = threading.Event()
+        batches = self._drawn_batches(self.length - position, closed)
+        return self._iterate(batches, epoch, draw_seed, closed)
+
+    def read(
+        self, plan: Iterable[Sequence[int]], epoch: int, *, draw_seed: int | None = None
+    ) -> SharedIterator:
+        """The batches of a plan of the caller's, in its order. `draw_seed` as for `traverse`."""
+        self._begin(self._nothing_of(epoch))
+        return self._iterate(map(self._checked, plan), epoch, draw_seed, threading.Event())
 
     def state(self) -> dict[str, Any]:
-        """Where the job is: which samples of the epoch have been delivered. O(size / 8).
-
-        With it goes the job's number in the flow, so that what is drawn by chance stays as it was.
-        """
-        marks = base64.b64encode(self._delivered.tobytes()).decode("ascii")
-        return {"epoch": self._epoch, "size": self._size, "stream": self._stream, "done": marks}
+        """Where the job is: which samples of the epoch have been delivered. O(size / 8)."""
+        return self._delivered.state()
 
     def close(self) -> None:
         """Leave the flow; threads end. May be called twice."""
@@ -189,26 +211,31 @@ class SharedJob:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _begin(self, epoch: int, delivered: npt.NDArray[np.uint8]) -> None:
-        if self._closed.is_set():
-            raise UsageError("the job has been closed; open another")
+    def _nothing_of(self, epoch: int) -> Delivered:
         if epoch < 0:
             raise OptionError(f"epoch={epoch}: must be at least 0")
+        return Delivered(self._size, self._job.seed, self._job.rank, epoch)
+
+    def _begin(self, delivered: Delivered) -> None:
+        if self._closed.is_set():
+            raise UsageError("the job has been closed; open another")
         if self._iterator is not None:
             self._iterator.close()
-        self._epoch, self._delivered = epoch, delivered
+        self._delivered = delivered
 
-    def _iterate(self, plan: Iterator[Sequence[int]], epoch: int) -> SharedIterator:
-        options = self._options
+    def _iterate(
+        self, plan: Iterator[Sequence[int]], epoch: int, draw_seed: int | None, closed: threading.Event
+    ) -> SharedIterator:
+        options, seed = self._options, self._job.seed if draw_seed is None else draw_seed
         self._iterator = SharedIterator(
             self._router,
             self._links,
             plan,
             epoch=epoch,
-            draw=_draw_of(self._job.seed, self._stream, epoch),
+            draw=None if self._first_part else _draw_of(seed, epoch),
             tickets=self._tickets,
             assemble=self._collate_fn,
-            delivered=self._mark,
+            delivered=self._delivered.add,
             meter=self._meter,
             pipeline=Pipeline(
                 ready=options.ready,
@@ -217,10 +244,11 @@ class SharedJob:
                 budget_bytes=options.budget_bytes,
                 patience_s=options.patience_s,
             ),
+            closed=closed,
         )
         return self._iterator
 
-    def _drawn_batches(self, left: int) -> Iterator[list[int]]:
+    def _drawn_batches(self, left: int, given_up: threading.Event) -> Iterator[list[int]]:
         """Batches as the router draws them, half of what is asked ahead at a time."""
         size = self._job.batch_size
         if self._drop_last:
@@ -229,7 +257,8 @@ class SharedJob:
         ahead = max(1, self._options.asked // 2) * size
         while left:
             while len(waiting) < min(size, left):
-                waiting += self._router.draw(min(ahead, left - len(waiting), 1 << 14)).tolist()
+                count = min(ahead, left - len(waiting), MAX_SAMPLES)
+                waiting += self._router.draw(count, given_up).tolist()
             batch, waiting = waiting[:size], waiting[size:]
             left -= len(batch)
             yield batch
@@ -239,33 +268,6 @@ class SharedJob:
             if not 0 <= key < self._size:
                 raise OptionError(f"the plan has sample {key}: the flow has samples 0 to {self._size - 1}")
         return [int(key) for key in keys]
-
-    def _mark(self, keys: list[int]) -> None:
-        marks = np.asarray(keys, np.int64)
-        np.bitwise_or.at(self._delivered, marks >> 3, (128 >> (marks & 7)).astype(np.uint8))
-
-    def _restored(self, done: dict[str, Any] | None, epoch: int) -> npt.NDArray[np.uint8]:
-        if done is None:
-            return np.zeros_like(self._delivered)
-        try:
-            if (done["epoch"], done["size"]) != (epoch, self._size):
-                raise StateError(
-                    f"the state is of epoch {done['epoch']!r} of {done['size']!r} samples, to be begun is epoch "
-                    f"{epoch} of {self._size}; give the epoch's own state, or none"
-                )
-            marks = np.frombuffer(base64.b64decode(done["done"], validate=True), np.uint8)
-            if not (isinstance(done["stream"], int) and 0 <= done["stream"] < 1 << 63):
-                raise StateError(f"the job's state is damaged: its number is {done['stream']!r}")
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, StateError):
-                raise
-            raise StateError(f"the job's state is damaged: {error!r}") from error
-        if len(marks) != len(self._delivered):
-            raise StateError(
-                f"the job's state has {len(marks)} bytes of marks; {len(self._delivered)} are right"
-            )
-        restored: npt.NDArray[np.uint8] = marks.copy()
-        return restored
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_S):
@@ -294,8 +296,11 @@ class SharedJob:
             LOADER.warning("job %s has lost touch with its flow: %s", self._job.name, error)
 
 
-def _draw_of(seed: int, stream: int, epoch: int) -> int:
-    """What decides, with a sample's key, what is drawn by chance: another for each job and epoch."""
-    packed = struct.pack("<QQQ", seed & (1 << 64) - 1, stream, epoch)
+def _draw_of(seed: int, epoch: int) -> int:
+    """What decides, with a sample's key, what is drawn by chance: another for each seed and epoch.
+
+    Jobs with the same seed draw alike, as they would under torch's loader.
+    """
+    packed = struct.pack("<QQ", seed & (1 << 64) - 1, epoch)
     digest = hashlib.blake2b(packed, digest_size=8, person=b"dpflow-draw").digest()
     return int.from_bytes(digest, "little") >> 1

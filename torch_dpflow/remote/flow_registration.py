@@ -3,25 +3,49 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch_dpflow.caches import ALSDCache
+from torch_dpflow.caches.capacity import parse_capacity
 from torch_dpflow.errors import OptionError, OptionTypeError, RemoteCallError, UsageError
 from torch_dpflow.remote.cluster_address import Cluster
 from torch_dpflow.remote.fingerprint import fingerprint
 from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.job_options import JobOptions
-from torch_dpflow.remote.samples import SampleAssignment
+from torch_dpflow.remote.job_options import DEFAULT_MEMORY_BYTES, JobOptions
+from torch_dpflow.remote.samples import Parts, SampleAssignment, Transformed
 
+#: Room for what is on its way, beside what a cache around the dataset may hold, bytes.
+UNDER_WAY_BYTES = 256 << 20
 #: How often a flow is registered again because nobody knew of it any more when its content came.
 _ATTEMPTS = 5
 
 
-def unwrap(dataset: Any, options: JobOptions) -> tuple[Any, bool]:
-    """What workers are to load, and whether it is repeatable: a cache around the dataset is the flow's own."""
-    if isinstance(dataset, ALSDCache) and dataset.transform is None:
-        return dataset.dataset, options.repeatable is not False
-    return dataset, bool(options.repeatable)
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What a job's dataset is to the workers of its flow, and what of that may be kept."""
+
+    parts: Parts
+    #: Whether loading a sample twice gives the same.
+    repeatable: bool
+    #: Whether what the first part gives may be kept, and the rest is drawn for each job.
+    staged: bool
+    #: The cache that the dataset was wrapped in, which is the flow's own now.
+    cache: ALSDCache | None
+
+
+def source_of(dataset: Any, options: JobOptions) -> Source:
+    """How a dataset is loaded by a flow: whole, or in two parts where it says which of them may be kept."""
+    cache = dataset if isinstance(dataset, ALSDCache) else None
+    if cache is not None:
+        dataset = Parts(cache.dataset, None if cache.transform is None else Transformed(cache.transform))
+    elif not isinstance(dataset, Parts):
+        return Source(parts=Parts(dataset), repeatable=bool(options.repeatable), staged=False, cache=None)
+    if dataset.rest is not None and options.repeatable is not None:
+        # All of it is repeatable, or nothing is: there is one part.
+        dataset = Parts(replace(dataset, stand_in=None), stand_in=dataset.stand_in)
+    repeatable = dataset.rest is None and (cache is not None if options.repeatable is None else options.repeatable)
+    return Source(parts=dataset, repeatable=repeatable, staged=dataset.rest is not None, cache=cache)
 
 
 def length_of(dataset: Any) -> int:
@@ -40,16 +64,16 @@ def length_of(dataset: Any) -> int:
 def describe(
     flow: str,
     version: int,
+    source: Source,
     assignment: SampleAssignment,
     packed: bytes,
     *,
     size: int,
-    repeatable: bool,
     workers: int,
     options: JobOptions,
 ) -> FlowSpec:
     """The description under which a job registers its flow. Raises OptionError where it is not possible."""
-    kind = type(assignment.dataset)
+    kind = type(source.parts.first)
     spec = FlowSpec(
         name=flow,
         version=version,
@@ -58,19 +82,34 @@ def describe(
         fingerprint={
             "dataset": f"{kind.__module__}.{kind.__qualname__} of {size} samples",
             "its content": options.fingerprint or fingerprint(assignment),
-            "repeatable": str(repeatable),
+            "repeatable": "its first part" if source.staged else str(source.repeatable),
         },
-        repeatable=repeatable,
+        repeatable=source.repeatable,
+        staged=source.staged,
         shards=options.shards,
         workers=workers,
-        memory_bytes=options.memory_bytes,
-        policy=options.policy,
+        memory_bytes=_memory_of(source, options),
+        policy=options.policy or ("alsd" if source.cache is None else source.cache.policy),
         strategy=options.strategy,
-        cache_samples=options.cache_samples,
+        cache_samples=options.cache_samples or _samples_of(source, size),
         idle_s=options.idle_s,
     )
     spec.check()
     return spec
+
+
+def _memory_of(source: Source, options: JobOptions) -> int:
+    """Room of the pools: what was asked for, or what the cache around the dataset may hold and what is on its way."""
+    if options.memory_bytes is not None:
+        return options.memory_bytes
+    held = None if source.cache is None else parse_capacity(source.cache.capacity).bytes
+    return DEFAULT_MEMORY_BYTES if held is None else held + UNDER_WAY_BYTES
+
+
+def _samples_of(source: Source, size: int) -> int:
+    """How many samples the cache around the dataset may hold, where it says so; else 0."""
+    held = None if source.cache is None else parse_capacity(source.cache.capacity).items
+    return min(held or 0, size)
 
 
 def register(cluster: Cluster, spec: FlowSpec, packed: bytes, *, patience_s: float) -> None:

@@ -54,6 +54,8 @@ class FlowSpec(
     seed: Count = 0
     #: How long services outlive the last job, seconds.
     idle_s: Seconds = 600.0
+    #: Whether loading has two parts: a deterministic one that is kept, and a rest drawn by chance for each job.
+    staged: bool = False
 
     @property
     def instance(self) -> str:

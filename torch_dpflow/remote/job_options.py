@@ -7,9 +7,42 @@ from typing import Any
 
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.options import check_whole_number
+from torch_dpflow.remote.protocol import MAX_RANKS
 
+#: Room for samples where nothing says how much, bytes.
+DEFAULT_MEMORY_BYTES = 1 << 30
 #: Longest time that an option may name.
 MAX_SECONDS = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """Which rank of a job with several ranks a process is: each reads its part of one order.
+
+    Args:
+        rank: from 0 on.
+        num_replicas: how many ranks there are.
+        drop_last: leave out samples that do not divide evenly, instead of reading some twice.
+
+    Raises:
+        OptionError: a value is out of range.
+        OptionTypeError: a value is of the wrong type.
+    """
+
+    rank: int
+    num_replicas: int
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        check_whole_number("num_replicas", self.num_replicas, minimum=1)
+        check_whole_number("rank", self.rank, minimum=0)
+        if not self.rank < self.num_replicas <= MAX_RANKS:
+            raise OptionError(
+                f"rank={self.rank} of num_replicas={self.num_replicas}: ranks from 0 to num_replicas - 1 are allowed, "
+                f"and up to {MAX_RANKS} of them"
+            )
+        if not isinstance(self.drop_last, bool):
+            raise OptionTypeError(f"drop_last={self.drop_last!r}: give True or False")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,15 +50,18 @@ class JobOptions:
     """What a job asks for beside its data. Those marked (flow) count for the job that starts the flow.
 
     Args:
-        name: by which it is known; drawn where it is None. Two jobs that live must not have the same.
+        name: by which it is known; drawn where it is None. Two jobs that live must not have the same; the name of
+            one that died is free after 15 s. All ranks of one job have the same.
         shards: (flow) shard processes.
-        memory_bytes: (flow) room for samples of all shards together, bytes.
-        policy: (flow) cache policy, or "none".
+        memory_bytes: (flow) room for samples of all shards together, bytes. None: where the dataset is an `ALSDCache`
+            for so many bytes, those and 256 MiB for what is on its way; else 1 GiB.
+        policy: (flow) cache policy, or "none". None: that of the `ALSDCache`, else "alsd".
         strategy: (flow) how the jobs' orders are brought together: "shared-log" (DynaGCS), "joader", "coordl"
             and what else `torch_dpflow.samplers.STRATEGIES` has.
         cache_samples: (flow) how many samples the caches hold, as the strategy is to take it; 0: a tenth.
-        repeatable: (flow) loading a sample twice gives the same. None: where the dataset is an `ALSDCache`
-            without a transform.
+        repeatable: (flow) loading a sample twice gives the same, so that it may be kept. None: so it is where the
+            dataset is an `ALSDCache`; if that has a `transform`, what is below it is kept, and the transform is
+            run by a worker for each job and epoch.
         idle_s: (flow) how long its services outlive the last job, seconds.
         fingerprint: (flow) stands for the dataset's content where jobs that make the same one are told that
             theirs differ; see `torch_dpflow.remote.fingerprint`.
@@ -41,8 +77,8 @@ class JobOptions:
 
     name: str | None = None
     shards: int = 1
-    memory_bytes: int = 1 << 30
-    policy: str = "alsd"
+    memory_bytes: int | None = None
+    policy: str | None = None
     strategy: str = "shared-log"
     cache_samples: int = 0
     repeatable: bool | None = None
@@ -54,8 +90,10 @@ class JobOptions:
     patience_s: float = 120.0
 
     def __post_init__(self) -> None:
-        for name, minimum in (("shards", 1), ("memory_bytes", 1), ("cache_samples", 0), ("ready", 1)):
+        for name, minimum in (("shards", 1), ("cache_samples", 0), ("ready", 1)):
             check_whole_number(name, getattr(self, name), minimum=minimum)
+        if self.memory_bytes is not None:
+            check_whole_number("memory_bytes", self.memory_bytes, minimum=1)
         check_whole_number("asked", self.asked, minimum=self.ready + 1)
         check_whole_number("budget_bytes", self.budget_bytes, minimum=1)
         for name in ("idle_s", "patience_s"):
@@ -67,12 +105,12 @@ class JobOptions:
         _check_algorithms(self.policy, self.strategy)
 
 
-def _check_algorithms(policy: str, strategy: str) -> None:
+def _check_algorithms(policy: str | None, strategy: str) -> None:
     # Imported here: a loader of one job alone, which imports this class, has no use for samplers and caches.
     from torch_dpflow.caches.registry import POLICIES
     from torch_dpflow.samplers.registry import check_strategy
 
-    if policy not in (*POLICIES, "none") or policy == "opt":
+    if policy not in (*POLICIES, "none", None) or policy == "opt":
         raise OptionError(f"policy={policy!r} is not one of {[*sorted(set(POLICIES) - {'opt'}), 'none']}")
     check_strategy(strategy)
 

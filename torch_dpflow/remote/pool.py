@@ -54,11 +54,13 @@ class Pool:
         capacity_bytes: most bytes of samples that are held or on their way. One sample alone may be larger,
             and while samples come in larger than those before, so may be what is on its way.
         concurrency: most loads under way.
-        repeatable: whether loading a sample twice gives the same.
+        repeatable: whether loading a sample twice gives the same, with the same draw where it is `by_draw`.
+        by_draw: whether who asks for another draw of a sample is to be given another. Then nothing is kept beyond the
+            jobs' wants.
         policy: makes the cache's policy for a budget of bytes; None keeps nothing beyond the jobs' wants.
 
     Raises:
-        OptionError: a number is below 1.
+        OptionError: a number is below 1, or there is a policy for samples by draw.
     """
 
     def __init__(
@@ -67,13 +69,17 @@ class Pool:
         capacity_bytes: int,
         concurrency: int,
         repeatable: bool,
+        by_draw: bool = False,
         policy: Callable[[int], Policy] | None = None,
     ) -> None:
         for name, value in (("capacity_bytes", capacity_bytes), ("concurrency", concurrency)):
             if value < 1:
                 raise OptionError(f"{name}={value!r}: must be at least 1")
+        if by_draw and policy is not None:
+            raise OptionError("by_draw=True with a policy: one for each sample is kept; leave out one of the two")
         self._jobs: dict[str, PoolJob] = {}
-        self._shelf = Shelf(capacity_bytes, None if policy is None else policy(capacity_bytes), repeatable)
+        kept = None if policy is None else policy(capacity_bytes)
+        self._shelf = Shelf(capacity_bytes, kept, repeatable=repeatable, by_draw=by_draw)
         self._queue = LoadQueue()
         self._requests = RequestTable(self._queue)
         #: Told to be loaded, by number.
@@ -91,11 +97,15 @@ class Pool:
         """The jobs that read, in the order in which they joined."""
         return tuple(self._jobs)
 
-    def join(self, job: str) -> None:
-        """A job begins to read; one that is there already is left as it is."""
+    def join(self, job: str, *, counts: bool = True) -> None:
+        """A job begins to read; one that is there already is left as it is.
+
+        counts: whether its wants are reads to the cache's policy; where not, `note_read` tells what is read.
+        """
         if job not in self._jobs:
-            self._jobs[job] = PoolJob(job)
-            self._shelf.join(job)
+            self._jobs[job] = PoolJob(job, counts)
+            if counts:
+                self._shelf.join(job)
 
     def leave(self, job: str) -> list[Instruction]:
         """A job has ended or died: everything that it wants is released. An unknown one is ignored."""
@@ -112,7 +122,28 @@ class Pool:
         self._job(job)
         self._shelf.foresee(job, lookahead)
 
+    def note_read(self, job: str, key: int) -> None:
+        """Tell the cache that a job reads this sample, on whose behalf another job wants it."""
+        self._job(job)
+        self._shelf.read(key, job)
+
+    # -- room ------------------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Most bytes that are held or on their way."""
+        return self._shelf.capacity
+
+    @property
+    def used(self) -> int:
+        """Bytes that are held or on their way."""
+        return self._shelf.held + self._shelf.reserved
+
     # -- reading ---------------------------------------------------------------------------------------------
+
+    def is_wanted(self, job: str, ticket: Ticket) -> bool:
+        """Whether a job holds this ticket."""
+        return ticket in self._job(job).wants
 
     def want(self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int) -> list[Instruction]:
         """`job` will fetch these: (ticket, key), nearest first. A ticket that it holds already is ignored.
@@ -207,7 +238,9 @@ class Pool:
 
     def _want(self, reader: PoolJob, ticket: Ticket, key: int, draw: int) -> None:
         self._wants += 1
-        wanted = self._shelf.find(key, reader.name)
+        if reader.counts:
+            self._shelf.read(key, reader.name)
+        wanted = self._shelf.find(key, reader.name, draw)
         distance = reader.distance(ticket)
         if wanted is not None:
             self._shared += 1
@@ -243,7 +276,7 @@ class Pool:
         self._shelf.unwanted(wanted)
         return was_loading
 
-    # -- room ------------------------------------------------------------------------------------------------
+    # -- admission -------------------------------------------------------------------------------------------
 
     def _admit(self, out: list[Instruction]) -> list[Instruction]:
         """Begin loads while there is room, the nearest first; ends every call."""

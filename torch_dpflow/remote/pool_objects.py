@@ -21,6 +21,8 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     key: int
     #: Decides, with the key, what is drawn by chance.
     draw: int
+    #: What the first part of the work gave, where only the rest is to be done; None: all of it is.
+    input: Any = None
 
 
 class Cancel(msgspec.Struct, frozen=True, gc=False):
@@ -61,6 +63,8 @@ class PoolStatistics:
     #: Samples held in the cache, read or not.
     cached: int
     jobs: int
+    #: Samples drawn by chance from what is kept; see `pool_staged`.
+    drawn: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -103,6 +107,8 @@ class PoolJob:
     """One job that reads from a pool."""
 
     name: str
+    #: Whether the cache's policy is to hear of what it reads.
+    counts: bool = True
     #: What it wants and has not released, in the order in which it asked.
     wants: dict[Ticket, PoolObject] = field(default_factory=dict)
     #: Its open requests.

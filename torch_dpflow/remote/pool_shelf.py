@@ -22,10 +22,13 @@ class Shelf:
     An object is here while a ticket refers to it or the cache holds it.
     """
 
-    def __init__(self, capacity: int, policy: Policy | None, repeatable: bool) -> None:
+    def __init__(
+        self, capacity: int, policy: Policy | None, *, repeatable: bool, by_draw: bool = False
+    ) -> None:
         self.capacity = capacity
         self._policy = policy
         self._repeatable = repeatable
+        self._by_draw = by_draw
         self._numbers = itertools.count(1)
         #: By key, the oldest first; more than one where a draw has been served to some.
         self._by_key: dict[int, list[PoolObject]] = {}
@@ -79,11 +82,16 @@ class Shelf:
 
     # -- objects ---------------------------------------------------------------------------------------------
 
-    def find(self, key: int, job: str) -> PoolObject | None:
-        """What `job`, which reads `key` now, may be given; None where it has to be loaded."""
+    def read(self, key: int, job: str) -> None:
+        """Tell the policy that `job` reads `key` now."""
         if self._policy is not None:
             self._policy.access(key, job)
+
+    def find(self, key: int, job: str, draw: int) -> PoolObject | None:
+        """What `job`, which asks for this draw of `key`, may be given; None where it has to be loaded."""
         entries = self._by_key.get(key, ())
+        if self._by_draw:
+            return next((entry for entry in entries if entry.draw == draw), None)
         if self._repeatable:
             return entries[0] if entries else None
         return next((entry for entry in entries if job not in entry.claimed), None)

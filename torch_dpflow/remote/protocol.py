@@ -12,6 +12,8 @@ from torch_dpflow.remote.parcel import ParcelTable
 
 #: Most samples that one message names.
 MAX_SAMPLES = 1 << 14
+#: Most ranks of one job.
+MAX_RANKS = 1024
 #: Most processes of one node.
 MAX_PROCESSES = 8192
 #: Most states of a flow that are remembered.
@@ -178,7 +180,7 @@ class RoutingTable(Body):
 
 
 class JobId(Body):
-    """A job, and which of the processes that have read under its name."""
+    """A process that reads, a job or a rank of one, and which of those that have read under its name."""
 
     name: Name
     #: Higher for each process, and after each lapse of its lease.
@@ -204,44 +206,63 @@ class JobBeat(Body):
     figures: JobFigures | None = None
 
 
+class JobRank(Body):
+    """Which part of a job with several ranks (DDP) a process reads."""
+
+    #: The job's name, which all its ranks give.
+    job: Name
+    rank: Count
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+    #: Whether samples that do not divide evenly are left out; else some are read twice.
+    drop_last: bool = False
+
+
 class Join(Body):
-    """To a router: a job begins to read. Answered with `Joined`."""
+    """To a router: a process begins to read, as a job or as a rank of one. Answered with `Joined`."""
 
     job: JobId
-    #: Decides its private permutation.
+    #: Drawn by the process: tells it from another that would read under the same name.
+    holder: Count
+    #: Decides the job's private permutation.
     seed: Count
+    #: Samples of one batch of this process.
     batch_size: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
-    #: Chosen by the router where it is None; a job that comes back names its own.
-    stream: Count | None = None
+    #: None: it is the whole job.
+    rank: JobRank | None = None
     #: Whether the frame that follows holds the job's samples, int64; without it, it reads all.
     has_indices: bool = False
-    #: Whether the router draws its order.
-    traverses: bool = True
 
 
 class Joined(Body):
-    """From a router: the job reads."""
+    """From a router: it reads."""
 
-    #: Which of the flow's jobs it is, for what is drawn by chance.
-    stream: Count
-    #: Samples of its epoch.
+    #: Samples of its part of an epoch.
     length: Count
     table: RoutingTable
 
 
+class EpochPlace(Body):
+    """Where a process is in an epoch. A frame marks which samples it has been given, one bit each."""
+
+    epoch: Count
+    #: How many of its part it has been given.
+    position: Count
+
+
 class StartEpoch(Body):
-    """To a router: the job's epoch begins or goes on; a frame marks what it has of it, one bit a sample."""
+    """To a router: an epoch begins or goes on. A frame follows for each of `places`."""
 
     job: JobId
-    epoch: Count
+    #: Where it is, then where it was in the epoch before.
+    places: Annotated[list[EpochPlace], msgspec.Meta(min_length=1, max_length=2)]
 
 
 class Draw(Body):
-    """To a router: the next samples of the job's epoch. A frame of int64 answers, empty at the end."""
+    """To a router: samples of the process's part of an epoch. A frame of int64 answers, empty at the end."""
 
     job: JobId
     epoch: Count
-    #: How many samples of the epoch the job has drawn; the router says so where it has another number.
+    #: How many of its part it has been given; the same ones come again where it asks again.
     position: Count
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
 
@@ -259,8 +280,8 @@ class Ask(Body):
     #: Of the routing table by which the job has chosen this shard.
     routing: Count
     epoch: Count
-    #: Decides what is drawn by chance.
-    draw: Count
+    #: Decides what is drawn by chance. None: what the deterministic part of a flow in two parts gives is wanted.
+    draw: Count | None
     tickets: Keys
     keys: Keys
     #: Tickets whose samples the job has.

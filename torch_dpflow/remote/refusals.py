@@ -23,3 +23,11 @@ class OutOfStepError(UsageError):
 
 class OverloadedError(UsageError):
     """The job asks for more at once than a service keeps book of; it has to take what is there first."""
+
+
+class NameBusyError(UsageError):
+    """Another process has the job's name and may be dead; the job has to ask again."""
+
+
+class AwaitedRanksError(UsageError):
+    """Ranks of the job have not said yet what they have of its epoch; the others have to wait for them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -10,22 +11,24 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from torch_dpflow.errors import DeadlineError, OptionError, PeerLostError, RemoteCallError, UsageError
 from torch_dpflow.remote.cluster_address import Cluster
+from torch_dpflow.remote.delivered import Marks, mark
 from torch_dpflow.remote.protocol import (
     Access,
     Draw,
+    EpochPlace,
     JobBeat,
     JobFigures,
     JobId,
+    JobRank,
     Join,
     Joined,
     RoutingTable,
     StartEpoch,
 )
-from torch_dpflow.remote.refusals import OutOfStepError, StaleJobError
+from torch_dpflow.remote.refusals import AwaitedRanksError, NameBusyError, OutOfStepError, StaleJobError
 from torch_dpflow.remote.routing import RouteMap
 from torch_dpflow.remote.rpc import RpcClient
 from torch_dpflow.samplers.indices import IndexArray
@@ -37,6 +40,8 @@ CALL_S = 5.0
 JOIN_S = 20.0
 #: The pause between attempts, seconds.
 PAUSE_S = 0.1
+#: Refusals that time mends.
+_PASSING = (NameBusyError.__name__, AwaitedRanksError.__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +55,27 @@ class JobDescription:
     batch_size: int
     #: Its samples; None: all of the flow.
     indices: IndexArray | None
-    traverses: bool
+    #: Which part of the job this process reads; None: all of it.
+    rank: JobRank | None = None
+
+    @property
+    def reader(self) -> str:
+        """By what services know this process."""
+        return self.name if self.rank is None else f"{self.name}/{self.rank.rank}"
+
+
+@dataclass(slots=True)
+class _Epoch:
+    """What has been drawn of an epoch."""
+
+    number: int
+    #: Which samples, one bit each; and how many.
+    drawn: Marks
+    position: int
+
+    @property
+    def place(self) -> EpochPlace:
+        return EpochPlace(self.number, self.position)
 
 
 class RouterLink:
@@ -61,37 +86,32 @@ class RouterLink:
     Args:
         cluster: where the coordinator is.
         job: who joins.
-        patience_s: how long a call tries, seconds; then it raises DeadlineError or PeerLostError.
-        stream: that of a job which goes on, None for a new one.
+        patience_s: how long a call tries, seconds; then it raises what it met with last.
 
     Raises:
         UsageError: the router or the coordinator refuses the job, and says why.
     """
 
-    def __init__(
-        self, cluster: Cluster, job: JobDescription, *, patience_s: float, stream: int | None = None
-    ) -> None:
+    def __init__(self, cluster: Cluster, job: JobDescription, *, patience_s: float) -> None:
         self._cluster = cluster
         self._job = job
         self._patience_s = patience_s
-        self._stream = stream
+        self._holder = secrets.randbits(63)
         self._generation = 0
         self._lock = threading.RLock()
         self._coordinator = cluster.connect(timeout_s=patience_s)
         self._router: RpcClient | None = None
         #: Where it was last; empty before it was found.
         self._address = ""
-        self._epoch: int | None = None
-        #: Which samples of the epoch have been drawn, one bit each; and how many.
-        self._drawn: npt.NDArray[np.uint8] | None = None
-        self._position = 0
-        #: Whether the router has been told of the epoch, as far as is known.
-        self._started = False
+        #: The epoch that is drawn, the one before, and whether the router has been told where we are.
+        self._epoch: _Epoch | None = None
+        self._before: _Epoch | None = None
+        self._told = False
         #: Samples of an epoch, and the routing table.
         self.length = 0
         self.routes: RouteMap
         try:
-            self._attempt(self._join)
+            self._attempt(self._connected)
         except BaseException:
             self.close()
             raise
@@ -99,31 +119,27 @@ class RouterLink:
     @property
     def id(self) -> JobId:
         """By what services know the job now."""
-        return JobId(self._job.name, self._generation)
+        return JobId(self._job.reader, self._generation)
 
-    @property
-    def stream(self) -> int:
-        """Which of the flow's jobs it is, for what is drawn by chance."""
-        assert self._stream is not None
-        return self._stream
-
-    def start_epoch(self, epoch: int, drawn: npt.NDArray[np.uint8], position: int) -> None:
-        """Begin to draw an epoch, of which the marked samples, `position` of them, have been drawn."""
+    def start_epoch(self, epoch: int, drawn: Marks, position: int) -> None:
+        """Begin to draw an epoch, of which the marked samples, in `position` places, have been drawn."""
         with self._lock:
-            self._epoch, self._drawn, self._position = epoch, drawn, position
-            self._started = False
-            self._attempt(self._in_step)
+            self._before = self._epoch
+            self._epoch, self._told = _Epoch(epoch, drawn, position), False
+            self._attempt(self._in_epoch)
 
-    def draw(self, count: int) -> IndexArray:
-        """The next samples of the epoch, at most `count`; empty at its end."""
+    def draw(self, count: int, given_up: threading.Event) -> IndexArray:
+        """The next samples of the epoch, at most `count`; empty at its end. PeerLostError once it is given up."""
         with self._lock:
-            return self._attempt(lambda: self._draw(count))
+            return self._attempt(lambda: self._draw(count), given_up)
 
     def rejoin(self, stale: int) -> None:
         """Come back under a new generation, unless another thread has since `stale` was found out of date."""
         with self._lock:
             if self._generation == stale:
-                self._attempt(self._join)
+                self._generation = 0
+                # Other ranks may wait to hear where this one is, also where it has nothing left to draw.
+                self._attempt(self._connected if self._epoch is None else self._in_epoch)
 
     def refresh_routes(self) -> None:
         """Get the routing table that is in force."""
@@ -154,36 +170,39 @@ class RouterLink:
 
     # -- with the lock held ------------------------------------------------------------------------------
 
-    def _attempt(self, call: Callable[[], T]) -> T:
-        """Make a call that mends what it finds out of date, until it succeeds."""
+    def _attempt(self, call: Callable[[], T], given_up: threading.Event | None = None) -> T:
+        """Make a call until it succeeds; what it finds out of date, the next attempt mends first."""
         deadline = time.monotonic() + self._patience_s
-        while True:
+        while given_up is None or not given_up.is_set():
             try:
                 return call()
             except RemoteCallError as error:
-                self._note(error)
-                if time.monotonic() > deadline:
-                    raise UsageError(str(error)) from error
+                self._note(error, deadline)
             except (DeadlineError, PeerLostError):
                 if time.monotonic() > deadline:
                     raise
                 self._drop_router()
             time.sleep(PAUSE_S)
+        raise PeerLostError("the epoch was given up while its router was asked")
 
-    def _note(self, error: RemoteCallError) -> None:
-        """What the router knows otherwise is told it anew by the next attempt."""
+    def _note(self, error: RemoteCallError, deadline: float) -> None:
+        """Take down what a refusal finds out of date."""
         if error.kind == StaleJobError.__name__:
             self._generation = 0
-        elif error.kind != OutOfStepError.__name__:
+        elif error.kind == OutOfStepError.__name__:
+            self._told = False
+        elif error.kind not in _PASSING:
             raise UsageError(str(error)) from error
-        self._started = False
+        if time.monotonic() > deadline:
+            raise UsageError(f"{error} (waited {self._patience_s:g} s)") from error
 
     def _connected(self) -> RpcClient:
+        """The router, which the job has joined."""
         if self._router is None:
             self._address = self._locate()
             self._router = self._cluster.connect(self._address, timeout_s=CALL_S)
         if not self._generation:
-            self._join()
+            self._join(self._router)
         return self._router
 
     def _locate(self) -> str:
@@ -201,52 +220,57 @@ class RouterLink:
             return self._address
         return address
 
+    def _in_epoch(self) -> RpcClient:
+        """The router, which knows where the job is in its epoch."""
+        router = self._connected()
+        if not self._told:
+            self._start(router)
+        return router
+
     def _drop_router(self) -> None:
         """The router does not answer: it may be elsewhere by now."""
         router, self._router = self._router, None
         if router is not None:
             router.close()
 
-    def _in_step(self) -> RpcClient:
-        """The router, which knows of the epoch what is known here."""
-        router = self._connected()
-        if not self._started:
-            assert self._epoch is not None
-            assert self._drawn is not None
-            frames = [self._drawn.tobytes()] if self._position else []
-            router.call("start", StartEpoch(self.id, self._epoch), frames)
-            self._started = True
-        return router
-
-    def _join(self) -> None:
-        self._generation = time.time_ns()
-        self._started = False
-        router = self._connected()
-        indices = self._job.indices
+    def _join(self, router: RpcClient) -> None:
+        generation = time.time_ns()
+        indices, rank = self._job.indices, self._job.rank
         body = Join(
-            self.id,
+            JobId(self._job.reader, generation),
+            self._holder,
             self._job.seed,
             self._job.batch_size,
-            self._stream,
+            rank,
             indices is not None,
-            self._job.traverses,
         )
         frames = [] if indices is None else [np.ascontiguousarray(indices, np.int64).tobytes()]
         timeout_s = min(JOIN_S, self._patience_s)
         joined: Joined = router.call("join", body, frames, reply_type=Joined, timeout_s=timeout_s).body
-        self._stream, self.length = joined.stream, joined.length
+        self._generation, self._told = generation, False
+        self.length = joined.length
         self._take_routes(joined.table)
 
-    def _draw(self, count: int) -> IndexArray:
+    def _start(self, router: RpcClient) -> None:
         assert self._epoch is not None
-        assert self._drawn is not None
-        if self._position == self.length:
+        epochs = [self._epoch]
+        # What other ranks have left of the epoch before can be told only with what this one had of it.
+        if self._before is not None and self._job.rank is not None and self._before.number < self._epoch.number:
+            epochs.append(self._before)
+        body = StartEpoch(self.id, [epoch.place for epoch in epochs])
+        router.call("start", body, [epoch.drawn.tobytes() for epoch in epochs])
+        self._told = True
+
+    def _draw(self, count: int) -> IndexArray:
+        epoch = self._epoch
+        assert epoch is not None
+        if epoch.position == self.length:
             return np.empty(0, np.int64)
-        router = self._in_step()
-        answer = router.call("draw", Draw(self.id, self._epoch, self._position, count))
+        router = self._in_epoch()
+        answer = router.call("draw", Draw(self.id, epoch.number, epoch.position, count))
         drawn = np.frombuffer(answer.frames[0], np.int64)
-        np.bitwise_or.at(self._drawn, drawn >> 3, (128 >> (drawn & 7)).astype(np.uint8))
-        self._position += len(drawn)
+        mark(epoch.drawn, drawn)
+        epoch.position += len(drawn)
         return drawn
 
     def _refresh(self) -> None:

@@ -58,7 +58,7 @@ class SampleWorker:
         self._incarnation = incarnation
         self._arena: Arena | None = Arena(budget_bytes=SHARED_MEMORY_BYTES)
         self._source: SampleSource | None = None
-        self._tasks: deque[tuple[int, bytes]] = deque()
+        self._tasks: deque[tuple[int, memoryview]] = deque()
         self._stopped = False
 
     def work(self) -> None:
@@ -89,7 +89,7 @@ class SampleWorker:
                 if revoked:
                     gone = set(revoked)
                     self._tasks = deque(task for task in self._tasks if task[0] not in gone)
-                self._tasks.extend(zip(tasks, map(bytes, frames), strict=True))
+                self._tasks.extend(zip(tasks, frames, strict=True))
                 if held and not self._tasks:
                     # The shard cannot know that nothing of a window was begun when it was taken back.
                     self._connection.send([encode(Exchange([], None))])

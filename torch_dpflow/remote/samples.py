@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,21 +10,53 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import torch
-from torch.utils.data import _utils
+from torch.utils.data import Dataset, _utils
 
 from torch_dpflow.remote.fetching import failure
+from torch_dpflow.remote.parcel import decode
 from torch_dpflow.remote.protocol import FAILED, SAMPLE
+from torch_dpflow.remote.sample_task import unpack_task
 from torch_dpflow.rng import seed_batch
 
-#: A task: the sample's key, and what decides what is drawn by chance.
-TASK = struct.Struct("<QQ")
+
+@dataclass(frozen=True)
+class Parts(Dataset[Any]):
+    """A dataset in two parts, for flows that keep what the first gives and draw the rest for each job and epoch.
+
+    Indexed, it gives samples.
+    """
+
+    #: The deterministic part: map-style.
+    first: Any
+    #: What makes a sample of what `first` gives and its number; None: nothing is left to do.
+    rest: Callable[[Any, int], Any] | None = None
+    #: What stands in for a sample that fails, of its number and its error; it is never kept. None: the error is
+    #: raised where the sample is used.
+    stand_in: Callable[[int, Exception], Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def __getitem__(self, index: int) -> Any:
+        sample = self.first[index]
+        return sample if self.rest is None else self.rest(sample, index)
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """A `Parts.rest` that takes no notice of a sample's number."""
+
+    transform: Callable[[Any], Any]
+
+    def __call__(self, sample: Any, index: int) -> Any:
+        return self.transform(sample)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleAssignment:
     """What the workers of a flow load; the same for all of them, and in every job."""
 
-    dataset: Any
+    parts: Parts
     worker_init_fn: Callable[[int], Any] | None
 
     def pack(self) -> bytes:
@@ -47,26 +78,34 @@ class SampleSource:
     def __init__(self, packed: bytes, worker: int, workers: int) -> None:
         self._worker = worker
         self._broken: Any = None
-        self._dataset: Any = None
+        self._parts = Parts(None)
         try:
             assignment: SampleAssignment = cloudpickle.loads(packed)
             _become_worker(assignment, worker, workers)
             if assignment.worker_init_fn is not None:
                 assignment.worker_init_fn(worker)
-            self._dataset = assignment.dataset
+            self._parts = assignment.parts
         except Exception:
             self._broken = failure(worker)
 
-    def load(self, task: bytes) -> tuple[int, Any]:
-        """The kind of a task's outcome, and the sample or an ExceptionWrapper. Never raises an Exception."""
+    def load(self, payload: memoryview) -> tuple[int, Any]:
+        """The kind of a task's outcome, and the sample, what stands in for it, or an ExceptionWrapper.
+
+        Never raises an Exception.
+        """
         if self._broken is not None:
             return FAILED, self._broken
-        key, draw = TASK.unpack(task)
-        seed_batch(draw & (1 << 63) - 1, 0, key)
+        parts, task = self._parts, unpack_task(payload)
+        seed_batch(task.draw & (1 << 63) - 1, 0, task.key)
         try:
-            return SAMPLE, self._dataset[key]
-        except Exception:
-            return FAILED, failure(self._worker, dataset=self._dataset)
+            if task.input is None:
+                return SAMPLE, parts.first[task.key]
+            assert parts.rest is not None, "an input came to a flow that has no rest"
+            return SAMPLE, parts.rest(decode(*task.input), task.key)
+        except Exception as error:
+            if parts.stand_in is not None:
+                return FAILED, parts.stand_in(task.key, error)
+            return FAILED, failure(self._worker, dataset=parts.first)
 
 
 def _become_worker(assignment: SampleAssignment, worker: int, workers: int) -> None:
@@ -76,5 +115,5 @@ def _become_worker(assignment: SampleAssignment, worker: int, workers: int) -> N
     torch.manual_seed(worker)
     np.random.seed(worker)
     _utils.worker._worker_info = _utils.worker.WorkerInfo(
-        id=worker, num_workers=workers, seed=worker, dataset=assignment.dataset
+        id=worker, num_workers=workers, seed=worker, dataset=assignment.parts.first
     )

@@ -9,7 +9,7 @@ import msgspec
 from torch_dpflow.errors import MessageError
 from torch_dpflow.remote.arena import ArenaReader
 from torch_dpflow.remote.parcel import ParcelTable, Place
-from torch_dpflow.remote.protocol import ServedSample
+from torch_dpflow.remote.protocol import SAMPLE, ServedSample
 from torch_dpflow.remote.transport import Frame
 
 
@@ -21,6 +21,11 @@ class Settled:
     kind: int
     table: ParcelTable
     frames: list[Frame]
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether it is a sample, and not what failed or stands in for one."""
+        return self.kind == SAMPLE
 
     @property
     def nbytes(self) -> int:

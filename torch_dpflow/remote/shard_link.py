@@ -68,13 +68,13 @@ class ShardLinks:
         #: Tickets whose samples have come, to be given back, by shard.
         self._taken: defaultdict[str, list[int]] = defaultdict(list)
 
-    def want(self, wanted: Sequence[Wanted], *, epoch: int, draw: int) -> None:
+    def want(self, wanted: Sequence[Wanted], *, epoch: int, draw: int | None) -> None:
         """Say what will be needed, soonest first. Nothing is waited for: what is lost is made up by the fetch."""
         for address, part in self._by_shard(wanted):
             for start in range(0, len(part), MAX_SAMPLES):
                 self._begin("want", address, part[start : start + MAX_SAMPLES], epoch, draw)
 
-    def fetch(self, wanted: Sequence[Wanted], *, epoch: int, draw: int) -> list[Fetch]:
+    def fetch(self, wanted: Sequence[Wanted], *, epoch: int, draw: int | None) -> list[Fetch]:
         """Begin to fetch these from all their shards at once."""
         fetches: list[Fetch] = []
         for address, part in self._by_shard(wanted):
@@ -100,7 +100,7 @@ class ShardLinks:
             self._taken[fetch.address].append(sample.ticket)
         return outcome
 
-    def give_back(self, wanted: Sequence[Wanted], *, epoch: int, draw: int) -> None:
+    def give_back(self, wanted: Sequence[Wanted], *, epoch: int, draw: int | None) -> None:
         """These are not needed any more, and what has come is taken: say so now."""
         for address, part in self._by_shard(wanted):
             self._taken[address] += [one.ticket for one in part]
@@ -138,7 +138,9 @@ class ShardLinks:
             parts.setdefault(routes.addresses[place], []).append(one)
         return list(parts.items())
 
-    def _begin(self, method: str, address: str, wanted: list[Wanted], epoch: int, draw: int) -> PendingCall:
+    def _begin(
+        self, method: str, address: str, wanted: list[Wanted], epoch: int, draw: int | None
+    ) -> PendingCall:
         taken = self._taken[address]
         now, self._taken[address] = taken[:MAX_SAMPLES], taken[MAX_SAMPLES:]
         ask = Ask(

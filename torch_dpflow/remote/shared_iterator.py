@@ -83,9 +83,11 @@ class SharedIterator:
         links: to the shards.
         plan: the keys of each batch; read in the iterator's thread, ahead of need.
         assemble: makes a batch of its samples, in that thread.
+        draw: decides, with a sample's key, what is drawn by chance; None: the flow's first part alone is read.
         tickets: the job's, never used twice.
         delivered: called with the keys of each batch that is handed out.
         meter: counts what is handed out and how long it was waited for.
+        closed: set when nobody wants the rest.
     """
 
     def __init__(
@@ -95,12 +97,13 @@ class SharedIterator:
         plan: Iterator[Sequence[int]],
         *,
         epoch: int,
-        draw: int,
+        draw: int | None,
         tickets: Iterator[int],
         assemble: Callable[[list[Any]], Any],
         delivered: Callable[[list[int]], None],
         meter: LoaderMeter,
         pipeline: Pipeline,
+        closed: threading.Event,
     ) -> None:
         self._router = router
         self._links = links
@@ -114,7 +117,7 @@ class SharedIterator:
         meter.begin_epoch()
         self._pipeline = pipeline
         self._out: queue.Queue[_Ready | None] = queue.Queue(pipeline.ready)
-        self._closed = threading.Event()
+        self._closed = closed
         self._over = False
         #: Samples in the batch that was handed out last, or in whose place an error was.
         self.latest_samples = 0

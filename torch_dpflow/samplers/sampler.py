@@ -14,6 +14,7 @@ from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.indices import (
     MAX_SEED,
     CompactArray,
+    IndexArray,
     check_flag,
     check_number,
     check_whole,
@@ -113,6 +114,21 @@ class DynaGCSSampler(Sampler[int]):
     def epoch(self) -> int:
         """The epoch under way; before the first iteration, and after `set_epoch`, the next one."""
         return self._epoch
+
+    @property
+    def indices(self) -> IndexArray | None:
+        """The samples that it chooses from; None: all positions of a data set of `size`."""
+        return self._indices
+
+    @property
+    def size(self) -> int:
+        """Samples that all ranks choose from."""
+        return self._length
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether it has ranks, so that only `set_epoch` begins another epoch."""
+        return self._is_distributed
 
     @property
     def job(self) -> str | None:

@@ -6,9 +6,9 @@ Thesis 4.3.3, figures 4-8 to 4-10.
 from __future__ import annotations
 
 import hmac
-import itertools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,29 +16,32 @@ import numpy as np
 
 from torch_dpflow.errors import UsageError
 from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.membership import Heard, Leave, Lost, Membership, Stale, Tick
+from torch_dpflow.remote.joint_order import Held, JointOrder
 from torch_dpflow.remote.protocol import (
     Draw,
     Enlist,
     JobBeat,
     JobFigures,
     JobId,
+    JobRank,
     Join,
     Joined,
     RoutingTable,
     StartEpoch,
 )
-from torch_dpflow.remote.refusals import OutOfStepError, StaleJobError, StaleShardError
+from torch_dpflow.remote.refusals import StaleShardError
+from torch_dpflow.remote.roster import Roster
 from torch_dpflow.remote.routing import Routing
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
 from torch_dpflow.remote.services.awake_clock import AwakeClock
 from torch_dpflow.remote.services.post import SERVICE, ServicePost, serve
 from torch_dpflow.samplers import sampling_group
 from torch_dpflow.samplers.indices import IndexArray
+from torch_dpflow.samplers.ranks import RankShares
 
 #: How long a job, or a shard, may be silent before it is taken for dead, seconds.
 JOB_LEASE_S, SHARD_LEASE_S = 15.0, 5.0
-#: Most jobs of one flow.
+#: Most processes that read one flow.
 MAX_JOBS = 1024
 
 
@@ -47,6 +50,38 @@ class RouterSettings(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
     #: The shards that are to own keys.
     shards: list[str]
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """One process that reads: a job, or a rank of one."""
+
+    job: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the ranks of a job read together."""
+
+    order: JointOrder
+    shares: RankShares
+    seed: int
+    #: None: every sample of the flow.
+    indices: IndexArray | None
+
+    def check(self, join: Join, rank: JobRank, indices: IndexArray | None) -> None:
+        """Raise UsageError unless this rank describes the job as those before it."""
+        mine = (self.shares.replicas, self.shares.drop_last, self.seed)
+        theirs = (rank.replicas, rank.drop_last, join.seed)
+        for name, here, there in zip(("num_replicas", "drop_last", "seed"), mine, theirs):
+            if here != there:
+                raise UsageError(
+                    f"rank {rank.rank} of job {rank.job!r} joins with {name}={there!r}, other ranks have {here!r}; "
+                    "all must have the same, and another job another name"
+                )
+        if not np.array_equal(_as_set(self.indices), _as_set(indices)):
+            raise UsageError(f"rank {rank.rank} of job {rank.job!r} joins with other samples than its other ranks")
 
 
 class Router:
@@ -78,12 +113,11 @@ class Router:
             spec.strategy, spec.size, capacity=spec.cache_samples or None, seed=spec.seed
         )
         self._routing = Routing(size=spec.size, expected=settings.shards, lease_s=SHARD_LEASE_S)
-        self._jobs = Membership(lease_s=JOB_LEASE_S)
-        #: By job: samples in each epoch, the epoch that it is in, and which of the flow's jobs it is.
-        self._lengths: dict[str, int] = {}
-        self._epochs: dict[str, int] = {}
-        self._streams: dict[str, int] = {}
-        #: By job: what it has said of its reading.
+        self._roster = Roster(lease_s=JOB_LEASE_S)
+        #: By the name under which it reads, and by that of the job.
+        self._readers: dict[str, _Reader] = {}
+        self._jobs: dict[str, _Job] = {}
+        #: By the name under which it reads: what it has said of its reading.
         self._figures: dict[str, JobFigures] = {}
         #: Calls that wait for the table to be complete.
         self._waiting: list[tuple[IncomingCall, Joined]] = []
@@ -109,10 +143,9 @@ class Router:
         now = self._clock()
         for shard in self._routing.tick(now):
             SERVICE.warning("it is lost; others own its keys", extra={"shard": shard.rpartition("/")[2]})
-        for change in self._jobs.handle(Tick(now)):
-            if isinstance(change, Lost):
-                SERVICE.info("it is silent and taken for dead", extra={"job": change.peer})
-                self._forget(change.peer)
+        for name in self._roster.tick(now):
+            SERVICE.info("it is silent and taken for dead", extra={"job": name})
+            self._forget(name)
         if self._waiting and self._routing.complete:
             waiting, self._waiting = self._waiting, []
             for call, joined in waiting:
@@ -121,10 +154,10 @@ class Router:
 
     def status(self) -> dict[str, Any]:
         """Figures for the coordinator and for people."""
-        jobs = self._jobs.members
+        jobs = sorted(self._jobs)
         return {
             "jobs": len(jobs),
-            "names": sorted(jobs),
+            "names": jobs,
             "readings": {name: msgspec.structs.asdict(one) for name, one in self._figures.items()},
             "generation": self._routing.generation,
             "complete": self._routing.complete,
@@ -154,64 +187,65 @@ class Router:
 
     def _on_join(self, call: IncomingCall) -> Result | Later:
         join: Join = call.body
+        name, now = join.job.name, self._clock()
         indices = _indices(call.frames) if join.has_indices else None
-        if len(self._lengths) >= MAX_JOBS and join.job.name not in self._lengths:
-            raise UsageError(f"flow {self._spec.name!r} has {MAX_JOBS} jobs, the most there may be")
-        for change in self._jobs.handle(Heard(join.job.name, join.job.generation, self._clock())):
-            if isinstance(change, Stale):
-                raise StaleJobError(f"job {join.job.name!r}: generation {change.newest} is newer")
-            if isinstance(change, Lost):
-                self._forget(change.peer)
-        name = join.job.name
-        if name not in self._lengths:
-            self._lengths[name] = self._admit(join, indices)
-        joined = Joined(self._streams[name], self._lengths[name], self._routing.table)
+        if len(self._readers) >= MAX_JOBS and name not in self._readers:
+            raise UsageError(f"flow {self._spec.name!r} has {MAX_JOBS} readers, the most there may be")
+        if self._roster.admit(name, join.job.generation, join.holder, now):
+            self._forget(name)
+        if name not in self._readers:
+            try:
+                self._admit(join, indices)
+            except UsageError:
+                self._roster.leave(name, join.job.generation, now)
+                raise
+        joined = Joined(self._jobs[self._readers[name].job].shares.per_rank, self._routing.table)
         if self._routing.complete:
             return Result(joined)
         self._waiting.append((call, joined))
         return LATER
 
-    def _admit(self, join: Join, indices: IndexArray | None) -> int:
-        name = join.job.name
-        try:
-            if join.traverses:
-                self._group.join(name, indices, seed=join.seed, batch_size=join.batch_size)
-        except UsageError:
-            self._jobs.handle(Leave(name, join.job.generation, self._clock()))
-            raise
-        self._streams[name] = self._free_stream() if join.stream is None else join.stream
-        return self._spec.size if indices is None else len(indices)
+    def _admit(self, join: Join, indices: IndexArray | None) -> None:
+        rank = join.rank or JobRank(join.job.name, 0, 1)
+        if rank.rank >= rank.replicas:
+            raise UsageError(f"rank {rank.rank} of {rank.replicas}: ranks count from 0")
+        job = self._jobs.get(rank.job)
+        if job is None:
+            self._found(join, rank, indices)
+        else:
+            job.check(join, rank, indices)
+        self._readers[join.job.name] = _Reader(rank.job, rank.rank)
 
-    def _free_stream(self) -> int:
-        """The first number that no job has: who reads alone has the same each time, whoever was there before."""
-        taken = set(self._streams.values())
-        return next(number for number in itertools.count() if number not in taken)
+    def _found(self, join: Join, rank: JobRank, indices: IndexArray | None) -> None:
+        """The first rank of a job joins."""
+        batch = join.batch_size * rank.replicas
+        self._group.join(rank.job, indices, seed=join.seed, batch_size=batch)
+        shares = RankShares(self._spec.size if indices is None else len(indices), rank.replicas, rank.drop_last)
+        self._jobs[rank.job] = _Job(JointOrder(self._group, rank.job, shares), shares, join.seed, indices)
 
-    def _on_start(self, call: IncomingCall) -> Result:
+    def _on_start(self, call: IncomingCall) -> None:
         start: StartEpoch = call.body
-        self._heard(start.job)
-        done = np.empty(0, np.int64)
-        if call.frames:
-            bits = np.frombuffer(call.frames[0], np.uint8)
-            if len(bits) != -(-self._spec.size // 8):
-                raise UsageError(f"{len(bits)} bytes of marks: {-(-self._spec.size // 8)} are required")
-            done = np.flatnonzero(np.unpackbits(bits, count=self._spec.size))
-        self._group.start_epoch(start.job.name, start.epoch, done=done)
-        self._epochs[start.job.name] = start.epoch
-        return Result(self._group.remaining(start.job.name))
+        reader = self._heard(start.job)
+        if len(call.frames) != len(start.places):
+            raise UsageError(f"{len(call.frames)} frames of marks for {len(start.places)} epochs")
+        held = [
+            Held(place.epoch, place.position, self._marked(frame))
+            for place, frame in zip(start.places, call.frames)
+        ]
+        self._jobs[reader.job].order.start(reader.rank, held)
+
+    def _marked(self, marks: memoryview) -> IndexArray:
+        bits = np.frombuffer(marks, np.uint8)
+        if len(bits) != -(-self._spec.size // 8):
+            raise UsageError(f"{len(bits)} bytes of marks: {-(-self._spec.size // 8)} are required")
+        return np.flatnonzero(np.unpackbits(bits, count=self._spec.size))
 
     def _on_draw(self, call: IncomingCall) -> Result:
         draw: Draw = call.body
-        self._heard(draw.job)
-        name = draw.job.name
-        known = (self._epochs.get(name), self._lengths[name] - self._group.remaining(name))
-        if known != (draw.epoch, draw.position):
-            raise OutOfStepError(
-                f"job {name!r} has drawn {draw.position} samples of epoch {draw.epoch}, its router knows of "
-                f"epoch {known[0]} and {known[1]} samples; start the epoch anew with what you have"
-            )
-        indices = self._group.next(name, draw.count, self._clock())
-        return Result(None, [np.ascontiguousarray(indices).tobytes()])
+        reader = self._heard(draw.job)
+        order = self._jobs[reader.job].order
+        indices = order.draw(reader.rank, draw.epoch, draw.position, draw.count, self._clock())
+        return Result(None, [indices.tobytes()])
 
     def _on_beat(self, call: IncomingCall) -> Result:
         beat: JobBeat = call.body
@@ -222,29 +256,30 @@ class Router:
 
     def _on_leave(self, call: IncomingCall) -> None:
         job: JobId = call.body
-        for change in self._jobs.handle(Leave(job.name, job.generation, self._clock())):
-            if isinstance(change, Lost):
-                self._forget(job.name)
+        if self._roster.leave(job.name, job.generation, self._clock()):
+            self._forget(job.name)
 
-    def _heard(self, job: JobId) -> None:
-        """A job that has joined lives. StaleJobError for one that has not."""
-        if self._jobs.members.get(job.name) != job.generation:
-            raise StaleJobError(f"job {job.name!r} is not known (any more); join anew")
-        self._jobs.handle(Heard(job.name, job.generation, self._clock()))
+    def _heard(self, job: JobId) -> _Reader:
+        """A process that has joined lives. StaleJobError for one that has not."""
+        self._roster.heard(job.name, job.generation, self._clock())
+        return self._readers[job.name]
 
-    def _forget(self, job: str) -> None:
-        self._lengths.pop(job, None)
-        self._epochs.pop(job, None)
-        self._streams.pop(job, None)
-        self._figures.pop(job, None)
-        if job in self._group.jobs:
-            self._group.leave(job)
+    def _forget(self, name: str) -> None:
+        self._figures.pop(name, None)
+        reader = self._readers.pop(name, None)
+        if reader is not None and all(other.job != reader.job for other in self._readers.values()):
+            self._group.leave(reader.job)
+            del self._jobs[reader.job]
 
 
 def _indices(frames: list[memoryview]) -> IndexArray:
     if len(frames) != 1 or frames[0].nbytes % 8:
         raise UsageError("a job's samples are one frame of int64")
     return np.frombuffer(frames[0], np.int64)
+
+
+def _as_set(indices: IndexArray | None) -> IndexArray:
+    return np.empty(0, np.int64) if indices is None else np.sort(indices)
 
 
 def run(post: ServicePost) -> None:

@@ -22,7 +22,8 @@ from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.membership import Heard, Joined, Leave, Lost, Membership, Stale, Tick
 from torch_dpflow.remote.pool import Pool
 from torch_dpflow.remote.pool_objects import Cancel, Instruction, Load, Serve
-from torch_dpflow.remote.protocol import SAMPLE, Ask, JobId, RangeAssignment, Served
+from torch_dpflow.remote.pool_staged import StagedPool
+from torch_dpflow.remote.protocol import Ask, JobId, RangeAssignment, Served
 from torch_dpflow.remote.refusals import OverloadedError, StaleJobError, StaleRoutingError
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, RpcServer, ServerOptions
 from torch_dpflow.remote.services.post import SERVICE
@@ -73,12 +74,7 @@ class SampleShard:
         self._spec = spec
         self._clock = clock
         self._workers = ShardWorkers(listener, assignment, settings.workers, self._on_loaded)
-        self._pool = Pool(
-            capacity_bytes=settings.memory_bytes,
-            concurrency=_concurrency(settings),
-            repeatable=spec.repeatable,
-            policy=None if spec.policy == "none" else self._make_policy,
-        )
+        self._pool = self._make_pool(settings)
         self._jobs = Membership(lease_s=JOB_LEASE_S)
         #: By job: the epoch that it reads, and how many samples it has asked for and not taken.
         self._epochs: dict[str, int] = {}
@@ -198,7 +194,10 @@ class SampleShard:
         if self._epochs.get(job) != ask.epoch:
             self._epochs[job] = ask.epoch
             self._pool.foresee(job, self._lookahead(ask.epoch))
-        return self._pool.want(job, zip(ask.tickets, ask.keys), ask.draw)
+        wants = zip(ask.tickets, ask.keys)
+        if isinstance(self._pool, StagedPool):
+            return self._pool.want(job, wants, ask.draw)
+        return self._pool.want(job, wants, ask.draw or 0)
 
     def _lookahead(self, epoch: int) -> Lookahead:
         """All that is known of a job at the start of its epoch: it reads what this shard owns, once."""
@@ -242,7 +241,7 @@ class SampleShard:
         self._workers.flush()
 
     def _on_loaded(self, load: int, settled: Settled) -> None:
-        self._obey(self._pool.loaded(load, settled, settled.nbytes, keep=settled.kind == SAMPLE))
+        self._obey(self._pool.loaded(load, settled, settled.nbytes, keep=settled.is_sample))
 
     def _obey(self, instructions: list[Instruction]) -> None:
         loads = [one for one in instructions if isinstance(one, Load)]
@@ -266,6 +265,18 @@ class SampleShard:
             self._served_bytes += settled.nbytes
         self._served += len(answer.samples)
         call.answer(answer, frames)
+
+    def _make_pool(self, settings: ShardSettings) -> Pool | StagedPool:
+        policy = None if self._spec.policy == "none" else self._make_policy
+        room, concurrency = settings.memory_bytes, _concurrency(settings)
+        if self._spec.staged:
+            return StagedPool(capacity_bytes=room, concurrency=concurrency, policy=policy)
+        return Pool(
+            capacity_bytes=room,
+            concurrency=concurrency,
+            repeatable=self._spec.repeatable,
+            policy=policy,
+        )
 
     def _make_policy(self, budget: int) -> Any:
         return make_policy(self._spec.policy, max_bytes=budget, keys=self._spec.size)

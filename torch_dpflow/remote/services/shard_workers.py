@@ -14,12 +14,12 @@ from torch_dpflow.remote.messages import Finished, WorkerHello
 from torch_dpflow.remote.pool_objects import Load
 from torch_dpflow.remote.protocol import FAILED, POISONED, SAMPLE
 from torch_dpflow.remote.sample_worker import GREETING
-from torch_dpflow.remote.samples import TASK
+from torch_dpflow.remote.sample_task import pack_task
 from torch_dpflow.remote.scheduler import Scheduler
 from torch_dpflow.remote.services.post import SERVICE
 from torch_dpflow.remote.services.shard import Shard
 from torch_dpflow.remote.settled import Settled, plain, settle
-from torch_dpflow.remote.transport import Frame, Listener
+from torch_dpflow.remote.transport import Listener
 
 #: Tasks that a worker holds: one that it loads and some that wait, as samples are small.
 WINDOW = 4
@@ -68,7 +68,7 @@ class ShardWorkers:
 
     def load(self, loads: Sequence[Load]) -> None:
         """Have these loaded, in this order."""
-        tasks: list[tuple[int, Frame]] = [(one.load, TASK.pack(one.key, one.draw)) for one in loads]
+        tasks = [(one.load, pack_task(one.key, one.draw, one.input)) for one in loads]
         self._shard.submit(tasks)
 
     def cancel(self, loads: Sequence[int]) -> None:

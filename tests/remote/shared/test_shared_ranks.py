@@ -1,0 +1,218 @@
+"""A DDP job over a shared flow: its ranks read disjoint parts of one order, whatever becomes of router and ranks."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DistributedSampler
+
+from tests.new_process import interpreter
+from tests.shared_cluster import TestCluster
+from tests.shared_datasets import Numbers
+from torch_dpflow import DPFlowDataLoader, DynaGCSSampler, JobOptions
+from torch_dpflow.errors import OptionError, StateError, UsageError
+from torch_dpflow.remote.client import Replica, SharedJob
+
+Join = Callable[..., SharedJob]
+SIZE = 101
+
+#: One rank of two; writes what it reads in each of two epochs, by either sampler.
+PROGRAM = """
+import json, sys
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
+from tests.shared_datasets import Numbers
+from torch_dpflow import DPFlowDataLoader, DynaGCSSampler, JobOptions
+given = json.loads(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + given["meet"], rank=given["rank"], world_size=2)
+dataset, epochs = Numbers(given["size"]), []
+for kind in (DistributedSampler, DynaGCSSampler):
+    sampler = kind(dataset, seed=3)
+    loader = DPFlowDataLoader(dataset, batch_size=8, sampler=sampler, num_workers=2, flow=given["flow"],
+                              address=given["address"], job=JobOptions(idle_s=3.0, patience_s=60.0))
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        epochs.append([int(key) for _, labels in loader for key in labels])
+        assert len(epochs[-1]) == len(sampler)
+dist.barrier()
+print(json.dumps(epochs), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def keys(batches: Any) -> list[int]:
+    return [int(key) for _, labels in batches for key in labels]
+
+
+def test_two_processes_read_disjoint_parts_that_are_drawn_anew_while_another_job_reads(
+    cluster: TestCluster, join: Join, flow: str, tmp_path: Path
+) -> None:
+    common = {"meet": str(tmp_path / "meet"), "size": SIZE, "flow": flow}
+    plain = join(flow, Numbers(SIZE), batch_size=8, seed=9)
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                interpreter(PROGRAM, json.dumps({**common, "address": cluster.address, "rank": rank}))
+            )
+            for rank in range(2)
+        ]
+        assert all(sorted(keys(plain.traverse(epoch))) == list(range(SIZE)) for epoch in range(2))
+        told = [rank.communicate(timeout=120) for rank in ranks]
+    assert all(out for out, _ in told), told
+    parts = [json.loads(out) for out, _ in told]
+    for first, second in zip(*parts, strict=True):
+        assert len(first) == len(second) == 51
+        # 101 samples for two ranks: one is read twice, as by DistributedSampler.
+        assert sorted({*first, *second}) == list(range(SIZE))
+        assert len({*first} & {*second}) <= 1
+    for part in parts:
+        assert {*part[0]} != {*part[1]}
+
+
+@pytest.fixture
+def ranks(join: Join, flow: str) -> Callable[..., list[SharedJob]]:
+    """All ranks of one job, in this process."""
+
+    def ranks(count: int, size: int = 96, **given: Any) -> list[SharedJob]:
+        return [
+            join(
+                flow,
+                Numbers(size),
+                batch_size=4,
+                name="job",
+                replica=Replica(rank=rank, num_replicas=count),
+                **given,
+            )
+            for rank in range(count)
+        ]
+
+    return ranks
+
+
+def read_together(readings: list[Iterator[Any]]) -> list[list[int]]:
+    """What each reads until its end, all of them at once."""
+    parts: list[list[int]] = [[] for _ in readings]
+
+    def read(number: int) -> None:
+        parts[number] += keys(readings[number])
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(len(readings))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return parts
+
+
+def test_alone_each_rank_reads_what_distributed_sampler_deals(ranks: Any) -> None:
+    jobs = ranks(3, size=50, seed=4)
+    for epoch in range(2):
+        parts = read_together([job.traverse(epoch) for job in jobs])
+        for rank, part in enumerate(parts):
+            sampler: Any = DistributedSampler(range(50), 3, rank, seed=4)
+            sampler.set_epoch(epoch)
+            assert part == list(sampler)
+
+
+def test_a_killed_router_deals_the_rest_to_the_ranks(ranks: Any, cluster: TestCluster, flow: str) -> None:
+    jobs = ranks(2, size=400)
+    readings = [job.traverse(0) for job in jobs]
+    begun = [keys(next(reading) for _ in range(5 + 3 * rank)) for rank, reading in enumerate(readings)]
+    cluster.kill(f"{flow}@1/router")
+    rest = read_together(readings)
+    assert sorted(sum(begun + rest, [])) == list(range(400))
+    again = read_together([job.traverse(1) for job in jobs])
+    assert sorted(sum(again, [])) == list(range(400))
+
+
+def test_a_rank_that_comes_back_goes_on_while_the_other_reads(ranks: Any, join: Join, flow: str) -> None:
+    jobs = ranks(2)
+    readings = [job.traverse(0) for job in jobs]
+    begun = [keys(next(reading) for _ in range(4)) for reading in readings]
+    state = jobs[1].state()
+    jobs[1].close()
+    replica = Replica(rank=1, num_replicas=2)
+    back = join(flow, Numbers(96), batch_size=4, name="job", replica=replica)
+    rest = read_together([readings[0], back.traverse(0, done=state)])
+    assert sorted(sum(begun + rest, [])) == list(range(96))
+    with pytest.raises(StateError, match=r"of \[rank, ranks\] \[1, 2\], this job's are \[0, 2\]"):
+        jobs[0].traverse(0, done=state)
+
+
+def test_all_ranks_are_resumed_from_a_checkpoint(ranks: Any) -> None:
+    jobs = ranks(2)
+    readings = [job.traverse(3) for job in jobs]
+    begun = [keys(next(reading) for _ in range(3 + rank)) for rank, reading in enumerate(readings)]
+    states = [job.state() for job in jobs]
+    for job in jobs:
+        job.close()
+    again = ranks(2)
+    rest = read_together([job.traverse(3, done=state) for job, state in zip(again, states)])
+    assert sorted(sum(begun + rest, [])) == list(range(96))
+
+
+def test_ranks_that_describe_their_job_differently_are_refused(ranks: Any, join: Join, flow: str) -> None:
+    ranks(1, seed=1)
+    for given, message in (
+        ({"replica": Replica(rank=1, num_replicas=2), "seed": 1}, "num_replicas=2, other ranks have 1"),
+        ({"replica": Replica(rank=0, num_replicas=1), "seed": 1}, "being read by another process"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            join(flow, Numbers(96), batch_size=4, name="job", **given)
+    with pytest.raises(OptionError, match="without a name"):
+        join(flow, Numbers(96), replica=Replica(rank=0, num_replicas=2))
+
+
+def test_a_name_is_one_jobs_until_that_leaves(join: Join, flow: str) -> None:
+    first = join(flow, Numbers(20), name="trial")
+    with pytest.raises(UsageError, match=r"job 'trial' is being read by another process; give this one a name"):
+        join(flow, Numbers(20), name="trial")
+    first.close()
+    assert sorted(keys(join(flow, Numbers(20), name="trial").traverse(0))) == list(range(20))
+
+
+@pytest.mark.parametrize("kind", [DistributedSampler, DynaGCSSampler])
+def test_a_loader_of_one_rank_goes_on_from_its_state(cluster: TestCluster, flow: str, kind: Any) -> None:
+    def make() -> DPFlowDataLoader[Any]:
+        dataset = Numbers(60)
+        return DPFlowDataLoader(
+            dataset,
+            batch_size=4,
+            sampler=kind(dataset, num_replicas=1, rank=0, seed=2),
+            num_workers=2,
+            flow=flow,
+            address=cluster.address,
+            job=JobOptions(idle_s=3.0, patience_s=60.0),
+        )
+
+    loader = make()
+    loader.sampler.set_epoch(5)  # type: ignore[attr-defined]
+    iterator = iter(loader)
+    begun = keys(next(iterator) for _ in range(6))
+    again = make()
+    again.load_state_dict(loader.state_dict())
+    assert sorted(begun + keys(again)) == list(range(60))
+    assert again.sampler.epoch == 5  # type: ignore[attr-defined]
+    again.sampler.set_epoch(6)  # type: ignore[attr-defined]
+    assert sorted(keys(again)) == list(range(60))
+
+
+def test_iterations_of_a_sampler_without_ranks_are_epochs(cluster: TestCluster, flow: str) -> None:
+    sampler = DynaGCSSampler(range(10, 40), seed=2)
+    loader = DPFlowDataLoader(
+        Numbers(60),
+        batch_size=4,
+        sampler=sampler,
+        num_workers=2,
+        flow=flow,
+        address=cluster.address,
+        job=JobOptions(idle_s=3.0, patience_s=60.0),
+    )
+    expected = DynaGCSSampler(range(10, 40), seed=2)
+    assert [keys(loader) for _ in range(3)] == [list(expected) for _ in range(3)]

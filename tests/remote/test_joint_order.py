@@ -1,0 +1,174 @@
+"""One draw for all ranks of a job: each sample to one rank, whatever router and ranks go through."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch.utils.data import DistributedSampler
+
+from torch_dpflow.errors import UsageError
+from torch_dpflow.remote.joint_order import Held, JointOrder
+from torch_dpflow.remote.refusals import AwaitedRanksError, OutOfStepError
+from torch_dpflow.samplers import RankShares, sampling_group
+
+
+def make(length: int, replicas: int, *, drop_last: bool = False, seed: int = 0) -> JointOrder:
+    group = sampling_group("shared-log", length)
+    group.join("job", seed=seed, batch_size=2 * replicas)
+    return JointOrder(group, "job", RankShares(length, replicas, drop_last))
+
+
+def held(epoch: int, samples: list[int]) -> Held:
+    return Held(epoch, len(samples), np.unique(np.array(samples, np.int64)))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(1, 7), st.booleans(), st.integers(0, 3), st.randoms())
+def test_alone_the_ranks_read_what_distributed_sampler_deals(
+    length: int, replicas: int, drop_last: bool, epoch: int, random: object
+) -> None:
+    order = make(length, replicas, drop_last=drop_last, seed=5)
+    given = [
+        DistributedSampler(range(length), replicas, rank, seed=5, drop_last=drop_last)
+        for rank in range(replicas)
+    ]
+    for rank, sampler in enumerate(given):
+        sampler.set_epoch(epoch)
+        order.start(rank, [Held(epoch)])
+    drawn: list[list[int]] = [[] for _ in given]
+    ranks = [rank for rank, sampler in enumerate(given) for _ in range(len(sampler))]
+    random.shuffle(ranks)  # type: ignore[attr-defined]
+    for rank in ranks:
+        drawn[rank] += order.draw(rank, epoch, len(drawn[rank]), 1).tolist()
+    assert drawn == [list(sampler) for sampler in given]
+    assert all(not len(order.draw(rank, epoch, len(drawn[rank]), 9)) for rank in range(replicas))
+
+
+def test_nobody_draws_before_every_rank_is_there() -> None:
+    order = make(10, 3)
+    with pytest.raises(OutOfStepError):
+        order.draw(1, 0, 0, 2)
+    order.start(1, [Held(0)])
+    with pytest.raises(AwaitedRanksError, match=r"waits for its ranks \[0, 2\]"):
+        order.draw(1, 0, 0, 2)
+    for rank in (0, 2):
+        order.start(rank, [Held(0)])
+    assert len(order.draw(1, 0, 0, 2)) == 2
+
+
+def test_the_same_places_have_the_same_samples_and_a_rank_that_comes_back_goes_on() -> None:
+    order = make(12, 2)
+    for rank in range(2):
+        order.start(rank, [Held(0)])
+    first = order.draw(0, 0, 0, 4).tolist()
+    assert order.draw(0, 0, 0, 4).tolist() == first
+    order.start(0, [held(0, first[:3])])
+    assert order.draw(0, 0, 3, 1).tolist() == first[3:]
+
+
+def test_one_that_is_an_epoch_ahead_leaves_the_others_theirs() -> None:
+    order = make(9, 2, drop_last=True)
+    for rank in range(2):
+        order.start(rank, [Held(0)])
+    mine = order.draw(0, 0, 0, 4).tolist()
+    order.start(0, [Held(1)])
+    order.draw(0, 1, 0, 1)
+    theirs = order.draw(1, 0, 0, 4).tolist()
+    assert len({*mine, *theirs}) == 8
+    order.start(0, [Held(2)])
+    with pytest.raises(OutOfStepError):
+        order.draw(1, 0, 3, 1)
+
+
+def test_ranks_two_epochs_apart_are_told_so() -> None:
+    order = make(8, 2)
+    order.start(0, [Held(2), held(1, [1, 2, 3, 4])])
+    with pytest.raises(UsageError, match="is in epoch 2 and does not know what it read of epoch 0"):
+        order.start(1, [Held(0)])
+    order.start(1, [held(1, [5, 6])])
+    assert sorted(order.draw(1, 1, 2, 4).tolist()) == [0, 7]
+    assert len(order.draw(0, 2, 0, 4)) == 4
+
+
+def test_samples_that_are_not_the_jobs_are_refused() -> None:
+    group = sampling_group("shared-log", 10)
+    group.join("job", [1, 3, 5, 7])
+    order = JointOrder(group, "job", RankShares(4, 1, False))
+    with pytest.raises(UsageError, match="not in the set"):
+        order.start(0, [held(0, [2])])
+    with pytest.raises(UsageError, match="5 samples of an epoch of 4"):
+        order.start(0, [held(0, [1, 3, 5, 7, 9])])
+    order.start(0, [held(0, [3])])
+    assert sorted(order.draw(0, 0, 1, 9).tolist()) == [1, 5, 7]
+
+
+class Ranks(RuleBasedStateMachine):
+    """Ranks that draw, go on to the next epoch, and come back from checkpoints; a router that forgets all."""
+
+    @initialize(length=st.integers(1, 30), replicas=st.integers(1, 4), drop_last=st.booleans())
+    def begin(self, length: int, replicas: int, drop_last: bool) -> None:
+        self.length, self.shares = length, RankShares(length, replicas, drop_last)
+        #: By epoch and rank, what has been drawn, in order.
+        self.drawn: dict[int, list[list[int]]] = {0: [[] for _ in range(replicas)]}
+        self.epochs = [0] * replicas
+        self.restart()
+
+    def restart(self) -> None:
+        self.order = make(self.length, self.shares.replicas, drop_last=self.shares.drop_last)
+        for rank in range(self.shares.replicas):
+            self.tell(rank)
+
+    def tell(self, rank: int) -> None:
+        now = self.epochs[rank]
+        places = [held(epoch, self.drawn[epoch][rank]) for epoch in (now, now - 1) if epoch in self.drawn]
+        self.order.start(rank, places)
+
+    @rule(data=st.data(), count=st.integers(1, 9))
+    def draw(self, data: st.DataObject, count: int) -> None:
+        rank = data.draw(st.integers(0, self.shares.replicas - 1))
+        epoch = self.epochs[rank]
+        mine = self.drawn[epoch][rank]
+        mine += self.order.draw(rank, epoch, len(mine), count).tolist()
+        if len(mine) == self.shares.per_rank and min(self.epochs) == epoch:
+            self.epochs[rank] += 1
+            self.drawn.setdefault(epoch + 1, [[] for _ in self.epochs])
+            self.tell(rank)
+
+    @rule(data=st.data())
+    def come_back(self, data: st.DataObject) -> None:
+        self.tell(data.draw(st.integers(0, self.shares.replicas - 1)))
+
+    @rule()
+    def forget(self) -> None:
+        self.restart()
+
+    @precondition(lambda self: len(set(self.epochs)) == 1)
+    @rule(data=st.data())
+    def go_back_to_a_checkpoint(self, data: st.DataObject) -> None:
+        epoch = self.epochs[0]
+        for mine in self.drawn[epoch]:
+            del mine[data.draw(st.integers(0, len(mine))) :]
+        for rank in range(self.shares.replicas):
+            self.tell(rank)
+        # Whoever told first did so before others contradicted what was dealt.
+        for rank in self.order.awaited:
+            self.tell(rank)
+
+    @invariant()
+    def each_sample_goes_to_one_rank(self) -> None:
+        if not hasattr(self, "order"):
+            return
+        self.order.validate()
+        for parts in self.drawn.values():
+            given = [sample for part in parts for sample in part]
+            extra = len(given) - len(set(given))
+            assert extra <= max(0, self.shares.total - self.length)
+            if all(len(part) == self.shares.per_rank for part in parts):
+                assert len(set(given)) == min(self.length, self.shares.total)
+
+
+TestRanks = Ranks.TestCase
+TestRanks.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,103 @@
+"""Who has a name that several processes want."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_dpflow.errors import UsageError
+from torch_dpflow.remote.refusals import NameBusyError, StaleJobError
+from torch_dpflow.remote.roster import Roster
+
+LEASE_S = 10.0
+
+
+def make() -> Roster:
+    roster = Roster(lease_s=LEASE_S)
+    assert roster.admit("a", 1, holder=7, now=0.0) is False
+    return roster
+
+
+def test_a_process_comes_back_under_its_name_and_what_was_known_is_void() -> None:
+    roster = make()
+    assert roster.admit("a", 1, holder=7, now=1.0) is False
+    assert roster.admit("a", 2, holder=7, now=1.0) is True
+    with pytest.raises(StaleJobError, match="generation 2 is newer"):
+        roster.admit("a", 1, holder=7, now=2.0)
+    with pytest.raises(StaleJobError, match="not known"):
+        roster.heard("a", 1, now=2.0)
+
+
+def test_another_is_put_off_and_refused_once_the_holder_is_heard_of() -> None:
+    roster = make()
+    with pytest.raises(NameBusyError, match=r"last heard of 3.0 s ago"):
+        roster.admit("a", 5, holder=8, now=3.0)
+    roster.heard("a", 1, now=4.0)
+    with pytest.raises(UsageError, match="being read by another process"):
+        roster.admit("a", 5, holder=8, now=5.0)
+    assert roster.members == {"a": 1}
+
+
+def test_what_was_heard_before_another_asked_says_nothing() -> None:
+    roster = make()
+    roster.heard("a", 1, now=2.0)
+    for now in (2.0, 3.0):
+        with pytest.raises(NameBusyError):
+            roster.admit("a", 5, holder=8, now=now)
+
+
+@pytest.mark.parametrize("end", ["lapses", "leaves"])
+def test_the_name_of_one_that_is_gone_is_free(end: str) -> None:
+    roster = make()
+    with pytest.raises(NameBusyError):
+        roster.admit("a", 5, holder=8, now=1.0)
+    if end == "lapses":
+        assert roster.tick(LEASE_S) == ["a"]
+    else:
+        assert roster.leave("a", 1, now=2.0)
+    assert roster.admit("a", 5, holder=8, now=LEASE_S) is False
+    assert not roster.leave("a", 1, now=LEASE_S)
+    with pytest.raises(NameBusyError):
+        roster.admit("a", 9, holder=7, now=LEASE_S)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["admit", "heard", "leave", "tick"]),
+            st.sampled_from("ab"),
+            st.integers(1, 3),
+            st.integers(0, 4),
+        ),
+        max_size=40,
+    )
+)
+def test_a_name_never_has_two_holders(steps: list[tuple[str, str, int, int]]) -> None:
+    roster, now = Roster(lease_s=3.0), 0.0
+    #: By name, its holder and generation.
+    held: dict[str, tuple[int, int]] = {}
+    generation = 0
+    for what, name, holder, pause in steps:
+        now += pause
+        for lapsed in roster.tick(now):
+            del held[lapsed]
+        mine = held.get(name)
+        if what == "admit":
+            generation += 1
+            try:
+                replaced = roster.admit(name, generation, holder, now)
+            except UsageError:
+                assert mine is not None
+                assert mine[0] != holder
+            else:
+                assert replaced == (mine is not None)
+                assert mine is None or mine[0] == holder
+                held[name] = (holder, generation)
+        elif what == "heard" and mine is not None:
+            roster.heard(name, mine[1], now)
+        elif what == "leave" and mine is not None:
+            assert roster.leave(name, mine[1], now)
+            del held[name]
+        roster.validate()
+        assert roster.members == {name: generation for name, (_, generation) in held.items()}
