@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import namedtuple
 from typing import Any
 
@@ -52,3 +53,45 @@ def test_errors_are_torchs() -> None:
 def test_a_function_of_the_users_is_left_alone() -> None:
     assert assembler(len) is len
     assert assembler(None) is assembler(default_collate) is assemble
+
+
+def in_a_row(count: int, dtype: torch.dtype = torch.uint8) -> list[torch.Tensor]:
+    """Tensors one behind the other in memory that nothing else refers to."""
+    return list((torch.arange(count * BIG) % 251).to(dtype).reshape(count, BIG))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16])
+def test_tensors_in_a_row_become_the_batch_without_a_copy(dtype: torch.dtype) -> None:
+    samples = in_a_row(3, dtype)
+    expected, address = default_collate(samples), samples[0].data_ptr()
+    batch = assemble(samples)
+    assert torch.equal(batch, expected)
+    assert (batch.dtype, batch.shape, batch.data_ptr()) == (dtype, (3, BIG), address)
+    assert batch.untyped_storage().nbytes() == batch.nbytes
+
+
+def test_the_batch_keeps_the_memory_of_its_samples() -> None:
+    memory = np.arange(2 * BIG, dtype=np.uint8)
+    watched = weakref.ref(memory)
+    batch = assemble([torch.from_numpy(memory[:BIG]), torch.from_numpy(memory[BIG:])])
+    del memory
+    assert watched() is not None
+    assert int(batch[1, 7]) == (BIG + 7) % 256
+    del batch
+    assert watched() is None
+
+
+def test_a_tensor_that_a_sample_holds_twice_makes_two_batches() -> None:
+    first, second = assemble([(one, one) for one in in_a_row(2)])
+    assert torch.equal(first, second)
+    first.zero_()
+    assert second.any()
+
+
+@pytest.mark.parametrize("order", [[1, 0], [0, 2], [0, 0], [0]], ids=["back", "gap", "twice", "single"])
+def test_what_is_not_in_a_row_is_copied(order: list[int]) -> None:
+    row = in_a_row(3)
+    samples = [row[place] for place in order]
+    batch = assemble(samples)
+    assert torch.equal(batch, default_collate(samples))
+    assert batch.data_ptr() != samples[0].data_ptr()
