@@ -118,8 +118,11 @@ def test_up_writes_over_no_file_that_is_not_its_own(tmp_path: Path) -> None:
 
 
 def test_a_second_cluster_does_not_take_the_place_of_the_first(tmp_path: Path) -> None:
-    first = CommandedCluster.up(tmp_path)
+    first = CommandedCluster.up(tmp_path, "--state", str(tmp_path / "state"))
     try:
+        state = ["--state", str(tmp_path / "state"), "--connection-file", str(tmp_path / "other")]
+        refused(run("up", *state), "another cluster keeps its flows there")
+        assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o600
         content = Path(first.address).read_text()
         refused(run("up", "--connection-file", first.address), "a cluster is up already at ipc://")
         assert Path(first.address).read_text() == content

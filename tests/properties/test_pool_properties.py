@@ -157,6 +157,20 @@ def test_every_job_gets_every_sample_of_its_plan_whatever_room_there_is(world: W
 
 
 @settings(max_examples=50, deadline=None)
+@given(worlds(), st.lists(st.sampled_from([1, 30, 100, 400, 10_000]), max_size=5))
+def test_room_may_come_and_go_meanwhile(world: World, rooms: list[int]) -> None:
+    for room in rooms:
+        for _ in range(world.chance.randrange(60)):
+            world.step()
+        world.obey(world.pool.resize(room))
+        world.pool.validate()
+    while world.step():
+        pass
+    for reader in world.readers:
+        assert [reader.got[ticket][0] for ticket in range(len(reader.keys))] == reader.keys
+
+
+@settings(max_examples=50, deadline=None)
 @given(worlds())
 def test_what_is_drawn_by_chance_is_served_once_to_a_job(world: World) -> None:
     while world.step():

@@ -164,6 +164,30 @@ def test_a_ticket_that_is_given_up_does_not_hold_up_its_fetch() -> None:
     assert pool.release("a", [1]) == [Serve(50, [(0, "zero")]), Cancel([2])]
 
 
+def test_what_others_own_is_known_by_its_keys_and_given_up_at_once() -> None:
+    pool = make_pool()
+    pool.want("a", [(0, 3), (1, 7), (2, 9)], draw=3)
+    pool.fetch("a", 50, [0, 1])
+    pool.loaded(1, "three", 10)
+    assert pool.tickets_outside("a", 0, 7) == [1, 2]
+    assert pool.release("a", [1, 2]) == [Serve(50, [(0, "three")]), Cancel([2, 3])]
+    assert pool.tickets_outside("a", 0, 0) == [0]
+
+
+def test_less_room_takes_from_the_cache_and_from_what_nobody_waits_for() -> None:
+    pool = make_pool(policy="lru", capacity=100, repeatable=True)
+    pool.want("a", [(ticket, ticket) for ticket in range(4)], draw=3)
+    for load in range(1, 5):
+        pool.loaded(load, "sample", 20)
+    pool.fetch("a", 50, [0])
+    pool.release("a", [0])
+    assert pool.resize(50) == []
+    assert (pool.statistics().held_bytes, pool.statistics().capacity_bytes) == (40, 50)
+    assert pool.resize(200) == [Load(5, 3, 3)]
+    with pytest.raises(OptionError, match="capacity_bytes=0: must be at least 1"):
+        pool.resize(0)
+
+
 @pytest.mark.parametrize("wrong", [{"capacity": 0}, {"concurrency": 0}])
 def test_limits_below_one_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(OptionError, match="must be at least 1"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,6 +116,41 @@ def test_every_key_has_one_owner_and_jobs_find_it(size: int, shards: int, data: 
     lengths = [route.end - route.first for route in table.table.routes]
     assert sum(lengths) == size
     assert max(lengths) - min(lengths) <= 1
+
+
+@given(
+    st.integers(1, 40),
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("expect"), st.sets(st.sampled_from("abcd"), min_size=1)),
+            st.tuples(st.just("enlist"), st.sampled_from("abcd")),
+            st.tuples(st.just("tick"), st.integers(1, 6)),
+        ),
+        max_size=30,
+    ),
+)
+def test_whoever_comes_and_goes_every_table_is_whole_and_newer(
+    size: int, steps: list[tuple[str, Any]]
+) -> None:
+    table, now, expected = Routing(size=size, expected="a", lease_s=5.0), 0.0, {"a"}
+    tables = {0: RoutingTable(0, [])}
+    for what, value in steps:
+        if what == "expect":
+            expected = set(value)
+            table.expect(value)
+        elif what == "enlist":
+            range_ = table.enlist(value, 1, value, now)
+            assert range_ is not None
+            assert range_.retired == (value not in expected)
+        else:
+            now += value
+            table.tick(now)
+        # One generation is one table.
+        assert tables.setdefault(table.generation, table.table) == table.table
+        assert table.generation == max(tables)
+        assert {route.shard for route in table.table.routes} <= expected
+        if table.table.routes:
+            assert RouteMap(table.table).places_of(range(size)).max() < len(table.table.routes)
 
 
 @pytest.mark.parametrize(

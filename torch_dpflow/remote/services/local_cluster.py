@@ -85,35 +85,17 @@ class LocalCluster:
     def __init__(self, options: ClusterOptions) -> None:
         self._path = options.path
         self._log = options.log
+        self.address = ""
+        #: Locked for as long as this process lives: whoever starts another cluster there sees it.
+        self._locks: list[int] = []
         _check_vacant(self._path)
         if options.state is not None:
-            open_store(options.state).close()
+            self._locks += _hold_state(options.state)
+        self._directory = _private_directory()
         try:
-            self._directory = PrivateDirectory()
-        except OSError as error:
-            raise OptionError(
-                f"no directory for sockets can be made in {tempfile.gettempdir()!r}: {error.strerror}; set TMPDIR"
-            ) from error
-        try:
-            folder = self._directory.path
-            place = ClusterPlace(
-                directory=folder,
-                host=None if options.listen is None else _host_of(options.listen),
-                connection_file=str(self._path),
-                log=options.log,
-            )
-            self.address = options.listen or place.address_for(COORDINATOR)
-            self._write(options.keys)
-            arguments = CoordinatorArguments(
-                options.state or f"{folder}/state",
-                options.listen or "",
-                options.limits.workers,
-                options.limits.memory_bytes,
-                options.metrics or "",
-            )
-            self.node = Node(place, msgspec.msgpack.encode(arguments))
+            self.node = self._prepare(options)
         except BaseException:
-            self._directory.remove()
+            self._clean_up()
             raise
 
     def serve(self) -> None:
@@ -122,28 +104,44 @@ class LocalCluster:
         try:
             self.node.serve()
         finally:
-            self._remove_connection_file()
-            self._directory.remove()
+            self._clean_up()
 
-    def _write(self, keys: str | None) -> None:
-        connection = create_cluster(self.address) if keys is None else read_connection_file(keys)
+    def _prepare(self, options: ClusterOptions) -> Node:
+        folder = self._directory.path
+        place = ClusterPlace(
+            directory=folder,
+            host=None if options.listen is None else _host_of(options.listen),
+            connection_file=str(self._path),
+            log=options.log,
+        )
+        self._write(options.listen or place.address_for(COORDINATOR), options.keys)
+        arguments = CoordinatorArguments(
+            options.state or f"{folder}/state",
+            options.listen or "",
+            options.limits.workers,
+            options.limits.memory_bytes,
+            options.metrics or "",
+        )
+        return Node(place, msgspec.msgpack.encode(arguments))
+
+    def _write(self, address: str, keys: str | None) -> None:
+        connection = create_cluster(address) if keys is None else read_connection_file(keys)
         connection.server_keys()
         try:
-            write_connection_file(self._path, msgspec.structs.replace(connection, address=self.address))
+            write_connection_file(self._path, msgspec.structs.replace(connection, address=address))
         except OSError as error:
             raise OptionError(f"connection file {os.fspath(self._path)!r}: {error.strerror}") from error
-        # Locked for as long as this process lives: whoever starts another cluster there sees it.
-        self._lock = _locked(self._path)
+        self.address = address
+        self._locks += _lock(self._path)
 
-    def _remove_connection_file(self) -> None:
-        """Unless another cluster has put its own there."""
+    def _clean_up(self) -> None:
         with suppress(OptionError):
             found: ConnectionFile = read_connection_file(self._path)
-            if found.address == self.address:
+            if found.address == self.address:  # else another cluster has put its own there
                 self._path.unlink(missing_ok=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._directory.remove()
+        while self._locks:
+            os.close(self._locks.pop())
 
 
 def _check_vacant(path: Path) -> None:
@@ -154,24 +152,47 @@ def _check_vacant(path: Path) -> None:
         found = read_connection_file(path)
     except OptionError as error:
         raise OptionError(f"{error}; remove it, or give another --connection-file") from error
-    lock = _locked(path)
-    if lock is None:
+    locks = _lock(path)
+    if not locks:
         raise UsageError(
             f"a cluster is up already at {found.address}; end it by `dpflow down --address {path}`, or give "
             "another --connection-file"
         )
-    os.close(lock)  # it is what is left of a cluster that was killed
+    os.close(locks[0])  # it is what is left of a cluster that was killed
 
 
-def _locked(path: Path) -> int | None:
-    """A descriptor that locks the file until it is closed; None where another process has locked it."""
+def _lock(path: Path) -> list[int]:
+    """A descriptor that locks the file until it is closed; none where another process has locked it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
-        return None
-    return descriptor
+        return []
+    return [descriptor]
+
+
+def _hold_state(url: str) -> list[int]:
+    """Have a state store to oneself: a descriptor that locks its file, none for what is no file.
+
+    Raises OptionError or StateError where it cannot be used, UsageError where another cluster does.
+    """
+    open_store(url).close()
+    if urlsplit(url).scheme not in ("", "sqlite"):
+        return []
+    locks = _lock(Path(url.removeprefix("sqlite://")))
+    if not locks:
+        raise UsageError(f"state={url!r}: another cluster keeps its flows there; give another path")
+    return locks
+
+
+def _private_directory() -> PrivateDirectory:
+    try:
+        return PrivateDirectory()
+    except OSError as error:
+        raise OptionError(
+            f"no directory for sockets can be made in {tempfile.gettempdir()!r}: {error.strerror}; set TMPDIR"
+        ) from error
 
 
 def _host_of(listen: str) -> str:
