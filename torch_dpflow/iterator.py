@@ -56,6 +56,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._deaths = 0
         self._has_loaded = False
         self._last_words = ""
+        self._ended_workers: list[Any] = []
         self._counted = Totals(duplicates=0, steals=0)
         self._shard: PrivateShard | None = None
         epoch, pending, progress = self._run.epoch, self._run.pending, self._run.progress
@@ -88,7 +89,9 @@ class WorkerIterator(_BaseDataLoaderIter):
     @property
     def _workers(self) -> list[Any]:
         # By the name, and with the processes, by which code that looks into torch's iterator finds them.
-        handles = self._shard.handles if self._shard is not None else []
+        if self._shard is None:
+            return self._ended_workers
+        handles = self._shard.handles
         return [handle.process for handle in handles if isinstance(handle, LocalWorker)]
 
     # -- an epoch ----------------------------------------------------------------------------------------
@@ -239,6 +242,7 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _shutdown_workers(self) -> None:
         """End the workers (torch's name)."""
         if self._shard is not None:
+            self._ended_workers = self._workers
             self._count()
             self._close()
             self._shard = None

@@ -127,6 +127,14 @@ def test_forked_workers_need_nothing_that_can_be_pickled(Loader: Any) -> None:
         assert list(loader) == [[0, 2], [4, 6]]
 
 
+def test_workers_of_a_finished_epoch_can_be_asked_how_they_ended(Loader: Any) -> None:
+    iterator = iter(Loader(Indices(8), batch_size=2, num_workers=2))
+    pids = [worker.pid for worker in iterator._workers]
+    assert len(list(iterator)) == 4
+    assert [worker.pid for worker in iterator._workers] == pids
+    assert [worker.exitcode for worker in iterator._workers] == [0, 0]
+
+
 def test_persistent_workers_stay(Loader: Any) -> None:
     def processes(loader: Any) -> list[set[int]]:
         return [{int(pid) for _index, _worker, pid in loader} for _ in range(3)]
