@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster_command import CommandedCluster, free_port
 from tests.shared_cluster import wait
 from tests.shared_datasets import Numbers
+from torch_dpflow import ALSDCache
 from torch_dpflow.cli.main import root
 from torch_dpflow.remote.client import SharedJob
 
@@ -103,6 +105,26 @@ def test_a_scrape_says_what_happened(
     assert scrape("dpflow_shard_pool_capacity_bytes", **own) == 8 << 20
     assert scrape("dpflow_flow_state", state="accessed", **own) == 1
     assert scrape("dpflow_process_restarts_total", role="worker") == 0
+
+
+def jittered(sample: Any) -> Any:
+    values, key = sample
+    return values + torch.rand(4), key
+
+
+def test_what_is_drawn_on_top_of_what_is_kept_is_no_decode(
+    cluster: CommandedCluster, join: Callable[..., SharedJob], flow: str, tmp_path: Path
+) -> None:
+    dataset = ALSDCache(Numbers(SAMPLES, log=tmp_path / "loads"), "64MiB", transform=jittered)
+    job = join(flow, dataset, batch_size=10, workers=1)
+    assert sum(read(job, epoch) for epoch in range(2)) == 2 * SAMPLES
+    own = {"flow": f"{flow}@1"}
+    wait(
+        lambda: Scrape(cluster)("dpflow_shard_samples_delivered_total", **own) >= 2 * SAMPLES,
+        what="the samples in the metrics",
+    )
+    loads = len((tmp_path / "loads").read_text().split())
+    assert Scrape(cluster)("dpflow_shard_decodes_total", **own) == loads == SAMPLES
 
 
 def test_top_says_the_same_in_json(

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from tests.chaos.chaos_jobs import ChaosJob, Nursery
 from tests.cluster_command import CommandedCluster
 from tests.shared_cluster import wait
 from tests.shared_datasets import Numbers
+from torch_dpflow import ALSDCache
 from torch_dpflow.cli.main import root
 from torch_dpflow.errors import RemoteCallError, UsageError
 from torch_dpflow.remote.client import SharedJob
@@ -47,6 +49,10 @@ def dpflow(cluster: CommandedCluster, *arguments: str) -> Any:
 
 def processes(cluster: CommandedCluster, role: str) -> list[str]:
     return [view.id for view in cluster.processes() if view.role == role]
+
+
+def processes_of(cluster: CommandedCluster, flow: str, role: str) -> list[str]:
+    return [id for id in processes(cluster, role) if id.startswith(f"{flow}/")]
 
 
 def test_two_jobs_read_on_while_shards_go_from_one_to_three_to_two(
@@ -100,6 +106,35 @@ def test_two_jobs_read_on_while_shards_go_from_one_to_three_to_two(
     dpflow(cluster, "flow", "delete", "scaled")
 
 
+def jittered(sample: Any) -> Any:
+    values, key = sample
+    return values + torch.rand(4), key
+
+
+def test_what_is_drawn_by_chance_is_the_same_whatever_becomes_of_the_shards(
+    cluster: CommandedCluster, join: Callable[..., SharedJob]
+) -> None:
+    def draws(batches: Any) -> dict[int, tuple[float, ...]]:
+        return {int(key): tuple(row.tolist()) for values, keys in batches for row, key in zip(values, keys)}
+
+    dataset = ALSDCache(Numbers(300), "64MiB", transform=jittered)
+    with join("draws/still", dataset, batch_size=5, seed=3) as still:
+        expected = draws(still.traverse(0))
+    moved = join("draws/moved", dataset, batch_size=5, seed=3)
+    reading = moved.traverse(0)
+    got = draws(next(reading) for _ in range(2))
+    for shards in (2, 1):
+        dpflow(cluster, "flow", "scale", "draws/moved", "--shards", str(shards))
+        wait(
+            lambda shards=shards: len(processes_of(cluster, "draws/moved@1", "shard")) == shards,
+            what=f"{shards} shards",
+        )
+        got |= draws(next(reading) for _ in range(10))
+    got |= draws(reading)
+    assert got == expected
+    assert len(got) == 300
+
+
 def test_flows_share_the_workers_and_the_last_one_has_them_all(
     cluster: CommandedCluster, join: Callable[..., SharedJob]
 ) -> None:
@@ -118,7 +153,7 @@ def test_flows_share_the_workers_and_the_last_one_has_them_all(
     first.close()
     wait(lambda: cluster.flows()["halves/a@1"].state == "idle", what="the first flow's idleness")
     wait(
-        lambda: len([one for one in processes(cluster, "worker") if one.startswith("halves/b@1/")]) == 4,
+        lambda: len(processes_of(cluster, "halves/b@1", "worker")) == 4,
         what="all workers for the other flow",
     )
     assert len(processes(cluster, "worker")) == 4

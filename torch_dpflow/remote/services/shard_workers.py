@@ -13,8 +13,8 @@ from torch_dpflow.remote.arena import ArenaReader
 from torch_dpflow.remote.messages import Finished, WorkerHello
 from torch_dpflow.remote.pool_objects import Load
 from torch_dpflow.remote.protocol import FAILED, POISONED, SAMPLE
-from torch_dpflow.remote.sample_worker import GREETING
 from torch_dpflow.remote.sample_task import pack_task
+from torch_dpflow.remote.sample_worker import GREETING
 from torch_dpflow.remote.scheduler import Scheduler
 from torch_dpflow.remote.services.post import SERVICE
 from torch_dpflow.remote.services.shard import Shard
@@ -59,6 +59,9 @@ class ShardWorkers:
         self._loaded = loaded
         self._workers: dict[int, _Worker] = {}
         self._arrived: list[tuple[int, Settled]] = []
+        #: Loads of which only the rest is done here, and how many of them have been: nothing was decoded for them.
+        self._rests: set[int] = set()
+        self._rests_done = 0
         self._poller = select.poll()
 
     @property
@@ -69,10 +72,12 @@ class ShardWorkers:
     def load(self, loads: Sequence[Load]) -> None:
         """Have these loaded, in this order."""
         tasks = [(one.load, pack_task(one.key, one.draw, one.input)) for one in loads]
+        self._rests.update(one.load for one in loads if one.input is not None)
         self._shard.submit(tasks)
 
     def cancel(self, loads: Sequence[int]) -> None:
         """Nobody wants these any more."""
+        self._rests.difference_update(loads)
         self._shard.cancel(loads)
 
     def hear(self, peer: bytes, frames: list[memoryview]) -> None:
@@ -106,7 +111,7 @@ class ShardWorkers:
         counters = self._scheduler.counters
         return {
             "workers": len(self._workers),
-            "decodes": counters.delivered + counters.duplicates,
+            "decodes": counters.delivered + counters.duplicates - self._rests_done,
             "steals": counters.steals,
             "overtaken": counters.speculated,
             "duplicates": counters.duplicates,
@@ -142,9 +147,13 @@ class ShardWorkers:
         return settle(kind, finished.parcel, frames, None if known is None else known.reader)
 
     def delivered(self, task: int, worker: int, finished: Finished, opened: Settled) -> None:
+        if task in self._rests:
+            self._rests.discard(task)
+            self._rests_done += 1
         self._arrived.append((task, opened))
 
     def poisoned(self, task: int, workers: tuple[int, ...]) -> None:
+        self._rests.discard(task)
         names = ", ".join(map(str, workers))
         text = f"loading it took down {len(workers)} workers one after the other (workers {names})"
         self._arrived.append((task, plain(POISONED, text)))
