@@ -27,6 +27,8 @@ from benchmarks.storage_sides import BATCH, CLIENTS, SIDES, WORKERS, Place
 
 WORKLOADS = ("disk", "oss", "s3", "gets")
 LATENCIES_MS = (0.0, 10.0, 30.0)
+#: Epochs from the disk, where one is over within a fraction of a second.
+DISK_EPOCHS = 8
 #: What the sides and the servers are made of.
 PACKAGES = ("oss2", "ossfs", "boto3", "s3fs", "moto", "webdataset", "litdata")
 
@@ -74,7 +76,7 @@ def served(kind: str, folder: Path, latency_ms: float) -> Iterator[str]:
 def run_side(place: Place, side: str, *options: str) -> Any:
     """Run one side in a process of its own and return what it printed."""
     command = [sys.executable, "-m", "benchmarks.storage_run", place.kind, side, *options]
-    command += [f"--endpoint={place.endpoint}", f"--samples={place.samples}"]
+    command += [f"--endpoint={place.endpoint}", f"--samples={place.samples}", f"--epochs={place.epochs}"]
     with tempfile.TemporaryDirectory(prefix="dpflow-bench-") as folder:
         environment = {**os.environ, "TMPDIR": folder}  # what a side leaves there goes with it
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
@@ -93,7 +95,12 @@ def sides_of(kind: str) -> list[str]:
 def compare(kind: str, latency_ms: float, rounds: int, *, quick: bool) -> Comparison:
     """Read epochs of one storage with every side in turn."""
     with served(kind, prepare(), latency_ms) as endpoint:
-        place = Place(kind=kind, endpoint=endpoint, samples=64 if quick else SAMPLES)
+        place = Place(
+            kind=kind,
+            endpoint=endpoint,
+            samples=64 if quick else SAMPLES,
+            epochs=DISK_EPOCHS if kind == "disk" else 1,
+        )
         sides = sides_of(kind)
         _check_same(place, sides)
         return alternate(
@@ -106,6 +113,7 @@ def compare(kind: str, latency_ms: float, rounds: int, *, quick: bool) -> Compar
                 "batch_size": BATCH,
                 "latency_ms": latency_ms,
                 "samples": place.samples,
+                "epochs": place.epochs,
                 "packages": {name: version(name) for name in PACKAGES if find_spec(name) is not None},
             },
         )

@@ -43,6 +43,8 @@ class Place:
     endpoint: str = ""
     #: how many samples an epoch has
     samples: int = SAMPLES
+    #: epochs, one after the other, with the same workers: one alone is over too soon where nothing is waited for
+    epochs: int = 1
 
     @property
     def bucket_url(self) -> str:
@@ -160,7 +162,13 @@ def read_webdataset(place: Place) -> Batches:
     root = str(BUCKET_FOLDER) if place.kind == "disk" else f"{place.endpoint}/{BUCKET}"
     urls = [f"{root}/{tar_name(shard)}" for shard in range(TAR_SHARDS)]
     dataset = webdataset.WebDataset(urls, shardshuffle=False).to_tuple("jpg").map(lambda sample: sample[0])
-    return DataLoader(dataset, batch_size=BATCH, num_workers=WORKERS, collate_fn=list)
+    return DataLoader(
+        dataset,
+        batch_size=BATCH,
+        num_workers=WORKERS,
+        collate_fn=list,
+        persistent_workers=place.epochs > 1,
+    )
 
 
 def read_litdata(place: Place) -> Batches:
@@ -183,7 +191,11 @@ def read_litdata(place: Place) -> Batches:
             },
         )
     return litdata.StreamingDataLoader(  # type: ignore[no-any-return]
-        dataset, batch_size=BATCH, num_workers=WORKERS, collate_fn=_as_bytes
+        dataset,
+        batch_size=BATCH,
+        num_workers=WORKERS,
+        collate_fn=_as_bytes,
+        persistent_workers=place.epochs > 1,
     )
 
 
@@ -200,6 +212,7 @@ def _loader(kind: type[DataLoader[bytes]], dataset: Dataset[bytes], place: Place
         generator=torch.Generator().manual_seed(0),
         num_workers=WORKERS,
         collate_fn=list,
+        persistent_workers=place.epochs > 1,
     )
 
 
