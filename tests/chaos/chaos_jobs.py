@@ -128,5 +128,10 @@ class ChaosJob:
             assert sorted(order) == list(range(self.given.size)), f"epoch {epoch}"
             if sampler is not None:
                 sampler.set_epoch(epoch)
-                assert order == list(sampler), f"epoch {epoch}"
+                plan = list(sampler)
+                differing = [place for place in range(len(plan)) if order[place] != plan[place]]
+                assert not differing, (
+                    f"epoch {epoch}: the plan has {plan[differing[0] :][:16]} where the job got "
+                    f"{order[differing[0] :][:16]}, from sample {differing[0]} on; {len(differing)} differ"
+                )
         return len(epochs)
