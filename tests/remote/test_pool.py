@@ -188,6 +188,16 @@ def test_less_room_takes_from_the_cache_and_from_what_nobody_waits_for() -> None
         pool.resize(0)
 
 
+def test_what_a_job_has_ceased_to_wait_for_does_not_stand_before_what_another_waits_for() -> None:
+    pool = make_pool(concurrency=1)
+    pool.want("a", [(0, 0), (1, 1)], draw=3)
+    pool.want("b", [(0, 1), (1, 2)], draw=4)
+    pool.fetch("a", 50, [1])
+    assert pool.release("a", [1]) == [Serve(50, [])]
+    pool.fetch("b", 51, [1])
+    assert pool.loaded(1, "zero", 10) == [Load(2, 2, 4)]
+
+
 @pytest.mark.parametrize("wrong", [{"capacity": 0}, {"concurrency": 0}])
 def test_limits_below_one_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(OptionError, match="must be at least 1"):

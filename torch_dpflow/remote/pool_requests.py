@@ -53,7 +53,7 @@ class RequestTable:
             request = self._open[number]
             if request.job is job:
                 request.tickets.remove(ticket)
-                wanted.requests.discard((number, ticket))
+                self._forgo(wanted, number, ticket)
                 request.missing -= not wanted.ready
                 if not request.missing:
                     complete.append(self._serve(request))
@@ -83,12 +83,15 @@ class RequestTable:
         del self._open[request.number]
         request.job.requests.discard(request.number)
         for ticket in request.tickets:
-            wanted = request.job.wants[ticket]
-            wanted.requests.discard((request.number, ticket))
-            if not wanted.requests:
-                # It is near still, but behind what a job waits for.
-                wanted.distance = 1
-                self._queue.moved(wanted)
+            self._forgo(request.job.wants[ticket], request.number, ticket)
+
+    def _forgo(self, wanted: PoolObject, request: RequestId, ticket: Ticket) -> None:
+        """A request has it among its own no more."""
+        wanted.requests.discard((request, ticket))
+        if not wanted.requests:
+            # It is near still, but behind what a job waits for.
+            wanted.distance = 1
+            self._queue.moved(wanted)
 
     def validate(self) -> None:
         """Check every invariant; O(n), for tests. Raises AssertionError."""
