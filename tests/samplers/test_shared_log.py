@@ -29,6 +29,26 @@ def new_group(size: int = 60, capacity: int = 20, **jobs: dict[str, object]) -> 
     return group
 
 
+# -- room ----------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=6), st.integers(1, 9))
+def test_whatever_becomes_of_the_caches_room_each_epoch_is_whole(capacities: list[int], count: int) -> None:
+    group = new_group(a={"seed": 1}, b={"seed": 2})
+    read: dict[str, list[int]] = {"a": [], "b": []}
+    step = 0
+    while any(group.remaining(job) for job in read):
+        if step % 3 == 0:
+            gone = group.resize(capacities[step // 3 % len(capacities)])
+            assert len(set(gone.tolist())) == len(gone)
+        job = "ab"[step % 2]
+        read[job] += group.next(job, count).tolist()
+        group.validate()
+        step += 1
+    assert all(sorted(samples) == list(range(60)) for samples in read.values())
+
+
 # -- follow and lead -----------------------------------------------------------------------------------------
 
 

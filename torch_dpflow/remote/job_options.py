@@ -58,7 +58,8 @@ class JobOptions:
         policy: (flow) cache policy, or "none". None: that of the `ALSDCache`, else "alsd".
         strategy: (flow) how the jobs' orders are brought together: "shared-log" (DynaGCS), "joader", "coordl"
             and what else `torch_dpflow.samplers.STRATEGIES` has.
-        cache_samples: (flow) how many samples the caches hold, as the strategy is to take it; 0: a tenth.
+        cache_samples: (flow) how many samples the caches hold, as the strategy is to take it; 0: as many as fit into
+            `memory_bytes` by the size of the latest, and a tenth of all before the first is loaded.
         repeatable: (flow) loading a sample twice gives the same, so that it may be kept. None: so it is where the
             dataset is an `ALSDCache`; if that has a `transform`, what is below it is kept, and the transform is
             run by a worker for each job and epoch.

@@ -180,6 +180,11 @@ class Pool:
         """The tickets of `job` for keys that are not from `first` to before `end`."""
         return [ticket for ticket, wanted in self._job(job).wants.items() if not first <= wanted.key < end]
 
+    @property
+    def room(self) -> int:
+        """How many samples the cache can hold, by the size of the latest; 0 where that is not known yet."""
+        return self._shelf.room
+
     def resize(self, capacity_bytes: int) -> list[Instruction]:
         """There is room for so many bytes from now on; what is beyond goes as soon as nobody waits for it.
 

@@ -12,6 +12,8 @@ from torch_dpflow.remote.pool_objects import PoolObject, Ticket
 
 #: What a sample is expected to take before the first has come, bytes.
 _FIRST_GUESS = 1 << 16
+#: The part of all room that a cache can count on; the rest is for what is on its way.
+_KEPT_SHARE = 0.9
 #: Weight of the latest sample in the expected size.
 _SIZE_WEIGHT = 0.1
 
@@ -47,6 +49,13 @@ class Shelf:
     def cached(self) -> int:
         """Objects that the cache holds."""
         return len(self._cached)
+
+    @property
+    def room(self) -> int:
+        """How many samples as large as the latest the cache can hold; 0 without a cache, and before the first."""
+        if self._policy is None or self._mean is None:
+            return 0
+        return max(1, int(_KEPT_SHARE * self.capacity / max(1.0, self._mean)))
 
     @property
     def is_over(self) -> bool:

@@ -94,6 +94,11 @@ class StagedPool:
     def concurrency(self, most: int) -> None:
         self._kept.concurrency = self._drawn.concurrency = most
 
+    @property
+    def room(self) -> int:
+        """As `Pool.room`, of first parts."""
+        return self._kept.room
+
     def resize(self, capacity_bytes: int) -> list[Instruction]:
         """As `Pool.resize`."""
         out = self._of_drawn(self._drawn.resize(_drawn_bytes(capacity_bytes)))

@@ -151,6 +151,8 @@ class Enlist(Body):
     generation: Count
     #: Of the node that has started it: whoever could enlist would be sent the jobs' calls.
     token: Name
+    #: How many samples its cache can hold, by the size of the latest; 0 where that is not known.
+    room: Count = 0
 
 
 class RangeAssignment(Body):

@@ -204,6 +204,15 @@ class SamplingGroup(ABC):
         """
         self._member(job).speed = check_speed(speed)
 
+    def resize(self, capacity: int) -> IndexArray:
+        """The caches together hold so many samples from now on; returns those that the directory gives up for it.
+
+        Raises:
+            OptionError: it is below 1.
+        """
+        self.capacity = check_whole("capacity", capacity, minimum=1)
+        return self._resized()
+
     # -- state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,6 +274,10 @@ class SamplingGroup(ABC):
     @abstractmethod
     def _lookahead(self, member: Member, epoch: int) -> Lookahead:
         """See `lookahead`."""
+
+    def _resized(self) -> IndexArray:
+        """See `resize`; `capacity` has changed, which is nothing to strategies without a directory."""
+        return _NOTHING
 
     @abstractmethod
     def _validate(self) -> None:

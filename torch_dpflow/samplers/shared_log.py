@@ -95,6 +95,11 @@ class SharedLogGroup(SamplingGroup):
         indices[slots[0]], led[slots[0]] = picks[slots[1]], to_load[slots[1]]
         return Draw(indices, led, evicted.astype(np.int64))
 
+    def _resized(self) -> IndexArray:
+        self._directory.capacity = self.capacity
+        self._protect()
+        return self._directory.shrink().astype(np.int64)
+
     def _lookahead(self, member: Member, epoch: int) -> Lookahead:
         reading = self._epochs[member.name]
         likely = reading.followable(self._directory)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.shared_cluster import TestCluster
+from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Failing, Numbers
 from torch_dpflow import ALSDCache, DPFlowDataLoader, JobOptions
 from torch_dpflow.remote.client import SharedJob
@@ -105,6 +105,20 @@ def test_a_pool_too_small_for_the_first_parts_still_gives_each_sample(join: Join
     jobs = [join(flow, dataset, batch_size=4, seed=seed, memory_bytes=2 << 20) for seed in (1, 2)]
     for epoch in range(2):
         assert [sorted(read) for read in read_together(jobs, epoch)] == [list(range(40))] * 2
+
+
+def test_the_router_reckons_with_the_samples_that_fit_into_the_caches(
+    join: Join, cluster: TestCluster, flow: str
+) -> None:
+    dataset = ALSDCache(Numbers(100, width=25_000), "64MiB")
+    job = join(flow, dataset, batch_size=4, memory_bytes=4 << 20)
+
+    def reckoned() -> int:
+        return int(cluster.processes(f"{flow}@1/router")[0].status.get("cache_samples", 10))
+
+    assert reckoned() == 10
+    assert len(draws(job.traverse(0))) == 100
+    wait(lambda: reckoned() == int(0.9 * (4 << 20)) // 100_000, what="the caches' room", within_s=60)
 
 
 def last_two(sample: Any) -> Any:

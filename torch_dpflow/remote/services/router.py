@@ -41,6 +41,8 @@ from torch_dpflow.samplers.ranks import RankShares
 
 #: How long a job, or a shard, may be silent before it is taken for dead, seconds.
 JOB_LEASE_S, SHARD_LEASE_S = 15.0, 5.0
+#: By how much of it the group's reckoning of the caches may be wrong before it is mended.
+RESIZED_SHARE = 0.1
 #: Most processes that read one flow.
 MAX_JOBS = 1024
 
@@ -119,6 +121,8 @@ class Router:
         self._jobs: dict[str, _Job] = {}
         #: By the name under which it reads: what it has said of its reading.
         self._figures: dict[str, JobFigures] = {}
+        #: By shard: how many samples its cache can hold, 0 where that is not known.
+        self._rooms: dict[str, int] = {}
         #: Calls that wait for the table to be complete.
         self._waiting: list[tuple[IncomingCall, Joined]] = []
         for name, handler, body in (
@@ -158,6 +162,7 @@ class Router:
         return {
             "jobs": len(jobs),
             "names": jobs,
+            "cache_samples": self._group.capacity,
             "readings": {name: msgspec.structs.asdict(one) for name, one in self._figures.items()},
             "generation": self._routing.generation,
             "complete": self._routing.complete,
@@ -176,8 +181,19 @@ class Router:
             raise StaleShardError(
                 f"shard {shard.shard!r}, incarnation {shard.incarnation}, was taken for dead or has been replaced"
             )
+        self._rooms[shard.shard] = shard.room
+        self._fit_group()
         self.turn()
         return Result(range_)
+
+    def _fit_group(self) -> None:
+        """Have the group reckon with what the caches can hold, where nobody has said how much that is."""
+        rooms = [self._rooms.get(route.shard, 0) for route in self._routing.table.routes]
+        if self._spec.cache_samples or not rooms or 0 in rooms:
+            return
+        capacity = min(self._spec.size, sum(rooms))
+        if abs(capacity - self._group.capacity) > RESIZED_SHARE * self._group.capacity:
+            self._group.resize(capacity)
 
     def _on_table(self, call: IncomingCall) -> Result:
         table: RoutingTable = self._routing.table

@@ -108,6 +108,11 @@ class SampleShard:
         self._pool.concurrency = _concurrency(settings)
         self._obey(self._pool.resize(settings.memory_bytes))
 
+    @property
+    def room(self) -> int:
+        """How many samples its cache can hold, 0 where that is not known yet. Any thread may ask."""
+        return self._pool.room
+
     def assign(self, range_: RangeAssignment) -> None:
         """The router says what this shard owns. In the server's thread.
 
