@@ -4,7 +4,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,21 +17,25 @@ ANSWER_S, START_S = 20.0, 60.0
 
 
 @contextmanager
-def found_or_started(address: str) -> Iterator[str]:
+def found_or_started(address: str, *, preload: Sequence[str] = ()) -> Iterator[str]:
     """`address`, where a cluster answers, or is to; for "auto" without one, that of a cluster of one's own."""
     if address != "auto" or _answers(address):
         yield address
     else:
-        with started() as own:
+        with started(preload=preload) as own:
             yield own
 
 
 @contextmanager
-def started() -> Iterator[str]:
-    """A cluster that is ended at the end, with all that it runs; the path of its connection file."""
+def started(*, preload: Sequence[str] = ()) -> Iterator[str]:
+    """A cluster that is ended at the end, with all that it runs; the path of its connection file.
+
+    preload: modules that it imports once for all its workers.
+    """
     with tempfile.TemporaryDirectory(prefix="torch_dpflow-") as folder:
         path = Path(folder, "connection")
         command = [sys.executable, "-m", "torch_dpflow.cli", "up", f"--connection-file={path}"]
+        command += ["--log-level=warning", *(f"--preload={module}" for module in preload)]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as node:
             try:
                 _wait_for(path, node)

@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.loader == "torch":
             outcomes, decodes = search(options, "")
         else:
-            with found_or_started(options.address) as address:
+            with found_or_started(options.address, preload=["torchvision"]) as address:
                 outcomes, decodes = search(options, address)
     except KeyboardInterrupt:
         console.print("interrupted")

@@ -51,6 +51,12 @@ def _up_options(command: Command) -> Command:
         click.option(
             "--metrics-public", is_flag=True, help="Let other hosts read the metrics, without a key."
         ),
+        click.option(
+            "--preload",
+            metavar="MODULE",
+            multiple=True,
+            help="Import once what every worker needs, as torchvision: workers start at once and share it.",
+        ),
         click.option("--log-format", type=click.Choice(FORMATS), default="text", envvar="DPFLOW_LOG_FORMAT"),
         click.option("--log-level", type=click.Choice(LEVELS), default="info", envvar="DPFLOW_LOG_LEVEL"),
     ]

@@ -7,8 +7,10 @@ import ipaddress
 import os
 import socket
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -45,9 +47,12 @@ class ClusterOptions:
         metrics: HOST:PORT where Prometheus finds metrics; None: nowhere.
         metrics_public: whether `metrics` may be reached from other hosts, without a key.
         log: how its processes log.
+        preload: modules that are imported once and not by each worker, as "torchvision": workers start at once
+            and share their memory. Not for modules that start threads when they are imported.
 
     Raises:
-        OptionError: `listen` or `metrics` is no such address, or cannot be had.
+        OptionError: `listen` or `metrics` is no such address, or cannot be had; or no module of `preload` is
+            installed under that name.
         MissingExtraError: a package for `metrics` is not installed.
     """
 
@@ -59,12 +64,15 @@ class ClusterOptions:
     metrics: str | None = None
     metrics_public: bool = False
     log: LogOptions = field(default_factory=LogOptions)
+    preload: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.listen is not None:
             _check_listen(self.listen)
         if self.metrics is not None:
             check_metrics_address(self.metrics, public=self.metrics_public)
+        for module in self.preload:
+            _check_installed(module)
 
     @property
     def path(self) -> Path:
@@ -122,7 +130,7 @@ class LocalCluster:
             options.limits.memory_bytes,
             options.metrics or "",
         )
-        return Node(place, msgspec.msgpack.encode(arguments))
+        return Node(place, msgspec.msgpack.encode(arguments), preload=options.preload)
 
     def _write(self, address: str, keys: str | None) -> None:
         connection = create_cluster(address) if keys is None else read_connection_file(keys)
@@ -142,6 +150,13 @@ class LocalCluster:
         self._directory.remove()
         while self._locks:
             os.close(self._locks.pop())
+
+
+def _check_installed(module: str) -> None:
+    """Raise OptionError unless a module may be imported under this name. Imports nothing."""
+    top = module.partition(".")[0]
+    if not module.replace(".", "_").isidentifier() or find_spec(top) is None:
+        raise OptionError(f"preload={module!r}: no such module is installed; install it, or leave it out")
 
 
 def _check_vacant(path: Path) -> None:

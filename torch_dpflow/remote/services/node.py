@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 
@@ -38,9 +38,17 @@ class Node:
     Args:
         place: where its processes meet.
         coordinator: arguments of the coordinator's role, msgpack.
+        preload: modules that its processes are forked with, beside those that every one of them needs.
     """
 
-    def __init__(self, place: ClusterPlace, coordinator: bytes, *, lease_s: float = LEASE_S) -> None:
+    def __init__(
+        self,
+        place: ClusterPlace,
+        coordinator: bytes,
+        *,
+        lease_s: float = LEASE_S,
+        preload: Sequence[str] = (),
+    ) -> None:
         self._place = place
         self._supervisor = Supervisor(lease_s=lease_s)
         self._clock = AwakeClock()
@@ -50,7 +58,7 @@ class Node:
         self._stopped = False
         # Services start by a fork of one process that has imported what they need.
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
+        self._context.set_forkserver_preload([*PRELOAD, *preload])
         self._server = RpcServer(listen(place.node_address))
         self._server.register("beat", self._on_beat, body_type=Beat, remembered=False)
         self._server.register("desire", self._on_desire, body_type=Desire)
