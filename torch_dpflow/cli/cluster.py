@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,6 +24,9 @@ from torch_dpflow.cli.cluster_printing import print_flows, print_processes, prin
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.log import FORMATS, LEVELS, LogOptions
 from torch_dpflow.remote.cluster_figures import ClusterFigures, figures_of
+
+if TYPE_CHECKING:
+    from torch_dpflow.remote.services.local_cluster import ClusterOptions
 
 Command = Callable[..., Any]
 
@@ -90,17 +93,20 @@ def up(
         **given,
     )
     cluster = LocalCluster(options)
-    facts = {"address": cluster.address, "connection_file": str(options.path), "metrics": options.metrics}
-    if as_json:
-        click.echo(to_json({**facts, "pid": os.getpid()}))
-    else:
-        click.echo(f"dpflow is up at {cluster.address}\njobs find it by {options.path}")
-        if options.metrics:
-            click.echo(f"metrics are at http://{options.metrics}/metrics")
     with stopped_by_signals(cluster.node):
-        cluster.serve()
+        cluster.serve(ready=lambda: _say_up(cluster.address, options, as_json=as_json))
     if not as_json:
         click.echo("dpflow is down")
+
+
+def _say_up(address: str, options: ClusterOptions, *, as_json: bool) -> None:
+    if as_json:
+        facts = {"address": address, "connection_file": str(options.path), "metrics": options.metrics}
+        click.echo(to_json({**facts, "pid": os.getpid()}))
+        return
+    click.echo(f"dpflow is up at {address}\njobs find it by {options.path}")
+    if options.metrics:
+        click.echo(f"metrics are at http://{options.metrics}/metrics")
 
 
 @click.command()

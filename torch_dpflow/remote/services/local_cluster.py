@@ -7,7 +7,7 @@ import ipaddress
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -106,11 +106,14 @@ class LocalCluster:
             self._clean_up()
             raise
 
-    def serve(self) -> None:
-        """Run the node until it is told to stop; then nothing is left. From now on this process logs as it is told."""
+    def serve(self, ready: Callable[[], None] | None = None) -> None:
+        """Run the node until it is told to stop; then nothing is left. From now on this process logs as it is told.
+
+        ready: called once, in this thread, when the cluster answers.
+        """
         write_lines(self._log, {"process": "node", "pid": os.getpid()})
         try:
-            self.node.serve()
+            self.node.serve(ready)
         finally:
             self._clean_up()
 

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 
@@ -56,6 +56,7 @@ class Node:
         self._desired: list[Launch] = []
         self._children: dict[str, tuple[int, BaseProcess]] = {}
         self._stopped = False
+        self._ready: Callable[[], None] | None = None
         # Services start by a fork of one process that has imported what they need.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*PRELOAD, *preload])
@@ -65,8 +66,12 @@ class Node:
         self._server.register("processes", self._on_processes, body_type=None, remembered=False)
         self._server.register("stop", self._on_stop, body_type=None)
 
-    def serve(self) -> None:
-        """Keep everything running until `stop` is called, here or by a client."""
+    def serve(self, ready: Callable[[], None] | None = None) -> None:
+        """Keep everything running until `stop` is called, here or by a client.
+
+        ready: called once, in this thread, when the coordinator serves.
+        """
+        self._ready = ready
         try:
             self._obey(self._supervisor.desire([self._own], self._clock()))
             look = 0.0
@@ -137,6 +142,9 @@ class Node:
         now = self._clock()
         if not self._supervisor.beat(beat.id, beat.incarnation, beat.address, beat.status, now):
             return Result(Standing(False))
+        if beat.id == COORDINATOR and self._ready is not None:
+            ready, self._ready = self._ready, None
+            ready()
         return Result(Standing(True, self._supervisor.settings_of(beat.id)))
 
     def _on_desire(self, call: IncomingCall) -> None:
