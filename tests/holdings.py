@@ -13,8 +13,8 @@ from typing import Any
 
 #: What a new descriptor may point to without being a leak: opened once a process, by Python or a library.
 HARMLESS_FILES = ("/dev/null", "/dev/urandom", "/proc/", "/sys/")
-#: Temporary files that live as long as the process: those of multiprocessing (fork server) and of pytest.
-HARMLESS_TEMPORARIES = ("pymp-", "pytest-of-")
+#: Temporary files that outlive a test: of multiprocessing (fork server), of pytest, of torch's compiler.
+HARMLESS_TEMPORARIES = ("pymp-", "pytest-of-", "torchinductor_")
 
 
 @dataclass(frozen=True)
