@@ -14,24 +14,29 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.loader import IMAGES, SPECIFICATION, warm_page_cache
 from benchmarks.meter import Meter
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
+from benchmarks.sharing_tensorsocket import is_installed, producing
 from examples.cluster import loads, started
 from examples.natural_images import generate
 
 #: How old a cluster's figures may be, seconds.
 STATUS_AGE_S = 1.5
-SIDES = ("torch", "dpflow")
+#: Of all sides; TensorSocket where it is installed.
+SIDES = ("torch", "dpflow") + ("tensorsocket",) * is_installed()
 #: Workers of all jobs together.
 WORKERS = 4
 #: A sample is 224 x 224 x 3 bytes.
 SAMPLE_BYTES = 224 * 224 * 3
+#: Room for samples that are drawn afresh and wait for the other jobs: the default.
+DRAWN_BYTES = 1 << 30
 METRICS = (
     Metric(name="samples_per_s", label="samples/s, all jobs", spec=",.0f"),
     Metric(name="decodes_per_sample", label="decodes/sample", higher_is_better=False, spec=".3f"),
@@ -66,6 +71,10 @@ class Scenario:
             )
         return "; ".join([*parts, "kept" if self.kept else "drawn afresh"])
 
+    def allows(self, side: str) -> bool:
+        """Whether a side can run it: TensorSocket's jobs wait for each other, so none can begin by itself."""
+        return side != "tensorsocket" or not self.stagger
+
     def step_of(self, job: int) -> float:
         """Sleep of a job after each batch, ms."""
         return self.step_ms * (1 + self.spread * job)
@@ -78,6 +87,35 @@ SCENARIOS: Mapping[str, Sequence[Scenario]] = {
 }
 
 
+class Source(Protocol):
+    """Where jobs get what others load for them."""
+
+    address: str
+
+    def loads(self) -> int | None:
+        """Samples that it has loaded; None where each job loads for itself."""
+
+
+class NoSource:
+    """Every job has workers of its own."""
+
+    address = ""
+
+    def loads(self) -> int | None:
+        return None
+
+
+class ClusterSource:
+    """A cluster; it is `STATUS_AGE_S` before all that it has done is known."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def loads(self) -> int | None:
+        time.sleep(STATUS_AGE_S)
+        return loads(self.address)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One run of one side."""
@@ -88,27 +126,32 @@ class Run:
     epochs: int
     #: Share of the samples that a cache may hold.
     cache: float
-    #: Of the cluster.
-    address: str = ""
 
     def measure(self) -> Figures:
         """Run all jobs once."""
-        if self.side != "dpflow" or self.address:
-            return self._run_jobs()
-        with started() as address:
-            return Run(**{**vars(self), "address": address})._run_jobs()
+        with self._source() as source:
+            jobs = [self._start(number, source.address) for number in range(self.scenario.jobs)]
+            try:
+                return self._follow(jobs, source)
+            finally:
+                for job in jobs:
+                    job.kill()
+                    job.communicate()
 
-    def _run_jobs(self) -> Figures:
-        jobs = [self._start(number) for number in range(self.scenario.jobs)]
-        try:
-            return self._follow(jobs)
-        finally:
-            for job in jobs:
-                job.kill()
-                job.communicate()
+    @contextmanager
+    def _source(self) -> Iterator[Source]:
+        if self.side == "dpflow":
+            with started(preload=["torchvision"]) as address:
+                yield ClusterSource(address)
+        elif self.side == "tensorsocket":
+            with producing(str(IMAGES), self.samples, WORKERS, kept=self.scenario.kept) as producer:
+                yield producer
+        else:
+            yield NoSource()
 
-    def _start(self, number: int) -> "subprocess.Popen[str]":
-        scenario, kept_samples = self.scenario, int(self.cache * self.samples)
+    def _start(self, number: int, address: str) -> "subprocess.Popen[str]":
+        scenario = self.scenario
+        kept_samples = int(self.cache * self.samples)
         given = {
             "images": IMAGES,
             "number": number,
@@ -117,8 +160,8 @@ class Run:
             "workers": WORKERS // scenario.jobs if self.side == "torch" else WORKERS,
             "step-ms": scenario.step_of(number),
             "stagger": scenario.stagger,
-            "address": self.address,
-            "memory": max(16 << 20, kept_samples * SAMPLE_BYTES),
+            "address": address,
+            "memory": kept_samples * SAMPLE_BYTES if scenario.kept else DRAWN_BYTES,
             "cache-samples": kept_samples,
         }
         command = [sys.executable, "-m", "benchmarks.sharing_job", self.side]
@@ -126,11 +169,11 @@ class Run:
         command += ["--kept"] * scenario.kept
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def _follow(self, jobs: Sequence["subprocess.Popen[str]"]) -> Figures:
+    def _follow(self, jobs: Sequence["subprocess.Popen[str]"], source: Source) -> Figures:
         """Let the jobs begin, and wait for what they have to tell."""
         for job in jobs:
             hear(job)
-        before = self._loads()
+        before = source.loads()
         meter = Meter()
         for job in jobs:
             assert job.stdin is not None
@@ -140,24 +183,18 @@ class Run:
         told = [hear(job) for job in jobs]
         cpu_s, peak_mib = meter.stop()
         samples = sum(one["samples"] for one in told)
-        decodes = self._loads() - before if self.address else samples
+        after = source.loads()
         elapsed = max(one["ended"] for one in told) - min(one["begun"] for one in told)
         stalls = [one["stall_s"] / (one["ended"] - one["begun"]) for one in told]
         return {
             "samples_per_s": samples / elapsed,
-            "decodes_per_sample": decodes / samples,
+            "decodes_per_sample": 1.0 if before is None or after is None else (after - before) / samples,
             "cpu_ms_per_sample": cpu_s / samples * 1e3,
             "stall_share": sum(stalls) / len(stalls),
             "worst_stall_share": max(stalls),
             "total_mib": peak_mib,
             **{f"stall_share_of_job_{number}": stall for number, stall in enumerate(stalls)},
         }
-
-    def _loads(self) -> int:
-        if not self.address:
-            return 0
-        time.sleep(STATUS_AGE_S)
-        return loads(self.address)
 
 
 def hear(job: "subprocess.Popen[str]") -> Any:
@@ -174,14 +211,14 @@ def compare(scenario: Scenario, arguments: argparse.Namespace) -> Comparison:
     quick = arguments.quick
     given = {
         "scenario": scenario,
-        "samples": 64 if quick else arguments.samples,
+        "samples": 128 if quick else arguments.samples,
         "epochs": 1 if quick else arguments.epochs,
         "cache": arguments.cache,
     }
     return alternate(
         "sharing",
         scenario.title,
-        {side: partial(Run.measure, Run(side=side, **given)) for side in arguments.side},
+        {side: Run(side=side, **given).measure for side in arguments.side if scenario.allows(side)},
         rounds=1 if quick else arguments.rounds,
         parameters={**given, "scenario": asdict(scenario), "workers": WORKERS},
     )
@@ -200,7 +237,7 @@ def main() -> None:
     add = parser.add_argument
     add("--scenario", type=partial(choice, list(SCENARIOS)), default=list(SCENARIOS), help="default: all")
     add("--side", type=partial(choice, SIDES), default=list(SIDES), help="default: all")
-    add("--samples", type=int, default=960, help="of an epoch (default: %(default)s)")
+    add("--samples", type=int, default=1920, help="of an epoch (default: %(default)s)")
     add("--epochs", type=int, default=2, help="of each job, measured (default: %(default)s)")
     add("--cache", type=float, default=0.25, help="share of the samples that is kept (default: %(default)s)")
     add_arguments(parser, rounds=3)

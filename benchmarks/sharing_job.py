@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,14 @@ def dataset_of(arguments: argparse.Namespace) -> Dataset[torch.Tensor]:
 
 
 def open_loader(arguments: argparse.Namespace) -> Any:
-    """The job's loader: torch's with workers of its own, or ours that shares its loading with the others."""
+    """The job's loader: torch's with workers of its own, or one that shares its loading with the others."""
     dataset: Any = dataset_of(arguments)
     given: dict[str, Any] = {"batch_size": BATCH, "shuffle": True, "num_workers": arguments.workers}
     given["generator"] = torch.Generator().manual_seed(arguments.number)
+    if arguments.side == "tensorsocket":
+        from benchmarks.sharing_tensorsocket import Consumed
+
+        return Consumed(arguments.address)
     if arguments.side == "torch":
         return DataLoader(dataset, persistent_workers=True, **given)
     options = JobOptions(memory_bytes=arguments.memory, cache_samples=arguments.cache_samples, idle_s=30.0)
@@ -70,7 +75,7 @@ def say(value: Any) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    parser.add_argument("side", choices=("torch", "dpflow"))
+    parser.add_argument("side", choices=("torch", "dpflow", "tensorsocket"))
     for name in ("--number", "--samples", "--epochs", "--workers", "--memory", "--cache-samples"):
         parser.add_argument(name, type=int, default=0)
     for name in ("--images", "--address"):
@@ -84,6 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main() -> None:
     arguments = build_parser().parse_args()
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "This DataLoader will create|TypedStorage is deprecated")
     loader = open_loader(arguments)
     # The first epoch is not measured: workers start, import what they need, and caches fill.
     for _ in loader:

@@ -21,7 +21,7 @@ def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("images")
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", ["torch", "dpflow"])
 def test_every_side_reads_every_sample_of_jobs_that_begin_one_after_the_other(side: str) -> None:
     scenario = Scenario(jobs=2, stagger=0.5, step_ms=1.0, spread=0.5, kept=True)
     figures = Run(side=side, scenario=scenario, samples=64, epochs=1, cache=1.0).measure()
@@ -30,6 +30,21 @@ def test_every_side_reads_every_sample_of_jobs_that_begin_one_after_the_other(si
     assert figures["cpu_ms_per_sample"] > 0
     assert 0 <= figures["stall_share"] <= figures["worst_stall_share"] <= 1
     assert figures["decodes_per_sample"] <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("images")
+@pytest.mark.skipif("tensorsocket" not in SIDES, reason="tensorsocket is not installed")
+def test_tensorsockets_jobs_are_measured_too() -> None:
+    figures = Run(side="tensorsocket", scenario=Scenario(jobs=2), samples=640, epochs=1, cache=1.0).measure()
+    assert {metric.name for metric in METRICS} <= figures.keys()
+    assert figures["samples_per_s"] > 0
+
+
+def test_tensorsocket_is_left_out_where_jobs_begin_one_after_the_other() -> None:
+    staggered, unequal = SCENARIOS["staggered"][0], SCENARIOS["unequal"][0]
+    assert [scenario.allows("tensorsocket") for scenario in (staggered, unequal)] == [False, True]
+    assert all(staggered.allows(side) for side in ("torch", "dpflow"))
 
 
 def test_scenarios_cover_the_numbers_of_jobs_the_staggers_and_the_speeds() -> None:
