@@ -73,7 +73,7 @@ def test_every_epoch_is_whole_whatever_is_hit(cluster: TestCluster, nursery: Nur
             nursery,
             tmp_path,
             jobs=4,
-            faults=12,
+            faults=10,
             longest_s=1.5,
             most_pause_s=0.6,
             seed=0,

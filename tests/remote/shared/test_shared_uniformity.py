@@ -132,6 +132,7 @@ def test_the_orders_that_jobs_get_are_uniform(join: Join, flow: str) -> None:
     assert 0.6 < ratio < 1.6
 
 
+@pytest.mark.slow
 def test_the_test_can_fail_through_services_too(join: Join, flow: str) -> None:
     """The thesis's intersection tree hands out first what is shared."""
     p, ratio = worst(judge(join, flow, overlapping(24), runs=40, size=24, strategy="dynagcs"))
