@@ -130,7 +130,9 @@ class Readers(RuleBasedStateMachine):
 
     JOBS = ("a", "b", "c")
 
-    @initialize(capacity=st.integers(5, 200), concurrency=st.integers(1, 6), policy=st.sampled_from([None, "lru"]))
+    @initialize(
+        capacity=st.integers(5, 200), concurrency=st.integers(1, 6), policy=st.sampled_from([None, "lru"])
+    )
     def begin(self, capacity: int, concurrency: int, policy: str | None) -> None:
         self.pool = make_pool(capacity=capacity, concurrency=concurrency, policy=policy)
         self.pool.join("c")
@@ -165,7 +167,11 @@ class Readers(RuleBasedStateMachine):
     def size(key: int) -> int:
         return 4 + 7 * key
 
-    @rule(job=st.sampled_from(JOBS), keys=st.lists(st.integers(0, 5), min_size=1, max_size=4), draw=st.integers(0, 2))
+    @rule(
+        job=st.sampled_from(JOBS),
+        keys=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+        draw=st.integers(0, 2),
+    )
     def want(self, job: str, keys: list[int], draw: int) -> None:
         chosen = None if job == "c" else draw
         wants = []

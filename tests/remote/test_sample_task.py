@@ -24,7 +24,9 @@ def test_a_task_without_input_is_its_numbers(key: int, draw: int) -> None:
     assert (task.key, task.draw, task.input) == (key, draw, None)
 
 
-@pytest.mark.parametrize("value", [None, "text", b"x" * 100_000, [torch.arange(5), torch.ones(3, 40_000)]], ids=type)
+@pytest.mark.parametrize(
+    "value", [None, "text", b"x" * 100_000, [torch.arange(5), torch.ones(3, 40_000)]], ids=type
+)
 def test_an_input_travels_with_its_task_and_is_the_workers_own(value: Any) -> None:
     table, frames = encode(value)
     task = unpack_task(memoryview(pack_task(7, 9, Settled(SAMPLE, table, frames))))
@@ -38,6 +40,12 @@ def test_an_input_travels_with_its_task_and_is_the_workers_own(value: Any) -> No
         assert value[1].sum() == 120_000
 
 
+def unpacked_input(packed: bytes) -> Any:
+    task = unpack_task(memoryview(packed))
+    assert task.input is not None
+    return decode(*task.input)
+
+
 @given(st.integers(0, 200), st.binary(max_size=3))
 def test_what_is_cut_short_or_longer_is_refused(cut: int, more: bytes) -> None:
     table, frames = encode(torch.arange(9))
@@ -45,6 +53,4 @@ def test_what_is_cut_short_or_longer_is_refused(cut: int, more: bytes) -> None:
     changed = packed[:cut] + more
     if changed != packed:
         with pytest.raises(MessageError):
-            task = unpack_task(memoryview(changed))
-            assert task.input is not None
-            decode(*task.input)
+            unpacked_input(changed)

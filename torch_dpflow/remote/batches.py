@@ -133,9 +133,9 @@ class BatchSource:
 
     def _make_fetcher(self, stream: StreamState | None) -> Any:
         assignment = self._assignment
-        if not self._iterable and assignment.read_threads > 1 and assignment.auto_collation:
-            if not callable(getattr(self._dataset, "__getitems__", None)):
-                return ThreadedFetcher(self._dataset, assignment.collate_fn, assignment.read_threads)
+        overlaps = not self._iterable and assignment.read_threads > 1 and assignment.auto_collation
+        if overlaps and not callable(getattr(self._dataset, "__getitems__", None)):
+            return ThreadedFetcher(self._dataset, assignment.collate_fn, assignment.read_threads)
         if not self._iterable:
             return self._torch_fetcher()
         return Stream(

@@ -40,10 +40,9 @@ def failure(worker: int, *, dataset: Any = None, index: Any = None) -> Exception
 
 def unpicklable_failure(worker: int, error: NotPicklableError) -> ExceptionWrapper:
     """The batch was loaded but cannot travel: the same, for an error of ours."""
-    wrapper = ExceptionWrapper(
+    return ExceptionWrapper(
         (type(error), error, error.__traceback__), f"in DataLoader worker process {worker}"
     )
-    return wrapper
 
 
 def _length_hint(dataset: Any, index: Any) -> str:

@@ -44,7 +44,9 @@ def source_of(dataset: Any, options: JobOptions) -> Source:
     if dataset.rest is not None and options.repeatable is not None:
         # All of it is repeatable, or nothing is: there is one part.
         dataset = Parts(replace(dataset, stand_in=None), stand_in=dataset.stand_in)
-    repeatable = dataset.rest is None and (cache is not None if options.repeatable is None else options.repeatable)
+    repeatable = dataset.rest is None and (
+        cache is not None if options.repeatable is None else options.repeatable
+    )
     return Source(parts=dataset, repeatable=repeatable, staged=dataset.rest is not None, cache=cache)
 
 

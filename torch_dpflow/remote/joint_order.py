@@ -135,7 +135,9 @@ class JointOrder:
         epochs = sorted(set(current))
         try:
             if len(epochs) > 2:
-                raise UsageError(f"the ranks of job {self._job!r} are in epochs {epochs}; resume all from one state")
+                raise UsageError(
+                    f"the ranks of job {self._job!r} are in epochs {epochs}; resume all from one state"
+                )
             dealt: dict[int, _Epoch] = {}
             for epoch in epochs:
                 for before in dealt.values():

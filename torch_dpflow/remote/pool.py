@@ -76,7 +76,9 @@ class Pool:
             if value < 1:
                 raise OptionError(f"{name}={value!r}: must be at least 1")
         if by_draw and policy is not None:
-            raise OptionError("by_draw=True with a policy: one for each sample is kept; leave out one of the two")
+            raise OptionError(
+                "by_draw=True with a policy: one for each sample is kept; leave out one of the two"
+            )
         self._jobs: dict[str, PoolJob] = {}
         kept = None if policy is None else policy(capacity_bytes)
         self._shelf = Shelf(capacity_bytes, kept, repeatable=repeatable, by_draw=by_draw)

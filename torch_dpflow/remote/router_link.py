@@ -255,7 +255,11 @@ class RouterLink:
         assert self._epoch is not None
         epochs = [self._epoch]
         # What other ranks have left of the epoch before can be told only with what this one had of it.
-        if self._before is not None and self._job.rank is not None and self._before.number < self._epoch.number:
+        if (
+            self._before is not None
+            and self._job.rank is not None
+            and self._before.number < self._epoch.number
+        ):
             epochs.append(self._before)
         body = StartEpoch(self.id, [epoch.place for epoch in epochs])
         router.call("start", body, [epoch.drawn.tobytes() for epoch in epochs])

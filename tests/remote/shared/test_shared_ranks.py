@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +127,9 @@ def test_a_killed_router_deals_the_rest_to_the_ranks(ranks: Any, cluster: TestCl
     begun = [keys(next(reading) for _ in range(5 + 3 * rank)) for rank, reading in enumerate(readings)]
     cluster.kill(f"{flow}@1/router")
     rest = read_together(readings)
-    assert sorted(sum(begun + rest, [])) == list(range(400))
+    assert sorted(chain.from_iterable(begun + rest)) == list(range(400))
     again = read_together([job.traverse(1) for job in jobs])
-    assert sorted(sum(again, [])) == list(range(400))
+    assert sorted(chain.from_iterable(again)) == list(range(400))
 
 
 def test_a_rank_that_comes_back_goes_on_while_the_other_reads(ranks: Any, join: Join, flow: str) -> None:
@@ -140,7 +141,7 @@ def test_a_rank_that_comes_back_goes_on_while_the_other_reads(ranks: Any, join: 
     replica = Replica(rank=1, num_replicas=2)
     back = join(flow, Numbers(96), batch_size=4, name="job", replica=replica)
     rest = read_together([readings[0], back.traverse(0, done=state)])
-    assert sorted(sum(begun + rest, [])) == list(range(96))
+    assert sorted(chain.from_iterable(begun + rest)) == list(range(96))
     with pytest.raises(StateError, match=r"of \[rank, ranks\] \[1, 2\], this job's are \[0, 2\]"):
         jobs[0].traverse(0, done=state)
 
@@ -154,7 +155,7 @@ def test_all_ranks_are_resumed_from_a_checkpoint(ranks: Any) -> None:
         job.close()
     again = ranks(2)
     rest = read_together([job.traverse(3, done=state) for job, state in zip(again, states)])
-    assert sorted(sum(begun + rest, [])) == list(range(96))
+    assert sorted(chain.from_iterable(begun + rest)) == list(range(96))
 
 
 def test_ranks_that_describe_their_job_differently_are_refused(ranks: Any, join: Join, flow: str) -> None:
@@ -171,7 +172,9 @@ def test_ranks_that_describe_their_job_differently_are_refused(ranks: Any, join:
 
 def test_a_name_is_one_jobs_until_that_leaves(join: Join, flow: str) -> None:
     first = join(flow, Numbers(20), name="trial")
-    with pytest.raises(UsageError, match=r"job 'trial' is being read by another process; give this one a name"):
+    with pytest.raises(
+        UsageError, match=r"job 'trial' is being read by another process; give this one a name"
+    ):
         join(flow, Numbers(20), name="trial")
     first.close()
     assert sorted(keys(join(flow, Numbers(20), name="trial").traverse(0))) == list(range(20))

@@ -83,7 +83,7 @@ def test_wrong_numbers_and_names_get_a_clear_error(cluster: TestCluster, flow: s
                 client.call("register", FlowSpec(**{**fields, **wrong}))
         unasked = hashlib.sha256(b"x").hexdigest()
         assert client.call("store", unasked, [b"x"], reply_type=bool).body is False
-        with pytest.raises(RemoteCallError, match="no content .* is stored"):
+        with pytest.raises(RemoteCallError, match=r"no content .* is stored"):
             client.call("content", unasked)
         with pytest.raises(RemoteCallError, match="what came is not the content"):
             client.call("store", "a" * 64, [b"x"])

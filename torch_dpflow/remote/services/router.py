@@ -83,7 +83,9 @@ class _Job:
                     "all must have the same, and another job another name"
                 )
         if not np.array_equal(_as_set(self.indices), _as_set(indices)):
-            raise UsageError(f"rank {rank.rank} of job {rank.job!r} joins with other samples than its other ranks")
+            raise UsageError(
+                f"rank {rank.rank} of job {rank.job!r} joins with other samples than its other ranks"
+            )
 
 
 class Router:
@@ -236,7 +238,9 @@ class Router:
         """The first rank of a job joins."""
         batch = join.batch_size * rank.replicas
         self._group.join(rank.job, indices, seed=join.seed, batch_size=batch)
-        shares = RankShares(self._spec.size if indices is None else len(indices), rank.replicas, rank.drop_last)
+        shares = RankShares(
+            self._spec.size if indices is None else len(indices), rank.replicas, rank.drop_last
+        )
         self._jobs[rank.job] = _Job(JointOrder(self._group, rank.job, shares), shares, join.seed, indices)
 
     def _on_start(self, call: IncomingCall) -> None:

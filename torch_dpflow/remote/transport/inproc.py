@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from torch_dpflow.errors import PeerLostError, StateError, TransportError
 from torch_dpflow.remote.transport.base import Frame, TransportOptions, check_frames, check_identity
 
-
 #: How often a listener that watches descriptors looks at them, seconds.
 _WATCH_S = 0.01
 
