@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.process
 import os
 import pickle
 import select
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from torch_dpflow.errors import NotPicklableError
@@ -38,7 +40,8 @@ class LocalPlatform:
             daemon=True,
         )
         try:
-            process.start()
+            with self._control_c_waits():
+                process.start()
         except (TypeError, AttributeError, pickle.PicklingError) as error:
             raise NotPicklableError(
                 f"the dataset, collate_fn or worker_init_fn cannot be sent to a worker: {error}. Under "
@@ -47,6 +50,21 @@ class LocalPlatform:
                 "multiprocessing_context='fork'"
             ) from error
         return LocalWorker(process, post)
+
+    @contextlib.contextmanager
+    def _control_c_waits(self) -> Iterator[None]:
+        """Have a worker begin with SIGINT blocked, until it is ready to leave in silence.
+
+        Not under forkserver: its server would be started with it, and keep it blocked for other processes too.
+        """
+        if self._context.get_start_method() == "forkserver":
+            yield
+            return
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class LocalWorker:

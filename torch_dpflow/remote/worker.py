@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import signal
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +77,7 @@ def main(sealed: Sealed, post: Post) -> None:
     with open(last_words_path(post), "w") as words:
         faulthandler.enable(file=words)
         try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which the platform had blocked
             _Worker(sealed.open(), post).work()
         except KeyboardInterrupt:
             pass  # the owner gets it too, and decides
