@@ -77,6 +77,7 @@ def test_digests_tell_one_order_from_another() -> None:
     assert digest(workload, shuffled, SETTING) != ours
 
 
+@pytest.mark.slow
 def test_comparison_runs_every_side_in_a_process_of_its_own() -> None:
     comparison = compare("e fork", SETTING, rounds=1, step_ms=0.0)
     assert {side: len(rounds) for side, rounds in comparison.rounds.items()} == {"torch": 1, "dpflow": 1}

@@ -37,6 +37,7 @@ def test_throughput_reports_what_every_role_costs() -> None:
     assert figures["service_and_client_us"] >= figures["shard_us"] + figures["client_us"]
 
 
+@pytest.mark.slow
 def test_jobs_that_read_together_are_counted_together() -> None:
     figures = scale.overhead(2, rows=512)
     assert figures.keys() == COSTS | {"samples_per_s"}

@@ -20,6 +20,7 @@ def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "IMAGES", tmp_path / "images")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("images")
 @pytest.mark.parametrize("side", ["torch", "dpflow"])
 def test_every_side_reads_every_sample_of_jobs_that_begin_one_after_the_other(side: str) -> None:
