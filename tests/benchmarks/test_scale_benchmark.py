@@ -28,6 +28,7 @@ def test_processor_time_of_another_process_is_what_it_says_itself() -> None:
     assert before <= cpu_s(os.getpid()) <= time.process_time()
 
 
+@pytest.mark.slow
 def test_throughput_reports_what_every_role_costs() -> None:
     figures = scale.throughput(2, seconds=0.5)
     assert figures.keys() == {metric.name for metric in scale.THROUGHPUT}

@@ -31,6 +31,7 @@ def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
     plot([run], "fonts", tmp_path_factory.mktemp("fonts") / "curves.png")
 
 
+@pytest.mark.slow
 def test_each_side_learns_each_seed_and_is_drawn(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
     started.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_a_cluster_loads_for_a_task_that_is_run_as_a_script(
     cluster: TestCluster, store: Path, tmp_path: Path, task: str

@@ -135,6 +135,7 @@ def test_what_is_drawn_by_chance_is_the_same_whatever_becomes_of_the_shards(
     assert len(got) == 300
 
 
+@pytest.mark.slow
 def test_flows_share_the_workers_and_the_last_one_has_them_all(
     cluster: CommandedCluster, join: Callable[..., SharedJob]
 ) -> None:
