@@ -39,6 +39,13 @@ def pytest_configure(config: pytest.Config) -> None:
     util.Finalize(None, shutil.rmtree, args=(own,), kwargs={"ignore_errors": True}, exitpriority=-200)
 
 
+def pytest_collection_finish() -> None:
+    # The modules of all tests stay until the end: out of the collector's sight, workers that are forked share
+    # them and collections pass them by.
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     report = yield

@@ -90,6 +90,7 @@ class DPFlowDataLoader(DataLoader[T]):
             raise OptionTypeError(
                 f"options={options!r} is a {type(options).__name__}; give a torch_dpflow.LoaderOptions or None"
             )
+        self.flow = flow  # torch's constructor looks whether there are too many workers
         super().__init__(
             dataset,
             batch_size,
@@ -113,7 +114,6 @@ class DPFlowDataLoader(DataLoader[T]):
         # Under the names of the arguments: Lightning rebuilds a loader from the attributes that have them.
         self.options = options
         self.num_workers = WorkerCount.carrying(num_workers, options)
-        self.flow = flow
         self.address = address
         self.job = job
         self._run = Run()
@@ -131,6 +131,11 @@ class DPFlowDataLoader(DataLoader[T]):
             return SingleProcessIterator(self)
         self.check_worker_number_rationality()
         return WorkerIterator(self)
+
+    def check_worker_number_rationality(self) -> None:
+        """torch's warning about more workers than processors; a flow's are not this process's."""
+        if self.flow is None:
+            super().check_worker_number_rationality()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the latest iteration is, as a dict of plain types: JSON, pickle and `torch.save` keep it.

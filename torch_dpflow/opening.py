@@ -117,12 +117,8 @@ def made_of(loader: Any) -> dict[str, int | str | None]:
     """What must be the same where an epoch is resumed, with its names for people."""
     if loader._dataset_kind == _DatasetKind.Iterable:
         return {"batch_size": loader.batch_size}
-    try:
-        size = len(loader.dataset)
-    except (TypeError, NotImplementedError):
-        size = None
     return {
-        "dataset's length": size,
+        "dataset's length": _length_or_none(loader.dataset),
         "batch_size": loader.batch_size,
         "sampler": type(loader.sampler).__name__,
     }
@@ -137,7 +133,11 @@ def length_of(loader: Any) -> int | None:
     """Batches of a whole epoch, None where the sampler does not say."""
     if loader._dataset_kind == _DatasetKind.Iterable:
         return None
+    return _length_or_none(loader._index_sampler)
+
+
+def _length_or_none(sized: Any) -> int | None:
     try:
-        return len(loader._index_sampler)
-    except (TypeError, NotImplementedError):
+        return len(sized)
+    except (TypeError, NotImplementedError):  # torch's samplers and datasets without a length raise either
         return None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -94,6 +96,16 @@ def test_what_no_epoch_could_use_is_refused_at_once(OurLoader: Any, values: dict
 def test_what_is_no_flows_name_is_refused(OurLoader: Any, flow: Any) -> None:
     with pytest.raises(OptionError, match="give a name of 1 to 100"):
         OurLoader(Indices(3), flow=flow)
+
+
+def test_a_flows_workers_are_not_counted_against_this_machines_processors(OurLoader: Any) -> None:
+    many = (os.cpu_count() or 1) + 1
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        OurLoader(Indices(3), num_workers=many, flow="indices")
+    assert not told
+    with pytest.warns(UserWarning, match="This DataLoader will create"):
+        OurLoader(Indices(3), num_workers=many)
 
 
 class Meeting(Indices):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,6 @@ import torch
 from examples import convergence, natural_images
 from examples.convergence import Run, digits, main, plot, report
 from tests.shared_cluster import TestCluster
-
-
-@pytest.fixture(autouse=True)
-def torch_as_before() -> Iterator[None]:
-    """Training sets process-wide switches of torch, as a script may and a test may not."""
-    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
-    yield
-    torch.set_num_threads(threads)
-    torch.backends.cudnn.benchmark = benchmark
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -24,16 +24,6 @@ SMALL = ("--train=16", "--val=4", "--batch-size=8", "--workers=1", "--quiet")
 Train = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture(autouse=True)
-def torch_as_before() -> Iterator[None]:
-    """Training sets process-wide switches of torch, as a script may and a test may not."""
-    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
-    yield
-    torch.set_num_threads(threads)
-    torch.backends.cudnn.benchmark = benchmark
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("datasets")

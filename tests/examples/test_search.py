@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from examples import natural_images, search
 from examples.cluster import found_or_started, loads
@@ -29,16 +28,6 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No cluster runs, as far as anybody here can see."""
     monkeypatch.delenv("DPFLOW_ADDRESS", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-
-
-@pytest.fixture(autouse=True)
-def torch_as_before() -> Iterator[None]:
-    """A trial sets process-wide switches of torch, as a process of its own may and a test may not."""
-    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
-    yield
-    torch.set_num_threads(threads)
-    torch.backends.cudnn.benchmark = benchmark
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")
