@@ -30,6 +30,7 @@ from torch_dpflow.remote.arena import ArenaReader
 from torch_dpflow.remote.batches import EpochOrder
 from torch_dpflow.remote.messages import FAILURE, Finished, WorkerHello
 from torch_dpflow.remote.parcel import decode
+from torch_dpflow.remote.running_task import RunningTaskReader
 from torch_dpflow.remote.scheduler import Scheduler
 from torch_dpflow.remote.services.shard import Shard
 from torch_dpflow.remote.transport import listen
@@ -126,6 +127,7 @@ class PrivateShard:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._commands: deque[Callable[[], None]] = deque()
         self._readers: dict[int, ArenaReader] = {}
+        self._running: dict[int, RunningTaskReader | None] = {}
         self._handles: dict[int, WorkerHandle] = {}
         #: Workers that are believed to live; the shard's thread owns it once that has started.
         self._watched: dict[int, WorkerHandle] = {}
@@ -238,6 +240,7 @@ class PrivateShard:
         end_all(handles)
         # The shard and this object know each other, so what they hold would wait for the garbage collector.
         self._readers.clear()
+        self._running.clear()
         self._watched.clear()
         while self.poll() is not None:
             pass
@@ -321,7 +324,8 @@ class PrivateShard:
             self._shard.hear(*message)
         # First the death, then what came of it, so that a poisoned task's last words are known.
         self._events.put(Died(worker))
-        self._shard.lose(worker)
+        running = self._running.pop(worker, None)
+        self._shard.lose(worker, None if running is None else running.tasks())
         self._readers.pop(worker, None)
 
     # -- what the shard asks of us (`Requester`) ---------------------------------------------------------
@@ -332,7 +336,9 @@ class PrivateShard:
 
     def shares_memory(self, hello: WorkerHello) -> bool:
         reader = self._readers[hello.worker] = ArenaReader(hello.pid)
-        return hello.probe is not None and reader.probe(hello.probe)
+        shares = hello.probe is not None and reader.probe(hello.probe)
+        self._running[hello.worker] = RunningTaskReader.open(reader, hello.running) if shares else None
+        return shares
 
     def epoch_for(self, worker: int) -> bytes:
         return pickle.dumps(replace(self._order, stream=self._streams[worker]))

@@ -29,7 +29,7 @@ def test_a_task_without_input_is_its_numbers(key: int, draw: int) -> None:
 )
 def test_an_input_travels_with_its_task_and_is_the_workers_own(value: Any) -> None:
     table, frames = encode(value)
-    task = unpack_task(memoryview(pack_task(7, 9, Settled(SAMPLE, table, frames))))
+    task = unpack_task(memoryview(pack_task(7, 9, Settled(SAMPLE, table, frames, 0))))
     assert (task.key, task.draw) == (7, 9)
     assert task.input is not None
     for _ in range(2):
@@ -49,7 +49,7 @@ def unpacked_input(packed: bytes) -> Any:
 @given(st.integers(0, 200), st.binary(max_size=3))
 def test_what_is_cut_short_or_longer_is_refused(cut: int, more: bytes) -> None:
     table, frames = encode(torch.arange(9))
-    packed = bytes(pack_task(7, 9, Settled(SAMPLE, table, frames)))
+    packed = bytes(pack_task(7, 9, Settled(SAMPLE, table, frames, 0)))
     changed = packed[:cut] + more
     if changed != packed:
         with pytest.raises(MessageError):

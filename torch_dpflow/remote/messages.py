@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.arena import ProbeRef
+from torch_dpflow.remote.arena import BlockRef, ProbeRef
 from torch_dpflow.remote.parcel import ParcelTable
 
 #: What this release speaks. Raised by every change that an older release would misread.
@@ -235,6 +235,8 @@ class WorkerHello(_Header, tag=30):
     pid: Count
     #: Of the worker's shared memory, or None where it has none.
     probe: ProbeRef | None
+    #: Where the worker writes which task it is at (`RunningTask`), or None where it does not.
+    running: BlockRef | None = None
 
 
 class WorkerWelcome(_Header, tag=31):

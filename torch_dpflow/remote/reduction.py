@@ -67,6 +67,8 @@ class _Span(NamedTuple):
 
 #: From this size on pickle writes a bytes object by itself, without a copy of it.
 _APART_BYTES = 1 << 16
+#: From this size on a tensor is laid out in order, bytes; below it a batch is put together quickly anyway.
+_ORDERED_BYTES = 1 << 15
 #: To pickle: call `bytes` with the next buffer.
 _BYTES_OF_BUFFER = pickle.GLOBAL + b"builtins\nbytes\n" + pickle.NEXT_BUFFER + pickle.TUPLE1 + pickle.REDUCE
 #: What pickle sees in the place of memory. Writable, or it would have the decoded memory made read-only.
@@ -110,9 +112,14 @@ def _bytes_header(size: int) -> bytes:
 
 
 class ParcelPickler(pickle.Pickler):
-    """Pickles into `chunks`; the memory of tensors, arrays and big bytes goes to `sources`, as it is met."""
+    """Pickles into `chunks`; the memory of tensors, arrays and big bytes goes to `sources`, as it is met.
 
-    def __init__(self) -> None:
+    Args:
+        in_order: lay out big tensors of few dimensions in the order of their elements.
+    """
+
+    def __init__(self, *, in_order: bool = False) -> None:
+        self._in_order = in_order
         stream = _Stream()
         self.chunks = stream.chunks
         self.sources = stream.sources
@@ -132,6 +139,8 @@ class ParcelPickler(pickle.Pickler):
         if not _is_plain(tensor):
             _refuse_graph(tensor)
             return NotImplemented
+        if self._in_order and tensor.dim() <= 3 and tensor.nbytes >= _ORDERED_BYTES:
+            tensor = tensor.contiguous()
         storage: Any = tensor.untyped_storage()
         offset = int(tensor.storage_offset())
         if tensor.numel() * tensor.itemsize != storage.nbytes():

@@ -15,7 +15,6 @@ from torch_dpflow.errors import NotPicklableError
 from torch_dpflow.remote.arena import Arena
 from torch_dpflow.remote.fetching import unpicklable_failure
 from torch_dpflow.remote.messages import (
-    Exchange,
     Finished,
     Stop,
     Window,
@@ -27,6 +26,8 @@ from torch_dpflow.remote.messages import (
 )
 from torch_dpflow.remote.parcel import encode as encode_parcel
 from torch_dpflow.remote.protocol import FAILED
+from torch_dpflow.remote.result_outbox import ResultOutbox
+from torch_dpflow.remote.running_task import RunningTask
 from torch_dpflow.remote.samples import SampleSource
 from torch_dpflow.remote.services.locate import locate
 from torch_dpflow.remote.services.post import Heart, ServicePost
@@ -57,6 +58,8 @@ class SampleWorker:
         self._number = number
         self._incarnation = incarnation
         self._arena: Arena | None = Arena(budget_bytes=SHARED_MEMORY_BYTES)
+        self._running = RunningTask(self._arena)
+        self._outbox = ResultOutbox(connection)
         self._source: SampleSource | None = None
         self._tasks: deque[tuple[int, memoryview]] = deque()
         self._stopped = False
@@ -65,18 +68,28 @@ class SampleWorker:
         """Load samples until told to stop."""
         self._say_hello()
         while not self._stopped:
-            frames = self._connection.receive(0 if self._tasks else None)
-            while frames is not None:
+            for frames in self._received():
                 self._obey(decode(frames[0]), frames[1:])
-                frames = self._connection.receive(0)
             if self._tasks and not self._stopped:
                 self._load_oldest()
+        self._outbox.drop()
+
+    def _received(self) -> list[list[memoryview]]:
+        """What the shard has said; waits for something where there is nothing to do, when no result waits either."""
+        received: list[list[memoryview]] = []
+        if not self._tasks and (frames := self._connection.receive(None)) is not None:
+            received.append(frames)
+        with self._outbox.lock:
+            while (frames := self._connection.receive(0)) is not None:
+                received.append(frames)
+        return received
 
     def _say_hello(self) -> None:
         """Until it is heard: the shard that it was meant for may have died over it, and another taken its place."""
         while self._source is None:
             probe = self._arena.probe_ref() if self._arena is not None else None
-            hello = WorkerHello(self._number, self._incarnation, os.getpid(), probe)
+            self._running = RunningTask(self._arena)  # a reference to one can be opened once
+            hello = WorkerHello(self._number, self._incarnation, os.getpid(), probe, self._running.ref)
             self._connection.send([encode(hello)])
             frames = self._connection.receive(HELLO_S)
             if frames is not None:
@@ -92,7 +105,7 @@ class SampleWorker:
                 self._tasks.extend(zip(tasks, frames, strict=True))
                 if held and not self._tasks:
                     # The shard cannot know that nothing of a window was begun when it was taken back.
-                    self._connection.send([encode(Exchange([], None))])
+                    self._outbox.flush()
             case WorkerWelcome(shared_memory=shared_memory):
                 if self._source is None:  # else it answers a hello that was said again
                     self._begin(shared_memory, frames[0])
@@ -111,15 +124,18 @@ class SampleWorker:
     def _load_oldest(self) -> None:
         assert self._source is not None, "a task came before the welcome"
         task, payload = self._tasks.popleft()
+        self._running.note(task)
         kind, value = self._source.load(payload)
         try:
-            table, frames = encode_parcel(value, arena=self._arena)
+            table, frames = encode_parcel(value, arena=self._arena, in_order=True)
         except NotPicklableError as error:
             kind = FAILED
             table, frames = encode_parcel(unpicklable_failure(self._number, error))
+        self._running.note(None)
         started = self._tasks[0][0] if self._tasks else None
-        finished = Finished(task, kind, table, False)
-        self._connection.send([encode(Exchange([finished], started)), *frames])
+        # One that is behind with its window is not robbed of what it is at while a result waits here.
+        hold = self._running.ref is not None and len(self._tasks) > 1
+        self._outbox.add(Finished(task, kind, table, False), frames, started, hold=hold)
 
 
 def _end_with(pid: int) -> None:

@@ -21,16 +21,13 @@ class Settled:
     kind: int
     table: ParcelTable
     frames: list[Frame]
+    #: Bytes that it takes.
+    nbytes: int
 
     @property
     def is_sample(self) -> bool:
         """Whether it is a sample, and not what failed or stands in for one."""
         return self.kind == SAMPLE
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes."""
-        return sum(memoryview(frame).nbytes for frame in self.frames)
 
     def under(self, ticket: int) -> ServedSample:
         """The header of it as the answer to a ticket."""
@@ -47,23 +44,24 @@ def settle(kind: int, table: ParcelTable, frames: list[memoryview], reader: Aren
     if table.frames != len(frames):
         raise MessageError(f"a parcel of {table.frames} frames came with {len(frames)}")
     if not table.blocks:
-        return Settled(kind, table, [*frames])
+        return Settled(kind, table, [*frames], sum(frame.nbytes for frame in frames))
     if reader is None:
         raise MessageError("a parcel refers to shared memory that cannot be read here")
-    copies: list[Frame] = [reader.view(block).tobytes() for block in table.blocks]
+    copies = [reader.view(block).tobytes() for block in table.blocks]
+    nbytes = sum(frame.nbytes for frame in frames) + sum(map(len, copies))
     moved = ParcelTable(
         len(frames) + len(copies),
         (),
         _moved(table.head, len(frames)),
         tuple(_moved(place, len(frames)) for place in table.buffers),
     )
-    return Settled(kind, moved, [*frames, *copies])
+    return Settled(kind, moved, [*frames, *copies], nbytes)
 
 
 def plain(kind: int, text: str) -> Settled:
     """A text as a parcel, for what a service itself has to say."""
     data = text.encode()
-    return Settled(kind, ParcelTable(1, (), Place(0, 0, len(data)), ()), [data])
+    return Settled(kind, ParcelTable(1, (), Place(0, 0, len(data)), ()), [data], len(data))
 
 
 def _moved(place: Place, frames: int) -> Place:

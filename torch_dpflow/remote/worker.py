@@ -33,6 +33,7 @@ from torch_dpflow.remote.messages import (
 )
 from torch_dpflow.remote.orphan import end_with
 from torch_dpflow.remote.parcel import encode as encode_parcel
+from torch_dpflow.remote.running_task import RunningTask
 from torch_dpflow.remote.sealed import Sealed
 from torch_dpflow.remote.transport import Frame, connect
 
@@ -99,6 +100,7 @@ class _Worker:
         self._post = post
         self._assignment = assignment
         self._arena = Arena(budget_bytes=assignment.shared_memory) if assignment.shared_memory else None
+        self._running = RunningTask(self._arena)
         self._connection = connect(post.address, identity=f"{post.worker}/{post.incarnation}".encode())
         self._source: BatchSource | None = None
         self._tasks: deque[tuple[int, bytes]] = deque()
@@ -106,7 +108,7 @@ class _Worker:
 
     def work(self) -> None:
         probe = self._arena.probe_ref() if self._arena is not None else None
-        hello = WorkerHello(self._post.worker, self._post.incarnation, os.getpid(), probe)
+        hello = WorkerHello(self._post.worker, self._post.incarnation, os.getpid(), probe, self._running.ref)
         self._connection.send([encode(hello)])
         # Seeds, worker_init_fn and the like come after the greeting, so that its answer is on its way meanwhile.
         self._source = BatchSource(self._assignment, self._post.worker)
@@ -157,12 +159,14 @@ class _Worker:
     def _load_oldest(self) -> None:
         assert self._source is not None
         task, index = self._tasks.popleft()
+        self._running.note(task)
         loaded = self._source.load(task & POSITION_MASK, pickle.loads(index))
         table, frames = self._wrap(loaded)
         if loaded.stream is not None:
             frames = [*frames, pickle.dumps(loaded.stream)]
         finished = Finished(task, loaded.kind, table, loaded.stream is not None)
         started = self._tasks[0][0] if self._tasks else None
+        self._running.note(None)
         self._connection.send([encode(Exchange([finished], started)), *frames])
 
     def _wrap(self, loaded: Loaded) -> tuple[Any, list[Frame]]:

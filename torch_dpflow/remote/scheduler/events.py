@@ -53,10 +53,15 @@ class Exchange(msgspec.Struct, frozen=True, gc=False):
 
 
 class Lose(msgspec.Struct, frozen=True, gc=False):
-    """A worker died or fell silent. Unknown ones are ignored."""
+    """A worker died or fell silent. Unknown ones are ignored.
+
+    `at` is what it was at, where that is known: one task or none. It may be any task; one that is over is not blamed.
+    None leaves the scheduler to blame what it believes that the worker ran.
+    """
 
     worker: WorkerId
     now: float
+    at: tuple[TaskId, ...] | None = None
 
 
 class Tick(msgspec.Struct, frozen=True, gc=False):

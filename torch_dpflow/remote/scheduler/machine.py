@@ -160,9 +160,10 @@ class Scheduler:
         self._windows.remove(mirror)
         for task in mirror.held.values():
             task.holders = tuple(holder for holder in task.holders if holder is not mirror)
-        running = None if mirror.running is None else self._tasks.get(mirror.running)
-        if running is not None and running.pinned_to in (None, event.worker):
-            self._suspect(running, event.worker, out)
+        for task_id in (mirror.running,) if event.at is None else event.at:
+            running = None if task_id is None else self._tasks.get(task_id)
+            if running is not None and running.pinned_to in (None, event.worker):
+                self._suspect(running, event.worker, out)
         for task in mirror.held.values():
             if not task.holders and task.id in self._tasks:
                 self.counters.requeues += 1

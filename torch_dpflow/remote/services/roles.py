@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -31,4 +32,6 @@ def main(post: ServicePost) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     module, _, name = ROLES[post.role].partition(":")
     run: Callable[[ServicePost], None] = getattr(import_module(module), name)
+    # All modules stay to the end: collections pass them by, and pages that processes share stay shared.
+    gc.freeze()
     run(post)

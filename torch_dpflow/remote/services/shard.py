@@ -135,10 +135,10 @@ class Shard:
         """Look whether a worker is held up; for shards whose scheduler overtakes."""
         self._follow(self._scheduler.handle(Tick(self._clock())))
 
-    def lose(self, worker: int) -> None:
-        """This worker has died."""
+    def lose(self, worker: int, at: tuple[int, ...] | None = None) -> None:
+        """This worker has died. at: the task that it was at, or none; None where that is not known."""
         self._peers.pop(worker, None)
-        self._follow(self._scheduler.handle(Lose(worker, self._clock())))
+        self._follow(self._scheduler.handle(Lose(worker, self._clock(), at)))
 
     @property
     def connected(self) -> list[int]:

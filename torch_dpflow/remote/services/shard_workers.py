@@ -13,6 +13,7 @@ from torch_dpflow.remote.arena import ArenaReader
 from torch_dpflow.remote.messages import Finished, WorkerHello
 from torch_dpflow.remote.pool_objects import Load
 from torch_dpflow.remote.protocol import FAILED, POISONED, SAMPLE
+from torch_dpflow.remote.running_task import RunningTaskReader
 from torch_dpflow.remote.sample_task import pack_task
 from torch_dpflow.remote.sample_worker import GREETING
 from torch_dpflow.remote.scheduler import Scheduler
@@ -21,8 +22,8 @@ from torch_dpflow.remote.services.shard import Shard
 from torch_dpflow.remote.settled import Settled, plain, settle
 from torch_dpflow.remote.transport import Listener
 
-#: Tasks that a worker holds: one that it loads and some that wait, as samples are small.
-WINDOW = 4
+#: Tasks that a worker holds: those of a message's results, and as many that wait, as samples are small.
+WINDOW = 8
 #: Workers that a sample may take down before it is given up.
 POISON_LIMIT = 3
 #: A worker that is at one sample for so long, and for much longer than usual, is overtaken by others, seconds: it
@@ -36,6 +37,8 @@ class _Worker:
     reader: ArenaReader
     #: Readable when the process has ended.
     descriptor: int
+    #: Where it writes which task it is at; None where it does not, or cannot be read.
+    running: RunningTaskReader | None
 
 
 class ShardWorkers:
@@ -103,7 +106,7 @@ class ShardWorkers:
                         extra={"worker": number},
                     )
                     self._dismiss(number)
-                    self._shard.lose(number)
+                    self._shard.lose(number, None if worker.running is None else worker.running.tasks())
         self._shard.tick()
 
     def figures(self) -> dict[str, int]:
@@ -132,11 +135,13 @@ class ShardWorkers:
     def shares_memory(self, hello: WorkerHello) -> bool:
         self._dismiss(hello.worker)
         reader = ArenaReader(hello.pid)
+        shares = hello.probe is not None and reader.probe(hello.probe)
+        running = RunningTaskReader.open(reader, hello.running) if shares else None
         with suppress(OSError):  # it has ended already, and another is on its way
             descriptor = os.pidfd_open(hello.pid)
             self._poller.register(descriptor, select.POLLIN)
-            self._workers[hello.worker] = _Worker(hello.pid, reader, descriptor)
-        return hello.probe is not None and reader.probe(hello.probe)
+            self._workers[hello.worker] = _Worker(hello.pid, reader, descriptor, running)
+        return shares
 
     def epoch_for(self, worker: int) -> bytes:
         return GREETING.pack(os.getpid(), self.expected) + self._assignment
