@@ -127,7 +127,7 @@ class Pool:
     def note_read(self, job: str, key: int) -> None:
         """Tell the cache that a job reads this sample, on whose behalf another job wants it."""
         self._job(job)
-        self._shelf.read(key, job)
+        self._shelf.read([key], job)
 
     # -- room ------------------------------------------------------------------------------------------------
 
@@ -157,9 +157,11 @@ class Pool:
             UsageError: the job has not joined.
         """
         reader = self._job(job)
-        for ticket, key in wants:
-            if ticket not in reader.wants:
-                self._want(reader, ticket, key, draw)
+        new = {ticket: key for ticket, key in wants if ticket not in reader.wants}
+        if reader.counts:
+            self._shelf.read(list(new.values()), job)
+        for ticket, key in new.items():
+            self._want(reader, ticket, key, draw)
         return self._admit([])
 
     def fetch(self, job: str, request: RequestId, tickets: Sequence[Ticket]) -> list[Instruction]:
@@ -245,8 +247,6 @@ class Pool:
 
     def _want(self, reader: PoolJob, ticket: Ticket, key: int, draw: int) -> None:
         self._wants += 1
-        if reader.counts:
-            self._shelf.read(key, reader.name)
         wanted = self._shelf.find(key, reader.name, draw)
         distance = reader.distance(ticket)
         if wanted is not None:

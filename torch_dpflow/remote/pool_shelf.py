@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+
+import numpy as np
 
 from torch_dpflow.caches.policy import Policy
 from torch_dpflow.lookahead import Lookahead
@@ -14,6 +16,8 @@ from torch_dpflow.remote.pool_objects import PoolObject, Ticket
 _FIRST_GUESS = 1 << 16
 #: The part of all room that a cache can count on; the rest is for what is on its way.
 _KEPT_SHARE = 0.9
+#: From so many keys on a policy is told of them together.
+_MANY_KEYS = 8
 #: Weight of the latest sample in the expected size.
 _SIZE_WEIGHT = 0.1
 
@@ -91,10 +95,15 @@ class Shelf:
 
     # -- objects ---------------------------------------------------------------------------------------------
 
-    def read(self, key: int, job: str) -> None:
-        """Tell the policy that `job` reads `key` now."""
-        if self._policy is not None:
-            self._policy.access(key, job)
+    def read(self, keys: Sequence[int], job: str) -> None:
+        """Tell the policy that `job` reads these now."""
+        if self._policy is None:
+            return
+        if len(keys) >= _MANY_KEYS:
+            self._policy.access_many(np.array(keys, dtype=np.int64), job)
+        else:
+            for key in keys:
+                self._policy.access(key, job)
 
     def find(self, key: int, job: str, draw: int) -> PoolObject | None:
         """What `job`, which asks for this draw of `key`, may be given; None where it has to be loaded."""
