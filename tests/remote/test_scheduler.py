@@ -241,6 +241,30 @@ class TestCancelling:
 
 
 class TestLoss:
+    def test_a_worker_that_was_at_nothing_leaves_no_suspect(self):
+        scheduler = Scheduler(window=3, poison_limit=1)
+        assert told(scheduler, submit(1, 2, 3), Join(0, 0.0), Lose(0, 0.0, ())) == []
+        assert told(scheduler, Join(1, 0.0)) == [Assign(1, [1, 2, 3])]
+
+    def test_what_it_is_known_to_have_been_at_is_blamed_and_not_what_it_was_believed_to_run(self):
+        scheduler = Scheduler(window=3, poison_limit=1)
+        told(scheduler, submit(1, 2, 3), Join(0, 0.0))
+        assert told(scheduler, Lose(0, 0.0, (2,))) == [Poison(2, (0,))]
+        assert told(scheduler, Join(1, 0.0)) == [Assign(1, [1, 3])]
+
+    @pytest.mark.parametrize("task", [1, 99])
+    def test_a_task_that_is_over_or_never_was_is_not_blamed(self, task):
+        scheduler = Scheduler(window=3, poison_limit=1)
+        told(scheduler, submit(1, 2), Join(0, 0.0), finish(0, 1))
+        assert told(scheduler, Lose(0, 0.0, (task,))) == []
+        assert told(scheduler, Join(1, 0.0)) == [Assign(1, [2])]
+
+    def test_a_task_is_blamed_that_was_stolen_from_it_after_it_had_begun(self):
+        scheduler = Scheduler(window=3, poison_limit=2)
+        told(scheduler, submit(1, 2), Join(0, 0.0), Join(1, 0.0), finish(1, 2), submit(3))
+        told(scheduler, Lose(0, 0.0, (3,)))
+        assert told(scheduler, Lose(1, 0.0, (3,))) == [Poison(3, (0, 1))]
+
     def test_the_window_goes_back_to_the_front_in_its_order(self):
         scheduler = Scheduler(window=3)
         told(scheduler, submit(1, 2, 3, 4, 5), Join(0, 0.0), Lose(0, 0.0))

@@ -6,6 +6,7 @@ caches hold nothing of the shard by then.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -37,9 +38,11 @@ class ResultOutbox:
         self._frames: list[Frame] = []
         #: What the worker is at since the latest result.
         self._started: int | None = None
-        self._sent_at = 0.0
+        self._sent_at = -math.inf
         self._waiting = threading.Event()
-        threading.Thread(target=self._send_late, name="dpflow-results", daemon=True).start()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._send_late, name="dpflow-results", daemon=True)
+        self._thread.start()
 
     def add(self, finished: Finished, frames: Sequence[Frame], started: int | None, *, hold: bool) -> None:
         """Tell of a result. The frames must not change until they are sent.
@@ -64,10 +67,13 @@ class ResultOutbox:
             self._started = None
             self._send()
 
-    def drop(self) -> None:
-        """Nobody wants what waits."""
+    def close(self) -> None:
+        """Nobody wants what waits; nothing is sent any more."""
         with self.lock:
             self._finished, self._frames = [], []
+        self._closed.set()
+        self._waiting.set()
+        self._thread.join()
 
     def _send(self) -> None:
         finished, self._finished = self._finished, []
@@ -76,9 +82,9 @@ class ResultOutbox:
         self._connection.send([encode(Exchange(finished, self._started)), *frames])
 
     def _send_late(self) -> None:
-        while True:
+        while not self._closed.is_set():
             self._waiting.wait()
-            time.sleep(LATE_S)
+            self._closed.wait(LATE_S)
             with self.lock:
                 if not self._finished:
                     self._waiting.clear()

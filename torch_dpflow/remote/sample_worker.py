@@ -72,7 +72,7 @@ class SampleWorker:
                 self._obey(decode(frames[0]), frames[1:])
             if self._tasks and not self._stopped:
                 self._load_oldest()
-        self._outbox.drop()
+        self._outbox.close()
 
     def _received(self) -> list[list[memoryview]]:
         """What the shard has said; waits for something where there is nothing to do, when no result waits either."""

@@ -1,0 +1,113 @@
+"""How a worker's results go out: alone, together, or late."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from torch_dpflow.remote import result_outbox
+from torch_dpflow.remote.messages import Exchange, Finished, decode
+from torch_dpflow.remote.parcel import encode
+from torch_dpflow.remote.protocol import SAMPLE
+from torch_dpflow.remote.result_outbox import FRAMES_TOGETHER, TOGETHER, ResultOutbox
+from torch_dpflow.remote.transport import Listener, connect, listen
+
+Message = tuple[list[int], int | None, int]
+
+
+class Shard:
+    """What hears a worker, and its outbox."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._connection = connect(listener.address)
+        self.outbox = ResultOutbox(self._connection)
+
+    def add(self, task: int, *, hold: bool = True, frames: int = 1) -> None:
+        table, own = encode(task)
+        table = type(table)(frames, table.blocks, table.head, table.buffers)
+        finished = Finished(task, SAMPLE, table, False)
+        self.outbox.add(finished, [*own, *[b"x"] * (frames - 1)], task + 1, hold=hold)
+
+    def heard(self, wait_s: float = 30.0) -> Message | None:
+        """The tasks of the next message, what it says is begun, and its frames."""
+        message = self._listener.receive(wait_s)
+        if message is None:
+            return None
+        header = decode(message[1][0])
+        assert isinstance(header, Exchange)
+        return [one.task for one in header.finished], header.started, len(message[1]) - 1
+
+    def close(self) -> None:
+        self.outbox.close()
+        self._connection.close()
+        self._listener.close()
+
+
+@pytest.fixture
+def shard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shard]:
+    monkeypatch.setattr(result_outbox, "HOLD_S", 1e9)
+    monkeypatch.setattr(result_outbox, "LATE_S", 1e9)
+    opened = Shard(listen(f"inproc://{secrets.token_hex(8)}"))
+    yield opened
+    opened.close()
+
+
+def test_the_first_goes_at_once_and_those_that_follow_go_together(shard: Shard) -> None:
+    for task in range(1 + TOGETHER):
+        shard.add(task)
+    assert shard.heard() == ([0], 1, 1)
+    assert shard.heard() == (list(range(1, 1 + TOGETHER)), 1 + TOGETHER, TOGETHER)
+
+
+def test_one_that_may_not_wait_takes_along_those_that_do(shard: Shard) -> None:
+    shard.add(0)
+    shard.add(1)
+    shard.add(2, hold=False)
+    assert shard.heard() == ([0], 1, 1)
+    assert shard.heard() == ([1, 2], 3, 2)
+
+
+def test_slow_results_do_not_wait(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(result_outbox, "HOLD_S", 0.0)
+    for task in range(3):
+        shard.add(task)
+        assert shard.heard() == ([task], task + 1, 1)
+
+
+def test_what_waits_goes_when_the_next_takes_long(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(result_outbox, "LATE_S", 0.001)
+    shard.add(0)
+    assert shard.heard() == ([0], 1, 1)
+    shard.add(1)
+    assert shard.heard() == ([1], 2, 1)
+
+
+def test_a_flush_says_that_nothing_is_left_to_do(shard: Shard) -> None:
+    shard.add(0)
+    shard.add(1)
+    shard.outbox.flush()
+    assert shard.heard() == ([0], 1, 1)
+    assert shard.heard() == ([1], None, 1)
+    shard.outbox.flush()
+    assert shard.heard() == ([], None, 0)
+
+
+def test_many_frames_do_not_go_together(shard: Shard) -> None:
+    shard.add(0)
+    shard.add(1, frames=FRAMES_TOGETHER)
+    shard.add(2, frames=2)
+    assert shard.heard() == ([0], 1, 1)
+    assert shard.heard() == ([1], 2, FRAMES_TOGETHER)
+    shard.outbox.flush()
+    assert shard.heard() == ([2], None, 2)
+
+
+def test_nothing_is_sent_after_the_end(shard: Shard) -> None:
+    shard.add(0)
+    shard.add(1)
+    assert shard.heard() == ([0], 1, 1)
+    shard.outbox.close()
+    assert shard.heard(wait_s=0) is None
