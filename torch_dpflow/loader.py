@@ -168,7 +168,8 @@ class DPFlowDataLoader(DataLoader[T]):
         one, else by passing over what was delivered.
 
         Raises:
-            StateError: it is no such state, is damaged, or was taken with other data. Nothing is changed then.
+            StateError: it is no such state, is damaged, or was taken with other data or of a shared flow that this
+                loader does not read. Nothing is changed then.
         """
         state = LoaderState.from_dict(state_dict)
         self._check_fits(state)
@@ -193,6 +194,12 @@ class DPFlowDataLoader(DataLoader[T]):
 
     def _check_fits(self, state: LoaderState) -> None:
         kind, length = kind_of(self), length_of(self)
+        if self.flow is None and state.shared is not None and not state.fresh:
+            raise StateError(
+                "the state was taken in the middle of an epoch of a shared flow, whose order the flow's router "
+                "decides, and this loader has no flow; give it the flow=... and address=... that the state was taken "
+                "with, or begin an epoch afresh"
+            )
         if state.kind != kind:
             raise StateError(
                 f"the state is of a loader over a dataset of kind {state.kind!r}, this one's is {kind!r}"

@@ -133,11 +133,7 @@ class Progress:
         Raises:
             StateError: the state does not fit; the loader's generator is as it was.
         """
-        if (generator is None) != (state.plan_generator is None):
-            raise StateError(
-                f"the state was taken {'with' if generator is None else 'without'} a `generator`, and this loader "
-                f"has {'none' if generator is None else 'one'}; build the loader as it was built then"
-            )
+        _check_order(state, sampler, generator)
         before = generator_state(generator)
         try:
             with preserved_rng():
@@ -227,3 +223,18 @@ class Progress:
 def new_plan(batches: Any, index_sampler: Any, sampler: Any, length: int | None) -> Plan:
     """The plan of an epoch that begins with these index batches."""
     return Plan(batches, sampler=stateful_part(batches, index_sampler, sampler), length=length)
+
+
+def _check_order(state: LoaderState, sampler: Any, generator: torch.Generator | None) -> None:
+    """Raise StateError unless the order of the state's epoch can be drawn again from these."""
+    if state.shared is not None:
+        raise StateError(
+            "the state was taken in an epoch whose order the router of a shared flow decided, and this loader's "
+            f"order is that of its {type(sampler).__name__}; resume with the sampler and the job=JobOptions(...) "
+            "that it was taken with, or begin the epoch afresh"
+        )
+    if (generator is None) != (state.plan_generator is None):
+        raise StateError(
+            f"the state was taken {'with' if generator is None else 'without'} a `generator`, and this loader "
+            f"has {'none' if generator is None else 'one'}; build the loader as it was built then"
+        )

@@ -104,6 +104,28 @@ def test_a_state_of_another_kind_is_refused(make: Make) -> None:
     assert state["fresh"]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_of_a_flow_is_refused_without_one(make: Make, workers: int) -> None:
+    shared = make(Numbers(20), batch_size=4, shuffle=True)
+    next(iter(shared))
+    plain = DPFlowDataLoader(Numbers(20), batch_size=4, shuffle=True, num_workers=workers)
+    with pytest.raises(StateError, match=r"an epoch of a shared flow, .* give it the flow="):
+        plain.load_state_dict(shared.state_dict())
+    assert sorted(keys(plain)) == list(range(20))
+
+
+def test_a_state_of_the_routers_order_is_refused_where_the_sampler_decides(make: Make) -> None:
+    sampler: Any = DistributedSampler(range(20), num_replicas=1, rank=0)
+    routed = make(Numbers(20), batch_size=4, sampler=sampler)
+    next(iter(routed))
+    sampler.shuffle = False
+    kept = make(Numbers(20), batch_size=4, sampler=sampler)
+    kept.load_state_dict(routed.state_dict())
+    with pytest.raises(StateError, match="order is that of its DistributedSampler; resume with"):
+        iter(kept)
+    assert keys(kept) == list(range(20))
+
+
 def test_an_error_names_its_type_and_the_loader_goes_on(make: Make) -> None:
     loader = make(Failing(12, raises=5), batch_size=4)
     iterator = iter(loader)
