@@ -311,3 +311,34 @@ def test_an_item_has_either_a_path_or_bytes() -> None:
     for wrong in ({}, {"path": "a", "data": b"a"}):
         with pytest.raises(ValueError, match="either `path` or `data`"):
             Item(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"path": ""}, "path=''"),
+        ({"path": 5}, "path=5: give a path"),
+        ({"path": "\udcff"}, "no text in UTF-8"),
+        ({"data": "text"}, "data='text': give bytes"),
+        ({"path": "a", "length": -5}, "length=-5: give a whole number of bytes"),
+        ({"path": "a", "length": "5"}, "length='5'"),
+        ({"path": "a", "length": 2**63}, "length=9223372036854775808"),
+        ({"path": "a", "length": True}, "length=True"),
+        ({"path": "a", "offset": -5, "length": 2}, "offset=-5"),
+        ({"path": "a", "offset": 5}, "offset=5 without a length"),
+        ({"path": "a", "checksum": "crc32:0"}, "checksum='crc32:0'"),
+        ({"path": "a", "checksum": 5}, "checksum=5"),
+    ],
+)
+def test_an_item_that_could_not_be_read_again_is_refused(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(SourceError, match=told):
+        Item(**fields)
+
+
+def test_an_item_may_bring_numpy_numbers(store: DatasetStore) -> None:
+    draft = Draft(store, "core/x", "v1")
+    item = Item(path="a", offset=np.int64(3), length=np.uint8(4))  # type: ignore[arg-type]
+    draft.add("train", IterableImporter([item], root="memory://elsewhere"))
+    draft.publish()
+    sample = store.open("core/x").sample(0)
+    assert (sample.offset, sample.length) == (3, 4)

@@ -279,12 +279,48 @@ def test_nulls_are_left_out(tmp_path: Path) -> None:
     assert [item.meta for item in found] == [{"x": 1}, {"y": 2}]
 
 
+@pytest.mark.parametrize(
+    ("header", "row", "told"),
+    [
+        ("path,sum", "a,md5:00", "checksum='md5:00': give 'crc32:'"),
+        ("path,sum", "a,12", "checksum='12'"),
+        ("path,start,size", "a,-5,2", "offset=-5: give a whole number"),
+        ("path,start,size", "a,five,2", "offset='five'"),
+        ("path,start,size", "a,1.5,2", r"offset=1\.5"),
+        ("path,start,size", "a,1,", "offset=1 without a length"),
+    ],
+)
+def test_what_a_store_could_not_hold_is_refused_with_its_row(
+    tmp_path: Path, local_store: DatasetStore, header: str, row: str, told: str
+) -> None:
+    path = tmp_path / "list.csv"
+    path.write_text(f"{header}\n{row}\n")
+    columns = {"sum": "checksum_column", "start": "offset_column", "size": "length_column"}
+    settings = {columns[name]: name for name in header.split(",")[1:]}
+    draft = Draft(local_store, "core/x", "v1")
+    with pytest.raises(SourceError, match=rf"list\.csv, row 0: {told}.*\(columns: path='path', "):
+        draft.add("train", make_importer("listing", str(path), settings))
+    assert local_store.versions("core/x") == []
+
+
+def test_checksums_may_be_upper_case_and_paths_digits(tmp_path: Path, local_store: DatasetStore) -> None:
+    (tmp_path / "list.csv").write_text("path,sum\n001,crc32:ABCDEF01\n002,\n")
+    draft = Draft(local_store, "core/x", "v1")
+    draft.add("train", ListingImporter(str(tmp_path / "list.csv"), checksum_column="sum"))
+    draft.publish()
+    samples = list(local_store.open("core/x").samples())
+    assert [(sample.path, sample.checksum) for sample in samples] == [
+        ("001", "crc32:abcdef01"),
+        ("002", None),
+    ]
+
+
 def test_what_is_wrong_with_a_table_is_told(tmp_path: Path) -> None:
     path = tmp_path / "list.csv"
     path.write_text("path,x\na,1\n,2\n")
     with pytest.raises(SourceError, match=r"list\.csv has no column \['file'\]; it has \['path', 'x'\]"):
         list(ListingImporter(str(path), path_column="file").items())
-    with pytest.raises(SourceError, match=r"list\.csv, row 1: 'path' is ''; give a path"):
+    with pytest.raises(SourceError, match=r"list\.csv, row 1: path='': give a path"):
         list(ListingImporter(str(path)).items())
     path.write_text("path,x\na,1,2\n")
     with pytest.raises(SourceError, match=r"list\.csv cannot be read"):

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import operator
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch_dpflow.datasets.checksums import CHECKSUM_PATTERN
+from torch_dpflow.errors import SourceError
+
+#: What 64 bits with a sign hold: more than any object has bytes.
+_LARGEST = 2**63 - 1
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """One sample as an importer finds it: `path`, where its bytes lie, or `data`, the bytes themselves."""
+    """One sample as an importer finds it: `path`, where its bytes lie, or `data`, the bytes themselves.
+
+    Raises SourceError, which names the field, for what a store could not hold.
+    """
 
     #: Annotations. Whatever JSON can hold, numpy scalars and arrays too.
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -20,11 +31,57 @@ class Item:
     offset: int | None = None
     #: Bytes; None: not known.
     length: int | None = None
+    #: "crc32:" or "sha256:" and hexadecimal digits.
     checksum: str | None = None
 
     def __post_init__(self) -> None:
         if (self.path is None) == (self.data is None):
-            raise ValueError("an Item needs either `path` or `data`")
+            raise SourceError("an Item needs either `path` or `data`")
+        if self.path is not None:
+            _check_path(self.path)
+        if self.data is not None and not isinstance(self.data, bytes):
+            raise SourceError(f"data={self.data!r:.80}: give bytes")
+        for name in ("offset", "length"):
+            object.__setattr__(self, name, _bytes_count(name, getattr(self, name)))
+        if self.offset is not None and self.length is None:
+            raise SourceError(f"offset={self.offset} without a length; give `length` too, in bytes")
+        object.__setattr__(self, "checksum", _checksum(self.checksum))
+
+
+def _check_path(path: Any) -> None:
+    if not isinstance(path, str) or not path:
+        raise SourceError(f"path={path!r:.80}: give a path or a URL, as text that is not empty")
+    if not path.isascii():
+        try:
+            path.encode()
+        except UnicodeEncodeError as error:
+            raise SourceError(f"path={path!r} is no text in UTF-8; rename the file") from error
+
+
+def _bytes_count(name: str, value: Any) -> int | None:
+    """Plain `value`, which may be numpy's. A float is refused even where it is whole: it may have been rounded."""
+    if value is None:
+        return None
+    try:
+        count = operator.index(value)
+    except TypeError:
+        count = -1
+    if isinstance(value, bool) or not 0 <= count <= _LARGEST:
+        raise SourceError(
+            f"{name}={value!r:.80}: give a whole number of bytes from 0, as an integer, or None"
+        )
+    return count
+
+
+def _checksum(value: Any) -> str | None:
+    if value is None:
+        return None
+    lowered = value.lower() if isinstance(value, str) else ""
+    if not re.fullmatch(CHECKSUM_PATTERN, lowered):
+        raise SourceError(
+            f"checksum={value!r:.80}: give 'crc32:' and 8 hexadecimal digits, 'sha256:' and 64, or None"
+        )
+    return lowered
 
 
 class Importer(Protocol):

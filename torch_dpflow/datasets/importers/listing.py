@@ -93,11 +93,15 @@ class ListingImporter:
 
     def _item(self, row: dict[str, Any], used: Mapping[str, str], number: int) -> Item:
         fields = {field: row.pop(column) for field, column in used.items()}
-        if not isinstance(fields["path"], str) or not fields["path"]:
+        fields["checksum"] = fields.get("checksum") or None  # a CSV file has no other way to say null
+        fields["path"] = fields["path"] or ""
+        try:
+            return Item(**fields, meta={name: value for name, value in row.items() if value is not None})
+        except SourceError as error:
+            columns = ", ".join(f"{field}={column!r}" for field, column in used.items())
             raise SourceError(
-                f"{self.source['listing']}, row {number}: {used['path']!r} is {fields['path']!r}; give a path"
-            )
-        return Item(**fields, meta={name: value for name, value in row.items() if value is not None})
+                f"{self.source['listing']}, row {number}: {error} (columns: {columns})"
+            ) from error
 
     def _batches(self) -> Iterator[Any]:
         try:
@@ -116,7 +120,14 @@ class ListingImporter:
                 else:
                     parse = csv.ParseOptions(delimiter=_SEPARATORS[self._ending])
                     read = csv.ReadOptions(block_size=_CSV_BLOCK)
-                    yield from csv.open_csv(file, read_options=read, parse_options=parse)
+                    # Left to itself it takes paths and checksums of digits alone for numbers.
+                    texts = (self._columns["path"], self._columns["checksum"])
+                    convert = csv.ConvertOptions(
+                        column_types={column: pyarrow.string() for column in texts if column is not None}
+                    )
+                    yield from csv.open_csv(
+                        file, read_options=read, parse_options=parse, convert_options=convert
+                    )
         except pyarrow.ArrowInvalid as error:
             raise SourceError(f"{self.source['listing']} cannot be read: {error}") from error
         except FileNotFoundError as error:
