@@ -16,6 +16,7 @@ from torch_dpflow.remote.fetching import failure
 from torch_dpflow.remote.parcel import decode
 from torch_dpflow.remote.protocol import FAILED, SAMPLE
 from torch_dpflow.remote.sample_task import unpack_task
+from torch_dpflow.remote.unpicklable import explain_loading
 from torch_dpflow.rng import seed_batch
 
 
@@ -60,8 +61,17 @@ class SampleAssignment:
     worker_init_fn: Callable[[int], Any] | None
 
     def pack(self) -> bytes:
-        """As bytes that carry what is not importable in a worker, such as functions of a script."""
-        packed: bytes = cloudpickle.dumps(self, protocol=5)
+        """As bytes that carry what is not importable in a worker, such as functions of a script.
+
+        Raises NotPicklableError, which names what cannot travel.
+        """
+        try:
+            packed: bytes = cloudpickle.dumps(self, protocol=5)
+        except Exception as error:
+            parts = self.parts
+            loads = {"dataset": parts.first, "transform": parts.rest, "stand_in": parts.stand_in}
+            loads["worker_init_fn"] = self.worker_init_fn
+            raise explain_loading(loads, error, dump=cloudpickle.dumps) from error
         return packed
 
 

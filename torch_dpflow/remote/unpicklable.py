@@ -1,10 +1,10 @@
-"""What to tell the user whose batch cannot be pickled: which part of it, where it is, and what to do."""
+"""What to tell the user whose batch or dataset cannot be pickled: which part of it, where it is, and what to do."""
 
 from __future__ import annotations
 
 import io
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,15 +19,33 @@ _DEEPEST = 50
 
 def explain(obj: Any, error: Exception, *, name: str = "batch") -> NotPicklableError:
     """The error for `obj`, which could not be pickled because of `error`; `name` is what to call it."""
-    path, culprit, reason = _find_culprit(obj, error, name)
+    path, culprit, reason = _find_culprit(obj, error, name, lambda part: ParcelPickler().dump(part))
+    return _error_of(path, culprit, reason, _advice(culprit))
+
+
+def explain_loading(
+    loads: Mapping[str, Any], error: Exception, *, dump: Callable[[Any], object]
+) -> NotPicklableError:
+    """The error for what a flow's workers were to load, by what to call it, of which `dump` has raised `error`."""
+    for name, obj in loads.items():
+        failure = _failure_of(obj, dump)
+        if failure is not None:
+            path, culprit, reason = _find_culprit(obj, failure, name, dump)
+            return _error_of(path, culprit, reason, _loading_advice(culprit))
+    return _error_of(" and ".join(loads), loads, error, _loading_advice(loads))
+
+
+def _error_of(path: str, culprit: Any, reason: Exception, advice: str) -> NotPicklableError:
     kind = type(culprit)
     return NotPicklableError(
         f"{path} of type {kind.__module__}.{kind.__qualname__} cannot be pickled, so it cannot travel to "
-        f"another process: {reason}. {_advice(culprit)}"
+        f"another process: {reason}. {advice}"
     )
 
 
-def _find_culprit(obj: Any, error: Exception, path: str) -> tuple[str, Any, Exception]:
+def _find_culprit(
+    obj: Any, error: Exception, path: str, dump: Callable[[Any], object]
+) -> tuple[str, Any, Exception]:
     """Go down to the deepest part that cannot be pickled while all of its own parts can."""
     trials = 0
     above: set[int] = set()
@@ -39,7 +57,7 @@ def _find_culprit(obj: Any, error: Exception, path: str) -> tuple[str, Any, Exce
                 return path, obj, error
             if id(part) in above:
                 continue
-            failure = _try(part)
+            failure = _failure_of(part, dump)
             if failure is not None:
                 path, obj, error = path + step, part, failure
                 break
@@ -48,9 +66,9 @@ def _find_culprit(obj: Any, error: Exception, path: str) -> tuple[str, Any, Exce
     return path, obj, error
 
 
-def _try(obj: Any) -> Exception | None:
+def _failure_of(obj: Any, dump: Callable[[Any], object]) -> Exception | None:
     try:
-        ParcelPickler().dump(obj)
+        dump(obj)
     except Exception as error:
         return error
     return None
@@ -79,3 +97,10 @@ def _advice(culprit: Any) -> str:
         "Return tensors, arrays, numbers, strings or containers of them, or give the class a __getstate__ "
         "that leaves out what belongs to one process"
     )
+
+
+def _loading_advice(culprit: Any) -> str:
+    where = "The workers of a shared flow are not forked from this process"
+    if isinstance(culprit, types.FunctionType | types.MethodType):
+        return f"{where}: make inside the function what it takes along from where it is defined"
+    return f"{where}: make it where the first sample is read, and give the class a __getstate__ that leaves it out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.loader_cases import Stream
 from tests.shared_cluster import TestCluster
 from tests.shared_datasets import Failing, Numbers
 from torch_dpflow import DPFlowDataLoader, JobOptions
-from torch_dpflow.errors import OptionError, OptionTypeError, StateError
+from torch_dpflow.errors import NotPicklableError, OptionError, OptionTypeError, StateError
 
 Make = Callable[..., DPFlowDataLoader[Any]]
 QUICK = JobOptions(idle_s=3.0, patience_s=60.0)
@@ -124,6 +125,13 @@ def test_a_state_of_the_routers_order_is_refused_where_the_sampler_decides(make:
     with pytest.raises(StateError, match="order is that of its DistributedSampler; resume with"):
         iter(kept)
     assert keys(kept) == list(range(20))
+
+
+def test_a_dataset_that_cannot_travel_is_told(make: Make) -> None:
+    dataset = Numbers(4)
+    dataset.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(NotPicklableError, match=r"dataset\.lock of type _thread.lock"):
+        iter(make(dataset))
 
 
 def test_an_error_names_its_type_and_the_loader_goes_on(make: Make) -> None:

@@ -1,0 +1,72 @@
+"""What a flow's workers load travels whole, or the user hears what of it cannot."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from torch_dpflow.errors import NotPicklableError
+from torch_dpflow.remote.samples import Parts, SampleAssignment, Transformed
+
+
+class Locked:
+    """As datasets are that guard a file or a cache of theirs."""
+
+    def __init__(self) -> None:
+        self.paths = ["a", "b"]
+        self.guards = {"reads": threading.Lock()}
+
+
+class Refusing:
+    """Pickles when it is looked at by itself, and not beside others."""
+
+    refusals = 1
+
+    def __reduce__(self) -> Any:
+        if Refusing.refusals:
+            Refusing.refusals -= 1
+            raise ValueError("not now")
+        return Refusing, ()
+
+
+def taking(something: Any) -> Callable[[int], Any]:
+    return lambda worker: something
+
+
+UNPICKLABLE: dict[str, tuple[Parts, Any, str]] = {
+    "dataset": (
+        Parts(Locked()),
+        None,
+        r"^dataset\.guards\['reads'\] of type _thread.lock .* where the first sample is read, .*__getstate__",
+    ),
+    "transform": (
+        Parts([1], Transformed(threading.Lock())),
+        None,
+        r"^transform\.transform of type _thread.lock",
+    ),  # type: ignore[arg-type]
+    "stand_in": (Parts([1], stand_in=threading.Lock()), None, r"^stand_in of type _thread.lock"),  # type: ignore[arg-type]
+    "worker_init_fn": (
+        Parts([1]),
+        taking(threading.Lock()),
+        r"^worker_init_fn of type builtins.function .* make inside the function what it takes along",
+    ),
+    "nothing": (Parts(Refusing()), None, "^dataset and transform and stand_in and worker_init_fn .* not now"),
+}
+
+
+@pytest.mark.parametrize(("parts", "init", "message"), UNPICKLABLE.values(), ids=UNPICKLABLE)
+def test_what_cannot_travel_to_the_workers_is_named(parts: Parts, init: Any, message: str) -> None:
+    with pytest.raises(NotPicklableError, match=message) as caught:
+        SampleAssignment(parts=parts, worker_init_fn=init).pack()
+    assert caught.value.__cause__ is not None
+    pickle.loads(pickle.dumps(caught.value))
+
+
+def test_functions_of_a_script_travel() -> None:
+    packed = SampleAssignment(parts=Parts([1]), worker_init_fn=taking("along")).pack()
+    assert cloudpickle.loads(packed).worker_init_fn(0) == "along"
