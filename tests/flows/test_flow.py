@@ -119,6 +119,20 @@ def test_stages_take_and_give_parts_of_a_sample() -> None:
     assert flow.prepare_read(LocalDataLoadFlowReader()).to_mapped()[0] == (44, "11")
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("core/one:v1:train",),
+        ("core/one:v1", None, "train"),
+        ("core/one:v1", "v1", "train"),
+        ("core/one", "v1", "train"),
+        ("core/one:v1:train", "v1", "train"),
+    ],
+)
+def test_a_dataset_is_named_in_one_string_or_in_parts(given: Any) -> None:
+    assert str(DataLoadFlow("a/b", 1).dataset(*given)) == "Dataset(core/one:v1:train)"
+
+
 def test_a_transform_may_be_anything_that_fits() -> None:
     class Annotated:
         def process_arg(self, arg: Any) -> Any:
@@ -157,6 +171,13 @@ def _flow() -> DataLoadFlow:
         (lambda: _flow().map("two", bytes, transform=bytes), OptionTypeError, "no process_arg"),
         (lambda: _flow().dataset("core/x", samples=iter([])), OptionTypeError, "cannot be indexed"),
         (lambda: _flow().dataset("core/x", None, "train"), OptionError, "needs a version"),
+        (lambda: _flow().dataset("core/x:v1", "v2"), OptionError, "contradicts version='v2'"),
+        (lambda: _flow().dataset("core/x:v1:val", "v1", "train"), OptionError, "contradicts variant='train'"),
+        (
+            lambda: _flow().dataset("core/x", 1, "train"),
+            OptionTypeError,
+            "version=1 of 'core/x' is of type int",
+        ),
         (lambda: str(_flow()), UsageError, "has no dataset; call .dataset"),
         (lambda: LocalDataLoadFlowReader().read(_flow()), UsageError, "has no dataset"),
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from torch_dpflow.datasets.names import DatasetRef
@@ -79,20 +79,22 @@ class DataLoadFlow:
         """Say where samples come from.
 
         Args:
-            name: "namespace/name" of a stored dataset.
-            version: of the dataset; None: the last one when the flow is read.
+            name: "namespace/name" of a stored dataset; its version and variant may stand behind it, as in
+                "core/cifar100:v1:train".
+            version: of the dataset, such as "v1"; None: the last one when the flow is read.
             variant: such as "train"; None: the only one.
             samples: a map-style dataset to take instead of a stored one; the name is then its name only.
 
         Raises:
-            OptionError, OptionTypeError: the name is not possible; `samples` cannot be indexed.
+            OptionError, OptionTypeError: the name is not possible, or says otherwise than `version` and
+                `variant`; `samples` cannot be indexed.
         """
         if samples is not None and not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
             raise OptionTypeError(
                 f"samples is a {type(samples).__name__}, which has no length or cannot be indexed; give a "
                 "map-style dataset"
             )
-        self._source = Source(DatasetRef(DatasetRef.parse(name).id, version, variant), samples)
+        self._source = Source(_named(name, version=version, variant=variant), samples)
         return self
 
     def map(
@@ -176,6 +178,22 @@ class DataLoadFlow:
     def __repr__(self) -> str:
         source = "no dataset" if self._source is None else str(self)
         return f"DataLoadFlow({self.name!r}, version={self.version}: {source})"
+
+
+def _named(name: str, **labels: str | None) -> DatasetRef:
+    """The dataset whose version and variant stand in its name or beside it."""
+    ref = DatasetRef.parse(name)
+    for part, label in labels.items():
+        if label is not None and not isinstance(label, str):
+            raise OptionTypeError(
+                f"{part}={label!r} of {name!r} is of type {type(label).__name__}; give its name as a string, such "
+                "as 'v1' or 'train'"
+            )
+        in_name = getattr(ref, part)
+        if None not in (label, in_name) and label != in_name:
+            raise OptionError(f"{name!r} contradicts {part}={label!r}; give the {part} once")
+    given = {part: label for part, label in labels.items() if label is not None}
+    return replace(ref, **given)
 
 
 class DataLoadFlowReader(Protocol[Read_co]):
