@@ -122,6 +122,17 @@ def test_a_draft_is_listed_and_restarted(dataset: Dataset, tree: Path, tmp_path:
     assert "core/pets:v1:train: 10 samples" in dataset(*arguments).stdout
 
 
+def test_a_variant_that_is_not_named_is_in_the_way(dataset: Dataset, tree: Path, tmp_path: Path) -> None:
+    store = DatasetStore.create(str(tmp_path / "store"))
+    Draft(store, "core/pets", "v1").add("trian", ImageFolderImporter(str(tree / "val")))
+    result = _import(dataset, tree)
+    assert (result.exit_code, "['trian']; name all" in result.output) == (1, True), result.output
+    assert store.versions("core/pets") == []
+    restarted = dataset("import", "imagefolder", "core/pets:v1", f"train={tree}/train", "--restart")
+    assert restarted.exit_code == 0, restarted.output
+    assert list(store.load("core/pets").variants) == ["train"]
+
+
 def test_settings_name_the_variant(dataset: Dataset, tmp_path: Path) -> None:
     for variant in ("a", "b"):
         (tmp_path / f"{variant}.json").write_text('{"images": [{"id": 1, "file_name": "x.jpg"}]}')

@@ -13,11 +13,11 @@ import torch
 
 from tests.datasets.samples_source import Numbered, content, contents, lazily, numbers, publish
 from tests.new_process import interpreter
-from torch_dpflow.datasets import DatasetStore, Draft
+from torch_dpflow.datasets import DatasetStore, Draft, verify
 from torch_dpflow.datasets import packing as packing_module
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.iterable import IterableImporter
-from torch_dpflow.errors import DatasetNotFoundError, OptionError, SourceError
+from torch_dpflow.errors import DatasetNotFoundError, OptionError, OptionTypeError, SourceError
 
 
 class Stop(Exception):
@@ -173,6 +173,50 @@ def test_variants_are_published_together(store: DatasetStore) -> None:
     assert [len(store.open(f"core/numbers:v1:{name}")) for name in ("train", "val")] == [5, 3]
     with pytest.raises(DatasetNotFoundError, match=r"no variant is named.*\['train', 'val'\]"):
         store.open("core/numbers:v1")
+
+
+def test_a_variant_of_another_run_is_not_published_along(store: DatasetStore) -> None:
+    Draft(store, "core/numbers", "v1").add("trian", IterableImporter(Numbered(3)))
+    draft = Draft(store, "core/numbers", "v1")
+    draft.add("train", IterableImporter(Numbered(5)))
+    with pytest.raises(
+        OptionError, match=r"core/numbers:v1 has imports of other variants.*\['trian'\].*--restart"
+    ):
+        draft.publish()
+    assert store.versions("core/numbers") == []
+    draft.add("trian", IterableImporter(Numbered(3)))
+    assert sorted(draft.publish().variants) == ["train", "trian"]
+
+
+def test_what_a_source_misses_itself_is_told_as_its_own(store: DatasetStore) -> None:
+    def source() -> Iterator[tuple[bytes, dict[str, Any]]]:
+        yield from lazily(4)
+        yield Path("/no/such.bin").read_bytes(), {}
+
+    with pytest.raises(
+        SourceError, match=r"name='numbered'.*cannot be read on: FileNotFoundError.*such\.bin"
+    ) as told:
+        _add(store, source())
+    assert "--restart" not in str(told.value)
+
+
+def test_what_a_draft_cannot_work_with_is_refused(store: DatasetStore) -> None:
+    draft = Draft(store, "core/x", "v1")
+    with pytest.raises(OptionError, match=r"checksum='md5': give one of \('crc32', 'sha256'\)"):
+        draft.add("train", IterableImporter(Numbered(1)), checksum="md5")  # type: ignore[arg-type]
+    with pytest.raises(OptionTypeError, match=r"has no \['root'.*IterableImporter"):
+        draft.add("train", [(b"", {})])  # type: ignore[arg-type]
+    with pytest.raises(OptionTypeError, match="give a DatasetStore"):
+        Draft(store.url, "core/x", "v1")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="'core/x:v1', 'v1' is no name"):
+        Draft(store, "core/x:v1", "v1")
+    for wrong in (5, None):
+        with pytest.raises(OptionTypeError, match="a dataset is named by a string"):
+            store.open(wrong)  # type: ignore[arg-type]
+        with pytest.raises(OptionTypeError, match=r"give what DatasetStore\.open"):
+            verify(wrong)  # type: ignore[arg-type]
+        with pytest.raises(OptionTypeError, match="are strings"):
+            Draft(store, wrong, "v1")  # type: ignore[arg-type]
 
 
 # -- appending -------------------------------------------------------------------------------------------

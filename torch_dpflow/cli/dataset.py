@@ -266,6 +266,7 @@ def _run(
     """Import every source and publish."""
     if restart:
         draft.discard()
+    draft.check_variants(sources)
     if kind == "iterable":
         sys.path.insert(0, os.getcwd())  # as `python -m` does; a console script knows its own directory only
     try:

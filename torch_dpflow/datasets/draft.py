@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import get_args
 
 from torch_dpflow.datasets.checksums import ChecksumAlgorithm
 from torch_dpflow.datasets.describing import Describer
@@ -14,10 +15,13 @@ from torch_dpflow.datasets.progress import DraftRecord, Progress
 from torch_dpflow.datasets.spec import Dataset, Variant, encode_file, sealed
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset, now
 from torch_dpflow.datasets.writer import ProgressCallback, VariantWriter
-from torch_dpflow.errors import DatasetError, OptionError, PublishedError, SourceError
+from torch_dpflow.errors import DatasetError, OptionError, OptionTypeError, PublishedError, SourceError
 
 #: Samples in a metadata shard: some 100 to 300 kB, one quick read.
 SHARD_SIZE = 1000
+
+#: What is asked of an importer.
+_IMPORTER = ("root", "options", "source", "extend", "items", "total", "info")
 
 
 class Draft:
@@ -36,6 +40,7 @@ class Draft:
     Raises:
         PublishedError: the version is published.
         DatasetNotFoundError: the parent is not.
+        OptionError, OptionTypeError: no dataset or version can be named so; no store.
     """
 
     def __init__(
@@ -47,11 +52,14 @@ class Draft:
         parent: str | None = None,
         description: str = "",
     ) -> None:
+        if not isinstance(store, DatasetStore):
+            raise OptionTypeError(f"store={store!r:.80}: give a DatasetStore")
         self._ref = DatasetRef(dataset_id, version)
         self._files = store.files.at(self._ref.id)
         self._parent = None if parent is None else store.load(dataset_id, parent)
         self._description = description
         self._version = version
+        self._added: set[str] = set()
         if self._files.exists(self._manifest):
             raise self._published()
 
@@ -80,9 +88,13 @@ class Draft:
             progress: called with the number of samples written, after every shard.
 
         Raises:
-            OptionError: an import of something else into this variant has begun; a bad `shard_size`.
+            OptionError: an import of something else into this variant has begun; a bad `shard_size` or `checksum`.
+            OptionTypeError: no importer.
             SourceError: the source is not laid out as it should be, is empty, or has changed since.
         """
+        _check_importer(importer)
+        if checksum is not None and checksum not in get_args(ChecksumAlgorithm):
+            raise OptionError(f"checksum={checksum!r}: give one of {get_args(ChecksumAlgorithm)}, or None")
         base = self._base(variant)
         if base is not None:
             importer.extend(base.variant.info)
@@ -96,21 +108,38 @@ class Draft:
         )
         ref = DatasetRef(self._ref.id, self._version, variant)
         try:
-            return VariantWriter(self._files, ref, record, base).write(importer, describer, progress)
+            written = VariantWriter(self._files, ref, record, base).write(importer, describer, progress)
         except (FileNotFoundError, FileExistsError) as error:
             raise self._overtaken(ref, error) from error
+        self._added.add(variant)
+        return written
+
+    def check_variants(self, names: Iterable[str]) -> None:
+        """See that this version has no unfinished import but of these variants.
+
+        Raises:
+            OptionError: there is one, of an earlier run or of another that runs now.
+        """
+        others = sorted({child.name for child in self._files.children(self._folder)} - set(names))
+        if others:
+            raise OptionError(
+                f"{self._ref} has imports of other variants that are not published: {others}; name all of its "
+                "variants in one import, or discard what was imported (--restart) if none of them is still running"
+            )
 
     def publish(self) -> Dataset:
-        """Make the version readable, with all variants that were added and those of the parent. Atomic.
+        """Make the version readable, with the variants that were added to it here and those of the parent. Atomic.
 
         Raises:
             PublishedError: somebody else has published it.
-            OptionError: nothing was added, or the import of a variant has not ended.
+            OptionError: nothing was added, the import of a variant has not ended, or there is a variant that
+                an earlier run or another one has added and this one has not.
         """
         if self._files.exists(self._manifest):
             raise self._published()
         variants = {} if self._parent is None else dict(self._parent.variants)
         added = self._finished()
+        self.check_variants(self._added)
         if not added:
             raise OptionError(f"there is nothing to publish as {self._ref}; add a variant first")
         dataset = sealed(
@@ -205,4 +234,12 @@ class Draft:
         return PublishedError(
             f"{self._ref} is published in {self._files.url}, and a published version never changes; publish "
             "the next one, by appending to this one or by importing anew"
+        )
+
+
+def _check_importer(importer: Importer) -> None:
+    missing = [name for name in _IMPORTER if not hasattr(importer, name)]
+    if missing:
+        raise OptionTypeError(
+            f"importer={importer!r:.80} has no {missing}; give an importer, such as IterableImporter([...])"
         )

@@ -26,6 +26,7 @@ class DatasetRef:
 
     Raises:
         OptionError: a part holds characters that are not allowed; a variant is named without a version.
+        OptionTypeError: a part is no string.
     """
 
     id: str
@@ -33,11 +34,18 @@ class DatasetRef:
     variant: str | None = None
 
     def __post_init__(self) -> None:
+        parts = (self.id, self.version, self.variant)
+        if not isinstance(self.id, str) or not all(isinstance(part, str | None) for part in parts[1:]):
+            raise OptionTypeError(f"the parts of a dataset's name are strings, not {parts!r}")
         if self.variant is not None and self.version is None:
             raise OptionError(f"variant={self.variant!r} of {self.id!r} needs a version beside it")
-        if not _REFERENCE.fullmatch(str(self)):
+        found = _REFERENCE.fullmatch(str(self))
+        if found is None or found.group("id", "version", "variant") != parts:
+            given = (
+                str(self) if found is None else ", ".join(repr(part) for part in parts if part is not None)
+            )
             raise OptionError(
-                f"{str(self)!r} is no name of a dataset; give namespace/name, namespace/name:version or "
+                f"{given} is no name of a dataset; give namespace/name, namespace/name:version or "
                 "namespace/name:version:variant, of letters, digits, '_' and '-' (versions and variants also "
                 "'.' and '+'), each beginning with a letter or a digit"
             )

@@ -119,8 +119,9 @@ class DatasetStore:
         Raises:
             DatasetNotFoundError: there is none; or the version has several variants and none is named.
             DamagedStoreError, NewerFormatError: its file cannot be read.
+            OptionError, OptionTypeError: no dataset can be named so.
         """
-        ref = DatasetRef.parse(ref) if isinstance(ref, str) else ref
+        ref = ref if isinstance(ref, DatasetRef) else DatasetRef.parse(ref)
         dataset = self.load(ref.id, ref.version)
         variant = dataset.variant(ref.variant)
         name = ref.variant or next(iter(dataset.variants))

@@ -9,7 +9,7 @@ from torch_dpflow.datasets.checksums import matches
 from torch_dpflow.datasets.objects import Objects
 from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.store import StoredDataset
-from torch_dpflow.errors import DatasetError, DPFlowError
+from torch_dpflow.errors import DatasetError, DPFlowError, OptionTypeError
 
 #: A sample's number, where its object lies, and what is known of it.
 _Numbered = tuple[int, str, SampleMeta]
@@ -40,7 +40,17 @@ def verify(
             known, has the right bytes, which reads it.
         options: what fsspec needs to open the data; None: the same as for the store.
         progress: called with the number of samples that are checked, after every shard.
+
+    Raises OptionTypeError where `stored` is something else.
     """
+    if not isinstance(stored, StoredDataset):
+        raise OptionTypeError(f"stored={stored!r:.80}: give what DatasetStore.open('namespace/name') returns")
+    return _problems(stored, data, options, progress)
+
+
+def _problems(
+    stored: StoredDataset, data: bool, options: Mapping[str, Any] | None, progress: Callable[[int], None]
+) -> Iterator[Problem]:
     first = 0
     with Objects(stored.options if options is None else options) as objects:
         for number in range(len(stored.variant.shards)):

@@ -80,7 +80,7 @@ class VariantWriter:
         entries = [*self._base_entries(kept), *(shard.entry for shard in noted)]
         count = kept * size + sum(shard.samples for shard in noted)
         carried = [] if noted else self._carried(kept)
-        items = self._items_after(noted, count - self._base_samples, importer, describer)
+        items = self._drawn(noted, count - self._base_samples, importer, describer)
         progress(max(0, count - self._base_samples))
         while samples := self._describe(items, size - len(carried), len(entries), describer):
             if count % size:
@@ -116,6 +116,18 @@ class VariantWriter:
         if self._base is None or kept == len(self._base.variant.shards):
             return []
         return self._base.shard(kept).samples
+
+    def _drawn(
+        self, noted: list[ImportedShard], start: int, importer: Importer, describer: Describer
+    ) -> Iterator[Item]:
+        """What is left of the source. That a file of its own is missing says nothing about the store's files."""
+        try:
+            yield from self._items_after(noted, start, importer, describer)
+        except (FileNotFoundError, FileExistsError) as error:
+            raise SourceError(
+                f"{describe_source(importer)} cannot be read on: {type(error).__name__}: {error}; mend the source and "
+                "import it again, which goes on where this stopped"
+            ) from error
 
     def _items_after(
         self, noted: list[ImportedShard], start: int, importer: Importer, describer: Describer
