@@ -266,6 +266,34 @@ def test_each_read_counts_for_itself() -> None:
     assert (subset.skipped(), read.skipped()) == ({"read": 1}, {})
 
 
+def _fail_at(number: int) -> Any:
+    def check(sample: Any) -> Any:
+        if sample[0] == number:
+            raise ZeroDivisionError
+        return sample
+
+    return check
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_stages_of_one_name_are_counted_together(workers: int) -> None:
+    flow = numbers_flow(Numbers(12, broken=(2,)), on_error="skip")
+    flow.map("read", _fail_at(3)).map("local_map", _fail_at(4))
+    read = flow.prepare_read(LocalDataLoadFlowReader()).local_map(_fail_at(5)).local_map(_fail_at(6))
+    batches = DataLoader(read.to_mapped(), batch_size=12, num_workers=workers, collate_fn=list)
+    assert [[number for number, _ in batch] for batch in batches] == [[0, 1, 7, 8, 9, 10, 11]]
+    assert read.skipped() == {"read": 2, "local_map": 3}
+
+
+def test_what_fails_in_the_flow_below_counts_as_read() -> None:
+    below = DataLoadFlow("a/below", 1).dataset("core/x", samples=Numbers(6))
+    below.map_data("inner", lambda data: 1 / (int(data) - 3))
+    samples = below.prepare_read(LocalDataLoadFlowReader()).to_mapped()
+    read = _read(samples, on_error="skip")
+    assert len(read.to_mapped().__getitems__([1, 3, 4])) == 2
+    assert read.skipped() == {"read": 1}
+
+
 def test_a_sample_by_itself_cannot_be_skipped() -> None:
     mapped = _read(Numbers(6, broken=(1, 2)), on_error="skip").to_mapped()
     with pytest.raises(FileNotFoundError):

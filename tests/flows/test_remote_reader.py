@@ -263,7 +263,7 @@ def test_errors_are_raised_unless_the_flow_says_otherwise(remote: Remote) -> Non
 
 def test_skipped_samples_are_left_out_and_counted(remote: Remote, caplog: pytest.LogCaptureFixture) -> None:
     flow = flow_of(Numbers(12, broken=(2, 3, 9)), on_error="skip").map_data("halve", halve)
-    read = flow.prepare_read(remote()).local_map(lambda sample: round(4 + 1 / sample[0]))
+    read = flow.prepare_read(remote()).local_map(lambda sample: round(4 + 1 / sample[0])).local_map(int)
     loaded = [0, 1, 5, 6, 7, 8, 10, 11]
     with caplog.at_level(logging.WARNING, "torch_dpflow.flows"):
         batches = list(read.to_shuffled(batch_size=4, shuffle=False, collate_fn=list))

@@ -24,11 +24,14 @@ _READ = "read"
 class Skips:
     """Counts samples that were left out, in a process and its workers, by what failed.
 
+    Stages of one name are counted together. What fails in a dataset that is itself the read of a flow counts as
+    read, unless a stage here has the name of the one that failed there.
+
     The counts lie in shared memory, and each worker has its own row, so nobody waits for anybody.
     """
 
     def __init__(self, stages: Sequence[str]) -> None:
-        self._columns = {name: column for column, name in enumerate((_READ, *stages))}
+        self._columns = {name: column for column, name in enumerate(dict.fromkeys((_READ, *stages)))}
         counts: Any = torch.zeros(_SLOTS, len(self._columns), dtype=torch.int64)
         self._counts = counts.share_memory_()
         self._lock = threading.Lock()
@@ -39,7 +42,7 @@ class Skips:
         info = get_worker_info()
         slot = 0 if info is None else 1 + info.id % (_SLOTS - 1)
         with self._lock:
-            self._counts[slot, self._columns[name]] += 1
+            self._counts[slot, self._columns.get(name, self._columns[_READ])] += 1
 
     def counts(self) -> dict[str, int]:
         """What was counted by now, without zeros."""

@@ -113,6 +113,8 @@ class DataLoadFlowRead:
     def skipped(self) -> dict[str, int]:
         """Samples left out because of errors, by stage, "read" for the dataset itself; those of workers too.
 
+        Stages and local functions of one name are counted together.
+
         Counts what was loaded through datasets and loaders of this read, in this process and the workers of
         its loaders.
         """
