@@ -11,6 +11,7 @@ import pytest
 
 from tests.datasets.storage.servers import BUCKET
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage.patience import Patience
 from torch_dpflow.errors import (
     AccessDeniedError,
     ObjectMissingError,
@@ -166,6 +167,38 @@ def test_one_bad_object_costs_the_others_of_a_batch_nothing(
         ObjectMissingError,
     ]
     assert results[5] == b"\5"
+
+
+@pytest.mark.parametrize("fault", [Fault.HANG, Fault.RESET, Fault.FORBIDDEN])
+def test_ranges_that_were_merged_fail_together_where_each_would_fail(server: OSSServer, fault: Fault) -> None:
+    server.faults.add(fault)
+    once = ReadOptions(timeout_s=0.3, deadline_s=0.5, attempts=1)
+    with ObjectReader(server.storage_options(), options=once) as reader:
+        results = reader.read_each([ByteRange(URL, start, start + 100) for start in range(0, 1200, 100)])
+    assert {type(result) for result in results} == {KINDS[fault]}
+    assert [request.headers["range"] for request in server.requests] == ["bytes=0-1199"]
+
+
+def test_what_waits_behind_reads_that_hang_is_not_asked_for(server: OSSServer) -> None:
+    server.faults.add(Fault.HANG)
+    two_at_once = ReadOptions(deadline_s=0.5, concurrency=2)
+    with ObjectReader(server.storage_options(), options=two_at_once) as reader:
+        results = reader.read_each([ByteRange(f"oss://{BUCKET}/{number}") for number in range(12)])
+    assert {type(result) for result in results} == {StorageTimeoutError}
+    assert str(results[-1]).startswith(f"oss://{BUCKET}/11: the storage brought nothing of this batch")
+    assert len(server.requests) == 2
+
+
+def test_patience_begins_anew_with_every_read_that_brings_bytes() -> None:
+    now = 100.0
+    patience = Patience(10.0, clock=lambda: now)
+    now = 109.0
+    assert not patience.is_over
+    patience.renew()
+    now = 118.0
+    assert (patience.is_over, patience.deadline) == (False, 119.0)
+    now = 119.0
+    assert patience.is_over
 
 
 def test_temporary_keys_that_ran_out_are_looked_up_again(

@@ -13,10 +13,20 @@ from torch_dpflow.datasets.storage.local import LocalStorage
 from torch_dpflow.datasets.storage.merging import Read, plan_reads
 from torch_dpflow.datasets.storage.options import ReadOptions
 from torch_dpflow.datasets.storage.overlapping import Overlap
+from torch_dpflow.datasets.storage.patience import Patience
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.datasets.storage.retrying import fetch_with_retries
 from torch_dpflow.datasets.storage.services import OSS_OPTIONS, S3_OPTIONS, OSSService, S3Service
-from torch_dpflow.errors import DPFlowError
+from torch_dpflow.errors import (
+    AccessDeniedError,
+    DPFlowError,
+    ObjectMissingError,
+    StorageTimeoutError,
+    StorageUnavailableError,
+)
+
+#: What fails so for merged ranges of an object fails for each of them too.
+_FAIL_ALIKE = (AccessDeniedError, ObjectMissingError, StorageTimeoutError, StorageUnavailableError)
 
 
 class ObjectReader:
@@ -62,7 +72,10 @@ class ObjectReader:
         return results  # type: ignore[return-value]
 
     def read_each(self, spans: Sequence[ByteRange]) -> list[bytes | DPFlowError]:
-        """As `read_many`, but an error takes the place of the bytes that it cost."""
+        """As `read_many`, but an error takes the place of the bytes that it cost.
+
+        Where the storage brings nothing for `deadline_s`, what has not been asked for until then fails too.
+        """
         opened = self._opened.get()
         results: list[bytes | DPFlowError] = [b""] * len(spans)
         wanted = [position for position, span in enumerate(spans) if span.start != span.stop]
@@ -70,10 +83,11 @@ class ObjectReader:
             [spans[position] for position in wanted], node=opened.node, merge_gap=self.options.merge_gap
         )
 
+        patience = Patience(self.options.deadline_s)
+
         def task(read: Read) -> Callable[[], None]:
-            return lambda: self._answer(
-                opened, read, [(wanted[n], spans[wanted[n]]) for n in read.answers], results
-            )
+            answered = [(wanted[n], spans[wanted[n]]) for n in read.answers]
+            return lambda: self._answer(opened, read, answered, results, patience)
 
         is_remote = any(opened.storage(read.span.url).is_remote for read in reads)
         opened.overlap.run([task(read) for read in reads], is_remote=is_remote)
@@ -85,19 +99,32 @@ class ObjectReader:
         read: Read,
         answered: Sequence[tuple[int, ByteRange]],
         results: list[bytes | DPFlowError],
+        patience: Patience,
     ) -> None:
         """Put what one read brings where it is wanted; where merged ranges fail, read each by itself."""
         try:
-            data = fetch_with_retries(opened.storage(read.span.url), read.span, self.options)
+            data = self._fetch(opened, read.span, patience)
         except DPFlowError as error:
-            if len(answered) == 1:
-                results[answered[0][0]] = error
+            if len(answered) == 1 or isinstance(error, _FAIL_ALIKE):
+                for position, _ in answered:
+                    results[position] = error
                 return
             for position, span in answered:
-                self._answer(opened, Read(span), [(position, span)], results)
+                self._answer(opened, Read(span), [(position, span)], results, patience)
             return
         for position, span in answered:
             results[position] = read.cut(span, data)
+
+    def _fetch(self, opened: _Opened, span: ByteRange, patience: Patience) -> bytes:
+        storage = opened.storage(span.url)
+        if storage.is_remote and patience.is_over:
+            raise StorageTimeoutError(
+                f"{span}: the storage brought nothing of this batch within deadline_s={self.options.deadline_s:g}, "
+                "so the rest of it was not asked for"
+            )
+        data = fetch_with_retries(storage, span, self.options, deadline=patience.deadline)
+        patience.renew()
+        return data
 
     def close(self) -> None:
         """Close this process's connections and end its threads. The reader may be used again."""

@@ -13,7 +13,8 @@ class ReadOptions:
 
     #: Seconds without a byte from the storage after which an attempt is given up.
     timeout_s: float = 20.0
-    #: Seconds that one read may take, all its attempts and the pauses between them together.
+    #: Seconds that one read may take, all its attempts and the pauses between them together; and that a batch
+    #: of reads goes on without any of them bringing its bytes.
     deadline_s: float = 120.0
     #: How often a read is tried in all where the failure may pass: resets, timeouts, overload, truncation.
     attempts: int = 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -26,15 +27,16 @@ def fetch_with_retries(
     span: ByteRange,
     options: ReadOptions,
     *,
+    deadline: float = math.inf,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> bytes:
-    """Read `span`, again where the failure may pass, until `options` forbid it.
+    """Read `span`, again where the failure may pass, until `options` forbid it or `deadline` is over on the clock.
 
     Raises the last attempt's StorageError; its message tells of the attempts.
     """
     begun = clock()
-    deadline = begun + options.deadline_s
+    deadline = min(deadline, begun + options.deadline_s)
     failures = 0
     while True:
         try:
