@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from torch_dpflow.remote.protocol import Launch
-from torch_dpflow.remote.supervision import LONGEST_PAUSE_S, SETTLED_S, Kill, Spawn, Supervisor
+from torch_dpflow.remote.supervision import LONGEST_PAUSE_S, SETTLED_S, Forget, Kill, Spawn, Supervisor
 
 ROUTER, SHARD = Launch("flow@1/router", "router", b"a"), Launch("flow@1/shard-0", "shard", b"b")
 
@@ -67,8 +67,17 @@ def test_what_is_not_desired_any_more_is_killed_and_forgotten() -> None:
     assert supervisor.desire([ROUTER], 1.0) == [Kill(SHARD.id, 2)]
     assert not supervisor.beat(SHARD.id, 2, "", {}, 1.0)
     assert [view.id for view in supervisor.views()] == [ROUTER.id]
-    assert supervisor.ended(SHARD.id, 2, 2.0) == []
+    assert supervisor.ended(SHARD.id, 2, 2.0) == [Forget(SHARD.id)]
     assert supervisor.desire([ROUTER, SHARD], 3.0) == [Spawn(SHARD, 3, "")]
+
+
+def test_what_waits_to_be_started_and_is_not_desired_any_more_is_forgotten() -> None:
+    supervisor = running(ROUTER)
+    assert supervisor.ended(ROUTER.id, 1, 0.0) == [Spawn(ROUTER, 2, "")]
+    supervisor.started(ROUTER.id, 2, 102, 0.0)
+    assert supervisor.ended(ROUTER.id, 2, 0.0) == []
+    assert supervisor.desire([], 0.0) == [Forget(ROUTER.id)]
+    assert supervisor.tick(100.0) == []
 
 
 def test_what_is_desired_anew_while_it_ends_is_started_afterwards() -> None:

@@ -38,7 +38,13 @@ class Kill(msgspec.Struct, frozen=True):
     incarnation: int
 
 
-Instruction: TypeAlias = Spawn | Kill
+class Forget(msgspec.Struct, frozen=True):
+    """Clear away what this process has left: it has ended, and none comes after it."""
+
+    id: str
+
+
+Instruction: TypeAlias = Spawn | Kill | Forget
 
 
 @dataclass(slots=True)
@@ -83,7 +89,7 @@ class Supervisor:
                 process.desired = False
                 out += self._kill(process)
                 if not process.pid:
-                    del self._processes[id]
+                    out.append(self._forget(id))
         for id, launch in wanted.items():
             known = self._processes.get(id)
             if known is None:
@@ -105,8 +111,7 @@ class Supervisor:
             return []
         process.pid = 0
         if not process.desired:
-            del self._processes[id]
-            return []
+            return [self._forget(id)]
         process.failures = 0 if now - process.began >= SETTLED_S else process.failures + 1
         pause = 0.0 if process.failures <= 1 else FIRST_PAUSE_S * 2 ** min(process.failures, 20)
         process.due = now + min(pause, LONGEST_PAUSE_S)
@@ -149,6 +154,10 @@ class Supervisor:
 
     def _kill(self, process: _Process) -> list[Instruction]:
         return [Kill(process.launch.id, process.incarnation)] if process.pid else []
+
+    def _forget(self, id: str) -> Instruction:
+        del self._processes[id]
+        return Forget(id)
 
     def _spawn_due(self, now: float) -> list[Instruction]:
         out: list[Instruction] = []

@@ -16,7 +16,7 @@ from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
 from torch_dpflow.remote.services.awake_clock import AwakeClock
 from torch_dpflow.remote.services.post import SERVICE, ClusterPlace, ServicePost, subjects_of
 from torch_dpflow.remote.services.roles import PRELOAD, ROLES, main
-from torch_dpflow.remote.supervision import Instruction, Kill, Spawn, Supervisor
+from torch_dpflow.remote.supervision import Forget, Instruction, Kill, Spawn, Supervisor
 from torch_dpflow.remote.transport import listen
 
 #: How long a process may be silent before it is killed and started again, seconds.
@@ -110,6 +110,8 @@ class Node:
                     running = self._children.get(id)
                     if running is not None and running[0] == incarnation:
                         running[1].kill()
+                case Forget(id):
+                    self._place.remove_socket(id)
 
     def _spawn(self, spawn: Spawn) -> None:
         post = ServicePost(

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch_dpflow.errors import DPFlowError
@@ -62,6 +63,12 @@ class ClusterPlace:
         if self.host is not None:
             return f"tcp://{self.host}:0"
         return f"ipc://{self.directory}/{hashlib.sha256(id.encode()).hexdigest()[:16]}"
+
+    def remove_socket(self, id: str) -> None:
+        """Remove what a process of this id, which has ended, has listened on."""
+        scheme, _, path = self.address_for(id).partition("://")
+        if scheme == "ipc":
+            Path(path).unlink(missing_ok=True)
 
     def client_transport(self) -> TransportOptions:
         """For whoever connects."""
