@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,28 @@ def test_a_coordinator_that_starts_anew_in_the_middle_of_an_epoch_knows_what_run
     wait(lambda: shown(cluster, flow)["jobs"] == 1, what="the job at the next coordinator")
 
 
+def sockets_of(cluster: TestCluster) -> set[Path]:
+    place = os.path.dirname(find_cluster(cluster.address).address.removeprefix("ipc://"))
+    return {path for path in Path(place).iterdir() if path.is_socket()}
+
+
+def test_shards_and_flows_that_end_for_good_leave_no_sockets(
+    cluster: TestCluster, join: Callable[..., SharedJob], flow: str
+) -> None:
+    before = sockets_of(cluster)
+    job = join(flow, Numbers(20), batch_size=5, shards=3, workers=3)
+    assert len(list(job.traverse(0))) == 4
+    own = sockets_of(cluster) - before
+    assert len(own) == 4
+    run(cluster, "flow", "scale", flow, "--shards", "1")
+    wait(lambda: len(sockets_of(cluster) & own) == 2, what="the end of two shards")
+    assert len(list(job.traverse(1))) == 4
+    job.close()
+    wait(lambda: cluster.flows()[f"{flow}@1"].jobs == 0, what="the job's end")
+    run(cluster, "flow", "delete", flow)
+    wait(lambda: not sockets_of(cluster) & own, what="the end of the flow's services")
+
+
 def test_a_cluster_that_is_told_to_end_leaves_nothing(
     tmp_path_factory: pytest.TempPathFactory, flow: str
 ) -> None:
@@ -98,3 +121,15 @@ def test_a_cluster_that_is_told_to_end_leaves_nothing(
     assert not Path(place).exists()
     assert place not in Path("/proc/net/unix").read_text()
     assert not Path(cluster.address).exists()
+
+
+def test_a_cluster_that_is_killed_leaves_no_directory(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("c")
+    cluster = TestCluster.start(folder)
+    wait(lambda: cluster.processes("coordinator"), what="the coordinator")
+    pids = [cluster.pid, *(view.pid for view in cluster.processes())]
+    os.kill(cluster.pid, signal.SIGKILL)
+    wait(lambda: all(map(has_ended, pids)), what="the end of every process")
+    assert sorted(path.name for path in folder.iterdir()) == ["connection", "log"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import multiprocessing
 import os
 import socket
 import tempfile
@@ -12,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -81,7 +83,7 @@ class ClusterOptions:
 
 
 class LocalCluster:
-    """Owns a node's directory and its connection file; `serve` runs the node.
+    """Owns a node's directory and its connection file; `serve` runs the node. One for each process.
 
     Raises:
         OptionError: the connection file cannot be written, or `keys` cannot be read.
@@ -112,6 +114,7 @@ class LocalCluster:
         ready: called once, in this thread, when the cluster answers.
         """
         write_lines(self._log, {"process": "node", "pid": os.getpid()})
+        _keep_fork_server_in(self._directory.path)
         try:
             self.node.serve(ready)
         finally:
@@ -153,6 +156,15 @@ class LocalCluster:
         self._directory.remove()
         while self._locks:
             os.close(self._locks.pop())
+
+
+def _keep_fork_server_in(directory: str) -> None:
+    """Have multiprocessing put its fork server's socket there, and not into a directory of its own.
+
+    That one would stay for good where this process is killed; what is in ours goes with the last service.
+    """
+    process: Any = multiprocessing.current_process()
+    process._config.setdefault("tempdir", directory)
 
 
 def _check_installed(module: str) -> None:
