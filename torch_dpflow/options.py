@@ -72,3 +72,9 @@ def check_whole_number(name: str, value: Any, *, minimum: int) -> None:
         raise OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give an int >= {minimum}")
     if value < minimum:
         raise OptionError(f"{name}={value} is out of range; give an int >= {minimum}")
+
+
+def check_type(name: str, value: Any, kind: type | tuple[type, ...], allowed: str) -> None:
+    """Raise OptionTypeError unless `value` is of `kind`; `allowed` says what to give."""
+    if not isinstance(value, kind):
+        raise OptionTypeError(f"{name}={value!r:.80} is of type {type(value).__name__}; give {allowed}")

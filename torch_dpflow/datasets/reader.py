@@ -26,6 +26,7 @@ from torch_dpflow.errors import (
     OptionError,
     TruncatedObjectError,
 )
+from torch_dpflow.options import check_type, check_whole_number
 
 #: A sample: its bytes as they lie in the storage, and its annotations.
 Sample = tuple[bytes, dict[str, Any]]
@@ -52,7 +53,7 @@ class DatasetReader(Dataset[Sample]):
             as does a sample that is asked for by itself.
 
     Raises:
-        OptionError: an option is not allowed.
+        OptionError, OptionTypeError: an option is not allowed.
     """
 
     def __init__(
@@ -65,10 +66,14 @@ class DatasetReader(Dataset[Sample]):
         check: bool = False,
         on_error: OnError = "raise",
     ) -> None:
+        check_type("stored", stored, StoredDataset, "what DatasetStore.open gives")
+        if storage_options is not None:
+            check_type("storage_options", storage_options, Mapping, "a dict of fsspec's options, or None")
+        if read_options is not None:
+            check_type("read_options", read_options, ReadOptions, "a ReadOptions, or None")
+        check_whole_number("metadata_cache", metadata_cache, minimum=1)
         if on_error not in get_args(OnError):
             raise OptionError(f"on_error={on_error!r}: give one of {get_args(OnError)}")
-        if metadata_cache < 1:
-            raise OptionError(f"metadata_cache={metadata_cache!r}: give a number of bytes above 0")
         self.stored = stored
         self._storage_options = None if storage_options is None else dict(storage_options)
         self._read_options = read_options if read_options is not None else ReadOptions()

@@ -30,6 +30,7 @@ from torch_dpflow.errors import (
     NewerFormatError,
     ObjectMissingError,
     OptionError,
+    OptionTypeError,
     StorageTimeoutError,
     StorageUnavailableError,
     TruncatedObjectError,
@@ -285,7 +286,17 @@ def test_a_fault_of_the_server_ends_in_an_error(
     store.files.filesystem._session.session.close()
 
 
-@pytest.mark.parametrize("wrong", [{"on_error": "ignore"}, {"metadata_cache": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"on_error": "ignore"},
+        {"metadata_cache": 0},
+        {"metadata_cache": "x"},
+        {"storage_options": 5},
+        {"read_options": 5},
+        {"stored": "core/images"},
+    ],
+)
 def test_options_that_are_none_are_refused(images: StoredDataset, wrong: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=next(iter(wrong))):
-        DatasetReader(images, **wrong)
+    with pytest.raises((OptionError, OptionTypeError), match=next(iter(wrong))):
+        DatasetReader(**{"stored": images, **wrong})

@@ -22,6 +22,7 @@ from torch_dpflow.errors import (
     MissingExtraError,
     ObjectMissingError,
     OptionError,
+    OptionTypeError,
     StorageError,
 )
 from torch_dpflow.testing.oss_server import OSSServer, StoredObject
@@ -221,8 +222,20 @@ def test_refuses_what_is_no_range(start: int, stop: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"timeout_s": 0}, {"deadline_s": -1}, {"attempts": 0}, {"backoff_s": -0.1}, {"concurrency": 0}]
+    "wrong",
+    [
+        {"timeout_s": 0},
+        {"deadline_s": -1},
+        {"attempts": 0},
+        {"backoff_s": -0.1},
+        {"concurrency": 0},
+        {"timeout_s": "x"},
+        {"deadline_s": None},
+        {"attempts": 1.5},
+        {"merge_gap": "x"},
+        {"longest": True},
+    ],
 )
 def test_refuses_limits_that_are_none(wrong: dict[str, float]) -> None:
-    with pytest.raises(OptionError, match=next(iter(wrong))):
+    with pytest.raises((OptionError, OptionTypeError), match=next(iter(wrong))):
         ReadOptions(**wrong)  # type: ignore[arg-type]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from torch_dpflow.errors import OptionError
+from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.options import check_whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """Limits of every read. Raises OptionError for a value that is not allowed."""
+    """Limits of every read. Raises OptionError or OptionTypeError for a value that is not allowed."""
 
     #: Seconds without a byte from the storage after which an attempt is given up.
     timeout_s: float = 20.0
@@ -30,12 +32,16 @@ class ReadOptions:
     longest: int = 1 << 30
 
     def __post_init__(self) -> None:
-        for name in ("timeout_s", "deadline_s"):
-            if not getattr(self, name) > 0:
-                raise OptionError(f"{name}={getattr(self, name)!r}: give seconds above 0")
-        for name in ("backoff_s", "longest_backoff_s", "merge_gap"):
-            if not getattr(self, name) >= 0:
-                raise OptionError(f"{name}={getattr(self, name)!r}: give 0 or more")
+        for name in ("timeout_s", "deadline_s", "backoff_s", "longest_backoff_s"):
+            self._check_seconds(name, getattr(self, name), above_0=name in ("timeout_s", "deadline_s"))
+        check_whole_number("merge_gap", self.merge_gap, minimum=0)
         for name in ("attempts", "concurrency", "longest"):
-            if not getattr(self, name) >= 1:
-                raise OptionError(f"{name}={getattr(self, name)!r}: give 1 or more")
+            check_whole_number(name, getattr(self, name), minimum=1)
+
+    @staticmethod
+    def _check_seconds(name: str, value: Any, *, above_0: bool) -> None:
+        allowed = "seconds above 0" if above_0 else "seconds, 0 or more"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise OptionTypeError(f"{name}={value!r} is of type {type(value).__name__}; give {allowed}")
+        if not (value > 0 or (value == 0 and not above_0)):
+            raise OptionError(f"{name}={value!r}: give {allowed}")
