@@ -56,7 +56,9 @@ def test_a_flow_prints_itself(flow: DataLoadFlow) -> None:
         "    -> Map(to_tensor) -> Map(normalize)"
     )
     assert "example/cls" in repr(flow)
-    assert "no dataset" in repr(DataLoadFlow("a/b", 1))
+    bare = DataLoadFlow("a/b", 1).map("one", bytes)
+    assert (str(bare), bare.format(5)) == ("no dataset -> Map(one)", "no dataset\n    -> Map(one)")
+    assert repr(bare) == "DataLoadFlow('a/b', version=1: no dataset -> Map(one))"
 
 
 def test_names_of_stages_may_hold_anything_printable() -> None:
@@ -157,7 +159,7 @@ def _flow() -> DataLoadFlow:
         (lambda: DataLoadFlow("one-part", 1), OptionError, "namespace/name"),
         (lambda: DataLoadFlow("a/b:v1", 1), OptionError, "more than two parts"),
         (lambda: DataLoadFlow("a/b", 0), OptionError, "version=0"),
-        (lambda: DataLoadFlow("a/b", "v1"), OptionTypeError, "version='v1' is a str"),
+        (lambda: DataLoadFlow("a/b", "v1"), OptionTypeError, "version='v1' is of type str"),
         (lambda: DataLoadFlow("a/b", 1, on_error="ignore"), OptionError, "on_error='ignore' is not one of"),
         (lambda: _flow().map("one", bytes), OptionError, "has a stage 'one' already"),
         (lambda: _flow().map("", bytes), OptionError, "names no stage"),
@@ -178,7 +180,32 @@ def _flow() -> DataLoadFlow:
             OptionTypeError,
             "version=1 of 'core/x' is of type int",
         ),
-        (lambda: str(_flow()), UsageError, "has no dataset; call .dataset"),
+        (lambda: to_mermaid(_flow()), UsageError, "has no dataset; call .dataset"),
+        (
+            lambda: _flow().map("two", bytes, transform=DataTransform),
+            OptionTypeError,
+            "DataTransform is a class",
+        ),
+        (lambda: _flow().format(4), OptionError, "width=4 is out of range"),
+        (
+            lambda: _flow().prepare_read("somewhere"),
+            OptionTypeError,
+            "reader='somewhere' cannot build a flow",
+        ),
+        (lambda: to_graphviz(5), OptionTypeError, "flow=5 is of type int; give a DataLoadFlow"),
+        (lambda: to_mermaid(None), OptionTypeError, "flow=None"),
+        (lambda: LocalDataLoadFlowReader(5), OptionTypeError, "store=5"),
+        (lambda: LocalDataLoadFlowReader(read_options=5), OptionTypeError, "read_options=5"),
+        (lambda: LocalDataLoadFlowReader(storage_options=5), OptionTypeError, "storage_options=5"),
+        (lambda: LocalDataLoadFlowReader(cache="x"), OptionError, "^cache='x' is no size"),
+        (lambda: LocalDataLoadFlowReader(cache=1.5), OptionTypeError, "^cache=1.5 is a float"),
+        (lambda: LocalDataLoadFlowReader(seed="x"), OptionTypeError, "seed='x' is of type str"),
+        (lambda: LocalDataLoadFlowReader(seed=1.5), OptionTypeError, "seed=1.5 is of type float"),
+        (
+            lambda: LocalDataLoadFlowReader(seed=2**80),
+            OptionError,
+            "seed=1208925819614629174706176 is out of",
+        ),
         (lambda: LocalDataLoadFlowReader().read(_flow()), UsageError, "has no dataset"),
         (
             lambda: LocalDataLoadFlowReader().read(_flow().dataset("core/x")),

@@ -68,6 +68,11 @@ def test_subsets_leave_the_rest_alone() -> None:
     [
         ([6], OptionError, "6 is out of range; example/numbers has 6 samples"),
         ([-7], OptionError, "-7 is out of range"),
+        ([2**64 - 1], OptionError, "18446744073709551615 is out of range"),
+        ([0, 2**80], OptionError, "1208925819614629174706176 is out of range"),
+        (5, OptionTypeError, "no whole numbers"),
+        (None, OptionTypeError, "no whole numbers"),
+        ([1, [2]], OptionTypeError, "no whole numbers"),
         ([1.0], OptionTypeError, "no whole numbers"),
         (["a"], OptionTypeError, "no whole numbers"),
         ([[1]], OptionTypeError, "no whole numbers"),
@@ -184,8 +189,11 @@ def test_with_a_seed_each_epoch_draws_anew() -> None:
     first = mapped[0]
     mapped.set_epoch(1)
     assert mapped[0] != first
-    mapped.set_epoch(0)
+    mapped.set_epoch(np.int64(0))
     assert mapped[0] == first
+    for wrong, error in (("x", OptionTypeError), (1.5, OptionTypeError), (2**63, OptionError)):
+        with pytest.raises(error, match="epoch="):
+            mapped.set_epoch(wrong)
 
 
 def test_with_a_seed_the_process_draws_as_if_nothing_was_loaded() -> None:

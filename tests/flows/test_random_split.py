@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -28,7 +29,9 @@ def test_parts_are_disjoint_and_of_exact_sizes(counts: list[int], seed: int) -> 
     assert [list(part.indices()) for part in again] == [list(part.indices()) for part in parts]
 
 
-@pytest.mark.parametrize("lengths", [[7, 3], [0.8, 0.2], [0.33, 0.33, 0.34], [1.0], [0.05, 0.95], [1, 9]])
+@pytest.mark.parametrize(
+    "lengths", [[7, 3], [0.8, 0.2], [0.33, 0.33, 0.34], [1.0], [0.05, 0.95], [1, 9], np.array([4, 6])]
+)
 def test_parts_are_those_of_torch(lengths: list[Any]) -> None:
     ours = random_split(_read(Numbers(10)), lengths, seed=5)
     theirs = torch.utils.data.random_split(Numbers(10), lengths, torch.Generator().manual_seed(5))
@@ -71,6 +74,7 @@ def test_the_process_draws_as_if_nothing_was_split() -> None:
         (["a", 1], OptionTypeError, "'a' is no number"),
         ([True, 9], OptionTypeError, "True is no number"),
         ([], OptionError, "give one flow for each length"),
+        (10, OptionTypeError, "lengths=10 is of type int"),
     ],
 )
 def test_wrong_lengths_are_told(lengths: Any, error: type[Exception], told: str) -> None:
@@ -89,3 +93,24 @@ def test_flows_must_read_the_same_samples() -> None:
             random_split([_read(samples), other], [0.5, 0.5])
     with pytest.raises(OptionError, match="1 flows and 2 lengths"):
         random_split([_read(samples)], [0.5, 0.5])
+
+
+def test_datasets_at_hand_are_compared_whatever_they_are() -> None:
+    whole = np.arange(10)
+    assert [len(part) for part in random_split([_read(whole), _read(whole)], [4, 6])] == [4, 6]
+    for other in (whole + 1, np.arange(9)):
+        with pytest.raises(OptionError, match="the same samples in the same order"):
+            random_split([_read(whole), _read(other)], [4, 6])
+
+
+@pytest.mark.parametrize("seed", [1.5, "x", None])
+def test_wrong_seeds_are_told(seed: Any) -> None:
+    with pytest.raises(OptionTypeError, match=f"seed={seed!r} is of type"):
+        random_split(_read(Numbers(10)), [4, 6], seed=seed)
+
+
+def test_flows_must_be_prepared() -> None:
+    with pytest.raises(OptionTypeError, match="give what flow"):
+        random_split([numbers_flow(Numbers(10))], [10])
+    with pytest.raises(OptionTypeError, match="flows="):
+        random_split(numbers_flow(Numbers(10)), [10])

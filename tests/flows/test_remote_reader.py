@@ -289,6 +289,9 @@ def test_one_version_of_a_flow_is_one_description(remote: Remote) -> None:
     ("options", "error", "told"),
     [
         ({"workers": 0}, OptionError, "workers=0"),
+        ({"workers": "x"}, OptionTypeError, "workers='x'"),
+        ({"workers": 1.5}, OptionTypeError, "workers=1.5"),
+        ({"seed": "x"}, OptionTypeError, "seed='x'"),
         ({"job": {"ready": 2}}, OptionTypeError, "JobOptions"),
     ],
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from torch_dpflow.flows.flow import DataLoadFlow
+from torch_dpflow.options import check_type
 
 
 def to_graphviz(flow: DataLoadFlow) -> str:
     """The flow as a graph in Graphviz's language; stages whose output may be kept are filled."""
+    check_type("flow", flow, DataLoadFlow, "a DataLoadFlow")
     lines = [
         f"digraph {_dot(f'{flow.name}:{flow.version}')} {{",
         "  rankdir=LR;",
@@ -22,6 +24,7 @@ def to_graphviz(flow: DataLoadFlow) -> str:
 
 def to_mermaid(flow: DataLoadFlow) -> str:
     """The flow as a Mermaid flowchart; stages whose output may be kept have the class `kept`."""
+    check_type("flow", flow, DataLoadFlow, "a DataLoadFlow")
     lines = ["flowchart LR", f"  n0[({_mermaid(str(flow.source.ref))})]"]
     for number, stage in enumerate(flow.stages, 1):
         kept = ":::kept" if number <= flow.cacheable else ""

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from torch_dpflow.datasets.names import DatasetRef
 from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
+from torch_dpflow.flows.arguments import whole_number
 from torch_dpflow.flows.stage import CacheControl, Stage
 from torch_dpflow.flows.transforms import DataTransform, MapTransform, SampleTransform, TargetTransform
 
@@ -26,6 +27,17 @@ class Source:
     ref: DatasetRef
     #: A map-style dataset that stands in for the stored one; None: the store has it.
     samples: Any = None
+
+    def is_same(self, other: Source) -> bool:
+        """Whether both give the same samples, as far as can be told."""
+        if self.ref != other.ref:
+            return False
+        if self.samples is other.samples:
+            return True
+        try:
+            return bool(self.samples == other.samples)
+        except (TypeError, ValueError, RuntimeError):  # arrays and tensors compare element by element
+            return False
 
     def __str__(self) -> str:
         return f"Dataset({self.ref})"
@@ -55,18 +67,12 @@ class DataLoadFlow:
     """
 
     def __init__(self, name: str, version: int, *, on_error: ErrorPolicy = "raise") -> None:
-        if isinstance(version, bool) or not isinstance(version, int):
-            raise OptionTypeError(
-                f"version={version!r} is a {type(version).__name__}; give a whole number >= 1"
-            )
-        if version < 1:
-            raise OptionError(f"version={version} is out of range; give a whole number >= 1")
+        self.version = whole_number("version", version, least=1)
         if on_error not in get_args(ErrorPolicy):
             raise OptionError(f"on_error={on_error!r} is not one of {get_args(ErrorPolicy)}")
         if DatasetRef.parse(name).version is not None:
             raise OptionError(f"name={name!r} has more than two parts; give namespace/name")
         self.name = name
-        self.version = version
         self.on_error: ErrorPolicy = on_error
         self._source: Source | None = None
         self._stages: list[Stage] = []
@@ -119,7 +125,8 @@ class DataLoadFlow:
         """
         if any(stage.name == name for stage in self._stages):
             raise OptionError(f"{self.name}:{self.version} has a stage {name!r} already; give another name")
-        self._stages.append(Stage(name, function, transform or SampleTransform(), cache))
+        transform = SampleTransform() if transform is None else transform
+        self._stages.append(Stage(name, function, transform, cache))
         return self
 
     def map_data(
@@ -163,21 +170,28 @@ class DataLoadFlow:
         return kept.index(False) if False in kept else len(kept)
 
     def prepare_read(self, reader: DataLoadFlowReader[Read_co]) -> Read_co:
-        """Build what is described; `reader` says where it runs."""
+        """Build what is described; `reader` says where it runs. Raises as the reader's `read`."""
+        if isinstance(reader, type) or not callable(getattr(reader, "read", None)):
+            raise OptionTypeError(
+                f"reader={reader!r:.80} cannot build a flow; give a reader, such as LocalDataLoadFlowReader(store)"
+            )
         return reader.read(self)
 
     def __str__(self) -> str:
-        return " -> ".join(str(part) for part in (self.source, *self._stages))
+        return " -> ".join(str(part) for part in (self._source or _NO_SOURCE, *self._stages))
 
     def format(self, width: int = 60) -> str:
-        """The same on several lines, for logs; the dataset stands on the first, stages are never broken."""
+        """The same on several lines, for logs; the dataset stands on the first, stages are never broken.
+
+        Raises OptionError or OptionTypeError unless `width`, in characters, is a whole number from 5 on.
+        """
+        width = whole_number("width", width, least=_INDENT + 1)
         stages = " ".join(f"->\N{NO-BREAK SPACE}{str(stage).replace(' ', _HARD)}" for stage in self._stages)
-        lines = textwrap.wrap(stages, width - 4, break_long_words=False, break_on_hyphens=False)
-        return "\n    ".join([str(self.source), *lines]).replace(_HARD, " ")
+        lines = textwrap.wrap(stages, width - _INDENT, break_long_words=False, break_on_hyphens=False)
+        return f"\n{' ' * _INDENT}".join([str(self._source or _NO_SOURCE), *lines]).replace(_HARD, " ")
 
     def __repr__(self) -> str:
-        source = "no dataset" if self._source is None else str(self)
-        return f"DataLoadFlow({self.name!r}, version={self.version}: {source})"
+        return f"DataLoadFlow({self.name!r}, version={self.version}: {self})"
 
 
 def _named(name: str, **labels: str | None) -> DatasetRef:
@@ -204,3 +218,6 @@ class DataLoadFlowReader(Protocol[Read_co]):
 
 
 _HARD = "\N{NO-BREAK SPACE}"
+_INDENT = 4
+#: Stands where no dataset was named yet.
+_NO_SOURCE = "no dataset"

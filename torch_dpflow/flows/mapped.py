@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from torch_dpflow.errors import StageError
+from torch_dpflow.flows.arguments import LEAST_INT64, MOST_INT64, whole_number
 from torch_dpflow.flows.stage import Stage
 from torch_dpflow.flows.staged import Failed, StagedDataset
 from torch_dpflow.log import FLOWS
@@ -97,8 +98,10 @@ class MappedDataset(Dataset[Any]):
         """Where the reader has a seed: have random stages draw anew.
 
         Call it before the epoch's first batch; workers that live on from the last epoch do not see it.
+
+        Raises OptionTypeError or OptionError for what is no whole number of 64 bits.
         """
-        self._epochs.epoch = epoch
+        self._epochs.epoch = whole_number("epoch", epoch, least=LEAST_INT64, most=MOST_INT64)
 
     def _those_that_load(self, places: list[int], skips: Skips) -> list[Any]:
         loaded = self._samples.load_each(places)

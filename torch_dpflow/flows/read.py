@@ -100,7 +100,8 @@ class DataLoadFlowRead:
             raise OptionError(
                 f"indices: {outside[0]} is out of range; {self.flow.name} has {size} samples here, from 0"
             )
-        chosen = chosen % max(size, 1)
+        # Only now is it known that they fit.
+        chosen = chosen.astype(np.int64) % max(size, 1)
         read = copy.copy(self)
         read._indices = chosen if self._indices is None else self._indices[chosen]
         read._skips = read._new_skips()
@@ -132,10 +133,16 @@ class DataLoadFlowRead:
         return f"DataLoadFlowRead({self}, {len(self)} samples)"
 
 
-def _whole_numbers(indices: Iterable[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    found = np.asarray(indices if isinstance(indices, np.ndarray) else list(indices))
+def _whole_numbers(indices: Iterable[int]) -> np.ndarray[Any, np.dtype[Any]]:
+    """The same as an array of integers of any width, of objects where there is none that is wide enough."""
+    refusal = f"indices={indices!s:.80} are no whole numbers in a row; give a list of ints"
+    try:
+        found = np.asarray(indices if isinstance(indices, np.ndarray) else list(indices))
+    except (TypeError, ValueError) as error:  # nothing to go through; rows of several lengths
+        raise OptionTypeError(refusal) from error
     if found.size == 0:
         return np.zeros(0, np.int64)
-    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
-        raise OptionTypeError(f"indices={indices!s:.80} are no whole numbers in a row; give a list of ints")
-    return found.astype(np.int64)
+    is_long = found.dtype == object and all(isinstance(index, int) for index in found)
+    if found.ndim != 1 or not (is_long or np.issubdtype(found.dtype, np.integer)):
+        raise OptionTypeError(refusal)
+    return found

@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_dpflow.caches import ALSDCache
+from torch_dpflow.caches.capacity import parse_capacity
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.store import DatasetStore
-from torch_dpflow.errors import UsageError
+from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
+from torch_dpflow.flows.arguments import LEAST_INT64, MOST_INT64, whole_number
 from torch_dpflow.flows.flow import DataLoadFlow, Source
 from torch_dpflow.flows.read import DataLoadFlowRead
 from torch_dpflow.flows.staged import StagedDataset
+from torch_dpflow.options import check_type
 
 
 class LocalDataLoadFlowReader:
@@ -27,6 +30,10 @@ class LocalDataLoadFlowReader:
         storage_options: what fsspec needs to open the data, where it is other than for the store.
         read_options: timeouts, retries and concurrency of reads.
         check: compare each sample's bytes with its checksum, where the dataset has one.
+
+    Raises:
+        OptionError, OptionTypeError: an argument is not what it should be.
+        DatasetError, StorageError: there is no store at the path or URL, or it cannot be read.
     """
 
     def __init__(
@@ -39,9 +46,19 @@ class LocalDataLoadFlowReader:
         read_options: ReadOptions | None = None,
         check: bool = False,
     ) -> None:
-        self._store = DatasetStore(store) if isinstance(store, str) else store
+        if cache is not None:
+            _check_capacity(cache)
+        if storage_options is not None:
+            check_type("storage_options", storage_options, Mapping, "a dict of fsspec's options, or None")
+        if read_options is not None:
+            check_type("read_options", read_options, ReadOptions, "a ReadOptions, or None")
+        if store is not None:
+            check_type(
+                "store", store, (DatasetStore, str), "a DatasetStore, its path or URL as a str, or None"
+            )
         self._cache = cache
-        self._seed = seed
+        self._seed = None if seed is None else whole_number("seed", seed, least=LEAST_INT64, most=MOST_INT64)
+        self._store = DatasetStore(store) if isinstance(store, str) else store
         self._reading: dict[str, Any] = {
             "storage_options": storage_options,
             "read_options": read_options,
@@ -71,3 +88,11 @@ class LocalDataLoadFlowReader:
         if self._store is None:
             raise UsageError(f"{source} is in a store, and this reader has none; give it one, as store=…")
         return DatasetReader(self._store.open(source.ref), **self._reading)
+
+
+def _check_capacity(cache: int | str) -> None:
+    """Raise OptionError or OptionTypeError for what is none, by the name that the reader has for it."""
+    try:
+        parse_capacity(cache)
+    except (OptionError, OptionTypeError) as error:
+        raise type(error)(str(error).replace("capacity=", "cache=", 1)) from None

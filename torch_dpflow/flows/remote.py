@@ -11,6 +11,7 @@ from torch.utils.data import RandomSampler, SequentialSampler, default_collate
 
 from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.flows.arguments import LEAST_INT64, MOST_INT64, whole_number
 from torch_dpflow.flows.flow import DataLoadFlow
 from torch_dpflow.flows.mapped import Skips
 from torch_dpflow.flows.read import DataLoadFlowRead
@@ -75,17 +76,15 @@ class RemoteDataLoadFlowReader:
         seed: int | None = None,
         **source: Any,
     ) -> None:
-        if workers < 1:
-            raise OptionError(f"workers={workers}: at least 1 is needed")
         if job is not None and not isinstance(job, JobOptions):
             raise OptionTypeError(
                 f"job={job!r} is a {type(job).__name__}; give a torch_dpflow.JobOptions or None"
             )
+        self._workers = whole_number("workers", workers, least=1)
+        self._seed = None if seed is None else whole_number("seed", seed, least=LEAST_INT64, most=MOST_INT64)
         self._local = LocalDataLoadFlowReader(store, **source)
         self._address = address
-        self._workers = workers
         self._job = job or JobOptions()
-        self._seed = seed
 
     def read(self, flow: DataLoadFlow) -> DataLoadFlowRead:
         """Build `flow` on the cluster; its services start when a sample is first asked for.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 
 from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.flows.arguments import whole_number
 from torch_dpflow.flows.read import DataLoadFlowRead
+from torch_dpflow.options import check_type
 
 
 def random_split(
@@ -32,24 +36,33 @@ def random_split(
     Raises:
         OptionError: they do not add up; as many flows as lengths are needed; the flows read different
             samples.
-        OptionTypeError: a length is no number.
+        OptionTypeError: a length is no number, a flow was not prepared to be read, the seed is no whole number.
     """
-    reads = [flows] * len(lengths) if isinstance(flows, DataLoadFlowRead) else list(flows)
-    if len(reads) != len(lengths) or not reads:
+    shares = _checked_lengths(lengths)
+    seed = whole_number("seed", seed, least=-(2**63), most=2**64 - 1)
+    reads = _checked_reads(flows, len(shares))
+    if len(reads) != len(shares) or not reads:
         raise OptionError(
-            f"{len(reads)} flows and {len(lengths)} lengths; give one flow for each length, or one for all"
+            f"{len(reads)} flows and {len(shares)} lengths; give one flow for each length, or one for all"
         )
     _check_same_samples(reads)
-    counts = _counts(lengths, len(reads[0]))
+    counts = _counts(shares, len(reads[0]))
     order = torch.randperm(len(reads[0]), generator=torch.Generator().manual_seed(seed)).tolist()
     ends = [sum(counts[: part + 1]) for part in range(len(counts))]
     return [read.subset(order[end - count : end]) for read, count, end in zip(reads, counts, ends)]
 
 
+def _checked_reads(flows: Any, parts: int) -> list[DataLoadFlowRead]:
+    reads = list(flows) if isinstance(flows, Iterable) else [flows] * parts
+    for read in reads:
+        check_type("flows", read, DataLoadFlowRead, "what flow.prepare_read(reader) gives")
+    return reads
+
+
 def _check_same_samples(reads: list[DataLoadFlowRead]) -> None:
     first = reads[0]
     for other in reads[1:]:
-        if other.flow.source != first.flow.source or list(other.indices()) != list(first.indices()):
+        if not other.flow.source.is_same(first.flow.source) or list(other.indices()) != list(first.indices()):
             raise OptionError(
                 f"{other.flow.source} with {len(other)} samples and {first.flow.source} with {len(first)} "
                 "are not the same samples in the same order, so their parts would overlap; split flows of "
@@ -57,12 +70,24 @@ def _check_same_samples(reads: list[DataLoadFlowRead]) -> None:
             )
 
 
-def _counts(lengths: Sequence[int] | Sequence[float], total: int) -> list[int]:
+def _checked_lengths(lengths: Any) -> list[int | float]:
+    """The same as Python's numbers, whatever made them."""
+    if isinstance(lengths, str | bytes) or not isinstance(lengths, Iterable):
+        raise OptionTypeError(
+            f"lengths={lengths!r:.80} is of type {type(lengths).__name__}; give counts or shares, one for each part"
+        )
+    checked: list[int | float] = []
     for length in lengths:
-        if isinstance(length, bool) or not isinstance(length, int | float):
+        if isinstance(length, bool) or not isinstance(length, Real):
             raise OptionTypeError(f"lengths: {length!r} is no number; give counts or shares")
-        if not (math.isfinite(length) and length >= 0):
+        number = int(length) if isinstance(length, Integral) else float(length)
+        if not (math.isfinite(number) and number >= 0):
             raise OptionError(f"lengths: {length!r} is out of range; give counts or shares of at least 0")
+        checked.append(number)
+    return checked
+
+
+def _counts(lengths: list[int | float], total: int) -> list[int]:
     if all(isinstance(length, int) for length in lengths) and sum(lengths) == total:
         return [int(length) for length in lengths]
     if not math.isclose(sum(lengths), 1.0):

@@ -39,6 +39,11 @@ class Stage:
                 f"stage {self.name!r}: transform={self.transform!r} has no process_arg and process_ret; "
                 "give a MapTransform such as DataTransform()"
             )
+        if isinstance(self.transform, type):
+            raise OptionTypeError(
+                f"stage {self.name!r}: transform={self.transform.__name__} is a class; give one of it, such as "
+                "DataTransform()"
+            )
         if self.cache not in get_args(CacheControl):
             raise OptionError(
                 f"stage {self.name!r}: cache={self.cache!r} is not one of {get_args(CacheControl)}"

@@ -37,7 +37,7 @@ class StagedDataset(Dataset[Any]):
         self._stages = tuple(stages)
         self._flow = flow
         self._seed = seed
-        #: counts passes; only `seed` heeds it
+        #: counts passes, an int of 64 bits; only `seed` heeds it
         self.epoch = 0
 
     def __len__(self) -> int:
