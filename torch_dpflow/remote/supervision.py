@@ -119,12 +119,17 @@ class Supervisor:
 
     def beat(self, id: str, incarnation: int, address: str, status: dict[str, Any], now: float) -> bool:
         """A process says that it lives; whether it is one of those that should."""
-        process = self._processes.get(id)
-        if process is None or process.incarnation != incarnation or not process.desired:
+        if not self.wants(id, incarnation):
             return False
+        process = self._processes[id]
         process.address, process.status = address, status
         self._membership.handle(Heard(id, incarnation, now))
         return True
+
+    def wants(self, id: str, incarnation: int) -> bool:
+        """Whether this process is one of those that should run."""
+        process = self._processes.get(id)
+        return process is not None and process.incarnation == incarnation and process.desired
 
     def settings_of(self, id: str) -> bytes:
         """The settings of a process that is desired."""

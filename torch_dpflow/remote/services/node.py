@@ -50,6 +50,7 @@ class Node:
         preload: Sequence[str] = (),
     ) -> None:
         self._place = place
+        self._lease_s = lease_s
         self._supervisor = Supervisor(lease_s=lease_s)
         self._clock = AwakeClock()
         self._own = Launch(COORDINATOR, COORDINATOR, coordinator)
@@ -96,7 +97,11 @@ class Node:
                 del self._children[id]
                 code = child.exitcode
                 child.close()
-                SERVICE.info("%s has ended with code %s", id, code, extra=subjects_of(id))
+                if self._supervisor.wants(id, incarnation):
+                    text = "%s has ended unexpectedly with code %s; another takes its place"
+                    SERVICE.warning(text, id, code, extra=subjects_of(id))
+                else:
+                    SERVICE.info("%s has ended", id, extra=subjects_of(id))
                 self._obey(self._supervisor.ended(id, incarnation, now))
         self._obey(self._supervisor.tick(now))
 
@@ -105,11 +110,8 @@ class Node:
             match instruction:
                 case Spawn():
                     self._spawn(instruction)
-                case Kill(id, incarnation):
-                    SERVICE.info("%s is to end", id, extra=subjects_of(id))
-                    running = self._children.get(id)
-                    if running is not None and running[0] == incarnation:
-                        running[1].kill()
+                case Kill():
+                    self._kill(instruction)
                 case Forget(id):
                     self._place.remove_socket(id)
 
@@ -130,6 +132,16 @@ class Node:
         self._children[post.id] = (post.incarnation, child)
         SERVICE.info("%s has been started (pid %d)", post.id, child.pid, extra=subjects_of(post.id))
         self._supervisor.started(post.id, post.incarnation, child.pid, self._clock())
+
+    def _kill(self, kill: Kill) -> None:
+        if self._supervisor.wants(kill.id, kill.incarnation):
+            text = "%s has been silent for %g s and is killed"
+            SERVICE.warning(text, kill.id, self._lease_s, extra=subjects_of(kill.id))
+        else:
+            SERVICE.info("%s is to end", kill.id, extra=subjects_of(kill.id))
+        running = self._children.get(kill.id)
+        if running is not None and running[0] == kill.incarnation:
+            running[1].kill()
 
     def _end_all(self) -> None:
         for _, child in self._children.values():
