@@ -114,7 +114,7 @@ def test_the_flow_that_nobody_has_read_for_longest_makes_way() -> None:
         ("other", 1, None, "'other' is not registered"),
         ("imagenet/train", 0, None, "shards=0; 1 to 100 are allowed"),
         ("imagenet/train", 101, None, "shards=101; 1 to 100 are allowed"),
-        ("imagenet/train", 3, 2, "workers=2; 3 to 4096 are allowed"),
+        ("imagenet/train", 3, 2, "workers=2; 3 to 4096 are allowed, as it has 3 shards"),
     ],
 )
 def test_a_flow_is_not_scaled_to_what_is_not_possible(

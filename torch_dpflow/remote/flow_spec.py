@@ -16,6 +16,8 @@ MAX_SIZE, MAX_SHARDS, MAX_WORKERS = 2**31 - 1, 256, 4096
 MIN_MEMORY = 1 << 20
 #: Shortest patience with a flow that nobody reads, seconds: its router is heard of once in a second.
 MIN_IDLE_S = 3.0
+#: What each shard takes some of.
+_OF_EVERY_SHARD = ("workers", "memory_bytes")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -74,7 +76,10 @@ class FlowSpec(
             ("cache_samples", self.cache_samples, 0, self.size),
         ):
             if not least <= value <= most:
-                raise OptionError(f"flow {self.name!r}: {name}={value}; {least} to {most} are allowed")
+                why = (
+                    f", as it has {self.shards} shards" if name in _OF_EVERY_SHARD and self.shards > 1 else ""
+                )
+                raise OptionError(f"flow {self.name!r}: {name}={value}; {least} to {most} are allowed{why}")
         if self.idle_s < MIN_IDLE_S:
             raise OptionError(f"flow {self.name!r}: idle_s={self.idle_s}; at least {MIN_IDLE_S} is allowed")
         if not _DIGEST.fullmatch(self.content):
