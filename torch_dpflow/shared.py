@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from torch_dpflow.remote.shared_iterator import SharedIterator
     from torch_dpflow.shared_order import RoutedOrder
 
-_FLOW = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._/-]{0,99})(:v(?P<version>[1-9][0-9]{0,8}))?")
+#: A flow's highest version has so many nines.
+MAX_VERSION_DIGITS = 9
+_FLOW = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._/-]{0,99})(:v(?P<version>[1-9][0-9]*))?")
 
 
 def flow_version(flow: str) -> tuple[str, int]:
@@ -40,7 +42,13 @@ def flow_version(flow: str) -> tuple[str, int]:
             f"flow={flow!r}: give a name of 1 to 100 of the characters A-Z a-z 0-9 . _ / -, a letter or "
             "digit first, and after it ':v' and a number where the dataset has changed, as in 'imagenet/train:v2'"
         )
-    return parts["name"], int(parts["version"] or 1)
+    digits = parts["version"] or "1"
+    if len(digits) > MAX_VERSION_DIGITS:
+        raise OptionError(
+            f"flow={flow!r}: its version has {len(digits)} digits, at most {MAX_VERSION_DIGITS} are allowed; count "
+            "versions from 1"
+        )
+    return parts["name"], int(digits)
 
 
 class SharedLoaderIterator(_BaseDataLoaderIter):
