@@ -122,8 +122,8 @@ class SQLiteStore:
 
     def _broken(self, error: Exception) -> StateError:
         return StateError(
-            f"the state store {os.fspath(self._path)!r} cannot be used: {error}; give another path, or "
-            "remove it"
+            f"the state store {os.fspath(self._path)!r} cannot be used: {error}; give the path of one that "
+            "`dpflow up --state` has made, or where there is no file"
         )
 
 
