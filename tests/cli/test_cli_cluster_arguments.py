@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.cluster_command import CommandedCluster
+from tests.cluster_command import CommandedCluster, free_port
 from torch_dpflow.cli.main import root
 from torch_dpflow.remote.transport.curve import create_cluster, write_connection_file
 
@@ -83,7 +83,8 @@ def test_up_refuses_what_is_no_value(arguments: list[str], message: str) -> None
         (["--metrics", "0.0.0.0:9400"], "--metrics-public"),
         (["--metrics", "nowhere.invalid:9400"], "--metrics-public"),
         (["--metrics", "nowhere.invalid:9400", "--metrics-public"], "give another"),
-        (["--keys", "/none/keys"], "No such file or directory"),
+        (["--keys", "/none/keys"], "give both, or neither"),
+        (["--metrics-public"], "by --metrics HOST:PORT, or leave it out"),
         (["--state", "/none/state"], "cannot be used"),
         (["--state", "/"], "cannot be used"),
         (["--state", "ftp://x"], "give a path, sqlite:///PATH, redis://HOST:PORT/NUMBER"),
@@ -95,6 +96,33 @@ def test_up_refuses_what_it_cannot_have(arguments: list[str], message: str, tmp_
     refused(result, message)
     assert "secret" not in result.output
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "key file '{}': No such file or directory; give one that `dpflow keygen` has written"),
+        (
+            b'{"address": ',
+            "key file '{}' is not one of ours, or damaged: Input data was truncated; write another",
+        ),
+    ],
+)
+def test_up_refuses_keys_that_are_none(content: bytes | None, message: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    if content is not None:
+        keys.write_bytes(content)
+        keys.chmod(0o600)
+    listen = ["--listen", f"tcp://127.0.0.1:{free_port()}", "--connection-file", str(tmp_path / "connection")]
+    refused(run("up", *listen, "--keys", str(keys)), message.format(keys))
+
+
+def test_up_advises_nobody_to_remove_a_file_that_is_no_state(tmp_path: Path) -> None:
+    path = tmp_path / "thesis.txt"
+    path.write_text("years of work, " * 100)
+    result = run("up", "--connection-file", str(tmp_path / "connection"), "--state", str(path))
+    refused(result, "give the path of one that `dpflow up --state` has made")
+    assert "remove" not in result.output
 
 
 def test_up_refuses_a_connection_file_that_it_cannot_write(tmp_path: Path) -> None:
@@ -142,7 +170,7 @@ def test_a_second_cluster_does_not_take_the_place_of_the_first(tmp_path: Path) -
     ("content", "message"),
     [
         (None, "No such file or directory; is the cluster up?"),
-        (b"", "is not one of ours"),
+        (b"", "truncated; give the one that `dpflow up` has written"),
         (b"\x00\xff garbage", "is not one of ours"),
         (
             b'{"address": "ipc:///x", "server_public": "x", "client_public": "x", "client_secret": "x"}',
@@ -208,7 +236,8 @@ def test_keys_are_not_written_where_nothing_can_be(tmp_path: Path) -> None:
 def test_keys_stay_out_of_sight(tmp_path: Path) -> None:
     result = run("keygen", str(tmp_path / "keys"), "--json")
     assert result.exit_code == 0
-    cluster = CommandedCluster.up(tmp_path, "--keys", str(tmp_path / "keys"), "--log-level", "debug")
+    listen = ["--listen", f"tcp://127.0.0.1:{free_port()}", "--keys", str(tmp_path / "keys")]
+    cluster = CommandedCluster.up(tmp_path, *listen, "--log-level", "debug")
     try:
         connection = Path(cluster.address)
         assert stat.S_IMODE(connection.stat().st_mode) == 0o600

@@ -48,12 +48,11 @@ def _up_options(command: Command) -> Command:
         ),
         click.option("--connection-file", help="Where to leave the file by which jobs find the cluster."),
         click.option(
-            "--keys", help="A file that `dpflow keygen` has written; without it, new keys are drawn."
+            "--keys",
+            help="A file that `dpflow keygen` has written, for --listen; without it, new keys are drawn.",
         ),
         click.option("--metrics", metavar="HOST:PORT", help="Where Prometheus finds metrics, over HTTP."),
-        click.option(
-            "--metrics-public", is_flag=True, help="Let other hosts read the metrics, without a key."
-        ),
+        click.option("--metrics-public", is_flag=True, help="Let other hosts read --metrics, without a key."),
         click.option(
             "--preload",
             metavar="MODULE",
@@ -171,7 +170,7 @@ def top(address: str, as_json: bool, interval: float, count: int | None) -> None
 @click.argument("path", type=click.Path(dir_okay=False, path_type=Path))
 @json_option
 def keygen(path: Path, as_json: bool) -> None:
-    """Draw the keys of a cluster into PATH, for `dpflow up --keys PATH`."""
+    """Draw the keys of a cluster into PATH, for `dpflow up --listen ... --keys PATH`."""
     from torch_dpflow.remote.transport.curve import create_cluster, write_connection_file
 
     if path.exists():

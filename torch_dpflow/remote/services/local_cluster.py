@@ -32,6 +32,7 @@ from torch_dpflow.remote.transport.curve import (
     ConnectionFile,
     create_cluster,
     read_connection_file,
+    read_key_file,
     write_connection_file,
 )
 
@@ -44,7 +45,7 @@ class ClusterOptions:
         connection_file: where to leave the file by which jobs find it. None: where "auto" looks.
         state: a state store's address; None: one that goes with the cluster.
         listen: tcp://HOST:PORT, with keys; None: sockets on this machine that only this user can reach.
-        keys: a connection file whose keys to take; None: new ones are drawn.
+        keys: a connection file whose keys to take, with `listen`; None: new ones are drawn.
         limits: what all flows have together at most.
         metrics: HOST:PORT where Prometheus finds metrics; None: nowhere.
         metrics_public: whether `metrics` may be reached from other hosts, without a key.
@@ -53,8 +54,8 @@ class ClusterOptions:
             and share their memory. Not for modules that start threads when they are imported.
 
     Raises:
-        OptionError: `listen` or `metrics` is no such address, or cannot be had; or no module of `preload` is
-            installed under that name.
+        OptionError: `listen` or `metrics` is no such address, or cannot be had; no module of `preload` is installed
+            under that name; or something is given that would have no effect.
         MissingExtraError: a package for `metrics` is not installed.
     """
 
@@ -69,6 +70,15 @@ class ClusterOptions:
     preload: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        if self.keys is not None and self.listen is None:
+            raise OptionError(
+                f"keys={self.keys!r} without listen: keys are for jobs on other hosts, and without --listen only this "
+                "user on this host can reach the cluster; give both, or neither"
+            )
+        if self.metrics_public and self.metrics is None:
+            raise OptionError(
+                "metrics_public without metrics: say where, by --metrics HOST:PORT, or leave it out"
+            )
         if self.listen is not None:
             _check_listen(self.listen)
         if self.metrics is not None:
@@ -139,7 +149,7 @@ class LocalCluster:
         return Node(place, msgspec.msgpack.encode(arguments), preload=options.preload)
 
     def _write(self, address: str, keys: str | None) -> None:
-        connection = create_cluster(address) if keys is None else read_connection_file(keys)
+        connection = create_cluster(address) if keys is None else read_key_file(keys)
         connection.server_keys()
         try:
             write_connection_file(self._path, msgspec.structs.replace(connection, address=address))
@@ -179,9 +189,9 @@ def _check_vacant(path: Path) -> None:
     if not path.exists():
         return
     try:
-        found = read_connection_file(path)
+        found = read_connection_file(path, advice="remove it if it was a cluster's")
     except OptionError as error:
-        raise OptionError(f"{error}; remove it, or give another --connection-file") from error
+        raise OptionError(f"{error}, or give another --connection-file") from error
     locks = _lock(path)
     if not locks:
         raise UsageError(

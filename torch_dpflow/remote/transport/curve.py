@@ -108,30 +108,48 @@ def write_connection_file(path: str | os.PathLike[str], connection: ConnectionFi
         raise
 
 
-def read_connection_file(path: str | os.PathLike[str]) -> ConnectionFile:
-    """Read and check a connection file.
+def read_connection_file(
+    path: str | os.PathLike[str], *, advice: str = "give the one that `dpflow up` has written"
+) -> ConnectionFile:
+    """Read and check the connection file of a cluster.
+
+    advice: what to do where it is none.
 
     Raises OptionError where it is not there, others may read it, or it holds something else.
     """
+    return _read(path, "connection file", missing="is the cluster up?", other=advice)
+
+
+def read_key_file(path: str | os.PathLike[str]) -> ConnectionFile:
+    """Read and check the keys that a cluster is to have. Raises as `read_connection_file`."""
+    return _read(
+        path,
+        "key file",
+        missing="give one that `dpflow keygen` has written",
+        other="write another by `dpflow keygen`",
+    )
+
+
+def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) -> ConnectionFile:
+    """`what` it is, and what to do where it is missing, or something else."""
+    name = f"{what} {os.fspath(path)!r}"
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             content = file.read(1 << 16)
     except OSError as error:
-        raise OptionError(
-            f"connection file {os.fspath(path)!r}: {error.strerror}; is the cluster up?"
-        ) from error
+        raise OptionError(f"{name}: {error.strerror}; {missing}") from error
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o077 or status.st_uid not in (os.getuid(), 0):
         raise OptionError(
-            f"connection file {os.fspath(path)!r}: mode {mode:o}, owner {status.st_uid}; "
+            f"{name}: mode {mode:o}, owner {status.st_uid}; "
             "it holds keys, so it must be yours and closed to others (chmod 600)"
         )
     try:
         connection = msgspec.json.decode(content, type=ConnectionFile)
         connection.client_keys()
     except (msgspec.MsgspecError, OptionError) as error:
-        raise OptionError(f"connection file {os.fspath(path)!r} is not one of ours: {error}") from error
+        raise OptionError(f"{name} is not one of ours, or damaged: {error}; {other}") from error
     return connection
 
 
