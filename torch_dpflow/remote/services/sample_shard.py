@@ -23,7 +23,7 @@ from torch_dpflow.remote.membership import Heard, Joined, Leave, Lost, Membershi
 from torch_dpflow.remote.pool import Pool
 from torch_dpflow.remote.pool_objects import Cancel, Instruction, Load, Serve
 from torch_dpflow.remote.pool_staged import StagedPool
-from torch_dpflow.remote.protocol import Ask, JobId, RangeAssignment, Served
+from torch_dpflow.remote.protocol import POISONED, Ask, JobId, RangeAssignment, Served
 from torch_dpflow.remote.refusals import OverloadedError, StaleJobError, StaleRoutingError
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, RpcServer, ServerOptions
 from torch_dpflow.remote.services.post import SERVICE
@@ -84,6 +84,9 @@ class SampleShard:
         self._retired_at: float | None = None
         self._requests = itertools.count(1)
         self._calls: dict[int, IncomingCall] = {}
+        #: The key of each load under way, and the keys that took down every worker when they were loaded last.
+        self._keys: dict[int, int] = {}
+        self._deadly: set[int] = set()
         self._served = self._served_bytes = 0
         self.server = RpcServer(
             WorkerGate(listener, token, self._on_worker), options=ServerOptions(shared_bytes=1 << 29)
@@ -159,17 +162,21 @@ class SampleShard:
     def _on_fetch(self, call: IncomingCall) -> Later:
         ask: Ask = call.body
         self._take(ask)
-        out = self._want(ask)
+        self._obey(self._want(ask))
+        self._fetch(call, _tickets_of(ask, self._deadly) or ask.tickets)
+        return LATER
+
+    def _fetch(self, call: IncomingCall, tickets: list[int]) -> None:
+        """Answer a call with these as soon as they are here. UsageError where its job does not want them."""
+        ask: Ask = call.body
         request = next(self._requests)
         self._calls[request] = call
         try:
-            out += self._pool.fetch(ask.job.name, request, ask.tickets)
+            out = self._pool.fetch(ask.job.name, request, tickets)
         except UsageError:
             del self._calls[request]
             raise
-        finally:
-            self._obey(out)
-        return LATER
+        self._obey(out)
 
     def _take(self, ask: Ask) -> None:
         """Check an ask, and note what its job has taken."""
@@ -246,17 +253,43 @@ class SampleShard:
         self._workers.flush()
 
     def _on_loaded(self, load: int, settled: Settled) -> None:
+        key = self._keys.pop(load, None)
         self._obey(self._pool.loaded(load, settled, settled.nbytes, keep=settled.is_sample))
+        if key is None:
+            return
+        if settled.kind == POISONED:
+            self._deadly.add(key)
+            self._tell_of(key)
+        else:
+            self._deadly.discard(key)
+
+    def _tell_of(self, deadly: int) -> None:
+        """Answer whoever waits for this sample among others with it alone.
+
+        Its batch is given up: the others may kill as well, and each of them would take as long to be found out.
+        """
+        for request, call in list(self._calls.items()):
+            tickets = _tickets_of(call.body, {deadly})
+            if tickets and self._calls.pop(request, None) is not None:
+                try:
+                    self._fetch(call, tickets)
+                except UsageError:  # given back since
+                    call.answer(Served([]), [])
 
     def _obey(self, instructions: list[Instruction]) -> None:
         loads = [one for one in instructions if isinstance(one, Load)]
         for instruction in instructions:
             match instruction:
                 case Serve(request, samples):
-                    self._serve(self._calls.pop(request), samples)
+                    call = self._calls.pop(request, None)
+                    if call is not None:  # else it has been answered with a part
+                        self._serve(call, samples)
                 case Cancel(cancelled):
                     self._workers.cancel(cancelled)
+                    for load in cancelled:
+                        self._keys.pop(load, None)
         if loads:
+            self._keys.update((one.load, one.key) for one in loads)
             self._workers.load(loads)
 
     def _serve(self, call: IncomingCall, samples: list[tuple[int, Settled]]) -> None:
@@ -285,6 +318,11 @@ class SampleShard:
 
     def _make_policy(self, budget: int) -> Any:
         return make_policy(self._spec.policy, max_bytes=budget, keys=self._spec.size)
+
+
+def _tickets_of(ask: Ask, keys: set[int]) -> list[int]:
+    """The tickets of an ask that are for one of these keys."""
+    return [ticket for ticket, key in zip(ask.tickets, ask.keys) if key in keys] if keys else []
 
 
 def _concurrency(settings: ShardSettings) -> int:
