@@ -179,7 +179,8 @@ class RemoteCallError(TransportError, RuntimeError):
 
     def __init__(self, text: str, kind: str = "") -> None:
         super().__init__(text, kind)
-        #: The type name of the error on the other side.
+        #: What the error on the other side said, and the name of its type.
+        self.text = text
         self.kind = kind
 
     def __str__(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import secrets
 import struct
 import threading
@@ -13,8 +14,10 @@ from types import TracebackType
 from typing import Any
 
 from torch_dpflow.errors import (
+    DeadlineError,
     DPFlowError,
     OptionError,
+    PeerLostError,
     RemoteCallError,
     UsageError,
 )
@@ -27,10 +30,10 @@ from torch_dpflow.remote.flow_registration import describe, length_of, register,
 from torch_dpflow.remote.job_options import JobOptions, Replica
 from torch_dpflow.remote.protocol import MAX_SAMPLES, JobFigures, JobRank
 from torch_dpflow.remote.refusals import StaleJobError
-from torch_dpflow.remote.router_link import JobDescription, RouterLink
+from torch_dpflow.remote.router_link import Home, JobDescription, RouterLink
 from torch_dpflow.remote.samples import SampleAssignment
 from torch_dpflow.remote.shard_link import ShardLinks
-from torch_dpflow.remote.shared_iterator import Pipeline, SharedIterator
+from torch_dpflow.remote.shared_iterator import CLOSE_S, PAUSE_S, Pipeline, SharedIterator
 from torch_dpflow.samplers.indices import Indices, check_indices
 
 __all__ = ["JobOptions", "Replica", "SharedJob", "open_job"]
@@ -88,18 +91,23 @@ def open_job(
     size = length_of(source.parts.first)
     chosen = None if indices is None else check_indices(indices, size)
     assignment = SampleAssignment(parts=source.parts, worker_init_fn=worker_init_fn)
-    packed = assignment.pack()
-    spec = describe(
-        flow,
-        version,
-        source,
-        assignment,
-        packed,
-        size=size,
-        workers=workers,
-        options=options,
-    )
-    register(cluster, spec, packed, patience_s=options.patience_s)
+
+    def register_with(cluster: Cluster, patience_s: float) -> None:
+        packed = assignment.pack()
+        spec = describe(
+            flow,
+            version,
+            source,
+            assignment,
+            packed,
+            size=size,
+            workers=workers,
+            options=options,
+        )
+        register(cluster, spec, packed, patience_s=patience_s)
+
+    register_with(cluster, options.patience_s)
+    home = Home(find=partial(_found, address), register=register_with)
     name = options.name or secrets.token_hex(8)
     job = JobDescription(
         flow=flow,
@@ -112,13 +120,15 @@ def open_job(
         if replica is None
         else JobRank(name, replica.rank, replica.num_replicas, replica.drop_last),
     )
-    return SharedJob(cluster, job, size, drop_last, assembler(collate_fn), options, first_part=first_part)
+    return SharedJob(
+        cluster, job, size, drop_last, assembler(collate_fn), options, first_part=first_part, home=home
+    )
 
 
 class SharedJob:
     """One job that reads a flow. It has one iterator at a time; the next one closes the one before.
 
-    Not to be used after a fork.
+    Not to be used after a fork; `close` does nothing in a child, which has neither its threads nor its connections.
     """
 
     def __init__(
@@ -131,15 +141,17 @@ class SharedJob:
         options: JobOptions,
         *,
         first_part: bool = False,
+        home: Home | None = None,
     ) -> None:
+        self._pid = os.getpid()
         self._job = job
         self._first_part = first_part
         self._size = size
         self._drop_last = drop_last
         self._collate_fn = collate_fn
         self._options = options
-        self._router = RouterLink(cluster, job, patience_s=options.patience_s)
-        self._links = ShardLinks(cluster, self._router)
+        self._router = RouterLink(cluster, job, patience_s=options.patience_s, home=home)
+        self._links = ShardLinks(self._router)
         self._tickets = itertools.count(1)
         self._meter = LoaderMeter()
         self._iterator: SharedIterator | None = None
@@ -193,11 +205,17 @@ class SharedJob:
 
     def close(self) -> None:
         """Leave the flow; threads end. May be called twice."""
+        if os.getpid() != self._pid:
+            return
+        self._closed.set()
+        self._router.contact.end()
         if self._iterator is not None:
             self._iterator.close()
-        self._closed.set()
-        if self._heart.is_alive():
-            self._heart.join()
+        self._heart.join(0.0 if self._router.contact.is_lost else CLOSE_S)
+        while self._heart.is_alive():
+            self._router.interrupt()
+            self._links.interrupt()
+            self._heart.join(PAUSE_S)
         self._links.close(self._router.id)
         self._router.close()
 
@@ -276,9 +294,9 @@ class SharedJob:
                 self._beat_once()
             except RemoteCallError as error:
                 if error.kind == StaleJobError.__name__:
-                    self._recover(partial(self._router.rejoin, generation))
+                    self._recover(partial(self._router.rejoin, generation, self._closed))
             except DPFlowError:
-                self._recover(self._router.refresh_routes)
+                self._recover(partial(self._router.refresh_routes, self._closed))
 
     def _beat_once(self) -> None:
         self._router.beat(self._figures())
@@ -292,8 +310,18 @@ class SharedJob:
     def _recover(self, mend: Callable[[], None]) -> None:
         try:
             mend()
+        except (DeadlineError, PeerLostError):
+            return  # it has been said; the next beat tries again
         except DPFlowError as error:
-            LOADER.warning("job %s has lost touch with its flow: %s", self._job.name, error)
+            LOADER.warning("flow %r, job %r: %s", self._job.flow, self._job.name, error)
+
+
+def _found(address: str | None) -> Cluster | None:
+    """The cluster at `address`; None while there is none."""
+    try:
+        return find_cluster(address)
+    except OptionError:
+        return None
 
 
 def _draw_of(seed: int, epoch: int) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 
 from torch_dpflow.errors import DeadlineError, OptionError, PeerLostError, RemoteCallError, UsageError
 from torch_dpflow.remote.cluster_address import Cluster
+from torch_dpflow.remote.contact import Contact
 from torch_dpflow.remote.delivered import Marks, mark
 from torch_dpflow.remote.protocol import (
     Access,
@@ -64,6 +65,16 @@ class JobDescription:
         return self.name if self.rank is None else f"{self.name}/{self.rank.rank}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Home:
+    """How a job comes to its cluster, and to the one that takes its place."""
+
+    #: The cluster that its address names now; None where it names none.
+    find: Callable[[], Cluster | None]
+    #: Registers the job's flow with a cluster, waiting so many seconds for each answer.
+    register: Callable[[Cluster, float], None]
+
+
 @dataclass(slots=True)
 class _Epoch:
     """What has been drawn of an epoch."""
@@ -81,25 +92,38 @@ class _Epoch:
 class RouterLink:
     """One job's connection to its flow's router. Any thread may call.
 
-    Every call goes on through the restart of the router and of the coordinator, for up to `patience_s`.
+    Every call goes on through the restart of the router and of the coordinator, for up to `patience_s`; where
+    another cluster has come in the place of the one that was joined, it goes on there.
 
     Args:
         cluster: where the coordinator is.
         job: who joins.
-        patience_s: how long a call tries, seconds; then it raises what it met with last.
+        patience_s: how long a call tries, seconds.
+        home: where to look for a cluster that has come in the place of the one before; None: nowhere.
 
     Raises:
         UsageError: the router or the coordinator refuses the job, and says why.
+        DeadlineError: they do not answer.
     """
 
-    def __init__(self, cluster: Cluster, job: JobDescription, *, patience_s: float) -> None:
-        self._cluster = cluster
+    def __init__(
+        self,
+        cluster: Cluster,
+        job: JobDescription,
+        *,
+        patience_s: float,
+        home: Home | None = None,
+    ) -> None:
+        #: The one that was joined.
+        self.cluster = cluster
+        self.contact = Contact(job.flow, job.name, patience_s=patience_s)
+        self._home = home
         self._job = job
         self._patience_s = patience_s
         self._holder = secrets.randbits(63)
         self._generation = 0
         self._lock = threading.RLock()
-        self._coordinator = cluster.connect(timeout_s=patience_s)
+        self._coordinator: RpcClient | None = None
         self._router: RpcClient | None = None
         #: Where it was last; empty before it was found.
         self._address = ""
@@ -133,18 +157,24 @@ class RouterLink:
         with self._lock:
             return self._attempt(lambda: self._draw(count), given_up)
 
-    def rejoin(self, stale: int) -> None:
-        """Come back under a new generation, unless another thread has since `stale` was found out of date."""
+    def rejoin(
+        self, stale: int, given_up: threading.Event | None = None, deadline: float | None = None
+    ) -> None:
+        """Come back under a new generation, unless another thread has since `stale` was found out of date.
+
+        given_up: as for `draw`. deadline: until when to try, by `time.monotonic`; None: for `patience_s`.
+        """
         with self._lock:
             if self._generation == stale:
                 self._generation = 0
                 # Other ranks may wait to hear where this one is, also where it has nothing left to draw.
-                self._attempt(self._connected if self._epoch is None else self._in_epoch)
+                mend = self._connected if self._epoch is None else self._in_epoch
+                self._attempt(mend, given_up, deadline)
 
-    def refresh_routes(self) -> None:
-        """Get the routing table that is in force."""
+    def refresh_routes(self, given_up: threading.Event | None = None, deadline: float | None = None) -> None:
+        """Get the routing table that is in force. Arguments as for `rejoin`."""
         with self._lock:
-            self._attempt(self._refresh)
+            self._attempt(self._refresh, given_up, deadline)
 
     def beat(self, figures: JobFigures) -> None:
         """Stay known, tell how the job does, and hear of a new routing table.
@@ -155,52 +185,85 @@ class RouterLink:
         if router is None:
             raise PeerLostError("the job has been closed")
         beat = JobBeat(self.id, figures)
-        generation: int = router.call("beat", beat, reply_type=int, timeout_s=CALL_S).body
+        try:
+            generation: int = router.call("beat", beat, reply_type=int, timeout_s=self._call_s).body
+        except (DeadlineError, PeerLostError) as error:
+            self.contact.missed(error)
+            raise
+        self.contact.heard()
         if generation != self.routes.generation:
             self.refresh_routes()
 
+    def interrupt(self) -> None:
+        """Make the calls that are under way fail at once; the next ones connect anew. Without the lock."""
+        for client in (self._router, self._coordinator):
+            if client is not None:
+                client.close()
+
     def close(self) -> None:
         """Leave, and disconnect. May be called twice."""
-        router, self._router = self._router, None
-        if router is not None:
+        router = self._router
+        if router is not None and not self.contact.is_lost:
             with suppress(DeadlineError, PeerLostError, RemoteCallError):  # else its lease lapses
                 router.call("leave", self.id, timeout_s=1.0)
-            router.close()
-        self._coordinator.close()
+        self._disconnect()
 
     # -- with the lock held ------------------------------------------------------------------------------
 
-    def _attempt(self, call: Callable[[], T], given_up: threading.Event | None = None) -> T:
+    def _attempt(
+        self,
+        call: Callable[[], T],
+        given_up: threading.Event | None = None,
+        deadline: float | None = None,
+    ) -> T:
         """Make a call until it succeeds; what it finds out of date, the next attempt mends first."""
-        deadline = time.monotonic() + self._patience_s
+        deadline = time.monotonic() + self._patience_s if deadline is None else deadline
+        if self.contact.is_lost:
+            self._look_for_cluster()
         while given_up is None or not given_up.is_set():
             try:
-                return call()
+                result = call()
             except RemoteCallError as error:
                 self._note(error, deadline)
-            except (DeadlineError, PeerLostError):
-                if time.monotonic() > deadline:
-                    raise
-                self._drop_router()
+            except (DeadlineError, PeerLostError) as error:
+                self.contact.missed(error)
+                if time.monotonic() >= deadline:
+                    raise self.contact.given_up(error) from error
+                self._disconnect()
+                self._look_for_cluster()
+            else:
+                self.contact.heard()
+                return result
             time.sleep(PAUSE_S)
         raise PeerLostError("the epoch was given up while its router was asked")
 
     def _note(self, error: RemoteCallError, deadline: float) -> None:
         """Take down what a refusal finds out of date."""
+        self.contact.heard()
         if error.kind == StaleJobError.__name__:
             self._generation = 0
         elif error.kind == OutOfStepError.__name__:
             self._told = False
         elif error.kind not in _PASSING:
-            raise UsageError(str(error)) from error
+            raise UsageError(error.text) from error
         if time.monotonic() > deadline:
-            raise UsageError(f"{error} (waited {self._patience_s:g} s)") from error
+            raise UsageError(f"{error.text} (waited {self._patience_s:g} s)") from error
+
+    def _look_for_cluster(self) -> None:
+        """Go to the cluster that has come in the place of ours, if one has: it knows neither flow nor job."""
+        found = None if self._home is None else self._home.find()
+        if self._home is None or found is None or found == self.cluster:
+            return
+        with suppress(DeadlineError, PeerLostError):  # else it is tried again
+            self._home.register(found, self._call_s)
+            self._disconnect()
+            self.cluster, self._address, self._generation = found, "", 0
 
     def _connected(self) -> RpcClient:
         """The router, which the job has joined."""
         if self._router is None:
             self._address = self._locate()
-            self._router = self._cluster.connect(self._address, timeout_s=CALL_S)
+            self._router = self.cluster.connect(self._address, timeout_s=self._call_s)
         if not self._generation:
             self._join(self._router)
         return self._router
@@ -211,7 +274,9 @@ class RouterLink:
         Services come back where they were, and a job that reads is not to wait for a coordinator.
         """
         access = Access(self._job.flow, self._job.version)
-        timeout_s = CALL_S if self._address else self._patience_s
+        timeout_s = self._call_s if self._address else self._patience_s
+        if self._coordinator is None:
+            self._coordinator = self.cluster.connect(timeout_s=self._patience_s)
         try:
             address: str = self._coordinator.call("access", access, reply_type=str, timeout_s=timeout_s).body
         except (DeadlineError, PeerLostError):
@@ -227,11 +292,14 @@ class RouterLink:
             self._start(router)
         return router
 
-    def _drop_router(self) -> None:
-        """The router does not answer: it may be elsewhere by now."""
-        router, self._router = self._router, None
-        if router is not None:
-            router.close()
+    @property
+    def _call_s(self) -> float:
+        return min(CALL_S, self._patience_s)
+
+    def _disconnect(self) -> None:
+        """Router and coordinator may be elsewhere by now."""
+        self.interrupt()
+        self._router = self._coordinator = None
 
     def _join(self, router: RpcClient) -> None:
         generation = time.time_ns()

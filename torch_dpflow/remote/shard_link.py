@@ -9,13 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_dpflow.errors import DPFlowError
+from torch_dpflow.errors import DPFlowError, PeerLostError
 from torch_dpflow.remote.cluster_address import Cluster
 from torch_dpflow.remote.protocol import MAX_SAMPLES, Ask, JobId, Served, ServedSample
 from torch_dpflow.remote.router_link import RouterLink
 from torch_dpflow.remote.rpc import PendingCall, RpcClient
 
-#: How long a fetch may wait for its samples before it is asked again, seconds.
+#: How long a fetch may wait for its samples before it is asked again, seconds; less where the job's patience is.
 FETCH_S = 30.0
 #: How long a shard may take to answer a heartbeat before the job asks whether another owns its keys, seconds.
 BEAT_TIMEOUT_S = 2.0
@@ -56,13 +56,12 @@ class ShardLinks:
     """Connections to the shards of one flow. Calls belong to one thread, but for `beat` and `close`.
 
     Args:
-        cluster: how to connect.
-        router: tells which shard owns what.
+        router: tells which shard owns what, and of which cluster.
     """
 
-    def __init__(self, cluster: Cluster, router: RouterLink) -> None:
-        self._cluster = cluster
+    def __init__(self, router: RouterLink) -> None:
         self._router = router
+        self._cluster: Cluster = router.cluster
         self._lock = threading.Lock()
         self._clients: dict[str, RpcClient] = {}
         #: Tickets whose samples have come, to be given back, by shard.
@@ -91,6 +90,7 @@ class ShardLinks:
         except DPFlowError as error:
             outcome.error = error
             return outcome
+        self._router.contact.heard()
         served: Served = answer.body
         begin = 0
         for sample in served.samples:
@@ -116,6 +116,13 @@ class ShardLinks:
         for call in pending:
             call.result()
 
+    def interrupt(self) -> None:
+        """Make what is under way fail at once with PeerLostError. Any thread may call."""
+        with self._lock:
+            clients, self._clients = list(self._clients.values()), {}
+        for client in clients:
+            client.close()
+
     def forget(self, job: JobId) -> None:
         """Leave shards that own nothing any more and disconnect, so that nobody waits for them."""
         addresses = set(self._router.routes.addresses)
@@ -125,6 +132,9 @@ class ShardLinks:
 
     def close(self, job: JobId) -> None:
         """Leave every shard and disconnect. May be called twice."""
+        if self._router.contact.is_lost:
+            self.interrupt()  # nobody is there to hear it
+            return
         with self._lock:
             clients, self._clients = list(self._clients.values()), {}
         _leave(clients, job)
@@ -153,13 +163,29 @@ class ShardLinks:
             now,
         )
         reply: Any = Served if method == "fetch" else None
-        return self._client(address).begin(method, ask, reply_type=reply, timeout_s=FETCH_S)
+        return self._begin_call(address, method, ask, reply)
+
+    def _begin_call(self, address: str, method: str, ask: Ask, reply: Any) -> PendingCall:
+        timeout_s = min(FETCH_S, self._router.contact.patience_s)
+        client = self._client(address)
+        try:
+            return client.begin(method, ask, reply_type=reply, timeout_s=timeout_s)
+        except PeerLostError:  # another thread has disconnected it, or it takes no more
+            with self._lock:
+                if self._clients.get(address) is client:
+                    del self._clients[address]
+            client.close()
+        return self._client(address).begin(method, ask, reply_type=reply, timeout_s=timeout_s)
 
     def _client(self, address: str) -> RpcClient:
+        cluster = self._router.cluster
+        if cluster is not self._cluster:
+            self.interrupt()
+            self._cluster = cluster
         with self._lock:
             client = self._clients.get(address)
             if client is None:
-                client = self._clients[address] = self._cluster.connect(address, timeout_s=FETCH_S)
+                client = self._clients[address] = cluster.connect(address, timeout_s=FETCH_S)
             return client
 
 

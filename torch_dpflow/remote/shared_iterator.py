@@ -30,6 +30,8 @@ from torch_dpflow.remote.shard_link import Fetch, ShardLinks, Wanted
 
 #: The pause before a fetch that failed is tried again, seconds.
 PAUSE_S = 0.05
+#: How long `close` waits for what is under way before it breaks that off, seconds.
+CLOSE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,11 @@ class _Batch:
     @property
     def missing(self) -> list[Wanted]:
         return [one for one in self.wanted if one.ticket not in self.values]
+
+    @property
+    def is_deadly(self) -> bool:
+        """Whether there will be an error in its place, whatever else comes."""
+        return any(isinstance(value, PoisonTaskError) for value in self.values.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +163,12 @@ class SharedIterator:
         """Stop reading; what was asked for is given back. May be called twice."""
         self._over = True
         self._closed.set()
+        deadline = time.monotonic() + (0.0 if self._router.contact.is_lost else CLOSE_S)
         while self._thread.is_alive():
+            if time.monotonic() >= deadline:
+                self._links.interrupt()
+                self._router.interrupt()
+                deadline = time.monotonic() + CLOSE_S  # what is given back then is to arrive
             try:
                 self._out.get_nowait()
             except queue.Empty:
@@ -207,16 +219,21 @@ class SharedIterator:
         while True:
             came = 0
             for fetch in batch.fetches:
+                if batch.is_deadly:
+                    break
                 outcome = self._links.finish(fetch)
                 for sample, frames in outcome.samples:
                     batch.nbytes += sample.parcel.nbytes
                     batch.values[sample.ticket] = _opened(sample, frames)
                 came += len(outcome.samples)
-                if outcome.error is not None:
-                    self._mend(outcome.error, deadline)
                 if self._closed.is_set():
                     raise _Closed
+                if outcome.error is not None:
+                    self._mend(outcome.error, deadline)
             missing = batch.missing
+            if batch.is_deadly:
+                self._links.give_back(missing, epoch=self._epoch, draw=self._draw)
+                break
             if not missing:
                 break
             if came:
@@ -229,27 +246,27 @@ class SharedIterator:
 
     def _mend(self, error: DPFlowError, deadline: float) -> None:
         """Find out what is out of date, so that the next attempt goes where it should."""
-        if time.monotonic() > deadline:
-            raise error
+        if time.monotonic() >= deadline:
+            raise self._router.contact.given_up(error) from error
         kind = error.kind if isinstance(error, RemoteCallError) else ""
         if kind == StaleJobError.__name__:
-            self._router.rejoin(self._router.id.generation)
+            self._router.rejoin(self._router.id.generation, self._closed, deadline)
         elif kind == StaleRoutingError.__name__:
-            self._router.refresh_routes()
+            self._router.refresh_routes(self._closed, deadline)
         elif isinstance(error, RemoteCallError) and kind not in (
             OverloadedError.__name__,
             "ForgottenReplyError",
         ):
-            raise UsageError(str(error)) from error
+            raise UsageError(error.text) from error
         elif isinstance(error, MessageError):
             raise error
         else:
             if not isinstance(error, RemoteCallError):
-                self._router.refresh_routes()  # the shard is gone, or somewhere else
+                self._router.refresh_routes(self._closed, deadline)  # the shard is gone, or somewhere else
             self._closed.wait(PAUSE_S)
 
     def _hand_out(self, batch: _Batch) -> None:
-        values = [batch.values[one.ticket] for one in batch.wanted]
+        values = [batch.values.get(one.ticket) for one in batch.wanted]
         keys = [one.key for one in batch.wanted]
         broken = next(((key, value) for key, value in zip(keys, values) if _is_error(value)), None)
         # Nothing of a batch may stay in the frame while the next one is waited for.

@@ -1,0 +1,120 @@
+"""What a job is told where its samples kill every worker, and where its cluster is gone or comes back."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.new_process import in_fork
+from tests.shared_cluster import TestCluster
+from tests.shared_datasets import Numbers
+from torch_dpflow.errors import DeadlineError, PoisonTaskError
+from torch_dpflow.remote.client import JobOptions, SharedJob, open_job
+from torch_dpflow.remote.contact import SILENCE_S, Contact
+
+Join = Callable[..., SharedJob]
+
+
+class AllDeadly(Numbers):
+    """No sample can be loaded."""
+
+    def __getitem__(self, index: int) -> Any:
+        os._exit(3)
+
+
+def keys(batches: Any) -> list[int]:
+    return [int(key) for _, labels in batches for key in labels]
+
+
+def test_batches_of_samples_that_all_kill_are_given_up_one_by_one(join: Join, flow: str) -> None:
+    batches = join(flow, AllDeadly(64), batch_size=16, patience_s=30.0).traverse(0)
+    for _ in range(2):
+        with pytest.raises(PoisonTaskError, match=r"sample \d+: .*took down 3 workers"):
+            next(batches)
+
+
+def close_and_read(job: SharedJob) -> int:
+    job.close()
+    return 7
+
+
+def test_a_forked_child_that_closes_a_job_leaves_it_as_it_is(join: Join, flow: str) -> None:
+    job = join(flow, Numbers(40), batch_size=8)
+    batches = job.traverse(0)
+    seen = keys(islice(batches, 2))
+    assert in_fork(close_and_read, job) == 7
+    assert sorted(seen + keys(batches)) == list(range(40))
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Any:
+    """A cluster that a test may end."""
+    started = TestCluster.start(tmp_path)
+    yield started
+    started.stop()
+
+
+def open_at(cluster: TestCluster, flow: str, patience_s: float) -> SharedJob:
+    options = JobOptions(patience_s=patience_s, ready=1, asked=2)
+    return open_job(flow, Numbers(400), address=cluster.address, batch_size=4, options=options)
+
+
+def test_a_cluster_that_is_gone_is_told_when_patience_ends(own: TestCluster, flow: str) -> None:
+    with open_at(own, flow, 5.0) as job:
+        batches = job.traverse(0)
+        next(batches)
+        own.stop()
+        with pytest.raises(DeadlineError, match=rf"flow '{flow}', job '.*patience_s=5 s.*start it again"):
+            list(batches)
+
+
+def test_a_job_goes_on_with_the_cluster_that_takes_the_place_of_its_own(
+    own: TestCluster, flow: str, tmp_path: Path
+) -> None:
+    with open_at(own, flow, 60.0) as job:
+        batches = job.traverse(0)
+        seen = keys(islice(batches, 3))
+        own.stop()
+        other = TestCluster.start(tmp_path)
+        try:
+            assert sorted(seen + keys(batches)) == list(range(400))
+            assert sorted(keys(job.traverse(1))) == list(range(400))
+            assert f"{flow}@1" in other.flows()
+        finally:
+            other.stop()
+
+
+def test_a_silence_is_told_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    contact = Contact("images", "one", patience_s=9.0, clock=lambda: now)
+    with caplog.at_level(logging.WARNING, "torch_dpflow"):
+        contact.missed(DeadlineError("no answer"))
+        assert contact.is_lost
+        assert not caplog.messages
+        now = SILENCE_S
+        for _ in range(3):
+            contact.missed(DeadlineError("no answer"))
+        contact.heard()
+        contact.heard()
+    assert not contact.is_lost
+    (silence, end) = caplog.messages
+    assert "flow 'images', job 'one': no answer" in silence
+    assert "patience_s=9 s" in silence
+    assert "answer again, after 3 s" in end
+
+
+def test_nothing_is_told_once_a_job_has_ended(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    contact = Contact("images", "one", patience_s=9.0, clock=lambda: now)
+    contact.end()
+    now = 2 * SILENCE_S
+    with caplog.at_level(logging.WARNING, "torch_dpflow"):
+        contact.missed(DeadlineError("no answer"))
+        contact.heard()
+    assert not caplog.messages
