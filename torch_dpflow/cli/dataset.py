@@ -76,7 +76,7 @@ def _store_options(command: Command) -> Command:
         metavar="NAME=VALUE",
         multiple=True,
         callback=_pairs,
-        help="What fsspec needs to open the store, such as endpoint=…; may be repeated.",
+        help="What fsspec needs to open the store, such as key=…, secret=…, endpoint=…; may be repeated.",
     )
     store = click.option(
         "--store",

@@ -14,6 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.deadlines import ask
 from torch_dpflow.datasets.storage.failures import storage_error
+from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
 from torch_dpflow.errors import DPFlowError, OptionError, OptionTypeError, StorageError
 
 #: What makes a single put fail when the object exists already, by protocol.
@@ -46,11 +47,13 @@ class Files:
 
     Args:
         url: a URL such as "s3://bucket/datasets", or a local path.
-        options: what fsspec needs to open it, such as credentials. They are never written anywhere.
+        options: what fsspec needs to open it, such as credentials; for S3 and OSS alike `key`, `secret`, `token`,
+            `endpoint`, `region` and `anon`. They are never written anywhere.
         read_options: timeouts and retries of reading and listing.
 
     Raises:
-        OptionError: no directory is named, or there is no such protocol, or the package that speaks it is missing.
+        OptionError: no directory is named, or there is no such protocol, or the package that speaks it is missing;
+            S3 or OSS has no such option.
         OptionTypeError: other `read_options`.
     """
 
@@ -77,7 +80,10 @@ class Files:
                 f"{url!r} names no directory; give a path, or a URL such as s3://bucket/datasets"
             )
         try:
-            self._fs, self._root = fsspec.url_to_fs(url, **self.options)
+            options = fsspec_options(url.partition("://")[0], self.options)
+            self._fs, self._root = fsspec.url_to_fs(url, **options)
+        except OptionError:
+            raise
         except (ValueError, ImportError) as error:
             raise OptionError(
                 f"{url!r} cannot be opened: {error}; give a local path or a URL that fsspec can open, and "

@@ -12,6 +12,7 @@ from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
 from torch_dpflow.datasets.storage.deadlines import ask
 from torch_dpflow.datasets.storage.failures import storage_error
+from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
 from torch_dpflow.errors import DPFlowError, ObjectMissingError
 
 #: Samples whose bytes are in memory at a time, and sizes that are asked for at a time.
@@ -60,7 +61,9 @@ class Objects:
         protocol, separator, _ = url.partition("://")
         protocol = protocol if separator else "file"
         if protocol not in self._file_systems:
-            self._file_systems[protocol] = fsspec.filesystem(protocol, **self._options)
+            self._file_systems[protocol] = fsspec.filesystem(
+                protocol, **fsspec_options(protocol, self._options)
+            )
         return self._file_systems[protocol]
 
     def __enter__(self) -> Objects:

@@ -22,7 +22,7 @@ from torch_dpflow.datasets.spec import (
     encode_file,
 )
 from torch_dpflow.datasets.storage import ReadOptions
-from torch_dpflow.errors import DamagedStoreError, DatasetNotFoundError
+from torch_dpflow.errors import AccessDeniedError, DamagedStoreError, DatasetNotFoundError
 
 _RECORD = "store.json"
 
@@ -36,7 +36,7 @@ class DatasetStore:
     Args:
         url: the directory: a local path or any URL of fsspec's, such as "oss://bucket/datasets".
         read_options: timeouts and retries of reading what is known of datasets.
-        storage_options: what fsspec needs to open it.
+        storage_options: what fsspec needs to open it; for S3 and OSS alike `key`, `secret`, `token`, `endpoint`.
 
     Raises:
         DatasetNotFoundError: there is no store; `DatasetStore.create` makes one.
@@ -72,10 +72,19 @@ class DatasetStore:
         return self.files.url
 
     def ids(self) -> list[str]:
-        """The ids of all datasets, unfinished ones too, sorted. Lists the store and each namespace."""
+        """The ids of all datasets, unfinished ones too, sorted. Lists the store and each namespace.
+
+        Raises:
+            AccessDeniedError: these credentials may not list the store.
+        """
+        namespaces = self.files.children()
+        if not namespaces:  # not even the store's own file: some storages answer so who may not list them
+            raise AccessDeniedError(
+                f"{self.url} cannot be listed, though {_RECORD} in it can be read; ask for the right to list it"
+            )
         return [
             f"{namespace.name}/{dataset.name}"
-            for namespace in self.files.children()
+            for namespace in namespaces
             if namespace.is_directory
             for dataset in self.files.children(namespace.name)
             if dataset.is_directory
@@ -145,8 +154,10 @@ class DatasetStore:
             )
         if versions:
             return DatasetNotFoundError(f"there is no {ref} in {self.url}; {ref.id} has versions {versions}")
-        # Some storages answer who may not list them as if there was nothing.
-        has = self.ids() or "none that these credentials may list"
+        try:
+            has = str(self.ids())
+        except AccessDeniedError:
+            has = "none that these credentials may list"
         return DatasetNotFoundError(f"there is no dataset {ref.id} in {self.url}; it has {has}")
 
     def __repr__(self) -> str:

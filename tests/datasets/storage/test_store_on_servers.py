@@ -15,7 +15,14 @@ from tests.datasets.storage.servers import BUCKET, S3_KEYS
 from torch_dpflow.datasets import DatasetStore, Draft, verify
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.storage import ReadOptions
-from torch_dpflow.errors import AccessDeniedError, DatasetNotFoundError, PublishedError, StorageError
+from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
+from torch_dpflow.errors import (
+    AccessDeniedError,
+    DatasetNotFoundError,
+    OptionError,
+    PublishedError,
+    StorageError,
+)
 from torch_dpflow.testing.oss_server import Fault, OSSServer
 
 _names = itertools.count()
@@ -33,8 +40,13 @@ Address = tuple[str, dict[str, Any]]
 def s3_address(s3_endpoint: str) -> Iterator[Address]:
     options = {**S3_KEYS, "endpoint_url": s3_endpoint}
     yield f"s3://{BUCKET}/store-{next(_names)}/datasets", options
-    files = fsspec.filesystem("s3", **options)
-    files.close_session(files.loop, files._s3)
+    _close_s3(options)
+
+
+def _close_s3(options: dict[str, Any]) -> None:
+    files = fsspec.filesystem("s3", **fsspec_options("s3", options))
+    if files._s3 is not None:
+        files.close_session(files.loop, files._s3)
     type(files).clear_instance_cache()
 
 
@@ -132,6 +144,45 @@ def test_who_may_not_list_a_store_is_told(oss: OSSServer, oss_address: Address) 
     oss.faults.add(Fault.FORBIDDEN)
     with pytest.raises(DatasetNotFoundError, match="none that these credentials may list"):
         store.open("core/numbers")
+    oss.faults.add(Fault.FORBIDDEN)
+    with pytest.raises(AccessDeniedError, match=r"oss://data/datasets cannot be listed.*right to list"):
+        store.ids()
+
+
+@pytest.mark.parametrize("name", ["endpoint", "endpoint_url"])
+def test_an_endpoint_has_two_names_on_every_storage(address: Address, name: str) -> None:
+    url, options = address
+    named = {name if option.startswith("endpoint") else option: value for option, value in options.items()}
+    store = DatasetStore.create(url, **named)
+    stored = publish(store, Numbered(3))
+    assert contents(stored) == numbers(3)
+    assert list(verify(stored, data=True)) == []
+
+
+def test_options_of_the_vendors_that_are_unknown_are_refused(address: Address) -> None:
+    url, options = address
+    with pytest.raises(OptionError, match=r"has no option \['colour'\]; give key, secret"):
+        DatasetStore.create(url, **options, colour="red")
+    twice = {**options, "endpoint": "http://a", "endpoint_url": "http://b"}
+    with pytest.raises(OptionError, match="the two mean the same"):
+        DatasetStore.create(url, **twice)
+
+
+def test_keys_of_the_environment_write_too(oss_address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, options = oss_address
+    monkeypatch.setenv("OSS_ACCESS_KEY_ID", options["key"])
+    monkeypatch.setenv("OSS_ACCESS_KEY_SECRET", options["secret"])
+    DatasetStore.create(url, **options)
+    stored = publish(DatasetStore.create(url, endpoint=options["endpoint"]), Numbered(3))
+    assert contents(stored) == numbers(3)
+    _close_oss(fsspec_options("oss", {"endpoint": options["endpoint"]}))
+
+
+def test_a_region_and_a_style_of_addresses_are_understood(s3_address: Address) -> None:
+    url, options = s3_address
+    told = {**options, "region": "us-east-1", "addressing_style": "path"}
+    assert DatasetStore.create(url, **told).ids() == []
+    _close_s3(told)
 
 
 @pytest.mark.parametrize("fault", [Fault.HANG, Fault.RESET])

@@ -13,6 +13,7 @@ from fsspec.asyn import AsyncFileSystem
 from torch_dpflow.datasets.storage.base import ByteRange
 from torch_dpflow.datasets.storage.deadlines import call_within
 from torch_dpflow.datasets.storage.failures import storage_error
+from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
 from torch_dpflow.errors import MissingExtraError, OptionError, StorageError, TruncatedObjectError
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "oss": "oss"}
@@ -66,10 +67,12 @@ class FsspecStorage:
 
 def _file_system(scheme: str, options: Mapping[str, Any]) -> Any:
     try:
-        return fsspec.filesystem(scheme, **options)
+        return fsspec.filesystem(scheme, **fsspec_options(scheme, options))
     except ImportError as error:
         extra = _EXTRAS.get(scheme)
         how = f"pip install torch_dpflow[{extra}]" if extra else "install the package that it names"
         raise MissingExtraError(f"{scheme}:// needs a package that is not there: {error}; {how}") from error
+    except OptionError:
+        raise
     except ValueError as error:
         raise OptionError(f"{scheme}:// is no storage that fsspec knows or can set up: {error}") from error

@@ -20,12 +20,14 @@ from torch_dpflow.datasets.storage.credentials import (
     no_credentials,
     ossutil_settings,
 )
+from torch_dpflow.datasets.storage.fsspec_options import endpoint_of
 from torch_dpflow.datasets.storage.signing import encode_path, sign_oss_v1, sign_oss_v4, sign_s3
 from torch_dpflow.errors import OptionError
 
-#: Options of s3fs and ossfs that we understand. With any other the vendor's own client must read.
-S3_OPTIONS = frozenset({"key", "secret", "token", "anon", "endpoint_url", "region", "addressing_style"})
-OSS_OPTIONS = frozenset({"key", "secret", "token", "anon", "endpoint", "region"})
+_COMMON_OPTIONS = frozenset({"key", "secret", "token", "anon", "endpoint", "endpoint_url", "region"})
+#: Options that we understand, by the same names for both. With any other the vendor's own client must read.
+S3_OPTIONS = _COMMON_OPTIONS | {"addressing_style"}
+OSS_OPTIONS = _COMMON_OPTIONS
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,9 @@ class Service(Protocol):
 
 
 class S3Service:
-    """S3 and what speaks its protocol. `options` are those of s3fs that are in S3_OPTIONS.
+    """S3 and what speaks its protocol. `options` are those in S3_OPTIONS.
 
-    With an `endpoint_url` the bucket goes into the path, which every such server understands, unless
+    With an `endpoint` the bucket goes into the path, which every such server understands, unless
     `addressing_style` is "virtual"; at AWS itself it goes into the host's name.
     """
 
@@ -71,7 +73,7 @@ class S3Service:
             or "us-east-1"
         )
         endpoint = (
-            options.get("endpoint_url")
+            endpoint_of("s3", options)
             or environ.get("AWS_ENDPOINT_URL_S3")
             or environ.get("AWS_ENDPOINT_URL")
             or aws_setting("endpoint_url", environ)
@@ -107,14 +109,14 @@ class S3Service:
 
 
 class OSSService:
-    """Alibaba Cloud OSS. `options` are those of ossfs that are in OSS_OPTIONS.
+    """Alibaba Cloud OSS. `options` are those in OSS_OPTIONS.
 
     Requests are signed with version 4 where a `region` is known (`region`, OSS_REGION), else with version 1.
     """
 
     def __init__(self, options: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
         settings = ossutil_settings(environ)
-        endpoint = options.get("endpoint") or environ.get("OSS_ENDPOINT") or settings.get("endpoint")
+        endpoint = endpoint_of("oss", options) or environ.get("OSS_ENDPOINT") or settings.get("endpoint")
         if not endpoint:
             raise OptionError(
                 "oss:// needs the endpoint of the bucket's region: give storage_options={'endpoint': "
