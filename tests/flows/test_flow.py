@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pickle
+import platform
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import msgspec
 import pytest
 
 from tests.flows.flow_cases import Numbers, label_of, numbers_flow
 from tests.new_process import run_interpreter
+from torch_dpflow.datasets.checksums import sha256_of
 from torch_dpflow.errors import (
     DamagedStoreError,
     NewerFormatError,
@@ -276,14 +279,62 @@ def test_damage_to_a_saved_flow_is_named(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(DamagedStoreError, match=r"x\.flow"):
             load_flow(str(path))
-    path.write_bytes(whole.replace(b'"format":1', b'"format":2'))
-    with pytest.raises(NewerFormatError, match="format 2"):
+    path.write_bytes(whole.replace(b'"format":2', b'"format":3'))
+    with pytest.raises(NewerFormatError, match="format 3"):
         load_flow(str(path))
-    line, _, code = whole.partition(b"\n")
-    record = {**msgspec.json.decode(line), "python": "2.7"}
+    path.write_bytes(b'{"format":' + b"[" * 200_000)
+    with pytest.raises(DamagedStoreError, match=r"x\.flow is no file of a flow"):
+        load_flow(str(path))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"name":"example/numbers"', b'"name":"example/others"'),
+        (b"Map(decode)", b"Map(delete)"),
+        (b'"format":2,', b'"format":2,"more":1,'),
+        (b'"format":2,', b'"format": 2,'),
+    ],
+)
+def test_the_first_line_of_a_saved_flow_is_checked_too(tmp_path: Path, old: bytes, new: bytes) -> None:
+    path = tmp_path / "x.flow"
+    save_flow(numbers_flow(Numbers()), str(path))
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    for read in (load_flow, describe_flow):
+        with pytest.raises(DamagedStoreError, match=r"x\.flow does not match its SHA-256"):
+            read(str(path))
+
+
+def _write_format_1(path: Path, code: bytes, **changed: Any) -> None:
+    """A file as the first format had it, which checked the code alone."""
+    record = {"kind": "data-load-flow", "format": 1, "name": "a/b", "version": 1, "shown": "a flow"}
+    python = ".".join(platform.python_version_tuple()[:2])
+    record |= {"python": python, "sha256": sha256_of(code), **changed}
     path.write_bytes(msgspec.json.encode(record) + b"\n" + code)
+
+
+def test_files_of_the_first_format_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.flow"
+    flow = numbers_flow(Numbers(4))
+    _write_format_1(path, cloudpickle.dumps(flow))
+    assert (str(load_flow(str(path))), describe_flow(str(path)).shown) == (str(flow), "a flow")
+
+
+def test_what_cannot_be_loaded_is_told_with_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.flow"
+    for code, error, told in (
+        (b"junk", DamagedStoreError, r"x\.flow holds no flow"),
+        (b"cnowhere_at_all\nthing\n.", UsageError, r"x\.flow cannot be loaded here: .*nowhere_at_all"),
+        (pickle.dumps(5), OptionTypeError, r"x\.flow holds a int"),
+    ):
+        _write_format_1(path, code)
+        with pytest.raises(error, match=told):
+            load_flow(str(path))
+    _write_format_1(path, b"", python="2.7")
     with pytest.raises(UsageError, match=r"saved by Python 2\.7"):
         load_flow(str(path))
+    with pytest.raises(OptionTypeError, match="flow=5"):
+        save_flow(5, str(path))  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:

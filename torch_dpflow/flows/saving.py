@@ -7,26 +7,29 @@ from typing import Annotated, Any, Literal
 
 import cloudpickle
 import msgspec
+from msgspec.structs import replace
 
 from torch_dpflow.datasets.checksums import sha256_of
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.errors import DamagedStoreError, NewerFormatError, OptionTypeError, UsageError
 from torch_dpflow.flows.flow import DataLoadFlow
+from torch_dpflow.options import check_type
 
-_FORMAT = 1
+#: Format 1 had no check of its first line.
+_FORMAT = 2
 
 
 class FlowRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="data-load-flow"):
     """The first line of a flow's file."""
 
-    format: Literal[1]
+    format: Literal[1, 2]
     name: str
     version: Annotated[int, msgspec.Meta(ge=1)]
     #: As `str()` shows it.
     shown: str
     #: Code travels between equal minor versions of Python only: "3.11".
     python: str
-    #: Of the bytes behind this line.
+    #: Of this line with nothing here, and of what is behind it; in format 1 of what is behind it alone.
     sha256: str
 
 
@@ -40,8 +43,9 @@ def save_flow(flow: DataLoadFlow, url: str, **storage_options: Any) -> None:
     Its functions are kept as code, those of installed modules by name.
 
     Raises:
-        UsageError: something of it cannot be pickled.
+        UsageError: it is no flow, or something of it cannot be pickled.
     """
+    check_type("flow", flow, DataLoadFlow, "a DataLoadFlow")
     try:
         code = cloudpickle.dumps(flow)
     except Exception as error:
@@ -50,21 +54,16 @@ def save_flow(flow: DataLoadFlow, url: str, **storage_options: Any) -> None:
             "must pickle"
         ) from error
     record = FlowRecord(
-        format=1,
-        name=flow.name,
-        version=flow.version,
-        shown=str(flow),
-        python=_python(),
-        sha256=sha256_of(code),
+        format=2, name=flow.name, version=flow.version, shown=str(flow), python=_python(), sha256=""
     )
+    sealed = replace(record, sha256=_digest(record, code))
     files, name = _place(url, storage_options)
-    files.write(name, msgspec.json.encode(record) + b"\n" + code)
+    files.write(name, msgspec.json.encode(sealed) + b"\n" + code)
 
 
 def describe_flow(url: str, **storage_options: Any) -> FlowRecord:
-    """What a flow's file says of itself. Runs none of its code."""
-    files, name = _place(url, storage_options)
-    return _record(files.read(name).partition(b"\n")[0], url)
+    """What a flow's file says of itself. Runs none of its code. Raises DamagedStoreError, NewerFormatError."""
+    return _read(url, storage_options)[0]
 
 
 def load_flow(url: str, **storage_options: Any) -> DataLoadFlow:
@@ -73,22 +72,48 @@ def load_flow(url: str, **storage_options: Any) -> DataLoadFlow:
     Raises:
         DamagedStoreError: the file was damaged or is none of a flow.
         NewerFormatError: a later release wrote it.
-        UsageError: another version of Python wrote it.
+        UsageError: another version of Python wrote it, or it needs modules that are not there.
     """
-    files, name = _place(url, storage_options)
-    line, _, code = files.read(name).partition(b"\n")
-    record = _record(line, url)
-    if sha256_of(code) != record.sha256:
-        raise DamagedStoreError(f"{url} does not match its SHA-256; it was damaged: restore it from a copy")
+    record, code = _read(url, storage_options)
     if record.python != _python():
         raise UsageError(
             f"{url} was saved by Python {record.python} and cannot be loaded by {_python()}; save it "
             "again with the Python that is to load it"
         )
-    flow = cloudpickle.loads(code)
+    flow = _unpickled(code, url)
     if not isinstance(flow, DataLoadFlow):
         raise OptionTypeError(f"{url} holds a {type(flow).__name__}, no DataLoadFlow")
     return flow
+
+
+def _read(url: str, storage_options: dict[str, Any]) -> tuple[FlowRecord, bytes]:
+    """The first line of a flow's file and what is behind it, neither of them altered."""
+    files, name = _place(url, storage_options)
+    line, _, code = files.read(name).partition(b"\n")
+    record = _record(line, url)
+    # Encoded anew the line is as it was written, with no field that nobody knows.
+    is_whole = record.format == 1 or msgspec.json.encode(record) == line
+    if not is_whole or _digest(record, code) != record.sha256:
+        raise DamagedStoreError(f"{url} does not match its SHA-256; it was damaged: restore it from a copy")
+    return record, code
+
+
+def _digest(record: FlowRecord, code: bytes) -> str:
+    if record.format == 1:
+        return sha256_of(code)
+    return sha256_of(msgspec.json.encode(replace(record, sha256="")) + b"\n" + code)
+
+
+def _unpickled(code: bytes, url: str) -> Any:
+    try:
+        return cloudpickle.loads(code)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"{url} cannot be loaded here: {type(error).__name__}: {error}; install the packages that its stages "
+            "come from, in the versions that it was saved with"
+        ) from error
+    except Exception as error:
+        raise DamagedStoreError(f"{url} holds no flow: {type(error).__name__}: {error}") from error
 
 
 def _record(line: bytes, url: str) -> FlowRecord:
@@ -99,7 +124,7 @@ def _record(line: bytes, url: str) -> FlowRecord:
                 f"{url} has format {found}; this release reads up to {_FORMAT}: update torch_dpflow"
             )
         return msgspec.json.decode(line, type=FlowRecord)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedStoreError(f"{url} is no file of a flow: {error}") from error
 
 
