@@ -135,6 +135,7 @@ def test_a_variant_that_is_not_named_is_in_the_way(dataset: Dataset, tree: Path,
 
 def test_settings_name_the_variant(dataset: Dataset, tmp_path: Path) -> None:
     for variant in ("a", "b"):
+        (tmp_path / variant / "images").mkdir(parents=True)
         (tmp_path / f"{variant}.json").write_text('{"images": [{"id": 1, "file_name": "x.jpg"}]}')
     sources = [f"{variant}={tmp_path}/{variant}.json" for variant in ("a", "b")]
     result = dataset(
@@ -207,7 +208,7 @@ def test_an_interrupted_import_goes_on(tmp_path: Path, eventually: Callable[...,
         (["import", "imagefolder", "core/x:v1", "train=/no/such"], 1, "there is no folder file:///no/such;"),
         (["import", "speech", "core/x:v1", "train=/no/such"], 1, "there is no folder file:///no/such;"),
         (
-            ["import", "coco", "core/x:v1", "train=/no/such.json", "-s", "images=/x"],
+            ["import", "coco", "core/x:v1", "train=/no/such.json", "-s", "images=/"],
             1,
             "there is no file:///no",
         ),

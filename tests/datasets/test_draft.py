@@ -288,6 +288,33 @@ def test_annotations_that_are_no_json_are_named(store: DatasetStore, meta: dict[
         publish(store, [(b"x", meta)])
 
 
+@pytest.mark.parametrize(
+    ("meta", "told"),
+    [
+        ({"score": float("nan")}, "score=nan, which JSON cannot hold; give a finite number or None"),
+        ({"boxes": [{"area": None}, {"area": float("inf")}]}, r"boxes\[1\]\.area=inf"),
+        ({"weights": np.array([[1.0, -np.inf]])}, r"weights\[0\]\[1\]=-inf"),
+        ({"weight": np.float32("nan")}, "weight=nan"),
+    ],
+)
+def test_numbers_that_json_cannot_hold_are_named(
+    store: DatasetStore, meta: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(SourceError, match=told):
+        _add(store, [(b"", {}), (b"", meta)])
+
+
+def test_none_is_no_number(store: DatasetStore) -> None:
+    stored = publish(store, [(b"", {"x": None, "text": "null", "y": [1.5, None]})])
+    assert stored.sample(0).fields() == {"x": None, "text": "null", "y": [1.5, None]}
+
+
+def test_info_that_is_no_json_is_named(store: DatasetStore) -> None:
+    draft = Draft(store, "core/x", "v1")
+    with pytest.raises(SourceError, match=r"all samples \(`info`\) have mean=nan"):
+        draft.add("train", IterableImporter(Numbered(1), info={"mean": float("nan")}))
+
+
 def test_packs_are_bounded(store: DatasetStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing_module, "PACK_BYTES", 10)
     source = [(b"x" * size, {}) for size in (4, 4, 4, 30, 0, 10, 1)]

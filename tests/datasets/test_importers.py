@@ -119,6 +119,10 @@ def _coco(path: Path, images: int, seed: int = 0) -> dict[str, Any]:
     return document
 
 
+def _box(**change: Any) -> dict[str, Any]:
+    return {"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 2, 3, 4], **change}
+
+
 @pytest.mark.parametrize("segmentation", [False, True])
 def test_coco_annotations_are_joined_with_their_images(tmp_path: Path, segmentation: bool) -> None:
     document = _coco(tmp_path / "instances.json", images=20)
@@ -149,8 +153,19 @@ def test_coco_annotations_are_joined_with_their_images(tmp_path: Path, segmentat
         ({"images": [{"file_name": "a"}]}, "number 0 of 'images' has no 'id'"),
         ({"images": [3]}, "number 0 of 'images'"),
         ({"images": [{"id": 1, "file_name": "a"}] * 2}, "lists image 1 twice"),
-        ({"annotations": [{"image_id": -5}]}, "annotations of image -5, which it does not list"),
+        ({"annotations": [_box(image_id=-5)]}, "annotations of image -5, which it does not list"),
         ({"annotations": [{"id": 3}]}, "number 0 of 'annotations' has no 'image_id'"),
+        ({"images": [{"id": 1, "file_name": 5}]}, "number 0 of 'images': file_name is 5; give a path"),
+        ({"images": [{"id": 2**70, "file_name": "a"}]}, "id is 1180591620717411303424; give an integer"),
+        ({"annotations": [_box(bbox=[1, 2, 3])]}, r"bbox is \[1, 2, 3\]; give \[x, y, width, height\]"),
+        ({"annotations": [_box(bbox=[1, 2, 3, "4"])]}, "bbox is "),
+        ({"annotations": [_box(bbox=[1, 2, 3, float("nan")])]}, "it holds NaN, which is no JSON"),
+        ({"annotations": [_box(category_id=[1])]}, "category_id is "),
+        ({"annotations": [{"image_id": 1, "category_id": 1}]}, "has no 'bbox'"),
+        (
+            {"images": [{"id": 1, "file_name": "a"}], "annotations": [_box(category_id=7)]},
+            "number 0 of 'annotations' has category_id 7, which 'categories' do not have",
+        ),
     ],
 )
 def test_what_is_wrong_with_coco_annotations_is_told(
@@ -159,6 +174,21 @@ def test_what_is_wrong_with_coco_annotations_is_told(
     path = tmp_path / "instances.json"
     path.write_text(json.dumps({**_coco(path, images=3), **change}))
     with pytest.raises(SourceError, match=f"instances.json is no file of COCO annotations: .*{told}"):
+        list(CocoImporter(str(path), images=str(tmp_path)).items())
+
+
+def test_coco_needs_its_images_and_values_of_some_depth(tmp_path: Path) -> None:
+    path = tmp_path / "instances.json"
+    _coco(path, images=3)
+    with pytest.raises(SourceError, match="there is no folder file:///no/such"):
+        list(CocoImporter(str(path), images="/no/such").items())
+    path.write_text('{"images": [' + "[" * 100_000)
+    with pytest.raises(SourceError, match="a value is nested too deeply"):
+        list(CocoImporter(str(path), images=str(tmp_path)).items())
+    path.write_text(
+        '{"images": [], "annotations": [{"bbox": [1e999, 1, 1, 1], "image_id": 1, "category_id": 1}]}'
+    )
+    with pytest.raises(SourceError, match=r"number 0 of 'annotations' in .* have bbox\[0\]=inf"):
         list(CocoImporter(str(path), images=str(tmp_path)).items())
 
 
@@ -381,6 +411,7 @@ def test_every_importer_is_made_from_text(tmp_path: Path, pets: Path) -> None:
         ("iterable", "tests.new_process:gone", {}, "cannot be imported"),
         ("iterable", "nothing", {}, "cannot be imported"),
         ("iterable", "os:getpid", {}, "is no iterable"),
+        ("iterable", "math:sqrt", {}, "cannot be called without arguments: TypeError"),
     ],
 )
 def test_what_is_wrong_with_text_is_told(name: str, source: str, settings: dict[str, str], told: str) -> None:

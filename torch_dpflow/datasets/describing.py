@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import msgspec
-import numpy as np
 
+from torch_dpflow.datasets.annotations import encode_annotations
 from torch_dpflow.datasets.checksums import ChecksumAlgorithm, checksum_of
 from torch_dpflow.datasets.importers.base import Importer, Item
 from torch_dpflow.datasets.objects import Objects
@@ -99,25 +98,3 @@ class Describer:
                     sample, length=len(content), checksum=checksum_of(content, algorithm)
                 )
         return samples
-
-
-def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:
-    """Annotations as a JSON object; `name` is what errors call the sample. Raises SourceError."""
-    try:
-        encoded = _ENCODER.encode(meta)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise SourceError(
-            f"the annotations of {name} cannot be written as JSON: {error}: {meta!r}"
-        ) from error
-    if not encoded.startswith(b"{"):
-        raise SourceError(f"the annotations of {name} are no mapping: {meta!r}")
-    return msgspec.Raw(encoded)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic | np.ndarray) or hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"a {type(value).__name__} is no JSON value")
-
-
-_ENCODER = msgspec.json.Encoder(enc_hook=_plain)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import islice
 
+from torch_dpflow.datasets.annotations import encode_annotations
 from torch_dpflow.datasets.checksums import sha256_of
-from torch_dpflow.datasets.describing import Describer, encode_annotations
+from torch_dpflow.datasets.describing import Describer
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Importer, Item
 from torch_dpflow.datasets.names import DatasetRef
@@ -91,6 +92,7 @@ class VariantWriter:
             progress(count - self._base_samples)
         if count <= self._base_samples:
             raise SourceError(f"there is nothing to import from {describe_source(importer)}")
+        encode_annotations(importer.info(), "all samples (`info`)")
         return Variant(
             data=self._record.data,
             samples=count,

@@ -11,9 +11,11 @@ from typing import Any
 
 import msgspec
 
+from torch_dpflow.datasets.annotations import encode_annotations
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.json_arrays import read_arrays
+from torch_dpflow.datasets.importers.tree import check_folder
 from torch_dpflow.errors import SourceError
 
 #: What is kept of an image and of an annotation; the rest of COCO's fields serve other tasks.
@@ -21,6 +23,8 @@ _IMAGE_FIELDS = ("id", "file_name", "width", "height")
 _ANNOTATION_FIELDS = ("id", "category_id", "bbox", "area", "iscrowd")
 #: Pages that SQLite keeps in memory, KiB.
 _CACHE_KIB = 32 * 1024
+#: What SQLite and the stores of others hold of a number.
+_ID_LIMIT = 2**63
 
 _TABLES = """
 create table image (position integer primary key, id integer unique, meta blob);
@@ -59,8 +63,11 @@ class CocoImporter:
         self._files = Files(folder or ".", self.options)
         self._kept = (*_ANNOTATION_FIELDS, "segmentation") if segmentation else _ANNOTATION_FIELDS
         self._categories: list[Any] = []
+        #: number → the first annotation that has it
+        self._used_categories: dict[Any, int] = {}
         self._total: int | None = None
-        self.root: str | None = Files(images, self.options).url
+        self._images = Files(images, self.options)
+        self.root: str | None = self._images.url
         self.source = {
             "importer": "coco",
             "annotations": f"{self._files.url}/{self._name}",
@@ -72,6 +79,7 @@ class CocoImporter:
         """Samples of this kind do not depend on those before them."""
 
     def items(self, start: int = 0) -> Iterator[Item]:
+        check_folder(self._images)
         with self._joined() as database:
             for image, encoded in database.execute(_IMAGES, (start,)):
                 meta = msgspec.json.decode(encoded, type=dict[str, Any])
@@ -100,34 +108,59 @@ class CocoImporter:
             orphan = database.execute(_ORPHAN).fetchone()
             if orphan is not None:
                 raise self._malformed(f"there are annotations of image {orphan[0]}, which it does not list")
+            self._check_categories()
             self._total = database.execute("select count(*) from image").fetchone()[0]
             yield database
 
+    def _check_categories(self) -> None:
+        known = {record.get("id") for record in self._categories if isinstance(record, dict)}
+        for category, position in self._used_categories.items():
+            if category not in known:
+                raise self._malformed(
+                    f"number {position} of 'annotations' has category_id {category!r}, which 'categories' do not have"
+                )
+
     def _fill(self, database: sqlite3.Connection) -> None:
-        self._categories = []
-        positions = {"images": 0, "annotations": 0}
+        self._categories, self._used_categories = [], {}
+        positions = {"images": 0, "annotations": 0, "categories": 0}
         for array, record in self._records():
-            if array == "categories":
-                self._categories.append(record)
-                continue
-            self._insert(database, array, record, positions[array])
+            position = positions[array]
             positions[array] += 1
+            try:
+                self._insert(database, array, record, position)
+            except KeyError as error:
+                raise self._malformed(f"number {position} of {array!r} has no {error}") from error
+            except ValueError as error:
+                raise self._malformed(f"number {position} of {array!r}: {error}") from error
+            except sqlite3.IntegrityError as error:
+                raise self._malformed(f"it lists image {record['id']} twice") from error
 
     def _insert(self, database: sqlite3.Connection, array: str, record: Any, position: int) -> None:
-        try:
-            if array == "images":
-                meta = {field: record[field] for field in _IMAGE_FIELDS if field in record}
-                row = (position, meta.pop("id"), msgspec.json.encode({"image_id": record["id"], **meta}))
-                record["file_name"]
-                database.execute("insert into image values (?, ?, ?)", row)
-            else:
-                meta = {field: record[field] for field in self._kept if field in record}
-                row = (position, record["image_id"], msgspec.json.encode(meta))
-                database.execute("insert into annotation values (?, ?, ?)", row)
-        except (KeyError, TypeError) as error:
-            raise self._malformed(f"number {position} of {array!r} has no {error}") from error
-        except sqlite3.IntegrityError as error:
-            raise self._malformed(f"it lists image {record['id']} twice") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"it is {record!r:.80}; give an object")
+        if array == "categories":
+            _check_id(record, "id")
+            self._categories.append(record)
+        elif array == "images":
+            _check_image(record)
+            meta = {field: record[field] for field in _IMAGE_FIELDS if field in record}
+            row = (
+                position,
+                meta.pop("id"),
+                self._encoded({"image_id": record["id"], **meta}, array, position),
+            )
+            database.execute("insert into image values (?, ?, ?)", row)
+        else:
+            _check_annotation(record)
+            self._used_categories.setdefault(record["category_id"], position)
+            meta = {field: record[field] for field in self._kept if field in record}
+            row = (position, record["image_id"], self._encoded(meta, array, position))
+            database.execute("insert into annotation values (?, ?, ?)", row)
+
+    def _encoded(self, meta: dict[str, Any], array: str, position: int) -> bytes:
+        return bytes(
+            encode_annotations(meta, f"number {position} of {array!r} in {self.source['annotations']}")
+        )
 
     def _records(self) -> Iterator[tuple[str, Any]]:
         try:
@@ -140,3 +173,26 @@ class CocoImporter:
 
     def _malformed(self, how: str) -> SourceError:
         return SourceError(f"{self.source['annotations']} is no file of COCO annotations: {how}")
+
+
+def _check_image(record: dict[str, Any]) -> None:
+    """Raise KeyError or ValueError for an image that no sample can be made of."""
+    _check_id(record, "id")
+    if not isinstance(record["file_name"], str) or not record["file_name"]:
+        raise ValueError(f"file_name is {record['file_name']!r:.80}; give a path")
+
+
+def _check_annotation(record: dict[str, Any]) -> None:
+    """Raise KeyError or ValueError for an annotation that is none of an object in an image."""
+    _check_id(record, "image_id")
+    _check_id(record, "category_id")
+    box = record["bbox"]
+    is_box = isinstance(box, list) and len(box) == 4
+    if not is_box or not all(type(side) in (int, float) for side in box):
+        raise ValueError(f"bbox is {box!r:.80}; give [x, y, width, height], four numbers")
+
+
+def _check_id(record: dict[str, Any], field: str) -> None:
+    value = record[field]
+    if type(value) not in (int, str) or (isinstance(value, int) and not -_ID_LIMIT <= value < _ID_LIMIT):
+        raise ValueError(f"{field} is {value!r:.80}; give an integer of 64 bits")

@@ -48,7 +48,7 @@ class IterableImporter:
         """Of "package.module:name": an iterable, or a function without arguments that returns one.
 
         Raises:
-            OptionError: there is no such module or name.
+            OptionError: there is no such module or name, or calling it failed.
         """
         module, _, name = source.partition(":")
         try:
@@ -57,7 +57,13 @@ class IterableImporter:
             raise OptionError(
                 f"{source!r} cannot be imported: {type(error).__name__}: {error}; give package.module:name"
             ) from error
-        iterable = found() if callable(found) else found
+        try:
+            iterable = found() if callable(found) else found
+        except Exception as error:
+            raise OptionError(
+                f"{source!r} cannot be called without arguments: {type(error).__name__}: {error}; give "
+                "package.module:name of an iterable, or of a function without arguments that returns one"
+            ) from error
         if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
             raise OptionError(
                 f"{source!r} is no iterable but {iterable!r:.80}; give package.module:name of one"

@@ -17,7 +17,13 @@ _LONGEST = 2**26
 _NUMBER_TAIL = len("e+")
 
 _SPACE = re.compile(r"[ \t\n\r]*")
-_SCANNER = json.JSONDecoder()
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"it holds {name}, which is no JSON; write null or leave it out")
+
+
+_SCANNER = json.JSONDecoder(parse_constant=_no_number)
 
 
 def read_arrays(file: IO[bytes], names: Collection[str]) -> Iterator[tuple[str, Any]]:
@@ -92,6 +98,8 @@ class _Text:
             except json.JSONDecodeError as error:
                 if self._ended or len(self._window) - self._at > _LONGEST:
                     raise self._malformed(error.msg, error.pos) from None
+            except RecursionError:
+                raise self._malformed("a value is nested too deeply", self._at) from None
             else:
                 if end + _NUMBER_TAIL < len(self._window) or self._ended:
                     self._at = end

@@ -1,0 +1,59 @@
+"""Annotations as JSON: whatever it can hold, numpy's and torch's values too, and nothing that it cannot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from torch_dpflow.errors import SourceError
+
+
+def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:
+    """Annotations as a JSON object; `name` is what errors call the sample.
+
+    Raises:
+        SourceError: they are no mapping, or hold what JSON cannot, such as NaN.
+    """
+    try:
+        encoded = _ENCODER.encode(meta)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise SourceError(
+            f"the annotations of {name} cannot be written as JSON: {error}: {meta!r:.500}"
+        ) from error
+    if not encoded.startswith(b"{"):
+        raise SourceError(f"the annotations of {name} are no mapping: {meta!r:.500}")
+    if b"null" in encoded:  # what NaN and infinity are written as
+        for field, value in _not_finite(meta, ""):
+            raise SourceError(
+                f"the annotations of {name} have {field}={value!r}, which JSON cannot hold; give a finite number or "
+                f"None, or leave it out: {meta!r:.500}"
+            )
+    return msgspec.Raw(encoded)
+
+
+def _not_finite(value: Any, field: str) -> Iterator[tuple[str, float]]:
+    """Every number that is none, and where it stands."""
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            yield field, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _not_finite(inner, f"{field}.{key}" if field else str(key))
+    elif isinstance(value, list | tuple | set | frozenset):
+        for position, inner in enumerate(value):
+            yield from _not_finite(inner, f"{field}[{position}]")
+    elif hasattr(value, "tolist"):
+        yield from _not_finite(value.tolist(), field)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray) or hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} is no JSON value")
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_plain)
