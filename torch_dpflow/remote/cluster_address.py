@@ -33,6 +33,16 @@ class Cluster:
     address: str
     transport: TransportOptions
 
+    @property
+    def keys_hint(self) -> str:
+        """What may be wrong with the keys where nobody answers; empty where there are none."""
+        if not self.address.startswith("tcp://"):
+            return ""
+        return (
+            "It also stays silent where the keys are not its own: take the connection file that `dpflow up` wrote "
+            "when it was started last."
+        )
+
     def connect(self, address: str | None = None, *, timeout_s: float = 60.0) -> RpcClient:
         """A client of one of its services; of the coordinator without an address."""
         return RpcClient(

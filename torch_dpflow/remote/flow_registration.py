@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.caches.capacity import parse_capacity
-from torch_dpflow.errors import OptionError, OptionTypeError, RemoteCallError, UsageError
+from torch_dpflow.errors import DeadlineError, OptionError, OptionTypeError, RemoteCallError, UsageError
 from torch_dpflow.remote.cluster_address import Cluster
 from torch_dpflow.remote.fingerprint import fingerprint
 from torch_dpflow.remote.flow_spec import FlowSpec
@@ -83,7 +84,7 @@ def describe(
         content=hashlib.sha256(packed).hexdigest(),
         fingerprint={
             "dataset": f"{kind.__module__}.{kind.__qualname__} of {size} samples",
-            "its content": options.fingerprint or fingerprint(assignment),
+            **_content_of(assignment, options),
             "repeatable": "its first part" if source.staged else str(source.repeatable),
         },
         repeatable=source.repeatable,
@@ -98,6 +99,22 @@ def describe(
     )
     spec.check()
     return spec
+
+
+def _content_of(assignment: SampleAssignment, options: JobOptions) -> dict[str, str]:
+    if options.fingerprint is not None:
+        return {"its content": options.fingerprint}
+    return {
+        "its content": fingerprint(assignment.parts),
+        "worker_init_fn": _called(assignment.worker_init_fn),
+    }
+
+
+def _called(function: Callable[[int], Any] | None) -> str:
+    """A function's name, with what tells it from another of that name; "none" where there is none."""
+    if function is None:
+        return "none"
+    return f"{getattr(function, '__qualname__', type(function).__qualname__):.200} ({fingerprint(function)})"
 
 
 def _memory_of(source: Source, options: JobOptions) -> int:
@@ -124,7 +141,12 @@ def register(cluster: Cluster, spec: FlowSpec, packed: bytes, *, patience_s: flo
                 if coordinator.call("store", spec.content, [packed], reply_type=bool).body:
                     return
         except RemoteCallError as error:
-            raise UsageError(str(error)) from error
+            raise UsageError(error.text) from error
+        except DeadlineError as error:
+            raise DeadlineError(
+                f"flow {spec.name!r}: no cluster answers at {cluster.address} within {patience_s:g} s; is it up "
+                f"(`python -m torch_dpflow.cli status`)? {cluster.keys_hint}".rstrip()
+            ) from error
     raise UsageError(
         f"flow {spec.name!r} was deleted, or its coordinator restarted, {_ATTEMPTS} times while what its workers load "
         "was under way; try again"

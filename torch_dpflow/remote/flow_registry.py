@@ -174,7 +174,7 @@ class FlowRegistry:
         if difference:
             raise UsageError(
                 f"flow {spec.name!r}: version {spec.version} is registered and differs: {difference}. "
-                "Describe it the same way, or raise the version"
+                f'Describe it the same way, or read it as flow="{spec.name}:v{spec.version + 1}"'
             )
         current.offers.pop(spec.content, None)
         current.offers[spec.content] = spec

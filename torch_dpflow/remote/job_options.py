@@ -7,12 +7,13 @@ from typing import Any
 
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.options import check_whole_number
+from torch_dpflow.remote.flow_spec import MAX_SHARDS, MAX_SIZE, MIN_MEMORY
 from torch_dpflow.remote.protocol import MAX_RANKS
 
 #: Room for samples where nothing says how much, bytes.
 DEFAULT_MEMORY_BYTES = 1 << 30
-#: Longest time that an option may name.
-MAX_SECONDS = 1e9
+#: Longest time and most bytes that an option may name.
+MAX_SECONDS, MAX_BYTES = 1e9, 2**53
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,22 +92,30 @@ class JobOptions:
     patience_s: float = 120.0
 
     def __post_init__(self) -> None:
-        for name, minimum in (("shards", 1), ("cache_samples", 0), ("ready", 1)):
-            check_whole_number(name, getattr(self, name), minimum=minimum)
+        _check_between("shards", self.shards, 1, MAX_SHARDS)
+        _check_between("cache_samples", self.cache_samples, 0, MAX_SIZE)
         if self.memory_bytes is not None:
-            check_whole_number("memory_bytes", self.memory_bytes, minimum=1)
-        check_whole_number("asked", self.asked, minimum=self.ready + 1)
-        check_whole_number("budget_bytes", self.budget_bytes, minimum=1)
+            _check_between("memory_bytes", self.memory_bytes, MIN_MEMORY * self.shards, MAX_BYTES)
+        for name in ("ready", "asked", "budget_bytes"):
+            check_whole_number(name, getattr(self, name), minimum=1)
+        if self.asked <= self.ready:
+            raise OptionError(
+                f"ready={self.ready}, asked={self.asked}: more must be asked for than is put together; give "
+                f"asked={self.ready + 1} or more, or a smaller ready"
+            )
         for name in ("idle_s", "patience_s"):
             _check_seconds(name, getattr(self, name))
         for name in ("name", "fingerprint"):
             _check_name(name, getattr(self, name))
-        if self.repeatable not in (True, False, None):
+        if not isinstance(self.repeatable, bool | None):
             raise OptionTypeError(f"repeatable={self.repeatable!r}: give True, False or None")
         _check_algorithms(self.policy, self.strategy)
 
 
 def _check_algorithms(policy: str | None, strategy: str) -> None:
+    for name, value in (("policy", policy), ("strategy", strategy)):
+        if not isinstance(value, str) and (name, value) != ("policy", None):
+            raise OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give its name")
     # Imported here: a loader of one job alone, which imports this class, has no use for samplers and caches.
     from torch_dpflow.caches.registry import POLICIES
     from torch_dpflow.samplers.registry import check_strategy
@@ -114,6 +123,12 @@ def _check_algorithms(policy: str | None, strategy: str) -> None:
     if policy not in (*POLICIES, "none", None) or policy == "opt":
         raise OptionError(f"policy={policy!r} is not one of {[*sorted(set(POLICIES) - {'opt'}), 'none']}")
     check_strategy(strategy)
+
+
+def _check_between(name: str, value: Any, least: int, most: int) -> None:
+    check_whole_number(name, value, minimum=least)
+    if value > most:
+        raise OptionError(f"{name}={value} is out of range; {least} to {most} are allowed")
 
 
 def _check_seconds(name: str, value: Any) -> None:

@@ -1,0 +1,80 @@
+"""What a job may ask for, and what it is told where it may not or where nobody answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.shared_datasets import Numbers
+from torch_dpflow.errors import DeadlineError, OptionError, OptionTypeError, UsageError
+from torch_dpflow.remote.cluster_address import find_cluster
+from torch_dpflow.remote.flow_registration import describe, register, source_of
+from torch_dpflow.remote.flow_registry import FlowRegistry
+from torch_dpflow.remote.flow_spec import FlowSpec
+from torch_dpflow.remote.job_options import JobOptions
+from torch_dpflow.remote.samples import SampleAssignment
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"strategy": []}, OptionTypeError, r"strategy=\[\] is a list"),
+        ({"policy": {}}, OptionTypeError, r"policy=\{\} is a dict"),
+        ({"ready": 9}, OptionError, "ready=9, asked=8: .*give asked=10 or more, or a smaller ready"),
+        ({"repeatable": 1}, OptionTypeError, "repeatable=1: give True, False or None"),
+        ({"repeatable": 0}, OptionTypeError, "repeatable=0: give True, False or None"),
+        ({"shards": 10**9}, OptionError, "shards=1000000000 is out of range; 1 to 256 are allowed"),
+        ({"memory_bytes": 10**30}, OptionError, "memory_bytes=10+ is out of range"),
+        ({"memory_bytes": 2 << 20, "shards": 3}, OptionError, "memory_bytes=2097152 is out of range"),
+    ],
+    ids=str,
+)
+def test_what_is_not_allowed_is_refused_when_options_are_made(
+    given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        JobOptions(**given)
+
+
+def seed_all(worker: int) -> None:
+    """One of two `worker_init_fn`."""
+
+
+def seed_none(worker: int) -> None:
+    """The other."""
+
+
+def spec_with(worker_init_fn: Callable[[int], Any] | None, options: JobOptions) -> FlowSpec:
+    source = source_of(Numbers(10), options)
+    assignment = SampleAssignment(parts=source.parts, worker_init_fn=worker_init_fn)
+    packed = assignment.pack()
+    return describe("images", 3, source, assignment, packed, size=10, workers=1, options=options)
+
+
+def test_another_function_for_workers_is_named_and_so_is_the_next_version() -> None:
+    registry = FlowRegistry()
+    registry.register(spec_with(seed_all, JobOptions()), 0.0)
+    with pytest.raises(UsageError) as raised:
+        registry.register(spec_with(seed_none, JobOptions()), 1.0)
+    message = str(raised.value)
+    assert "worker_init_fn is seed_none (" in message
+    assert "registered is seed_all (" in message
+    assert "its content" not in message
+    assert 'flow="images:v4"' in message
+
+
+def test_a_fingerprint_of_the_users_stands_for_all_that_is_loaded() -> None:
+    options = JobOptions(fingerprint="of mine")
+    assert not spec_with(seed_all, options).difference(spec_with(None, options))
+
+
+@pytest.mark.parametrize(("address", "hints"), [("tcp://127.0.0.1:1", True), ("ipc:///nowhere", False)])
+def test_where_no_cluster_answers_the_flow_is_named_and_keys_are_thought_of(
+    address: str, hints: bool
+) -> None:
+    spec = spec_with(None, JobOptions())
+    with pytest.raises(DeadlineError, match="flow 'images': no cluster answers at") as raised:
+        register(find_cluster(address), spec, b"", patience_s=0.1)
+    assert ("keys are not its own" in str(raised.value)) == hints
