@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from torch_dpflow.cli.console import stdout_console
 from torch_dpflow.remote.cluster_figures import ClusterFigures, JobRow, ShardFigures
 from torch_dpflow.remote.flow_registry import FlowState
 from torch_dpflow.remote.protocol import FlowView, ProcessView
@@ -31,7 +32,7 @@ def print_flows(flows: Sequence[FlowView]) -> None:
             f"{has[1]} of {spec.workers}",
             f"{_bytes(has[2])} of {_bytes(spec.memory_bytes)}",
         )
-    Console().print(table)
+    stdout_console().print(table)
 
 
 def print_processes(processes: Sequence[ProcessView]) -> None:
@@ -40,7 +41,7 @@ def print_processes(processes: Sequence[ProcessView]) -> None:
     for view in processes:
         pid = str(view.pid) if view.pid else "starting"
         table.add_row(view.id, view.role, pid, str(view.restarts), view.address)
-    Console().print(table)
+    stdout_console().print(table)
 
 
 def print_top(figures: ClusterFigures, earlier: ClusterFigures | None, *, clear: bool) -> None:
@@ -48,7 +49,7 @@ def print_top(figures: ClusterFigures, earlier: ClusterFigures | None, *, clear:
 
     `hits` is per sample asked for, `/sample` decodes per sample served, `queue` what waits or is being loaded.
     """
-    console = Console()
+    console = stdout_console()
     if clear:
         console.clear()
     flows = _table("flows", "flow", "state", "jobs", "shards", *_FIGURES, "restarts")
@@ -62,7 +63,7 @@ def print_top(figures: ClusterFigures, earlier: ClusterFigures | None, *, clear:
 
 def print_flow(flow: FlowView, figures: ClusterFigures) -> None:
     """One flow: where it is in its life, what it has, who reads it."""
-    console = Console(highlight=False)
+    console = stdout_console(highlight=False)
     console.print(f"{flow.spec.instance}: {flow.spec.size:,} samples, {_life_now(flow)}")
     steps = " → ".join(f"{step.state} ({_age(step.age_s)} ago)" for step in flow.life)
     console.print(f"  life so far: {steps}")
@@ -133,7 +134,7 @@ def _cells(figures: ShardFigures) -> Iterable[str]:
 def _table(title: str, *headings: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     for heading in headings:
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading, overflow="fold")  # where it is narrow: an id that is cut names nothing
     return table
 
 

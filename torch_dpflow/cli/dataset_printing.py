@@ -18,6 +18,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from torch_dpflow.cli.console import stdout_console
 from torch_dpflow.datasets.importers.base import Importer
 from torch_dpflow.datasets.names import DatasetRef
 from torch_dpflow.datasets.spec import Dataset, SampleMeta, encode_file
@@ -32,14 +33,16 @@ def print_json(dataset: Dataset) -> None:
 
 def print_datasets(published: Sequence[Dataset], drafts: Sequence[DatasetRef]) -> None:
     """One line for each variant of each version."""
-    table = Table("dataset", "version", "variant", "published", box=None)
-    table.add_column("samples", justify="right")
+    table = Table(box=None)
+    for heading in ("dataset", "version", "variant", "published"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("samples", justify="right", overflow="fold")
     for dataset in published:
         for name, variant in dataset.variants.items():
             table.add_row(dataset.id, dataset.version, name, dataset.created, f"{variant.samples:,}")
     for draft in drafts:
         table.add_row(draft.id, str(draft.version), "", "unfinished import", "")
-    Console().print(table)
+    stdout_console().print(table)
 
 
 def print_version(dataset: Dataset, only: str | None, sample: SampleMeta | None) -> None:
