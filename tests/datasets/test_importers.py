@@ -361,6 +361,53 @@ def test_what_is_wrong_with_a_table_is_told(tmp_path: Path) -> None:
         ListingImporter("list.xlsx")
 
 
+def test_nanoseconds_become_text(tmp_path: Path, local_store: DatasetStore) -> None:
+    columns = {
+        "path": pa.array(["a", "b"]),
+        "at": pa.array([1, None], pa.timestamp("ns")),
+        "zoned": pa.array([1, 2], pa.timestamp("ns", tz="UTC")),
+        "whole": pa.array([2_000_000_000, None], pa.timestamp("ns")),
+        "took": pa.array([-1_500_000_001, 1], pa.duration("ns")),
+        "time": pa.array([1, 2], pa.time64("ns")),
+    }
+    parquet.write_table(pa.table(columns), tmp_path / "list.parquet")
+    draft = Draft(local_store, "core/x", "v1")
+    draft.add("train", ListingImporter(str(tmp_path / "list.parquet")))
+    draft.publish()
+    assert local_store.open("core/x").sample(0).fields() == {
+        "at": "1970-01-01T00:00:00.000000001",
+        "zoned": "1970-01-01T00:00:00.000000001Z",
+        "whole": "1970-01-01T00:00:02",
+        "took": "-PT1.500000001S",
+        "time": "00:00:00.000000001",
+    }
+    nested = pa.table({"path": ["a"], "inner": pa.array([[1]], pa.list_(pa.timestamp("ns")))})
+    parquet.write_table(nested, tmp_path / "list.parquet")
+    with pytest.raises(SourceError, match=r"list\.parquet, column 'inner' of type list.*store it as text"):
+        list(ListingImporter(str(tmp_path / "list.parquet")).items())
+
+
+def test_numbers_of_a_table_that_json_cannot_hold_are_named(
+    tmp_path: Path, local_store: DatasetStore
+) -> None:
+    table = pa.table({"path": ["a", "b"], "score": pa.array([None, float("nan")])})
+    parquet.write_table(table, tmp_path / "list.parquet")
+    draft = Draft(local_store, "core/x", "v1")
+    with pytest.raises(SourceError, match=r"annotations of b have score=nan"):
+        draft.add("train", ListingImporter(str(tmp_path / "list.parquet")))
+
+
+def test_damaged_pages_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "list.parquet"
+    table = pa.table({"path": [f"{number}.bin" for number in range(5000)]})
+    parquet.write_table(table, path, use_dictionary=False, compression="gzip")
+    data = bytearray(path.read_bytes())
+    data[100:4000] = b"\xa5" * 3900
+    path.write_bytes(data)
+    with pytest.raises(SourceError, match=r"list\.parquet cannot be read"):
+        list(ListingImporter(str(path)).items())
+
+
 def test_without_pyarrow_the_way_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'torch_dpflow\[datasets\]'"):

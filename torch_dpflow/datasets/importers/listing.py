@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
-from torch_dpflow.errors import MissingExtraError, OptionError, SourceError
+from torch_dpflow.errors import MissingExtraError, OptionError, SourceError, StorageError
 
 #: Rows that are in memory at a time (of a CSV file: as many as fit into a block of bytes).
 _BATCH_ROWS = 4096
@@ -73,6 +73,7 @@ class ListingImporter:
 
     def items(self, start: int = 0) -> Iterator[Item]:
         used = {field: column for field, column in self._columns.items() if column is not None}
+        name = str(self.source["listing"])
         position = 0
         for rows in self._batches():
             missing = set(used.values()) - set(rows.schema.names)
@@ -82,7 +83,8 @@ class ListingImporter:
                 )
             skipped = min(len(rows), max(0, start - position))
             position += len(rows)
-            for number, row in enumerate(rows.slice(skipped).to_pylist(), position - len(rows) + skipped):
+            first = position - len(rows) + skipped
+            for number, row in enumerate(_rows_of(rows.slice(skipped), name), first):
                 yield self._item(row, used, number)
 
     def total(self) -> int | None:
@@ -128,7 +130,15 @@ class ListingImporter:
                     yield from csv.open_csv(
                         file, read_options=read, parse_options=parse, convert_options=convert
                     )
-        except pyarrow.ArrowInvalid as error:
-            raise SourceError(f"{self.source['listing']} cannot be read: {error}") from error
         except FileNotFoundError as error:
             raise SourceError(f"there is no {self.source['listing']}") from error
+        except StorageError:
+            raise
+        except (pyarrow.ArrowException, OSError) as error:  # Arrow tells of damaged pages by an OSError
+            raise SourceError(f"{self.source['listing']} cannot be read: {error}") from error
+
+
+def _rows_of(batch: Any, name: str) -> list[dict[str, Any]]:
+    from torch_dpflow.datasets.importers.table_values import rows_of  # it needs pyarrow, which is an extra
+
+    return rows_of(batch, name)

@@ -1,0 +1,59 @@
+"""The cells of a table as Python's values, without pandas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow
+
+from torch_dpflow.errors import SourceError
+
+_NANOSECONDS = 10**9
+
+
+def rows_of(batch: pyarrow.RecordBatch, name: str) -> list[dict[str, Any]]:
+    """The rows of a batch. Times that Python's types do not hold, such as nanoseconds, become ISO 8601 text.
+
+    Args:
+        batch: some rows of a table.
+        name: what errors call the table.
+
+    Raises:
+        SourceError: a column holds what has no value in Python; it is named.
+    """
+    names = batch.schema.names
+    columns = [
+        _values(batch.column(number), f"{name}, column {names[number]!r}") for number in range(len(names))
+    ]
+    return [dict(zip(names, cells)) for cells in zip(*columns)]
+
+
+def _values(column: pyarrow.Array, name: str) -> list[Any]:
+    try:
+        found: list[Any] = column.to_pylist()
+        return found
+    except (ValueError, OverflowError) as error:
+        if pyarrow.types.is_timestamp(column.type):
+            return _timestamps(column)
+        if pyarrow.types.is_time(column.type):
+            texts: list[Any] = column.cast(pyarrow.string()).to_pylist()
+            return texts
+        if column.type == pyarrow.duration("ns"):
+            return [_duration(value) for value in column.cast(pyarrow.int64()).to_pylist()]
+        raise SourceError(
+            f"{name} of type {column.type}: {error}; store it as text or as integers"
+        ) from error
+
+
+def _timestamps(column: pyarrow.Array) -> list[Any]:
+    zone = "" if column.type.tz is None else "Z"
+    in_utc = column.cast(pyarrow.timestamp(column.type.unit))
+    texts = in_utc.cast(pyarrow.string()).to_pylist()
+    return [None if text is None else text.replace(" ", "T") + zone for text in texts]
+
+
+def _duration(value: int | None) -> str | None:
+    if value is None:
+        return None
+    seconds, rest = divmod(abs(value), _NANOSECONDS)
+    return f"{'-' if value < 0 else ''}PT{seconds}.{rest:09d}S"
