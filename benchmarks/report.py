@@ -16,7 +16,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -186,17 +186,19 @@ def add_arguments(parser: argparse.ArgumentParser, *, rounds: int = 5) -> None:
 
 
 def publish(
-    comparisons: Sequence[Comparison], metrics: Sequence[Metric], arguments: argparse.Namespace
+    comparisons: Iterable[Comparison], metrics: Sequence[Metric], arguments: argparse.Namespace
 ) -> None:
-    """Print `comparisons` in the form that the arguments of `add_arguments` ask for."""
+    """Print `comparisons` in the form that the arguments of `add_arguments` ask for, JSON as they come."""
     if arguments.json:
         for comparison in comparisons:
             print_json(comparison)
-    elif arguments.markdown:
-        print(markdown(comparisons, metrics))
+        return
+    whole = list(comparisons)
+    if arguments.markdown:
+        print(markdown(whole, metrics))
         print(f"\n{_caption()}")
     else:
-        show(comparisons, metrics)
+        show(whole, metrics)
 
 
 def _row(comparison: Comparison, side: str, metrics: Sequence[Metric]) -> list[str]:

@@ -245,7 +245,7 @@ def main() -> None:
     generate(IMAGES, SPECIFICATION)
     warm_page_cache(IMAGES)
     chosen = [scenario for name in arguments.scenario for scenario in SCENARIOS[name]]
-    publish([compare(scenario, arguments) for scenario in chosen], METRICS, arguments)
+    publish((compare(scenario, arguments) for scenario in chosen), METRICS, arguments)
 
 
 if __name__ == "__main__":
