@@ -31,7 +31,8 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from examples import natural_images
-from examples.train_classifier import build_dataset, positive, seed_everything
+from examples.arguments import address, positive
+from examples.train_classifier import build_dataset, seed_everything
 from torch_dpflow import DPFlowDataLoader
 
 #: Of the digits, so many are for testing.
@@ -243,7 +244,11 @@ def build_parser() -> argparse.ArgumentParser:
         default=Path("demo_data/convergence"),
         help="folder of the JPEGs; made if need be",
     )
-    add("--address", help="of a cluster, to train over a shared flow too: a connection file, or auto")
+    add(
+        "--address",
+        type=address,
+        help="of a cluster, to train over a shared flow too: a connection file, or auto",
+    )
     add("--epochs", type=positive, default=20)
     add("--seeds", type=positive, default=5, help="how many")
     add("--workers", type=positive, default=2)

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from examples import natural_images
+from examples.arguments import positive
 
 LOADERS = ("torch", "dpflow")
 CLASSES = 4
@@ -122,9 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m examples.demo", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--data", type=Path, default=Path("demo_data/images"), help="folder for the images")
-    parser.add_argument("--train", type=int, default=400, help="images to train on")
-    parser.add_argument("--val", type=int, default=80, help="images to validate with")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--train", type=positive, default=400, help="images to train on")
+    parser.add_argument("--val", type=positive, default=80, help="images to validate with")
+    parser.add_argument("--epochs", type=positive, default=4)
     options = parser.parse_args(arguments)
     console = Console()
     try:

@@ -19,8 +19,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from examples.arguments import address, not_negative, positive, rate, seed
 from examples.stopwatch import Stopwatch
-from examples.train_classifier import positive, seed_everything
+from examples.train_classifier import seed_everything
 from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.errors import DatasetNotFoundError
@@ -185,15 +186,19 @@ def build_parser(task: Task, module: str) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--loader", choices=LOADERS, default="dpflow")
-    add("--address", help="of a cluster that loads for all jobs: a connection file, or auto (dpflow only)")
+    add(
+        "--address",
+        type=address,
+        help="of a cluster that loads for all jobs: a connection file, or auto (dpflow only)",
+    )
     add("--store", default="demo_data/datasets", help="dataset store: a folder or a URL")
     add("--train", type=positive, default=400, help="samples to train on")
     add("--val", type=positive, default=100, help="samples to validate with")
     add("--epochs", type=positive, default=5)
     add("--batch-size", type=positive, default=16)
-    add("--workers", type=int, default=2, help="0 loads in the training process")
-    add("--lr", type=float, default=1e-3, help="highest of the one-cycle schedule")
-    add("--seed", type=int, default=0)
+    add("--workers", type=not_negative, default=2, help="0 loads in the training process")
+    add("--lr", type=rate, default=1e-3, help="highest of the one-cycle schedule")
+    add("--seed", type=seed, default=0)
     add("--threads", type=positive, default=1, help="of torch in the training process")
     add("--max-steps", type=positive, help="stop after so many")
     add("--summary-json", type=Path, help="file for the figures of the run")

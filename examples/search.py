@@ -24,9 +24,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from examples import natural_images
+from examples.arguments import address_or_new, positive, rate
 from examples.cluster import found_or_started, loads
 from examples.stopwatch import Stopwatch
-from examples.train_classifier import build_dataset, positive, seed_everything
+from examples.train_classifier import build_dataset, seed_everything
 from torch_dpflow import DPFlowDataLoader
 
 LOADERS = ("torch", "dpflow")
@@ -170,7 +171,7 @@ def results(outcomes: Sequence[Outcome], decodes: int) -> Table:
 
 
 def learning_rates(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
+    return [rate(part) for part in text.split(",")]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -181,6 +182,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--loader", choices=LOADERS, default="dpflow")
     add(
         "--address",
+        type=address_or_new,
         default="auto",
         help="of a cluster: a connection file; auto: the one that runs, or a new one",
     )

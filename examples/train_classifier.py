@@ -24,6 +24,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision import datasets, transforms
 
+from examples.arguments import not_negative, positive, rate, seed, share, weight
 from examples.training import Training
 from torch_dpflow import DPFlowDataLoader
 
@@ -83,13 +84,6 @@ def seed_everything(seed: int) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: at least 1 is needed")
-    return value
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m examples.train_classifier", formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -100,16 +94,16 @@ def build_parser() -> argparse.ArgumentParser:
     add("--arch", default="resnet18", help="any classification model of torchvision.models")
     add("--epochs", type=positive, default=10)
     add("--batch-size", type=positive, default=32)
-    add("--workers", type=int, default=2, help="0 loads in the training process")
-    add("--lr", type=float, default=0.1)
-    add("--momentum", type=float, default=0.9)
-    add("--weight-decay", type=float, default=1e-4)
-    add("--label-smoothing", type=float, default=0.0)
+    add("--workers", type=not_negative, default=2, help="0 loads in the training process")
+    add("--lr", type=rate, default=0.1)
+    add("--momentum", type=weight, default=0.9)
+    add("--weight-decay", type=weight, default=1e-4)
+    add("--label-smoothing", type=share, default=0.0)
     add("--lr-scheduler", choices=("cosine", "step"), default="cosine")
     add("--lr-step-size", type=positive, default=30, help="epochs")
-    add("--lr-gamma", type=float, default=0.1)
+    add("--lr-gamma", type=rate, default=0.1)
     add("--image-size", type=positive, default=224, help="pixels")
-    add("--seed", type=int, default=0)
+    add("--seed", type=seed, default=0)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--threads", type=positive, help="of torch in the training process; None leaves it to torch")
     add("--pin-memory", action="store_true")

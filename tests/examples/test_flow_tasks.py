@@ -94,8 +94,17 @@ def test_a_cluster_loads_for_a_task_that_is_run_as_a_script(
 
 def test_an_address_is_for_our_loader_only(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        train("tones", "--loader=torch", "--address=auto")
+        train("tones", "--loader=torch", "--address=ipc:///nowhere")
     assert "--address is for --loader dpflow" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--address=nope", "--workers=-1", "--lr=nan", "--seed=-1"])
+def test_wrong_options_are_refused_by_name(
+    train: Train, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    with pytest.raises(SystemExit):
+        train("tones", option)
+    assert f"argument {option.split('=')[0]}: " in capsys.readouterr().err
 
 
 # -- what the tasks are made of -----------------------------------------------------------------------------

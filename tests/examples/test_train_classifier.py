@@ -151,7 +151,23 @@ def test_a_checkpoint_of_another_run_is_refused(
     assert "batch_size is 4, not 8" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--epochs=0", "--batch-size=-1", "--limit-batches=0", "--loader=other"])
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--epochs=0",
+        "--batch-size=-1",
+        "--limit-batches=0",
+        "--loader=other",
+        "--workers=-1",
+        "--lr=nan",
+        "--lr=0",
+        "--momentum=inf",
+        "--weight-decay=-1",
+        "--label-smoothing=1.5",
+        "--seed=-1",
+        f"--seed={2**32}",
+    ],
+)
 def test_wrong_options_are_refused_by_name(
     train: Callable[..., int], capsys: pytest.CaptureFixture[str], option: str
 ) -> None:

@@ -1,0 +1,72 @@
+"""Values of the examples' options, refused by name where they make no sense."""
+
+import math
+from argparse import ArgumentTypeError
+
+from torch_dpflow.errors import DPFlowError
+from torch_dpflow.remote.cluster_address import find_cluster
+
+#: numpy's generator takes no higher seed.
+HIGHEST_SEED = 2**32 - 1
+
+
+def positive(text: str) -> int:
+    """A whole number from 1."""
+    value = int(text)
+    if value < 1:
+        raise ArgumentTypeError(f"{value}: at least 1 is needed")
+    return value
+
+
+def not_negative(text: str) -> int:
+    """A whole number from 0."""
+    value = int(text)
+    if value < 0:
+        raise ArgumentTypeError(f"{value}: at least 0 is needed")
+    return value
+
+
+def seed(text: str) -> int:
+    """A whole number that seeds every generator."""
+    value = int(text)
+    if not 0 <= value <= HIGHEST_SEED:
+        raise ArgumentTypeError(f"{value}: give a whole number from 0 to {HIGHEST_SEED}")
+    return value
+
+
+def rate(text: str) -> float:
+    """A finite number above 0, such as a learning rate."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ArgumentTypeError(f"{text}: give a finite number above 0")
+    return value
+
+
+def weight(text: str) -> float:
+    """A finite number from 0, such as a weight decay."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise ArgumentTypeError(f"{text}: give a finite number, 0 or more")
+    return value
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise ArgumentTypeError(f"{text}: give a number from 0 to 1")
+    return value
+
+
+def address(text: str) -> str:
+    """The connection file of a cluster, or "auto", which one was started for."""
+    try:
+        find_cluster(text)
+    except DPFlowError as error:
+        raise ArgumentTypeError(str(error)) from error
+    return text
+
+
+def address_or_new(text: str) -> str:
+    """The same, but "auto" may also be none yet."""
+    return text if text == "auto" else address(text)
