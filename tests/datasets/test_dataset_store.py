@@ -206,6 +206,24 @@ def test_what_a_storage_refuses_is_named(
         DatasetStore("forbidding://bucket")
 
 
+def test_a_place_for_no_store_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for place in (tmp_path / "file", tmp_path / "file/below"):
+        with pytest.raises(StorageError, match=r"file is a file, where|Not a directory"):
+            DatasetStore.create(str(place))
+    with pytest.raises(StorageError, match=r"file:///proc/nothing/store\.json cannot be written"):
+        DatasetStore.create("/proc/nothing")
+
+
+def test_a_damaged_shard_is_named_with_its_store(local_store: DatasetStore) -> None:
+    stored = publish(local_store, Numbered(3))
+    stored.files.write("meta/v1/train/ms-0.json", b"{}")
+    with pytest.raises(
+        DamagedStoreError, match=rf"{local_store.url}/core/numbers/meta/v1/train/ms-0\.json has 2 bytes"
+    ):
+        stored.sample(0)
+
+
 def test_a_directory_in_place_of_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "store.json").mkdir()
     with pytest.raises(DatasetNotFoundError, match=r"store\.json: this is a directory, not a file"):

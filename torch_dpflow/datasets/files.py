@@ -15,7 +15,13 @@ from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.deadlines import ask
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
-from torch_dpflow.errors import DPFlowError, OptionError, OptionTypeError, StorageError
+from torch_dpflow.errors import (
+    DPFlowError,
+    ObjectMissingError,
+    OptionError,
+    OptionTypeError,
+    StorageError,
+)
 
 #: What makes a single put fail when the object exists already, by protocol.
 _EXCLUSIVE_PUT: dict[str, dict[str, Any]] = {
@@ -118,13 +124,14 @@ class Files:
         """Whether there is a file or a directory."""
         fs, full = self.filesystem, self._full(path)
         fs.invalidate_cache()
-        with self._told(path):
+        with suppress(FileNotFoundError), self._told(path):  # there is no such bucket
             return bool(ask(fs, self.read_options.deadline_s, lambda: fs.exists(full)))
+        return False
 
     def write(self, path: str, data: bytes) -> None:
         """Put a file in its place, over whatever is there."""
         fs, full = self.filesystem, self._full(path)
-        with self._told(path):
+        with self._told(path), self._placed(path):
             if isinstance(fs, LocalFileSystem):
                 os.replace(_written_beside(full, data), full)
             else:
@@ -139,7 +146,7 @@ class Files:
         if self.exists(path):
             raise FileExistsError(f"{self.url}/{path} exists already")
         fs, full = self.filesystem, self._full(path)
-        with self._told(path):
+        with self._told(path), self._placed(path):
             if isinstance(fs, LocalFileSystem):
                 _link_into_place(_written_beside(full, data), full)
             else:
@@ -184,6 +191,11 @@ class Files:
                 found.append(Child(name, _is_directory(fs, entry), entry.get("size")))
         return sorted(found)
 
+    def real(self, path: str) -> str:
+        """What a directory is in truth: its path behind all links, on a local disk; elsewhere there are none."""
+        full = self._full(path)
+        return os.path.realpath(full) if isinstance(self.filesystem, LocalFileSystem) else full
+
     def remove(self, path: str) -> None:
         """Remove a file or a directory with everything in it, if it is there."""
         with suppress(FileNotFoundError), self._told(path):
@@ -214,6 +226,17 @@ class Files:
                 raise StorageError(f"{url}: {type(error).__name__}: {error}") from error
             raise storage_error(ByteRange(url), error) from error
 
+    @contextmanager
+    def _placed(self, path: str) -> Iterator[None]:
+        """Tell a place where nothing can be written by a type of ours; a file in the way stays Python's error."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise ObjectMissingError(
+                f"{self.url}/{path} cannot be written: {' '.join(str(error).split())}; there is no such bucket, or no "
+                "directory can be made there"
+            ) from error
+
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
 
@@ -235,7 +258,10 @@ def _is_directory(fs: Any, entry: Mapping[str, Any]) -> bool:
 
 def _written_beside(path: str, data: bytes) -> str:
     folder, name = os.path.split(path)
-    os.makedirs(folder, exist_ok=True)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(f"{error.filename} is a file, where a directory should be") from error
     beside = os.path.join(folder, f".{name}.{secrets.token_hex(4)}{_UNFINISHED}")
     try:
         with open(beside, "xb") as file:

@@ -250,7 +250,7 @@ class _Opened:
         if isinstance(data, DPFlowError):
             return data
         try:
-            return self._stored.dataset.decode_shard(self._stored.variant_name, number, data)
+            return self._stored.dataset.decode_shard(self._stored.variant_name, number, data, url=url)
         except DPFlowError as error:
             return error
 

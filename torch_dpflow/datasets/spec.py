@@ -169,12 +169,18 @@ class Dataset(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="data
         """The path of a shard, relative to the dataset's directory."""
         return shard_path(self.variants[variant].shards[number].version, variant, number)
 
-    def decode_shard(self, variant: str, number: int, data: bytes) -> DatasetShardMeta:
-        """Open the bytes of a shard, checked against what is known of it. Raises DamagedStoreError."""
+    def decode_shard(
+        self, variant: str, number: int, data: bytes, *, url: str | None = None
+    ) -> DatasetShardMeta:
+        """Open the bytes of a shard, checked against what is known of it; `url` is what errors call it.
+
+        Raises:
+            DamagedStoreError: it is not what this version names.
+        """
         entry = self.variants[variant].shards[number]
         samples = self.variants[variant].shard_samples(number)
         identity = ShardIdentity(self.id, entry.version, variant, number, samples)
-        return decode_shard(data, f"{self.id}/{self.shard_path(variant, number)}", entry, identity)
+        return decode_shard(data, url or f"{self.id}/{self.shard_path(variant, number)}", entry, identity)
 
 
 class ShardIdentity(NamedTuple):

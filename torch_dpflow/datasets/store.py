@@ -205,7 +205,7 @@ class StoredDataset:
             data = self.files.read(path)
         except FileNotFoundError as error:
             raise DamagedStoreError(f"{self.url}/{path} is missing; restore it from a copy") from error
-        return self.dataset.decode_shard(self.variant_name, number, data)
+        return self.dataset.decode_shard(self.variant_name, number, data, url=f"{self.url}/{path}")
 
     def sample(self, index: int) -> SampleMeta:
         """The metadata of one sample: reads its shard. Raises IndexError outside."""

@@ -149,6 +149,12 @@ def test_who_may_not_list_a_store_is_told(oss: OSSServer, oss_address: Address) 
         store.ids()
 
 
+def test_a_bucket_that_is_not_there_is_told(address: Address) -> None:
+    url, options = address
+    with pytest.raises(StorageError, match=r"://nobucket/ds/store\.json.*bucket"):
+        DatasetStore.create(f"{url.partition('://')[0]}://nobucket/ds", **options)
+
+
 @pytest.mark.parametrize("name", ["endpoint", "endpoint_url"])
 def test_an_endpoint_has_two_names_on_every_storage(address: Address, name: str) -> None:
     url, options = address
