@@ -66,6 +66,39 @@ def test_links_to_directories_are_followed(pets: Path, tmp_path: Path) -> None:
     assert [item.path for item in ImageFolderImporter(str(linked)).items()] == ["cat/10.jpg", "cat/9.jpg"]
 
 
+def test_links_that_lead_back_are_not_followed(tmp_path: Path) -> None:
+    _write(tmp_path, "cat/a.jpg", "cat/deep/b.jpg")
+    (tmp_path / "cat/deep/back").symlink_to(tmp_path / "cat")
+    (tmp_path / "cat/deep/self").symlink_to(tmp_path / "cat/deep")
+    assert [item.path for item in ImageFolderImporter(str(tmp_path)).items()] == [
+        "cat/a.jpg",
+        "cat/deep/b.jpg",
+    ]
+
+
+def test_links_that_lead_nowhere_are_named(tmp_path: Path) -> None:
+    _write(tmp_path, "cat/a.jpg")
+    (tmp_path / "cat/empty.jpg").write_bytes(b"")
+    assert len(list(ImageFolderImporter(str(tmp_path)).items())) == 2
+    (tmp_path / "cat/gone.jpg").symlink_to(tmp_path / "nothing.jpg")
+    with pytest.raises(SourceError, match=r"cat/gone\.jpg is a link that leads nowhere"):
+        list(ImageFolderImporter(str(tmp_path)).items())
+
+
+def test_endings_need_no_dot(tmp_path: Path, pets: Path, speech: Path) -> None:
+    assert {
+        str(item.path)[-4:] for item in ImageFolderImporter(str(pets), endings=["PNG", ".jpg"]).items()
+    } == {
+        ".PNG",
+        ".jpg",
+    }
+    plain, dotted = (SpeechImporter(str(speech), endings=[ending]) for ending in ("flac", ".flac"))
+    assert list(plain.items()) == list(dotted.items()) != []
+    for wrong in ([], [""], ["."]):
+        with pytest.raises(OptionError, match="give endings such as"):
+            SpeechImporter(str(speech), endings=wrong)
+
+
 def test_an_empty_class_is_named(pets: Path) -> None:
     (pets / "bee").mkdir()
     with pytest.raises(SourceError, match="pets/bee holds no image"):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
-from torch_dpflow.datasets.importers.tree import FoundFile, check_folder, files_below
+from torch_dpflow.datasets.importers.tree import FoundFile, check_folder, check_links, endings_of, files_below
 from torch_dpflow.errors import SourceError
 
 #: The endings that torchvision's ImageFolder takes for images.
@@ -22,7 +22,7 @@ class ImageFolderImporter:
 
     Args:
         root: the directory that holds the classes; a path or a URL.
-        endings: of files that are images, in lower case; others are passed over.
+        endings: of files that are images, in whatever case; others are passed over.
         classes: names whose labels are fixed already, in order; others get the labels that follow. None:
             the directories' names, sorted.
         options: what fsspec needs to open `root`.
@@ -38,7 +38,7 @@ class ImageFolderImporter:
     ) -> None:
         self.options = dict(options or {})
         self._files = Files(root, self.options)
-        self._endings = tuple(endings)
+        self._endings = endings_of(endings)
         self._known = list(classes or [])
         self._labels: dict[str, int] = {}
         self.root: str | None = self._files.url
@@ -91,4 +91,5 @@ class ImageFolderImporter:
                 f"{self.root}/{name} holds no image; a class needs at least one file that ends with one of "
                 f"{', '.join(self._endings)}"
             )
+        check_links(self._files, found)
         return found

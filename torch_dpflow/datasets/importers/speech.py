@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_dpflow.datasets.files import Child, Files
 from torch_dpflow.datasets.importers.base import Item
-from torch_dpflow.datasets.importers.tree import check_folder
+from torch_dpflow.datasets.importers.tree import check_folder, endings_of
 from torch_dpflow.errors import SourceError
 
 AUDIO_ENDINGS = (".flac", ".wav", ".mp3", ".ogg", ".opus")
@@ -23,7 +23,7 @@ class SpeechImporter:
 
     Args:
         root: the directory that holds the speakers; a path or a URL.
-        endings: of files that are audio, in lower case; others are passed over.
+        endings: of files that are audio, in whatever case; others are passed over.
         options: what fsspec needs to open `root`.
     """
 
@@ -36,7 +36,7 @@ class SpeechImporter:
     ) -> None:
         self.options = dict(options or {})
         self._files = Files(root, self.options)
-        self._endings = tuple(endings)
+        self._endings = endings_of(endings)
         self.root: str | None = self._files.url
         self.source = {"importer": "speech", "root": self.root, "endings": list(self._endings)}
 

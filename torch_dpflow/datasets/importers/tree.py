@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch_dpflow.datasets.files import Files
-from torch_dpflow.errors import SourceError
+from torch_dpflow.errors import OptionError, SourceError
 
 
 class FoundFile(NamedTuple):
@@ -26,15 +27,35 @@ def check_folder(files: Files) -> None:
 
 
 def files_below(files: Files, folder: str) -> list[FoundFile]:
-    """All files below `folder` but hidden ones, sorted by directory and then by name, as torchvision does."""
+    """All files below `folder` but hidden ones, sorted by directory and then by name, as torchvision does.
+
+    Links to directories are followed, but for those that lead back to a directory they are in.
+    """
     found: list[tuple[str, FoundFile]] = []
-    pending = [folder]
+    pending = [(folder, frozenset({files.real(folder)}))]
     while pending:
-        directory = pending.pop()
+        directory, above = pending.pop()
         for child in files.children(directory):
             path = f"{directory}/{child.name}"
-            if child.is_directory:
-                pending.append(path)
-            else:
+            if not child.is_directory:
                 found.append((directory, FoundFile(path, child.size)))
+            elif (real := files.real(path)) not in above:
+                pending.append((path, above | {real}))
     return [file for _, file in sorted(found)]
+
+
+def check_links(files: Files, found: Iterable[FoundFile]) -> None:
+    """Raise SourceError for a link that leads nowhere: what it stood for is lost, and to leave it out would hide it."""
+    for file in found:
+        if not file.size and not files.exists(file.path):
+            raise SourceError(
+                f"{files.url}/{file.path} is a link that leads nowhere; restore the file that it names, or remove it"
+            )
+
+
+def endings_of(endings: Sequence[str]) -> tuple[str, ...]:
+    """Endings of files in lower case, each with its dot. Raises OptionError where one is empty."""
+    found = tuple(f".{ending.strip().lower().removeprefix('.')}" for ending in endings)
+    if not found or "." in found:
+        raise OptionError(f"endings={endings!r}: give endings such as .jpg,.png")
+    return found
