@@ -17,7 +17,13 @@ from torch_dpflow.datasets import DatasetStore, Draft, verify
 from torch_dpflow.datasets import packing as packing_module
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.iterable import IterableImporter
-from torch_dpflow.errors import DatasetNotFoundError, OptionError, OptionTypeError, SourceError
+from torch_dpflow.errors import (
+    DamagedStoreError,
+    DatasetNotFoundError,
+    OptionError,
+    OptionTypeError,
+    SourceError,
+)
 
 
 class Stop(Exception):
@@ -137,6 +143,14 @@ def test_another_import_in_the_way_is_named(store: DatasetStore) -> None:
     assert store.ids() == [] or store.drafts("core/numbers") == []
     draft.add("train", other, shard_size=5)
     assert draft.publish().variants["train"].samples == 20
+
+
+def test_a_note_that_was_cut_short_is_told_with_the_way_out(store: DatasetStore) -> None:
+    with pytest.raises(Stop):
+        _add(store, breaking(5))
+    store.files.write("core/numbers/drafts/v1/train/ms-0.json", b"{")
+    with pytest.raises(DamagedStoreError, match=r"drafts/v1/train/ms-0\.json is no .*--restart"):
+        _add(store, Numbered(9))
 
 
 def test_discarding_leaves_data_that_was_there(local_store: DatasetStore) -> None:

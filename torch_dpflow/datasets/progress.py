@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, takewhile
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -29,7 +29,7 @@ from torch_dpflow.datasets.spec import (
     decode_file,
     encode_file,
 )
-from torch_dpflow.errors import OptionError
+from torch_dpflow.errors import DamagedStoreError, OptionError
 
 #: Notes that are read at the same time: there may be thousands, each a round trip away.
 _READ_THREADS = 16
@@ -62,6 +62,9 @@ class ImportedVariant(SpecStruct, frozen=True, kw_only=True, tag_field="kind", t
     variant: Variant
 
 
+_Note = TypeVar("_Note", DraftRecord, ImportedShard, ImportedVariant)
+
+
 class Progress:
     """How far the import of one variant has come, kept in the store itself.
 
@@ -83,7 +86,7 @@ class Progress:
         try:
             self._files.create(path, encode_file(record))
         except FileExistsError:
-            noted = decode_file(self._files.read(path), DraftRecord, self._name("draft.json"))
+            noted = self._decode(self._files.read(path), DraftRecord, "draft.json")
             if noted == record:
                 return
             if len(self._files.children(self._folder)) > 1:
@@ -99,7 +102,7 @@ class Progress:
         names = list(takewhile(present.__contains__, (f"ms-{number}.json" for number in count(first))))
         with ThreadPoolExecutor(_READ_THREADS, "dpflow-progress") as threads:
             notes = threads.map(self._files.read, [f"{self._folder}/{name}" for name in names])
-            return [decode_file(note, ImportedShard, self._name(name)) for name, note in zip(names, notes)]
+            return [self._decode(note, ImportedShard, name) for name, note in zip(names, notes)]
 
     def note_shard(self, shard: ImportedShard) -> None:
         """A shard is in its place."""
@@ -111,7 +114,7 @@ class Progress:
             data = self._files.read(f"{self._folder}/done.json")
         except FileNotFoundError:
             return None
-        return decode_file(data, ImportedVariant, self._name("done.json")).variant
+        return self._decode(data, ImportedVariant, "done.json").variant
 
     def finish(self, variant: Variant) -> None:
         """The whole variant is in its place."""
@@ -119,8 +122,11 @@ class Progress:
             f"{self._folder}/done.json", encode_file(ImportedVariant(format=1, variant=variant))
         )
 
-    def _name(self, file: str) -> str:
-        return f"{self._files.url}/{self._folder}/{file}"
+    def _decode(self, data: bytes, kind: type[_Note], file: str) -> _Note:
+        try:
+            return decode_file(data, kind, f"{self._files.url}/{self._folder}/{file}")
+        except DamagedStoreError as error:
+            raise DamagedStoreError(f"{error}; discard the unfinished import (--restart)") from error
 
 
 def _differences(noted: DraftRecord, given: DraftRecord) -> str:
