@@ -73,6 +73,22 @@ def test_show(dataset: Dataset, tree: Path) -> None:
     assert (needs_one.exit_code, "['train', 'val']; name one" in needs_one.output) == (1, True)
 
 
+def test_show_of_a_sample_as_json(dataset: Dataset, tree: Path) -> None:
+    _import(dataset, tree)
+    shown = json.loads(dataset("show", "core/pets:v1:train", "--sample", "7", "--json").stdout)
+    assert (shown["path"], shown["meta"]) == ("dog/2.jpg", {"class": "dog", "label": 1})
+
+
+def test_a_list_that_is_read_by_a_program_is_not_cut(tmp_path: Path, tree: Path) -> None:
+    store = DatasetStore.create(str(tmp_path / "store"))
+    draft = Draft(store, "core/" + "pets" * 20, "v1")
+    draft.add("train", ImageFolderImporter(str(tree / "val")))
+    published = draft.publish()
+    environment = {"DPFLOW_STORE": str(tmp_path / "store"), "COLUMNS": "80"}
+    listed = CliRunner().invoke(root, ["dataset", "list"], env=environment).stdout.splitlines()[1]
+    assert listed.split() == [published.id, "v1", "train", published.created, "4"]
+
+
 def test_append(dataset: Dataset, tree: Path) -> None:
     _import(dataset, tree)
     result = dataset("append", "imagefolder", "core/pets:v1", f"train={tree}/val")

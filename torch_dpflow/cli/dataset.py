@@ -207,14 +207,19 @@ def list_(url: str, storage_options: dict[str, Any], as_json: bool) -> None:
 @dataset.command()
 @click.argument("ref", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
 @click.option("--sample", type=click.IntRange(min=0), help="Also show what is known of this sample.")
-@click.option("--json", "as_json", is_flag=True, help="The version's file as it is.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="The version's file as it is; with --sample what is known of the sample.",
+)
 @_store_options
 def show(url: str, storage_options: dict[str, Any], ref: str, sample: int | None, as_json: bool) -> None:
     """Show a version, the last one by default: variants, counts, where its data lies and came from."""
     store = DatasetStore(url, **storage_options)
     target = DatasetRef.parse(ref)
     version = store.load(target.id, target.version)
-    if as_json:
+    if as_json and sample is None:
         print_json(version)
         return
     described = None
@@ -223,7 +228,10 @@ def show(url: str, storage_options: dict[str, Any], ref: str, sample: int | None
         if sample >= len(stored):
             raise OptionError(f"--sample={sample}: {stored.ref} has {len(stored)} samples, from 0")
         described = stored.sample(sample)
-    print_version(version, target.variant, described)
+    if described is not None and as_json:
+        print_json(described)
+    else:
+        print_version(version, target.variant, described)
 
 
 @dataset.command("verify")

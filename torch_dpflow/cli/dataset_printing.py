@@ -26,9 +26,9 @@ from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.datasets.verify import Problem
 
 
-def print_json(dataset: Dataset) -> None:
-    """A version's file, on one line."""
-    click.echo(encode_file(dataset).decode())
+def print_json(record: Dataset | SampleMeta) -> None:
+    """A version's file, or what it knows of a sample, on one line."""
+    click.echo(encode_file(record).decode())
 
 
 def print_datasets(published: Sequence[Dataset], drafts: Sequence[DatasetRef]) -> None:
