@@ -44,6 +44,19 @@ def _pairs(context: click.Context, parameter: click.Parameter, texts: tuple[str,
     return found
 
 
+def _storage_options(
+    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
+) -> dict[str, str]:
+    """NAME=VALUE options of a storage."""
+    options = _pairs(context, parameter, texts)
+    taken = options.keys() & {"url", "read_options"}
+    if taken:
+        raise click.BadParameter(
+            f"{sorted(taken)} is no option of a storage; the store's address goes to --store"
+        )
+    return options
+
+
 def _kind(context: click.Context, parameter: click.Parameter, text: str) -> str:
     """The name of an importer."""
     if text in IMPORTERS:
@@ -75,7 +88,7 @@ def _store_options(command: Command) -> Command:
         "storage_options",
         metavar="NAME=VALUE",
         multiple=True,
-        callback=_pairs,
+        callback=_storage_options,
         help="What fsspec needs to open the store, such as key=…, secret=…, endpoint=…; may be repeated.",
     )
     store = click.option(
