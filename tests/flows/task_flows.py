@@ -88,7 +88,8 @@ def write_detection(root: Path, sizes: list[tuple[int, int]]) -> Path:
         for n in range(image)
     ]
     listed = [{"id": n, "file_name": f"{n}.png", "width": w, "height": h} for n, (w, h) in enumerate(sizes)]
-    document = {"images": listed, "annotations": annotations, "categories": []}
+    categories = [{"id": n + 1, "name": f"kind {n}"} for n in range(len(sizes))]
+    document = {"images": listed, "annotations": annotations, "categories": categories}
     (root / "instances.json").write_text(json.dumps(document))
     return root / "instances.json"
 
