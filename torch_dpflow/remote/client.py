@@ -27,10 +27,11 @@ from torch_dpflow.remote.assemble import assembler
 from torch_dpflow.remote.cluster_address import Cluster, find_cluster
 from torch_dpflow.remote.delivered import Delivered
 from torch_dpflow.remote.flow_registration import describe, length_of, register, source_of
+from torch_dpflow.remote.job_description import Home, JobDescription
 from torch_dpflow.remote.job_options import JobOptions, Replica
 from torch_dpflow.remote.protocol import MAX_SAMPLES, JobFigures, JobRank
 from torch_dpflow.remote.refusals import StaleJobError
-from torch_dpflow.remote.router_link import Home, JobDescription, RouterLink
+from torch_dpflow.remote.router_link import RouterLink
 from torch_dpflow.remote.samples import SampleAssignment
 from torch_dpflow.remote.shard_link import ShardLinks
 from torch_dpflow.remote.shared_iterator import CLOSE_S, PAUSE_S, Pipeline, SharedIterator

@@ -16,6 +16,7 @@ from torch_dpflow.errors import DeadlineError, OptionError, PeerLostError, Remot
 from torch_dpflow.remote.cluster_address import Cluster
 from torch_dpflow.remote.contact import Contact
 from torch_dpflow.remote.delivered import Marks, mark
+from torch_dpflow.remote.job_description import Home, JobDescription
 from torch_dpflow.remote.protocol import (
     Access,
     Draw,
@@ -23,7 +24,6 @@ from torch_dpflow.remote.protocol import (
     JobBeat,
     JobFigures,
     JobId,
-    JobRank,
     Join,
     Joined,
     RoutingTable,
@@ -39,40 +39,12 @@ T = TypeVar("T")
 CALL_S = 5.0
 #: The same for joining, which waits until every shard is there, seconds.
 JOIN_S = 20.0
+#: The least that it may take, however little patience is left, seconds.
+LEAST_CALL_S = 0.5
 #: The pause between attempts, seconds.
 PAUSE_S = 0.1
 #: Refusals that time mends.
 _PASSING = (NameBusyError.__name__, AwaitedRanksError.__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobDescription:
-    """Who a job is, the same for as long as it lives."""
-
-    flow: str
-    version: int
-    name: str
-    seed: int
-    batch_size: int
-    #: Its samples; None: all of the flow.
-    indices: IndexArray | None
-    #: Which part of the job this process reads; None: all of it.
-    rank: JobRank | None = None
-
-    @property
-    def reader(self) -> str:
-        """By what services know this process."""
-        return self.name if self.rank is None else f"{self.name}/{self.rank.rank}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Home:
-    """How a job comes to its cluster, and to the one that takes its place."""
-
-    #: The cluster that its address names now; None where it names none.
-    find: Callable[[], Cluster | None]
-    #: Registers the job's flow with a cluster, waiting so many seconds for each answer.
-    register: Callable[[Cluster, float], None]
 
 
 @dataclass(slots=True)
@@ -120,6 +92,8 @@ class RouterLink:
         self._home = home
         self._job = job
         self._patience_s = patience_s
+        #: Until when the attempt goes that is made now.
+        self._deadline = 0.0
         self._holder = secrets.randbits(63)
         self._generation = 0
         self._lock = threading.RLock()
@@ -186,7 +160,9 @@ class RouterLink:
             raise PeerLostError("the job has been closed")
         beat = JobBeat(self.id, figures)
         try:
-            generation: int = router.call("beat", beat, reply_type=int, timeout_s=self._call_s).body
+            generation: int = router.call(
+                "beat", beat, reply_type=int, timeout_s=min(CALL_S, self._patience_s)
+            ).body
         except (DeadlineError, PeerLostError) as error:
             self.contact.missed(error)
             raise
@@ -218,6 +194,7 @@ class RouterLink:
     ) -> T:
         """Make a call until it succeeds; what it finds out of date, the next attempt mends first."""
         deadline = time.monotonic() + self._patience_s if deadline is None else deadline
+        self._deadline = deadline
         if self.contact.is_lost:
             self._look_for_cluster()
         while given_up is None or not given_up.is_set():
@@ -263,7 +240,7 @@ class RouterLink:
         """The router, which the job has joined."""
         if self._router is None:
             self._address = self._locate()
-            self._router = self.cluster.connect(self._address, timeout_s=self._call_s)
+            self._router = self.cluster.connect(self._address, timeout_s=CALL_S)
         if not self._generation:
             self._join(self._router)
         return self._router
@@ -294,7 +271,8 @@ class RouterLink:
 
     @property
     def _call_s(self) -> float:
-        return min(CALL_S, self._patience_s)
+        """How long a call of this attempt may take."""
+        return min(CALL_S, max(LEAST_CALL_S, self._deadline - time.monotonic()))
 
     def _disconnect(self) -> None:
         """Router and coordinator may be elsewhere by now."""
@@ -330,7 +308,8 @@ class RouterLink:
         ):
             epochs.append(self._before)
         body = StartEpoch(self.id, [epoch.place for epoch in epochs])
-        router.call("start", body, [epoch.drawn.tobytes() for epoch in epochs])
+        frames = [epoch.drawn.tobytes() for epoch in epochs]
+        router.call("start", body, frames, timeout_s=self._call_s)
         self._told = True
 
     def _draw(self, count: int) -> IndexArray:
@@ -339,14 +318,16 @@ class RouterLink:
         if epoch.position == self.length:
             return np.empty(0, np.int64)
         router = self._in_epoch()
-        answer = router.call("draw", Draw(self.id, epoch.number, epoch.position, count))
+        draw = Draw(self.id, epoch.number, epoch.position, count)
+        answer = router.call("draw", draw, timeout_s=self._call_s)
         drawn = np.frombuffer(answer.frames[0], np.int64)
         mark(epoch.drawn, drawn)
         epoch.position += len(drawn)
         return drawn
 
     def _refresh(self) -> None:
-        self._take_routes(self._connected().call("table", reply_type=RoutingTable).body)
+        router = self._connected()
+        self._take_routes(router.call("table", reply_type=RoutingTable, timeout_s=self._call_s).body)
 
     def _take_routes(self, table: RoutingTable) -> None:
         try:
