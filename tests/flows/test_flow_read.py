@@ -302,6 +302,19 @@ def test_what_fails_in_the_flow_below_counts_as_read() -> None:
     assert read.skipped() == {"read": 1}
 
 
+def test_what_the_flow_below_leaves_out_is_counted_and_shifts_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    below = _read(Numbers(6, broken=(1,)), on_error="skip").to_mapped()
+    flow = DataLoadFlow("a/above", 1, on_error="skip").dataset("core/x", samples=below)
+    flow.map_data("halve", _halve)
+    read = flow.prepare_read(LocalDataLoadFlowReader())
+    with caplog.at_level(logging.WARNING, "torch_dpflow.flows"):
+        assert len(read.to_mapped().__getitems__([0, 1, 4, 5])) == 2
+    assert read.skipped() == {"read": 1, "halve": 1}
+    assert "a/above:1, sample 4 is left out" in caplog.text
+
+
 def test_a_sample_by_itself_cannot_be_skipped() -> None:
     mapped = _read(Numbers(6, broken=(1, 2)), on_error="skip").to_mapped()
     with pytest.raises(FileNotFoundError):

@@ -86,7 +86,8 @@ def _each(samples: Any, indices: list[int]) -> list[Any]:
         return [Failed(sample) if isinstance(sample, DPFlowError) else sample for sample in found]
     if hasattr(samples, "__getitems__"):
         together = _attempt(samples.__getitems__, indices)
-        if not isinstance(together, Failed):
+        # A dataset that leaves samples out gives fewer, and does not say which.
+        if not isinstance(together, Failed) and len(together) == len(indices):
             return list(together)
     return [_attempt(samples.__getitem__, index) for index in indices]
 
