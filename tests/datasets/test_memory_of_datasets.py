@@ -35,8 +35,9 @@ def _items(count: int) -> Iterator[Item]:
 def test_importing_and_reading_stay_flat(local_store: DatasetStore) -> None:
     """20,000 samples are about 15 MB when they are all in memory."""
     importer = IterableImporter(_items(20_000), root="s3://bucket/images")
-    assert _peak(lambda: Draft(local_store, "core/x", "v1").add("train", importer)) < 3 * MIB
-    Draft(local_store, "core/x", "v1").publish()
+    draft = Draft(local_store, "core/x", "v1")
+    assert _peak(lambda: draft.add("train", importer)) < 3 * MIB
+    draft.publish()
     stored = local_store.open("core/x")
     assert _peak(lambda: local_store.open("core/x")) < MIB / 4
     assert _peak(lambda: deque(stored.samples(), maxlen=0)) < 2 * MIB
@@ -53,7 +54,7 @@ def test_annotations_are_streamed(tmp_path: Path) -> None:
             record = f'"id": {number}, "image_id": {number % 500}, "category_id": 1, "bbox": [1, 2, 3, 4]'
             file.write(f'{comma}{{{record}, "segmentation": [[{outline}]]}}')
         images = ",".join(f'{{"id": {n}, "file_name": "{n}.jpg"}}' for n in range(500))
-        file.write(f'], "images": [{images}], "categories": []}}')
+        file.write(f'], "images": [{images}], "categories": [{{"id": 1}}]}}')
     assert path.stat().st_size > 3 * MIB
     importer = CocoImporter(str(path), images=str(tmp_path))
     assert _peak(lambda: deque(importer.items(), maxlen=0)) < 1.5 * MIB
