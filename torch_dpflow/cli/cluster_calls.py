@@ -8,7 +8,7 @@ import click
 import msgspec
 
 from torch_dpflow.errors import DeadlineError, RemoteCallError, UsageError
-from torch_dpflow.remote.cluster_address import find_cluster
+from torch_dpflow.remote.cluster_address import find_cluster, keys_hint
 from torch_dpflow.remote.protocol import FlowView, ProcessView
 from torch_dpflow.remote.rpc import RpcClient
 
@@ -55,7 +55,9 @@ def ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None) -> Any
     except RemoteCallError as error:
         raise UsageError(str(error.args[0])) from error
     except DeadlineError as error:
-        raise UsageError(f"no cluster answers at {coordinator.address}; is it up?") from error
+        address = coordinator.address
+        text = f"no cluster answers at {address}; is it up? {keys_hint(address)}"
+        raise UsageError(text.rstrip()) from error
 
 
 def ask_views(coordinator: RpcClient) -> tuple[list[FlowView], list[ProcessView]]:

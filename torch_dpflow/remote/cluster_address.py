@@ -25,6 +25,16 @@ def default_connection_file() -> Path:
     return Path(folder) / f"dpflow-connection-{os.getuid()}.json"
 
 
+def keys_hint(address: str) -> str:
+    """What may be wrong with the keys where nobody answers; empty where there are none."""
+    if not address.startswith("tcp://"):
+        return ""
+    return (
+        "It also stays silent where the keys are not its own: take the connection file that `dpflow up` wrote "
+        "when it was started last."
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
     """A cluster as its clients know it."""
@@ -32,16 +42,6 @@ class Cluster:
     #: Of its coordinator.
     address: str
     transport: TransportOptions
-
-    @property
-    def keys_hint(self) -> str:
-        """What may be wrong with the keys where nobody answers; empty where there are none."""
-        if not self.address.startswith("tcp://"):
-            return ""
-        return (
-            "It also stays silent where the keys are not its own: take the connection file that `dpflow up` wrote "
-            "when it was started last."
-        )
 
     def connect(self, address: str | None = None, *, timeout_s: float = 60.0) -> RpcClient:
         """A client of one of its services; of the coordinator without an address."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.caches.capacity import parse_capacity
 from torch_dpflow.errors import DeadlineError, OptionError, OptionTypeError, RemoteCallError, UsageError
-from torch_dpflow.remote.cluster_address import Cluster
+from torch_dpflow.remote.cluster_address import Cluster, keys_hint
 from torch_dpflow.remote.fingerprint import fingerprint
 from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.job_options import DEFAULT_MEMORY_BYTES, JobOptions
@@ -145,7 +145,7 @@ def register(cluster: Cluster, spec: FlowSpec, packed: bytes, *, patience_s: flo
         except DeadlineError as error:
             raise DeadlineError(
                 f"flow {spec.name!r}: no cluster answers at {cluster.address} within {patience_s:g} s; is it up "
-                f"(`python -m torch_dpflow.cli status`)? {cluster.keys_hint}".rstrip()
+                f"(`python -m torch_dpflow.cli status`)? {keys_hint(cluster.address)}".rstrip()
             ) from error
     raise UsageError(
         f"flow {spec.name!r} was deleted, or its coordinator restarted, {_ATTEMPTS} times while what its workers load "
