@@ -30,6 +30,7 @@ class Meter:
         self._stopped.set()
         self._thread.join()
         self._look_at_cpu(self._used)
+        self._look_at_memory()
         return sum(used - self._base.get(pid, 0.0) for pid, used in self._used.items()), self._peak / 2**20
 
     def _run(self) -> None:

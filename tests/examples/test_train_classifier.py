@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("images") / "data"
     natural_images.generate(folder, IMAGES, processes=1, progress=False)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def torch_as_before() -> Iterator[None]:
-    """Training sets process-wide switches of torch, as a script may and a test may not."""
-    threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
-    yield
-    torch.set_num_threads(threads)
-    torch.backends.cudnn.benchmark = benchmark
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

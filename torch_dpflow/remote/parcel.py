@@ -66,20 +66,20 @@ class ParcelTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 def encode(
-    obj: Any, *, arena: Arena | None = None, in_order: bool = False
+    obj: Any, *, arena: Arena | None = None, contiguous: bool = False
 ) -> tuple[ParcelTable, list[Frame]]:
     """Take `obj` apart. The frames refer to its memory: leave it unchanged until they are sent.
 
     With `arena`, large buffers go into its blocks while it lends any; one that lies in an unpublished block
     already is published where it is.
 
-    in_order: lay big tensors of up to three dimensions out in the order of their elements. What PIL images become is a
-    view with the channels last in memory: to put such samples together in a batch takes each job three times as long.
+    contiguous: lay big tensors of up to three dimensions out in the order of their elements. What PIL images
+    become is a view with the channels last in memory: putting such samples together takes three times as long.
 
     Raises:
         NotPicklableError: something in `obj` cannot travel; the message names it and its place.
     """
-    pickler = ParcelPickler(in_order=in_order)
+    pickler = ParcelPickler(contiguous=contiguous)
     try:
         pickler.dump(obj)
     except Exception as error:

@@ -115,11 +115,11 @@ class ParcelPickler(pickle.Pickler):
     """Pickles into `chunks`; the memory of tensors, arrays and big bytes goes to `sources`, as it is met.
 
     Args:
-        in_order: lay out big tensors of few dimensions in the order of their elements.
+        contiguous: lay out big tensors of few dimensions in the order of their elements.
     """
 
-    def __init__(self, *, in_order: bool = False) -> None:
-        self._in_order = in_order
+    def __init__(self, *, contiguous: bool = False) -> None:
+        self._contiguous = contiguous
         stream = _Stream()
         self.chunks = stream.chunks
         self.sources = stream.sources
@@ -139,7 +139,7 @@ class ParcelPickler(pickle.Pickler):
         if not _is_plain(tensor):
             _refuse_graph(tensor)
             return NotImplemented
-        if self._in_order and tensor.dim() <= 3 and tensor.nbytes >= _ORDERED_BYTES:
+        if self._contiguous and tensor.dim() <= 3 and tensor.nbytes >= _ORDERED_BYTES:
             tensor = tensor.contiguous()
         storage: Any = tensor.untyped_storage()
         offset = int(tensor.storage_offset())

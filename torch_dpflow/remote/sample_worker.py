@@ -58,7 +58,7 @@ class SampleWorker:
         self._number = number
         self._incarnation = incarnation
         self._arena: Arena | None = Arena(budget_bytes=SHARED_MEMORY_BYTES)
-        self._running = RunningTask(self._arena)
+        self._running = RunningTask(None)
         self._outbox = ResultOutbox(connection)
         self._source: SampleSource | None = None
         self._tasks: deque[tuple[int, memoryview]] = deque()
@@ -115,7 +115,7 @@ class SampleWorker:
     def _begin(self, shared_memory: bool, greeting: memoryview) -> None:
         """The shard knows this worker: take up what is to be loaded."""
         if not shared_memory:
-            self._arena = None
+            self._arena, self._running = None, RunningTask(None)
         pid, workers = GREETING.unpack_from(greeting)
         _end_with(pid)
         self._source = SampleSource(bytes(greeting[GREETING.size :]), self._number, workers)
@@ -127,7 +127,7 @@ class SampleWorker:
         self._running.note(task)
         kind, value = self._source.load(payload)
         try:
-            table, frames = encode_parcel(value, arena=self._arena, in_order=True)
+            table, frames = encode_parcel(value, arena=self._arena, contiguous=True)
         except NotPicklableError as error:
             kind = FAILED
             table, frames = encode_parcel(unpicklable_failure(self._number, error))
