@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from torch_dpflow.caches import make_policy
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.remote.pool import Pool
-from torch_dpflow.remote.pool_objects import Cancel, Load, Serve
+from torch_dpflow.remote.pool_objects import Cancel, Load, PoolObject, Serve
 
 
 def make_pool(*, policy: str | None = None, capacity: int = 1 << 20, **options: Any) -> Pool:
@@ -214,3 +215,18 @@ def test_wrong_calls_say_what_to_do() -> None:
     pool.fetch("a", 50, [0])
     with pytest.raises(UsageError, match="request 50 is open"):
         pool.fetch("a", 50, [0])
+
+
+def test_nothing_of_the_samples_that_two_jobs_have_read_is_left() -> None:
+    pool = make_pool(policy="lru", capacity=10_000)
+    for ticket in range(0, 2000, 2):
+        pool.want("a", [(ticket, ticket)], draw=3)
+        pool.want("b", [(ticket + 1, ticket)], draw=4)
+        pool.loaded(ticket // 2 + 1, "value", 10)
+        for request, job in enumerate("ab"):
+            assert pool.fetch(job, ticket + request, [ticket + request])
+            pool.release(job, [ticket + request])
+    assert pool.statistics().loads == 1000
+    assert pool.statistics().held_bytes == 0
+    objects = sum(type(one) is PoolObject for one in gc.get_objects())
+    assert objects < 100, f"{objects} of 1000 samples are still in memory"

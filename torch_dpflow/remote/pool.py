@@ -160,8 +160,10 @@ class Pool:
         new = {ticket: key for ticket, key in wants if ticket not in reader.wants}
         if reader.counts:
             self._shelf.read(list(new.values()), job)
+        oldest = next(iter(new), 0) if reader.oldest is None else reader.oldest
         for ticket, key in new.items():
-            self._want(reader, ticket, key, draw)
+            # How many samples the job reads before this one, at least 1: 0 is for what it waits for.
+            self._want(reader, ticket, key, draw, max(1, 1 + ticket - oldest))
         return self._admit([])
 
     def fetch(self, job: str, request: RequestId, tickets: Sequence[Ticket]) -> list[Instruction]:
@@ -245,10 +247,9 @@ class Pool:
         except KeyError:
             raise UsageError(f"job {job!r} has not joined this pool, or has left it; join first") from None
 
-    def _want(self, reader: PoolJob, ticket: Ticket, key: int, draw: int) -> None:
+    def _want(self, reader: PoolJob, ticket: Ticket, key: int, draw: int, distance: int) -> None:
         self._wants += 1
         wanted = self._shelf.find(key, reader.name, draw)
-        distance = reader.distance(ticket)
         if wanted is not None:
             self._shared += 1
             if distance < wanted.distance:

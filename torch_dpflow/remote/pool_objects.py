@@ -88,6 +88,8 @@ class PoolObject:
     size: int = 0
     #: Whether the cache holds it.
     cached: bool = False
+    #: Whether it is noted as one that no job has been given.
+    noted: bool = False
     #: How often it has been told to be loaded.
     loads: int = 0
     #: How soon it is wanted: 0 now, else samples ahead of the job that is nearest.
@@ -114,9 +116,10 @@ class PoolJob:
     #: Its open requests.
     requests: set[RequestId] = field(default_factory=set)
 
-    def distance(self, ticket: Ticket) -> int:
-        """How many samples it reads before this one, at least 1."""
-        return max(1, 1 + ticket - next(iter(self.wants), ticket))
+    @property
+    def oldest(self) -> Ticket | None:
+        """The ticket that it has held longest."""
+        return next(iter(self.wants), None)
 
 
 @dataclass(eq=False, slots=True)

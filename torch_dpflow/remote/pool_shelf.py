@@ -20,6 +20,8 @@ _KEPT_SHARE = 0.9
 _MANY_KEYS = 8
 #: Weight of the latest sample in the expected size.
 _SIZE_WEIGHT = 0.1
+#: So many more entries than twice the ready objects may be noted before those that are out of date go.
+_STALE_ENTRIES = 64
 
 
 class Shelf:
@@ -40,7 +42,7 @@ class Shelf:
         self._by_key: dict[int, list[PoolObject]] = {}
         #: What the policy keeps: one object for each key.
         self._cached: dict[int, PoolObject] = {}
-        #: Ready objects that no job has been given, the farthest first; entries may be out of date.
+        #: Ready objects that no job has been given, the farthest first, each once; some may be out of date.
         self._unserved: list[tuple[int, int, PoolObject]] = []
         #: Mean size of the latest samples; None before the first.
         self._mean: float | None = None
@@ -107,12 +109,14 @@ class Shelf:
 
     def find(self, key: int, job: str, draw: int) -> PoolObject | None:
         """What `job`, which asks for this draw of `key`, may be given; None where it has to be loaded."""
-        entries = self._by_key.get(key, ())
-        if self._by_draw:
-            return next((entry for entry in entries if entry.draw == draw), None)
-        if self._repeatable:
-            return entries[0] if entries else None
-        return next((entry for entry in entries if job not in entry.claimed), None)
+        # Not by generators: this runs for every sample of every job.
+        for entry in self._by_key.get(key, ()):
+            if self._by_draw:
+                if entry.draw == draw:
+                    return entry
+            elif self._repeatable or job not in entry.claimed:
+                return entry
+        return None
 
     def add(self, key: int, draw: int) -> PoolObject:
         """A new object, to be loaded."""
@@ -124,7 +128,11 @@ class Shelf:
         """`job`, one of `jobs`, wants this object."""
         if entry.ready and not entry.tickets:
             self.pinned += entry.size
-        entry.tickets.setdefault(job, set()).add(ticket)
+        own = entry.tickets.get(job)
+        if own is None:
+            entry.tickets[job] = {ticket}
+        else:
+            own.add(ticket)
         entry.claimed.add(job)
         self._drop_if_spent(entry, jobs)
 
@@ -180,6 +188,7 @@ class Shelf:
             if entry.ready and entry.tickets and not entry.served and not entry.requests:
                 return entry
             heapq.heappop(self._unserved)
+            entry.noted = False
         return None
 
     # -- room ------------------------------------------------------------------------------------------------
@@ -226,7 +235,23 @@ class Shelf:
         return min(_FIRST_GUESS, self.capacity) if self._mean is None else max(1, int(self._mean))
 
     def _note_unserved(self, entry: PoolObject) -> None:
+        if entry.noted:
+            return
+        if len(self._unserved) > 2 * self.ready + _STALE_ENTRIES:
+            self._forget_stale()
+        entry.noted = True
         heapq.heappush(self._unserved, (-entry.distance, entry.number, entry))
+
+    def _forget_stale(self) -> None:
+        """Nobody may ever ask for the farthest, and what is noted would pile up."""
+        fresh = []
+        for note in self._unserved:
+            entry = note[2]
+            entry.noted = entry.ready and bool(entry.tickets)
+            if entry.noted:
+                fresh.append(note)
+        heapq.heapify(fresh)
+        self._unserved = fresh
 
     def _drop_if_spent(self, entry: PoolObject, jobs: Collection[str]) -> None:
         if entry.cached and not self._repeatable and entry.claimed.issuperset(jobs):
@@ -264,6 +289,11 @@ class Shelf:
         assert all(entry.tickets or entry.cached for entry in entries)
         assert all(entry.ready for entry in self._cached.values())
         assert {id(entry) for entry in entries if entry.cached} == set(map(id, self._cached.values()))
+        noted = [id(entry) for _, _, entry in self._unserved]
+        assert len(noted) == len(set(noted))
+        for entry in ready:
+            assert entry.noted == (id(entry) in noted)
+            assert entry.noted or not entry.tickets or entry.served or entry.requests
         if self._policy is not None:
             assert set(self._policy) == set(self._cached)
         for entry in entries:
