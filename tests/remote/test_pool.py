@@ -230,3 +230,16 @@ def test_nothing_of_the_samples_that_two_jobs_have_read_is_left() -> None:
     assert pool.statistics().held_bytes == 0
     objects = sum(type(one) is PoolObject for one in gc.get_objects())
     assert objects < 100, f"{objects} of 1000 samples are still in memory"
+
+
+def test_nothing_is_left_of_what_was_wanted_ahead_where_jobs_always_wait() -> None:
+    pool = make_pool(concurrency=1)
+    pool.want("a", [(ticket, ticket) for ticket in range(10)], draw=3)
+    pool.fetch("a", 0, [0])
+    for ticket in range(1000):
+        pool.want("a", [(ticket + 10, ticket + 10)], draw=3)
+        pool.fetch("a", ticket + 1, [ticket + 1])  # before the one before has come
+        assert pool.loaded(ticket + 1, "value", 10)
+        pool.release("a", [ticket])
+    objects = sum(type(one) is PoolObject for one in gc.get_objects())
+    assert objects < 200, f"{objects} of 1000 samples are still in memory"

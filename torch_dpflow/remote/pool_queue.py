@@ -6,11 +6,15 @@ import heapq
 
 from torch_dpflow.remote.pool_objects import PoolObject
 
+#: So many more entries than twice the waiting objects there may be before those that are out of date go.
+_STALE_ENTRIES = 64
+
 
 class LoadQueue:
     """Ordered by distance, then by age. Every call is O(log n), amortised.
 
-    An object that is wanted sooner than before is pushed again; the entry that it had goes when it comes up.
+    An object that is wanted sooner than before is pushed again; the entry that it had goes when it comes up, or, as
+    that may be never while others are wanted sooner, when half of all are such.
     """
 
     def __init__(self) -> None:
@@ -23,7 +27,10 @@ class LoadQueue:
     def push(self, wanted: PoolObject) -> None:
         """It waits, at its distance; one that waits already moves there."""
         self._waiting.add(wanted)
-        heapq.heappush(self._heap, (wanted.distance, wanted.number, wanted))
+        heapq.heappush(self._heap, _entry(wanted))
+        if len(self._heap) > 2 * len(self._waiting) + _STALE_ENTRIES:
+            self._heap = [_entry(one) for one in self._waiting]
+            heapq.heapify(self._heap)
 
     def moved(self, wanted: PoolObject) -> None:
         """Its distance has shrunk, if it waits."""
@@ -51,3 +58,7 @@ class LoadQueue:
             assert not wanted.ready
             assert wanted.tickets
             assert (wanted.distance, wanted.number) in entries
+
+
+def _entry(wanted: PoolObject) -> tuple[int, int, PoolObject]:
+    return wanted.distance, wanted.number, wanted
