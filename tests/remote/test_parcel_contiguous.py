@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
+from torch_dpflow.remote.arena import Arena, ArenaReader
 from torch_dpflow.remote.parcel import decode, encode
 
 
@@ -46,3 +49,20 @@ def test_views_of_one_storage_keep_their_values() -> None:
     assert torch.equal(arrived["whole"], whole)
     assert torch.equal(arrived["row"], whole[0])
     assert torch.equal(arrived["again"], whole.permute(1, 2, 0))
+
+
+def test_with_shared_memory_an_image_is_laid_out_where_it_travels() -> None:
+    arena, reader = Arena(budget_bytes=1 << 22), ArenaReader(os.getpid())
+    table, frames = encode(image(), arena=arena, contiguous=True)
+    assert len(table.blocks) == arena.segments == 1
+    arrived = decode(table, frames, reader=reader)
+    assert torch.equal(arrived, image())
+    assert arrived.is_contiguous()
+
+
+def test_without_room_in_shared_memory_an_image_is_laid_out_all_the_same() -> None:
+    table, frames = encode(image(), arena=Arena(budget_bytes=1000), contiguous=True)
+    assert not table.blocks
+    arrived = decode(table, frames)
+    assert torch.equal(arrived, image())
+    assert arrived.is_contiguous()

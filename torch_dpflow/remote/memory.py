@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -42,12 +43,18 @@ def tensor_over(
     offset: int = 0,
 ) -> torch.Tensor:
     """A tensor over `storage`, contiguous without `stride`; a base and not a view of another tensor."""
-    empty: Any = torch.empty(0, dtype=dtype, device="cpu")
+    # Half the time that `torch.empty` takes.
+    empty: Any = _empty(dtype).new_empty(0)
     if stride is None:
         tensor: torch.Tensor = empty.set_(storage, offset, shape)
     else:
         tensor = empty.set_(storage, offset, shape, stride)
     return tensor
+
+
+@functools.cache
+def _empty(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device="cpu")
 
 
 def address_of(array: npt.NDArray[Any]) -> int:

@@ -67,8 +67,6 @@ class _Span(NamedTuple):
 
 #: From this size on pickle writes a bytes object by itself, without a copy of it.
 _APART_BYTES = 1 << 16
-#: From this size on a tensor is laid out in order, bytes; below it a batch is put together quickly anyway.
-_ORDERED_BYTES = 1 << 15
 #: To pickle: call `bytes` with the next buffer.
 _BYTES_OF_BUFFER = pickle.GLOBAL + b"builtins\nbytes\n" + pickle.NEXT_BUFFER + pickle.TUPLE1 + pickle.REDUCE
 #: What pickle sees in the place of memory. Writable, or it would have the decoded memory made read-only.
@@ -115,11 +113,11 @@ class ParcelPickler(pickle.Pickler):
     """Pickles into `chunks`; the memory of tensors, arrays and big bytes goes to `sources`, as it is met.
 
     Args:
-        contiguous: lay out big tensors of few dimensions in the order of their elements.
+        laid_out: called with each dense tensor; gives what is to travel in its place, of the same values.
     """
 
-    def __init__(self, *, contiguous: bool = False) -> None:
-        self._contiguous = contiguous
+    def __init__(self, *, laid_out: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        self._laid_out = laid_out
         stream = _Stream()
         self.chunks = stream.chunks
         self.sources = stream.sources
@@ -139,8 +137,8 @@ class ParcelPickler(pickle.Pickler):
         if not _is_plain(tensor):
             _refuse_graph(tensor)
             return NotImplemented
-        if self._contiguous and tensor.dim() <= 3 and tensor.nbytes >= _ORDERED_BYTES:
-            tensor = tensor.contiguous()
+        if self._laid_out is not None:
+            tensor = self._laid_out(tensor)
         storage: Any = tensor.untyped_storage()
         offset = int(tensor.storage_offset())
         if tensor.numel() * tensor.itemsize != storage.nbytes():

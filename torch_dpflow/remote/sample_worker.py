@@ -6,6 +6,7 @@ import os
 import select
 import struct
 import threading
+import time
 from collections import deque
 from typing import Any
 
@@ -37,6 +38,9 @@ from torch_dpflow.remote.transport import Connection, connect
 SHARED_MEMORY_BYTES = 64 << 20
 #: How long a worker waits for its shard's answer before it says hello again, seconds.
 HELLO_S = 1.0
+#: How often a worker that has tasks looks whether its shard has said anything, seconds: a look that finds nothing
+#: costs a hundredth of a small sample, and what is taken back or added can wait as long as a result may.
+LOOK_S = 0.01
 #: What a shard says first of all: its process, and how many workers it is to have.
 GREETING = struct.Struct("<QQ")
 
@@ -62,6 +66,7 @@ class SampleWorker:
         self._outbox = ResultOutbox(connection)
         self._source: SampleSource | None = None
         self._tasks: deque[tuple[int, memoryview]] = deque()
+        self._looked_at = 0.0
         self._stopped = False
 
     def work(self) -> None:
@@ -79,9 +84,12 @@ class SampleWorker:
         received: list[list[memoryview]] = []
         if not self._tasks and (frames := self._connection.receive(None)) is not None:
             received.append(frames)
-        with self._outbox.lock:
-            while (frames := self._connection.receive(0)) is not None:
-                received.append(frames)
+        now = time.monotonic()
+        if received or now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            with self._outbox.lock:
+                while (frames := self._connection.receive(0)) is not None:
+                    received.append(frames)
         return received
 
     def _say_hello(self) -> None:

@@ -22,7 +22,7 @@ from torch_dpflow.remote.transport import listen
 #: How long a process may be silent before it is killed and started again, seconds.
 LEASE_S = 10.0
 #: How often a node looks after its processes, seconds.
-LOOK_S = 0.05
+LOOK_S = 0.1
 #: How long processes that were killed may take to go, seconds.
 END_S = 5.0
 #: The one process that a node keeps of its own accord.

@@ -30,7 +30,7 @@ BEAT_S = 1.0
 #: A process whose main thread has not come round for so long does not count as alive, seconds.
 STUCK_S = 30.0
 #: How long a server waits for a message before it looks at what else is due, seconds.
-TURN_S = 0.05
+TURN_S = 0.1
 #: FLOW@VERSION/router, FLOW@VERSION/shard-000 or FLOW@VERSION/shard-000/worker-0: the id of a flow's process.
 _ID = re.compile(r"(?P<flow>[^@]+@\d+)/(router|(?P<shard>shard-\d+)(/worker-(?P<worker>\d+))?)")
 
