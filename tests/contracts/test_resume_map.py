@@ -22,7 +22,7 @@ from tests.loader_cases import (
 from tests.new_process import in_fork
 from torch_dpflow.options import LoaderOptions
 
-SIZE = 22
+SIZE = 14
 Arguments = dict[str, Any]
 
 
@@ -185,7 +185,7 @@ def test_a_loader_can_be_taken_back_in_its_own_process(
         persistent_workers=persistent_workers,
         **shuffled(),
     )
-    for after in (0, 3, 8):
+    for after in (0, 3, 5):
         state, expected = interrupted(loader, after)
         loader.load_state_dict(state)
         assert rest_and_next(loader) == expected
@@ -251,7 +251,7 @@ def test_resuming_twice_in_one_epoch(OurLoader: Any) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_nothing_that_was_delivered_is_loaded_again(OurLoader: Any, num_workers: int, tmp_path: Any) -> None:
-    state, (rest, _following) = interrupted(OurLoader(Indices(SIZE), num_workers=1, **shuffled()), 5)
+    state, (rest, _following) = interrupted(OurLoader(Indices(SIZE), num_workers=1, **shuffled()), 3)
     dataset = Counted(SIZE, str(tmp_path / "log"))
     loader = OurLoader(dataset, num_workers=num_workers, **shuffled())
     loader.load_state_dict(state)
