@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from torch_dpflow.caches import make_policy
 from torch_dpflow.remote.pool import Pool
-from torch_dpflow.remote.pool_objects import Cancel, Instruction, Load, Serve
+from torch_dpflow.remote.pool_objects import Arrival, Cancel, Instruction, Load, Serve
 
 SAMPLES = 24
 
@@ -95,7 +95,7 @@ class World:
     def land(self, load: int) -> None:
         told = self.loads.pop(load)
         self.loaded[told.key] += 1
-        self.obey(self.pool.loaded(load, (told.key, told.draw), self.sizes[told.key]))
+        self.obey(self.pool.loaded([Arrival(load, (told.key, told.draw), self.sizes[told.key])]))
 
     def want(self, reader: Reader) -> None:
         first = reader.wanted

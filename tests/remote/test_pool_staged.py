@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from torch_dpflow.caches import make_policy
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.pool_objects import Cancel, Instruction, Load, Serve
+from torch_dpflow.remote.pool_objects import Arrival, Cancel, Instruction, Load, Serve
 from torch_dpflow.remote.pool_staged import StagedPool
 
 
@@ -38,7 +38,7 @@ def do(pool: StagedPool, load: Load, **fields: Any) -> list[Instruction]:
     """A worker does what it is told."""
     draw = None if load.input is None else load.draw
     value = Value(load.key, draw, **fields)
-    return pool.loaded(load.load, value, value.nbytes, keep=value.is_sample)
+    return pool.loaded([Arrival(load.load, value, value.nbytes, keep=value.is_sample)])
 
 
 def test_the_first_part_is_loaded_once_and_the_rest_drawn_for_each_draw() -> None:

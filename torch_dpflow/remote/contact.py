@@ -31,6 +31,9 @@ class Contact:
         self._clock = clock
         self._heard = clock()
         self._told = self._ended = False
+        #: Since when a service has asked to wait; None where none has. And whether that was said.
+        self._put_off: float | None = None
+        self._told_of_wait = False
 
     def end(self) -> None:
         """Nobody waits any more: nothing is to be said."""
@@ -62,6 +65,30 @@ class Contact:
                 self.patience_s,
                 error,
             )
+
+    def put_off(self, reason: str) -> None:
+        """They ask the job to wait, and why; it is said once, when that has lasted."""
+        if self._put_off is None:
+            self._put_off = self._clock()
+        waited_s = self._clock() - self._put_off
+        if waited_s >= SILENCE_S and not self._told_of_wait and not self._ended:
+            self._told_of_wait = True
+            LOADER.warning(
+                "flow %r, job %r: has waited for %.0f s, and goes on for up to patience_s=%g s in all: %s",
+                self._flow,
+                self._job,
+                waited_s,
+                self.patience_s,
+                reason,
+            )
+
+    def served(self) -> None:
+        """They have done what was asked of them."""
+        if self._put_off is not None and self._told_of_wait and not self._ended:
+            waited_s = self._clock() - self._put_off
+            LOADER.warning("flow %r, job %r: goes on after %.0f s", self._flow, self._job, waited_s)
+        self._put_off, self._told_of_wait = None, False
+        self.heard()
 
     def given_up(self, error: DPFlowError) -> DeadlineError:
         """The error that says so."""

@@ -21,12 +21,12 @@ be loaded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from torch_dpflow.caches.policy import Policy
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.remote.pool_objects import (
+    Arrival,
     Cancel,
     Instruction,
     Load,
@@ -205,20 +205,19 @@ class Pool:
 
     # -- loading ---------------------------------------------------------------------------------------------
 
-    def loaded(self, load: int, value: Any, size: int, *, keep: bool = True) -> list[Instruction]:
-        """The sample that was told to be loaded is here, `size` bytes; one that was cancelled is ignored.
-
-        keep: whether the cache may have it; not where the load failed.
-        """
-        arrived = self._loading.pop(load, None)
-        if arrived is None:
-            return []
-        arrived.loading, arrived.ready = 0, True
-        arrived.value = value
-        self._shelf.land(arrived, size)
-        out: list[Instruction] = [*self._requests.arrived(arrived)]
-        if keep:
-            self._shelf.offer(arrived, self._jobs)
+    def loaded(self, arrivals: Iterable[Arrival]) -> list[Instruction]:
+        """These samples that were told to be loaded are here; one that was cancelled is ignored."""
+        out: list[Instruction] = []
+        for load, value, size, keep in arrivals:
+            arrived = self._loading.pop(load, None)
+            if arrived is None:
+                continue
+            arrived.loading, arrived.ready = 0, True
+            arrived.value = value
+            self._shelf.land(arrived, size)
+            out += self._requests.arrived(arrived)
+            if keep:
+                self._shelf.offer(arrived, self._jobs)
         self._trim()
         return self._admit(out)
 

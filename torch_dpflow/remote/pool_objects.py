@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -39,6 +39,17 @@ class Serve(msgspec.Struct, frozen=True):
 
 
 Instruction: TypeAlias = Load | Cancel | Serve
+
+
+class Arrival(NamedTuple):
+    """What a load has come to."""
+
+    load: int
+    value: Any
+    #: Bytes that it takes.
+    size: int
+    #: Whether the cache may have it; not where the load failed.
+    keep: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from torch_dpflow.errors import UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.remote.pool import Pool
 from torch_dpflow.remote.pool_objects import (
+    Arrival,
     Cancel,
     Instruction,
     Load,
@@ -161,14 +162,19 @@ class StagedPool:
 
     # -- loading ---------------------------------------------------------------------------------------------
 
-    def loaded(self, load: int, value: Loaded, size: int, *, keep: bool = True) -> list[Instruction]:
+    def loaded(self, arrivals: Iterable[Arrival]) -> list[Instruction]:
         """As `Pool.loaded`."""
-        number, is_rest = divmod(load, 2)
-        if not is_rest:
-            return self._balanced(self._of_kept(self._kept.loaded(number, value, size, keep=keep)))
-        if number not in self._under_way:
-            return []
-        return self._balanced(self._finish(number, value, size))
+        firsts: list[Arrival] = []
+        out: list[Instruction] = []
+        for arrival in arrivals:
+            number, is_rest = divmod(arrival.load, 2)
+            if not is_rest:
+                firsts.append(arrival._replace(load=number))
+            elif number in self._under_way:
+                out += self._finish(number, arrival.value, arrival.size)
+        if firsts:
+            out += self._of_kept(self._kept.loaded(firsts))
+        return self._balanced(out)
 
     def statistics(self) -> PoolStatistics:
         """What was counted of the first part, what both pools hold together, and how many rests were drawn."""
@@ -235,7 +241,7 @@ class StagedPool:
         """The rest is done, or cannot be for want of a first part."""
         self._under_way.discard(number)
         out = self._of_kept(self._kept.release(_REST, [number]))
-        return out + self._of_drawn(self._drawn.loaded(number, value, size))
+        return out + self._of_drawn(self._drawn.loaded([Arrival(number, value, size)]))
 
     def _abandon(self, number: int) -> list[Instruction]:
         """Nobody wants this any more."""

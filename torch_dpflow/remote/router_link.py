@@ -209,7 +209,7 @@ class RouterLink:
                 self._disconnect()
                 self._look_for_cluster()
             else:
-                self.contact.heard()
+                self.contact.served()
                 return result
             time.sleep(PAUSE_S)
         raise PeerLostError("the epoch was given up while its router was asked")
@@ -223,6 +223,8 @@ class RouterLink:
             self._told = False
         elif error.kind not in _PASSING:
             raise UsageError(error.text) from error
+        else:
+            self.contact.put_off(error.text)
         if time.monotonic() > deadline:
             raise UsageError(f"{error.text} (waited {self._patience_s:g} s)") from error
 

@@ -48,6 +48,7 @@ class Outcome:
 
     #: The samples and the frames of each.
     samples: list[tuple[ServedSample, list[memoryview]]] = field(default_factory=list)
+    nbytes: int = 0
     #: Why there is nothing; None where there is something, or nothing yet.
     error: DPFlowError | None = None
 
@@ -92,12 +93,14 @@ class ShardLinks:
             return outcome
         self._router.contact.heard()
         served: Served = answer.body
+        frames, taken = answer.frames, self._taken[fetch.address]
         begin = 0
         for sample in served.samples:
             end = begin + sample.parcel.frames
-            outcome.samples.append((sample, answer.frames[begin:end]))
+            outcome.samples.append((sample, frames[begin:end]))
             begin = end
-            self._taken[fetch.address].append(sample.ticket)
+            taken.append(sample.ticket)
+        outcome.nbytes = sum(map(len, frames))
         return outcome
 
     def give_back(self, wanted: Sequence[Wanted], *, epoch: int, draw: int | None) -> None:

@@ -222,8 +222,8 @@ class SharedIterator:
                 if batch.is_deadly:
                     break
                 outcome = self._links.finish(fetch)
+                batch.nbytes += outcome.nbytes
                 for sample, frames in outcome.samples:
-                    batch.nbytes += sample.parcel.nbytes
                     batch.values[sample.ticket] = _opened(sample, frames)
                 came += len(outcome.samples)
                 if self._closed.is_set():

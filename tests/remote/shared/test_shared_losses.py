@@ -109,6 +109,29 @@ def test_a_silence_is_told_once_and_so_is_its_end(caplog: pytest.LogCaptureFixtu
     assert "answer again, after 3 s" in end
 
 
+def test_a_wait_for_others_is_told_once_with_its_reason_and_so_is_its_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = 0.0
+    contact = Contact("images", "one", patience_s=9.0, clock=lambda: now)
+    with caplog.at_level(logging.WARNING, "torch_dpflow"):
+        contact.put_off("rank 1 has not begun to read")
+        contact.heard()  # they answer, and ask to wait
+        assert not caplog.messages
+        now = SILENCE_S
+        for _ in range(3):
+            contact.put_off("rank 1 has not begun to read")
+            contact.heard()
+        contact.served()
+        contact.served()
+        contact.put_off("another wait")
+    (wait, end) = caplog.messages
+    assert "flow 'images', job 'one': has waited for 3 s" in wait
+    assert "patience_s=9 s" in wait
+    assert wait.endswith("rank 1 has not begun to read")
+    assert "goes on after 3 s" in end
+
+
 def test_nothing_is_told_once_a_job_has_ended(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     contact = Contact("images", "one", patience_s=9.0, clock=lambda: now)

@@ -21,7 +21,7 @@ from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.membership import Heard, Joined, Leave, Lost, Membership, Stale, Tick
 from torch_dpflow.remote.pool import Pool
-from torch_dpflow.remote.pool_objects import Cancel, Instruction, Load, Serve
+from torch_dpflow.remote.pool_objects import Arrival, Cancel, Instruction, Load, Serve
 from torch_dpflow.remote.pool_staged import StagedPool
 from torch_dpflow.remote.protocol import POISONED, Ask, JobId, RangeAssignment, Served
 from torch_dpflow.remote.refusals import OverloadedError, StaleJobError, StaleRoutingError
@@ -252,16 +252,18 @@ class SampleShard:
         self._workers.hear(peer, frames)
         self._workers.flush()
 
-    def _on_loaded(self, load: int, settled: Settled) -> None:
-        key = self._keys.pop(load, None)
-        self._obey(self._pool.loaded(load, settled, settled.nbytes, keep=settled.is_sample))
-        if key is None:
-            return
-        if settled.kind == POISONED:
-            self._deadly.add(key)
-            self._tell_of(key)
-        else:
-            self._deadly.discard(key)
+    def _on_loaded(self, arrived: list[tuple[int, Settled]]) -> None:
+        arrivals = [Arrival(load, settled, settled.nbytes, settled.is_sample) for load, settled in arrived]
+        self._obey(self._pool.loaded(arrivals))
+        for load, settled in arrived:
+            key = self._keys.pop(load, None)
+            if key is None:
+                continue
+            if settled.kind == POISONED:
+                self._deadly.add(key)
+                self._tell_of(key)
+            elif self._deadly:
+                self._deadly.discard(key)
 
     def _tell_of(self, deadly: int) -> None:
         """Answer whoever waits for this sample among others with it alone.

@@ -48,11 +48,15 @@ class ShardWorkers:
         listener: where workers connect; the caller receives, and hands on what comes from them to `hear`.
         assignment: what they load, packed.
         workers: how many there are to be.
-        loaded: called with the load's number and what it came to. Not while `hear` is at work: `flush` calls.
+        loaded: called with the numbers of loads and what each came to. Not while `hear` is at work: `flush` calls.
     """
 
     def __init__(
-        self, listener: Listener, assignment: bytes, workers: int, loaded: Callable[[int, Settled], None]
+        self,
+        listener: Listener,
+        assignment: bytes,
+        workers: int,
+        loaded: Callable[[list[tuple[int, Settled]]], None],
     ) -> None:
         self._scheduler = Scheduler(window=WINDOW, poison_limit=POISON_LIMIT, overtake_after_s=OVERTAKE_S)
         self._shard = Shard(listener, self._scheduler, self)
@@ -91,8 +95,7 @@ class ShardWorkers:
         """Hand on what has been loaded since the last call."""
         while self._arrived:
             arrived, self._arrived = self._arrived, []
-            for load, settled in arrived:
-                self._loaded(load, settled)
+            self._loaded(arrived)
 
     def look(self) -> None:
         """See which workers have ended, and which seem to have stopped."""
