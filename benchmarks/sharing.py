@@ -232,11 +232,18 @@ def choice(known: Sequence[str], text: str) -> list[str]:
     return text.split(",")
 
 
+def jobs_of(text: str) -> list[int]:
+    """The numbers in a list such as `1,4`, each of which has a scenario."""
+    known = sorted({scenario.jobs for scenarios in SCENARIOS.values() for scenario in scenarios})
+    return [int(name) for name in choice([str(number) for number in known], text)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sharing", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--scenario", type=partial(choice, list(SCENARIOS)), default=list(SCENARIOS), help="default: all")
     add("--side", type=partial(choice, SIDES), default=list(SIDES), help="default: all")
+    add("--jobs", type=jobs_of, default=[1, 2, 4], help="how many at once (default: 1,2,4)")
     add("--samples", type=int, default=1920, help="of an epoch (default: %(default)s)")
     add("--epochs", type=int, default=2, help="of each job, measured (default: %(default)s)")
     add("--cache", type=float, default=0.25, help="share of the samples that is kept (default: %(default)s)")
@@ -244,7 +251,8 @@ def main() -> None:
     arguments = parser.parse_args()
     generate(IMAGES, SPECIFICATION)
     warm_page_cache(IMAGES)
-    chosen = [scenario for name in arguments.scenario for scenario in SCENARIOS[name]]
+    named = [scenario for name in arguments.scenario for scenario in SCENARIOS[name]]
+    chosen = [scenario for scenario in named if scenario.jobs in arguments.jobs]
     publish((compare(scenario, arguments) for scenario in chosen), METRICS, arguments)
 
 
