@@ -1,13 +1,15 @@
 """Values of the examples' options, refused by name where they make no sense."""
 
 import math
-from argparse import ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError
 
-from torch_dpflow.errors import DPFlowError
+from torch_dpflow.errors import DeadlineError, DPFlowError
 from torch_dpflow.remote.cluster_address import find_cluster
 
 #: numpy's generator takes no higher seed.
 HIGHEST_SEED = 2**32 - 1
+#: By when a cluster that runs answers, seconds.
+ANSWER_S = 10.0
 
 
 def positive(text: str) -> int:
@@ -65,6 +67,21 @@ def address(text: str) -> str:
     except DPFlowError as error:
         raise ArgumentTypeError(str(error)) from error
     return text
+
+
+def require_answer(parser: ArgumentParser, address: str | None) -> None:
+    """End with a message where an address names a cluster that does not answer; None names none."""
+    if address is None:
+        return
+    try:
+        with find_cluster(address).connect(timeout_s=ANSWER_S) as coordinator:
+            coordinator.call("processes")
+    except DeadlineError:
+        parser.error(
+            f"--address {address}: no cluster answers there within {ANSWER_S:g} s; start one by `dpflow up`"
+        )
+    except DPFlowError as error:
+        parser.error(f"--address {address}: {error}")
 
 
 def address_or_new(text: str) -> str:

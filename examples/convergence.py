@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from examples import natural_images
-from examples.arguments import address, positive
+from examples.arguments import address, positive, require_answer
 from examples.train_classifier import build_dataset, seed_everything
 from torch_dpflow import DPFlowDataLoader
 
@@ -260,7 +260,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    require_answer(parser, options.address)
     torch.set_num_threads(options.threads)
     problem = digits() if options.problem == "digits" else jpegs(options.images)
     sides = ["torch", "dpflow private"] + ["dpflow shared"] * (options.address is not None)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from examples.arguments import address, not_negative, positive, rate, seed
+from examples.arguments import address, not_negative, positive, rate, require_answer, seed
 from examples.stopwatch import Stopwatch
 from examples.train_classifier import seed_everything
 from torch_dpflow.datasets import DatasetStore, Draft
@@ -228,6 +228,7 @@ def main(task: Task, module: str, arguments: Sequence[str] | None = None) -> int
     options = parser.parse_args(arguments)
     if options.address is not None and options.loader != "dpflow":
         parser.error(f"--address is for --loader dpflow, not {options.loader}")
+    require_answer(parser, options.address)
     torch.set_num_threads(options.threads)
     seed_everything(options.seed)
     begun = time.monotonic()

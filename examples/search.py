@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from examples import natural_images
-from examples.arguments import address_or_new, positive, rate
+from examples.arguments import address_or_new, positive, rate, require_answer
 from examples.cluster import found_or_started, loads
 from examples.stopwatch import Stopwatch
 from examples.train_classifier import build_dataset, seed_everything
@@ -196,7 +196,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    require_answer(parser, None if options.address == "auto" else options.address)
     console = Console()
     images = natural_images.Specification(classes=CLASSES, train=options.train, val=options.val)
     try:

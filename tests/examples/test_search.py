@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from examples import natural_images, search
+from examples.arguments import require_answer
 from examples.cluster import found_or_started, loads
 from tests.shared_cluster import TestCluster
 
@@ -55,6 +57,7 @@ def test_a_cluster_that_runs_is_taken(cluster: TestCluster, monkeypatch: pytest.
     with found_or_started("auto") as address:
         assert address == "auto"
         assert loads(address) == 0
+    require_answer(argparse.ArgumentParser(), cluster.address)
 
 
 def test_a_trial_learns_with_either_loader(data: Path, cluster: TestCluster) -> None:
