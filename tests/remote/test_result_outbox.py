@@ -11,7 +11,7 @@ from torch_dpflow.remote import result_outbox
 from torch_dpflow.remote.messages import Exchange, Finished, decode
 from torch_dpflow.remote.parcel import encode
 from torch_dpflow.remote.protocol import SAMPLE
-from torch_dpflow.remote.result_outbox import FRAMES_TOGETHER, TOGETHER, ResultOutbox
+from torch_dpflow.remote.result_outbox import BYTES_TOGETHER, FRAMES_TOGETHER, TOGETHER, ResultOutbox
 from torch_dpflow.remote.transport import Listener, connect, listen
 
 Message = tuple[list[int], int | None, int]
@@ -25,9 +25,9 @@ class Shard:
         self._connection = connect(listener.address)
         self.outbox = ResultOutbox(self._connection)
 
-    def add(self, task: int, *, hold: bool = True, frames: int = 1) -> None:
-        table, own = encode(task)
-        table = type(table)(frames, table.blocks, table.head, table.buffers)
+    def add(self, task: int, *, hold: bool = True, frames: int = 1, value: object = None) -> None:
+        table, own = encode(value)
+        table = type(table)(len(own) + frames - 1, table.blocks, table.head, table.buffers)
         finished = Finished(task, SAMPLE, table, False)
         self.outbox.add(finished, [*own, *[b"x"] * (frames - 1)], task + 1, hold=hold)
 
@@ -103,6 +103,15 @@ def test_many_frames_do_not_go_together(shard: Shard) -> None:
     assert shard.heard() == ([1], 2, FRAMES_TOGETHER)
     shard.outbox.flush()
     assert shard.heard() == ([2], None, 2)
+
+
+def test_many_bytes_do_not_wait(shard: Shard) -> None:
+    shard.add(0)
+    shard.add(1, value=bytes(100))
+    shard.add(2, value=bytes(BYTES_TOGETHER))
+    shard.add(3)
+    assert shard.heard() == ([0], 1, 1)
+    assert shard.heard() == ([1, 2], 3, 3)
 
 
 def test_nothing_is_sent_after_the_end(shard: Shard) -> None:

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from torch_dpflow.remote.messages import Exchange, Finished, encode
 from torch_dpflow.remote.transport import Connection, Frame
 
-#: Most results of one message, and most frames where there are several.
-TOGETHER, FRAMES_TOGETHER = 8, 128
-#: How long a result waits for others, seconds. Longer than most samples take, shorter than a batch does.
-HOLD_S = 0.02
+#: Most results of one message; most frames, and bytes in them and in shared memory, where there are several.
+TOGETHER, FRAMES_TOGETHER, BYTES_TOGETHER = 16, 128, 8 << 20
+#: How long a result waits for others, seconds: as long as ten small samples take.
+HOLD_S = 0.06
 #: When results go although the worker is at the next sample still, seconds.
-LATE_S = 0.05
+LATE_S = 0.1
 
 
 class ResultOutbox:
@@ -36,6 +36,7 @@ class ResultOutbox:
         self.lock = threading.Lock()
         self._finished: list[Finished] = []
         self._frames: list[Frame] = []
+        self._nbytes = 0
         #: What the worker is at since the latest result.
         self._started: int | None = None
         self._sent_at = -math.inf
@@ -54,8 +55,9 @@ class ResultOutbox:
                 self._send()
             self._finished.append(finished)
             self._frames += frames
+            self._nbytes += finished.parcel.nbytes
             self._started = started
-            full = len(self._finished) == TOGETHER
+            full = len(self._finished) == TOGETHER or self._nbytes >= BYTES_TOGETHER
             if hold and not full and time.monotonic() - self._sent_at < HOLD_S:
                 self._waiting.set()
             else:
@@ -77,7 +79,7 @@ class ResultOutbox:
 
     def _send(self) -> None:
         finished, self._finished = self._finished, []
-        frames, self._frames = self._frames, []
+        frames, self._frames, self._nbytes = self._frames, [], 0
         self._sent_at = time.monotonic()
         self._connection.send([encode(Exchange(finished, self._started)), *frames])
 

@@ -22,8 +22,9 @@ from torch_dpflow.remote.services.shard import Shard
 from torch_dpflow.remote.settled import Settled, plain, settle
 from torch_dpflow.remote.transport import Listener
 
-#: Tasks that a worker holds: those of a message's results, and as many that wait, as samples are small.
-WINDOW = 8
+#: Tasks that a worker holds: those of a message's results, and some that wait meanwhile. Half of what torch's loader
+#: gives a worker ahead of need, with batches of 16.
+WINDOW = 16
 #: Workers that a sample may take down before it is given up.
 POISON_LIMIT = 3
 #: A worker that is at one sample for so long, and for much longer than usual, is overtaken by others, seconds: it
@@ -103,11 +104,7 @@ class ShardWorkers:
         if ended:
             for number, worker in list(self._workers.items()):
                 if worker.descriptor in ended:
-                    SERVICE.warning(
-                        "it has ended (pid %d); its samples go to others",
-                        worker.pid,
-                        extra={"worker": number},
-                    )
+                    _tell_end(number, worker.pid)
                     self._dismiss(number)
                     self._shard.lose(number, None if worker.running is None else worker.running.tasks())
         self._shard.tick()
@@ -136,6 +133,9 @@ class ShardWorkers:
         return True  # nodes start them, and how many there are is theirs to know
 
     def shares_memory(self, hello: WorkerHello) -> bool:
+        before = self._workers.get(hello.worker)
+        if before is not None and before.pid != hello.pid:
+            _tell_end(hello.worker, before.pid)  # another has taken its place before that was seen
         self._dismiss(hello.worker)
         reader = ArenaReader(hello.pid)
         shares = hello.probe is not None and reader.probe(hello.probe)
@@ -174,3 +174,7 @@ class ShardWorkers:
         if known is not None:
             with suppress(ProcessLookupError):
                 os.kill(known.pid, signal.SIGKILL)
+
+
+def _tell_end(number: int, pid: int) -> None:
+    SERVICE.warning("it has ended (pid %d); its samples go to others", pid, extra={"worker": number})
