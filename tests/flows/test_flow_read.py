@@ -315,6 +315,15 @@ def test_what_the_flow_below_leaves_out_is_counted_and_shifts_nothing(
     assert "a/above:1, sample 4 is left out" in caplog.text
 
 
+def test_what_the_flow_below_leaves_out_is_an_error_above_a_flow_that_raises() -> None:
+    below = _read(Numbers(6, broken=(1,)), on_error="skip").to_mapped()
+    flow = DataLoadFlow("a/above", 1).dataset("core/x", samples=below)
+    read = flow.prepare_read(LocalDataLoadFlowReader())
+    assert len(read.to_mapped().__getitems__([0, 2, 4])) == 3
+    with pytest.raises(FileNotFoundError):
+        read.to_mapped().__getitems__([0, 1, 4])
+
+
 def test_a_sample_by_itself_cannot_be_skipped() -> None:
     mapped = _read(Numbers(6, broken=(1, 2)), on_error="skip").to_mapped()
     with pytest.raises(FileNotFoundError):

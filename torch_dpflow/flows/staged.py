@@ -50,7 +50,11 @@ class StagedDataset(Dataset[Any]):
         together = getattr(self._samples, "__getitems__", None)
         if together is None:
             return [self[index] for index in indices]
-        return [self.through(index, sample) for index, sample in zip(indices, together(indices))]
+        samples = list(together(indices))
+        if len(samples) != len(indices):
+            # A dataset that leaves samples out gives fewer, and does not say which; one by one it does.
+            return [self[index] for index in indices]
+        return [self.through(index, sample) for index, sample in zip(indices, samples)]
 
     def load_each(self, indices: list[int]) -> list[Any]:
         """Each sample, or a Failed in its place; no error of one touches another."""
