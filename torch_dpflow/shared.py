@@ -78,6 +78,8 @@ class SharedLoaderIterator(_BaseDataLoaderIter):
         except BaseException:
             self._run.epoch, self._run.pending, self._run.progress = epoch, pending, progress
             raise
+        # An iterator that is dropped in mid-epoch holds samples, and their room, no longer.
+        weakref.finalize(self, self._batches.abandon).atexit = False
         self._pin = Pin(self._pin_memory_device) if self._pin_memory else None
         self._run.meter.begin_epoch()
 
@@ -113,6 +115,7 @@ class SharedLoaderIterator(_BaseDataLoaderIter):
         self._progress = progress
         self._position = progress.position
         job = job_of(loader, int(self._base_seed))
+        batched = self._auto_collation  # the plan must not keep this iterator alive: its end is the reading's
 
         def plan() -> Iterator[list[int]]:
             while True:
@@ -120,7 +123,7 @@ class SharedLoaderIterator(_BaseDataLoaderIter):
                     _, index = progress.plan.draw()
                 except StopIteration:
                     return
-                yield index if self._auto_collation else [index]
+                yield index if batched else [index]
 
         return job.read(plan(), progress.epoch, draw_seed=progress.base_seed)
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch_dpflow.remote.parcel import decode
 from torch_dpflow.remote.protocol import POISONED, ServedSample
 from torch_dpflow.remote.refusals import OverloadedError, StaleJobError, StaleRoutingError
 from torch_dpflow.remote.router_link import RouterLink
-from torch_dpflow.remote.shard_link import Fetch, ShardLinks, Wanted
+from torch_dpflow.remote.shard_link import Fetch, Outcome, ShardLinks, Wanted
 
 #: The pause before a fetch that failed is tried again, seconds.
 PAUSE_S = 0.05
@@ -159,6 +160,10 @@ class SharedIterator:
             raise ready.error
         return ready.value
 
+    def abandon(self) -> None:
+        """Have the thread stop and give back what was asked for; nothing is waited for. Any thread may call."""
+        self._closed.set()
+
     def close(self) -> None:
         """Stop reading; what was asked for is given back. May be called twice."""
         self._over = True
@@ -218,13 +223,11 @@ class SharedIterator:
         deadline = time.monotonic() + self._pipeline.patience_s
         while True:
             came = 0
-            for fetch in batch.fetches:
+            fetches, batch.fetches = batch.fetches, []
+            for fetch in fetches:
                 if batch.is_deadly:
                     break
-                outcome = self._links.finish(fetch)
-                batch.nbytes += outcome.nbytes
-                for sample, frames in outcome.samples:
-                    batch.values[sample.ticket] = _opened(sample, frames)
+                outcome = self._take(batch, fetch)
                 came += len(outcome.samples)
                 if self._closed.is_set():
                     raise _Closed
@@ -243,6 +246,24 @@ class SharedIterator:
         self._fetching -= 1
         self._mean_bytes += (batch.nbytes - self._mean_bytes) * (0.2 if self._mean_bytes else 1.0)
         return batch
+
+    def _take(self, batch: _Batch, fetch: Fetch) -> Outcome:
+        """Wait for the answer to a fetch, and open what it brings."""
+        outcome = self._links.finish(fetch)
+        batch.nbytes += outcome.nbytes
+        for sample, frames in outcome.samples:
+            batch.values[sample.ticket] = _opened(sample, frames)
+        return outcome
+
+    def _take_what_came(self) -> None:
+        """The training loop pauses: what shards hold of answered fetches is room that other jobs may wait for."""
+        for batch in itertools.islice(self._asked, self._fetching):
+            answered = [fetch for fetch in batch.fetches if fetch.pending.done]
+            batch.fetches = [fetch for fetch in batch.fetches if fetch not in answered]
+            for fetch in answered:
+                self._take(batch, fetch)  # what failed of it is missing, and asked for again
+        with suppress(DPFlowError):
+            self._links.give_back([], epoch=self._epoch, draw=self._draw)
 
     def _mend(self, error: DPFlowError, deadline: float) -> None:
         """Find out what is out of date, so that the next attempt goes where it should."""
@@ -290,7 +311,7 @@ class SharedIterator:
                 self._out.put(ready, timeout=0.1)
                 return
             except queue.Full:
-                continue
+                self._take_what_came()
 
     def _give_back(self) -> None:
         left = [one for batch in self._asked for one in batch.wanted]
