@@ -1,4 +1,7 @@
-"""What tests of the transport have in common."""
+"""What tests of the transport and of parcels have in common."""
+
+import gc
+from collections.abc import Iterator
 
 import pytest
 import zmq
@@ -11,3 +14,12 @@ def release_thread() -> None:
     It stays for good, so it must be there before a test counts what it leaves behind.
     """
     zmq.Frame(bytes(200_000), copy=False)
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Without the collector of cycles, which may be as late as it likes."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -184,15 +183,6 @@ def test_bytes_beside_tensors_in_an_arena_that_has_room_for_neither_or_one() -> 
         assert carried[1:3] == pieces[1:3]
         assert torch.equal(carried[0], pieces[0])
         assert torch.equal(carried[3], pieces[3])
-
-
-@pytest.fixture
-def uncollected() -> Iterator[None]:
-    """Without the collector of cycles, which may be as late as it likes."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("uncollected")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import weakref
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -59,15 +57,6 @@ def test_a_parcel_that_fails_to_open_gives_its_memory_back(missing: bool) -> Non
         with pytest.raises(MessageError):
             decode(table, [] if missing else [bytes(len(frames[0]))], reader=reader)
     assert arena.segments == 2
-
-
-@pytest.fixture
-def uncollected() -> Iterator[None]:
-    """Without the collector of cycles, which may be as late as it likes."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("uncollected")

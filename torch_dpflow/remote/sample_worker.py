@@ -39,7 +39,7 @@ SHARED_MEMORY_BYTES = 64 << 20
 #: How long a worker waits for its shard's answer before it says hello again, seconds.
 HELLO_S = 1.0
 #: How often a worker that has tasks looks whether its shard has said anything, seconds: a look that finds nothing
-#: costs a hundredth of a small sample, and what is taken back or added can wait as long as a result may.
+#: costs a few hundredths of a small sample, and what is taken back or added can wait as long as a result may.
 LOOK_S = 0.01
 #: What a shard says first of all: its process, and how many workers it is to have.
 GREETING = struct.Struct("<QQ")

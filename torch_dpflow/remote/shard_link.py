@@ -166,7 +166,11 @@ class ShardLinks:
             now,
         )
         reply: Any = Served if method == "fetch" else None
-        return self._begin_call(address, method, ask, reply)
+        try:
+            return self._begin_call(address, method, ask, reply)
+        except DPFlowError:
+            self._taken[address][:0] = now  # else the shard keeps their room for as long as the job lives
+            raise
 
     def _begin_call(self, address: str, method: str, ask: Ask, reply: Any) -> PendingCall:
         timeout_s = min(FETCH_S, self._router.contact.patience_s)

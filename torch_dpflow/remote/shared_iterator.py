@@ -258,11 +258,13 @@ class SharedIterator:
     def _take_what_came(self) -> None:
         """The training loop pauses: what shards hold of answered fetches is room that other jobs may wait for."""
         for batch in itertools.islice(self._asked, self._fetching):
-            answered = [fetch for fetch in batch.fetches if fetch.pending.done]
-            batch.fetches = [fetch for fetch in batch.fetches if fetch not in answered]
-            for fetch in answered:
-                self._take(batch, fetch)  # what failed of it is missing, and asked for again
-        with suppress(DPFlowError):
+            fetches, batch.fetches = batch.fetches, []
+            for fetch in fetches:
+                if fetch.pending.done:
+                    self._take(batch, fetch)  # what failed of it is missing, and asked for again
+                else:
+                    batch.fetches.append(fetch)
+        with suppress(DPFlowError):  # it is said with the next call
             self._links.give_back([], epoch=self._epoch, draw=self._draw)
 
     def _mend(self, error: DPFlowError, deadline: float) -> None:
