@@ -162,7 +162,12 @@ def test_every_line_says_what_it_is_about_and_restarts_are_counted(
         lambda: Scrape(cluster)("dpflow_process_restarts_total", process=worker.id) == 1,
         what="the worker's restart in the metrics",
     )
-    lines = [json.loads(line) for line in cluster.log.read_text().splitlines()]
+    # The node and the shard each see the death by themselves, in either order.
+    wait(
+        lambda: "its samples go to others" in cluster.log.read_text().rpartition("\n")[0],
+        what="the shard's word of the worker's end",
+    )
+    lines = [json.loads(line) for line in cluster.log.read_text().rpartition("\n")[0].splitlines()]
     assert all(
         {"time", "level", "flow", "shard", "worker", "job", "process", "pid"} <= line.keys() for line in lines
     )
