@@ -134,7 +134,7 @@ class ParcelPickler(pickle.Pickler):
         return NotImplemented
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
-        if not _is_plain(tensor):
+        if not is_plain(tensor):
             _refuse_graph(tensor)
             return NotImplemented
         if self._laid_out is not None:
@@ -209,7 +209,7 @@ def rebuild_array(memory: memoryview, dtype: Any, shape: tuple[int, ...], order:
     return array
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether storage, dtype, shape, strides and offset are all there is to an exact torch.Tensor."""
     return not (
         tensor.layout is not torch.strided

@@ -25,13 +25,14 @@ from torch_dpflow.remote.messages import (
     decode,
     encode,
 )
-from torch_dpflow.remote.parcel import encode as encode_parcel
 from torch_dpflow.remote.protocol import FAILED
 from torch_dpflow.remote.result_outbox import ResultOutbox
 from torch_dpflow.remote.running_task import RunningTask
+from torch_dpflow.remote.sample_parcel import encode_sample
 from torch_dpflow.remote.samples import SampleSource
 from torch_dpflow.remote.services.locate import locate
 from torch_dpflow.remote.services.post import Heart, ServicePost
+from torch_dpflow.remote.time_slices import take_long_slices
 from torch_dpflow.remote.transport import Connection, connect
 
 #: Most shared memory that a worker takes to hand over its samples, bytes.
@@ -39,8 +40,8 @@ SHARED_MEMORY_BYTES = 64 << 20
 #: How long a worker waits for its shard's answer before it says hello again, seconds.
 HELLO_S = 1.0
 #: How often a worker that has tasks looks whether its shard has said anything, seconds: a look that finds nothing
-#: costs a few hundredths of a small sample, and what is taken back or added can wait as long as a result may.
-LOOK_S = 0.01
+#: costs up to a twentieth of a small sample, and what is taken back or added can wait half as long as a result may.
+LOOK_S = 0.03
 #: What a shard says first of all: its process, and how many workers it is to have.
 GREETING = struct.Struct("<QQ")
 
@@ -135,10 +136,10 @@ class SampleWorker:
         self._running.note(task)
         kind, value = self._source.load(payload)
         try:
-            table, frames = encode_parcel(value, arena=self._arena, contiguous=True)
+            table, frames = encode_sample(value, arena=self._arena)
         except NotPicklableError as error:
             kind = FAILED
-            table, frames = encode_parcel(unpicklable_failure(self._number, error))
+            table, frames = encode_sample(unpicklable_failure(self._number, error))
         self._running.note(None)
         started = self._tasks[0][0] if self._tasks else None
         # One that is behind with its window is not robbed of what it is at while a result waits here.
@@ -172,4 +173,6 @@ def run(post: ServicePost) -> None:
         identity=f"{arguments.number}/{post.incarnation}/{post.place.token}".encode(),
         options=post.place.client_transport(),
     )
-    SampleWorker(connection, arguments.number, post.incarnation).work()
+    worker = SampleWorker(connection, arguments.number, post.incarnation)
+    take_long_slices()  # not before: the threads that speak with the shard are to be quick
+    worker.work()

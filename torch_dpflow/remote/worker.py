@@ -35,6 +35,7 @@ from torch_dpflow.remote.orphan import end_with
 from torch_dpflow.remote.parcel import encode as encode_parcel
 from torch_dpflow.remote.running_task import RunningTask
 from torch_dpflow.remote.sealed import Sealed
+from torch_dpflow.remote.time_slices import take_long_slices
 from torch_dpflow.remote.transport import Frame, connect
 
 #: A task's number is its epoch's generation above these bits and its batch's position below them.
@@ -79,7 +80,9 @@ def main(sealed: Sealed, post: Post) -> None:
         faulthandler.enable(file=words)
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which the platform had blocked
-            _Worker(sealed.open(), post).work()
+            worker = _Worker(sealed.open(), post)
+            take_long_slices()  # not before: the thread that speaks with the shard is to be quick
+            worker.work()
         except KeyboardInterrupt:
             pass  # the owner gets it too, and decides
         except BaseException as error:

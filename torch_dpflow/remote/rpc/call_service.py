@@ -130,7 +130,8 @@ class CallService:
 
     def _finish(self, client: bytes, call: int, remembered: bool, outcome: Outcome) -> None:
         reply = _prepare(outcome)
-        if not self._replies.finish(client, call, reply, nbytes=reply.nbytes, keep=remembered):
+        nbytes = reply.nbytes if remembered else 0
+        if not self._replies.finish(client, call, reply, nbytes=nbytes, keep=remembered):
             return  # answered before, or the client has given it up
         self._stats.failures += reply.failure is not None
         session = self._sessions.get(client)

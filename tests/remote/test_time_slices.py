@@ -1,0 +1,56 @@
+"""Workers run in long turns, and the threads that were there before do not."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import pytest
+
+from torch_dpflow import DPFlowDataLoader
+from torch_dpflow.remote.time_slices import take_long_slices
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="time slices are Linux's")
+
+
+class Scheduling(list[int]):
+    """What the scheduler knows of whoever loads a sample."""
+
+    def __getitem__(self, index: object) -> int:  # type: ignore[override]
+        return os.sched_getscheduler(0)
+
+
+def in_a_thread(act: object) -> object:
+    told: list[object] = []
+    thread = threading.Thread(target=lambda: told.append(act()))  # type: ignore[operator]
+    thread.start()
+    thread.join()
+    return told[0]
+
+
+def test_a_thread_keeps_its_share_and_others_stay_as_they_are() -> None:
+    def act() -> tuple[bool, int, int]:
+        agreed = take_long_slices()
+        return agreed, os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)
+
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    agreed, policy, nice = in_a_thread(act)  # type: ignore[misc]
+    assert policy == (os.SCHED_BATCH if agreed else os.SCHED_OTHER)
+    assert nice == before
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_a_policy_that_somebody_has_chosen_stays() -> None:
+    def act() -> tuple[bool, int]:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        return take_long_slices(), os.sched_getscheduler(0)
+
+    assert in_a_thread(act) == (False, os.SCHED_IDLE)
+
+
+def test_a_loaders_workers_take_them() -> None:
+    expected = in_a_thread(lambda: os.SCHED_BATCH if take_long_slices() else os.SCHED_OTHER)
+    (batch,) = DPFlowDataLoader(Scheduling([0] * 4), batch_size=4, num_workers=1)
+    assert set(batch.tolist()) == {expected}
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
