@@ -1,9 +1,8 @@
 """Counters of a loader and the frozen snapshot that a user sees."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +58,16 @@ class LoaderMeter:
         self.time_to_first_batch_s = None
         self.epochs += 1
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """The body is one `next()` of the training loop."""
-        entered = time.perf_counter()
-        try:
-            yield
-        finally:
-            left = time.perf_counter()
-            self.stall_s += left - entered
-            self.iterating_s += left - self._last_seen_s
-            self._last_seen_s = left
+    def waiting(self) -> "_Waiting":
+        """A context manager whose body is one `next()` of the training loop."""
+        return _Waiting(self)
+
+    def waited(self, entered_s: float) -> None:
+        """A `next()` that began at this time, by `time.perf_counter`, is over."""
+        left_s = time.perf_counter()
+        self.stall_s += left_s - entered_s
+        self.iterating_s += left_s - self._last_seen_s
+        self._last_seen_s = left_s
 
     def delivered(self, samples: int, size: int) -> None:
         """A batch of so many samples and bytes goes to the training loop."""
@@ -99,3 +97,20 @@ class LoaderMeter:
             duplicates=self.duplicates,
             steals=self.steals,
         )
+
+
+class _Waiting:
+    """What a generator with `contextmanager` would be, in half its time."""
+
+    __slots__ = ("_entered_s", "_meter")
+
+    def __init__(self, meter: LoaderMeter) -> None:
+        self._meter = meter
+
+    def __enter__(self) -> None:
+        self._entered_s = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._meter.waited(self._entered_s)

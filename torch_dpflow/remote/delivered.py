@@ -39,7 +39,10 @@ class Delivered:
 
     def add(self, keys: list[int]) -> None:
         """A batch of these samples has been handed out."""
-        mark(self.marks, np.asarray(keys, np.int64))
+        # For the few samples of a batch numpy takes twice as long.
+        marks = self.marks.data
+        for key in keys:
+            marks[key >> 3] |= 128 >> (key & 7)
         self.position += len(keys)
 
     def state(self) -> dict[str, Any]:

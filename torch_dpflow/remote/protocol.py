@@ -288,6 +288,14 @@ class Ask(Body):
     keys: Keys
     #: Tickets whose samples the job has.
     taken: Keys
+    #: How many of the samples, the last ones, a fetch does not wait for yet.
+    ahead: Count = 0
+
+    @property
+    def awaited(self) -> list[tuple[int, int]]:
+        """Ticket and key of each sample that a fetch waits for."""
+        most = len(self.tickets) - self.ahead
+        return list(zip(self.tickets[:most], self.keys[:most]))
 
 
 #: What a sample came to: itself, an exception of the code that loads it, or the death of its workers.

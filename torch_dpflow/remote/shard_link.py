@@ -67,12 +67,19 @@ class ShardLinks:
         self._clients: dict[str, RpcClient] = {}
         #: Tickets whose samples have come, to be given back, by shard.
         self._taken: defaultdict[str, list[int]] = defaultdict(list)
+        #: What will be needed and is not said yet, by shard.
+        self._unsaid: defaultdict[str, list[Wanted]] = defaultdict(list)
 
-    def want(self, wanted: Sequence[Wanted], *, epoch: int, draw: int | None) -> None:
-        """Say what will be needed, soonest first. Nothing is waited for: what is lost is made up by the fetch."""
+    def want(self, wanted: Sequence[Wanted]) -> None:
+        """Note what will be needed, soonest first. It is said with a fetch from the same shard, or by `say`."""
         for address, part in self._by_shard(wanted):
-            for start in range(0, len(part), MAX_SAMPLES):
-                self._begin("want", address, part[start : start + MAX_SAMPLES], epoch, draw)
+            self._unsaid[address] += part
+
+    def say(self, *, epoch: int, draw: int | None) -> None:
+        """Say what was noted. Nothing is waited for: what is lost is made up by the fetch."""
+        for address in [address for address, unsaid in self._unsaid.items() if unsaid]:
+            while ahead := self._next_unsaid(address, MAX_SAMPLES):
+                self._begin("want", address, ahead, epoch, draw)
 
     def fetch(self, wanted: Sequence[Wanted], *, epoch: int, draw: int | None) -> list[Fetch]:
         """Begin to fetch these from all their shards at once."""
@@ -80,7 +87,9 @@ class ShardLinks:
         for address, part in self._by_shard(wanted):
             for start in range(0, len(part), FETCH_SAMPLES):
                 some = part[start : start + FETCH_SAMPLES]
-                fetches.append(Fetch(address, some, self._begin("fetch", address, some, epoch, draw)))
+                ahead = self._next_unsaid(address, MAX_SAMPLES - len(some))
+                pending = self._begin("fetch", address, [*some, *ahead], epoch, draw, ahead=len(ahead))
+                fetches.append(Fetch(address, some, pending))
         return fetches
 
     def finish(self, fetch: Fetch) -> Outcome:
@@ -151,8 +160,13 @@ class ShardLinks:
             parts.setdefault(routes.addresses[place], []).append(one)
         return list(parts.items())
 
+    def _next_unsaid(self, address: str, most: int) -> list[Wanted]:
+        unsaid = self._unsaid[address]
+        now, self._unsaid[address] = unsaid[:most], unsaid[most:]
+        return now
+
     def _begin(
-        self, method: str, address: str, wanted: list[Wanted], epoch: int, draw: int | None
+        self, method: str, address: str, wanted: list[Wanted], epoch: int, draw: int | None, *, ahead: int = 0
     ) -> PendingCall:
         taken = self._taken[address]
         now, self._taken[address] = taken[:MAX_SAMPLES], taken[MAX_SAMPLES:]
@@ -164,6 +178,7 @@ class ShardLinks:
             [one.ticket for one in wanted],
             [one.key for one in wanted],
             now,
+            ahead,
         )
         reply: Any = Served if method == "fetch" else None
         try:

@@ -86,7 +86,7 @@ class Fuzzer:
             ],
             "shard": [
                 ("want", Ask(JobId("intruder", 5), 1, 0, 0, [1, 2], [3, 4], [])),
-                ("fetch", Ask(JobId("intruder", 5), 1, 0, 0, [1, 2], [3, 4], [7])),
+                ("fetch", Ask(JobId("intruder", 5), 1, 0, 0, [1, 2], [3, 4], [7], 1)),
                 ("beat", JobId("intruder", 5)),
                 ("leave", JobId("intruder", 5)),
             ],

@@ -163,7 +163,7 @@ class SampleShard:
         ask: Ask = call.body
         self._take(ask)
         self._obey(self._want(ask))
-        self._fetch(call, _tickets_of(ask, self._deadly) or ask.tickets)
+        self._fetch(call, _tickets_of(ask, self._deadly) or [ticket for ticket, _ in ask.awaited])
         return LATER
 
     def _fetch(self, call: IncomingCall, tickets: list[int]) -> None:
@@ -183,6 +183,10 @@ class SampleShard:
         if len(ask.tickets) != len(ask.keys):
             raise UsageError(
                 f"{len(ask.tickets)} tickets for {len(ask.keys)} samples: one for each is required"
+            )
+        if ask.ahead > len(ask.tickets):
+            raise UsageError(
+                f"{ask.ahead} of {len(ask.tickets)} samples are not waited for: no more than all can be"
             )
         if ask.keys and max(ask.keys) >= self._spec.size:
             raise UsageError(
@@ -323,8 +327,8 @@ class SampleShard:
 
 
 def _tickets_of(ask: Ask, keys: set[int]) -> list[int]:
-    """The tickets of an ask that are for one of these keys."""
-    return [ticket for ticket, key in zip(ask.tickets, ask.keys) if key in keys] if keys else []
+    """The tickets of a fetch that are for one of these keys."""
+    return [ticket for ticket, key in ask.awaited if key in keys] if keys else []
 
 
 def _concurrency(settings: ShardSettings) -> int:

@@ -45,6 +45,7 @@ LOCAL_KERNEL_BYTES = 256 * 1024
 #: How long a new listener waits for an address that is taken, seconds: libzmq closes in its own time.
 REBIND_S = 0.2
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class _Endpoint:
@@ -122,16 +123,15 @@ class _Endpoint:
             self._check_usable()
         deadline = None
         while True:
-            try:
-                first = self._socket.recv(_NOBLOCK, copy=False)
-            except zmq.Again:
+            # Asking first: an exception for a message that is not there takes three times as long.
+            if not int(self._socket.get(_EVENTS)) & _POLLIN:
                 if timeout_s is not None:
                     deadline = deadline or time.monotonic() + timeout_s
                     timeout_s = max(0.0, deadline - time.monotonic())
                 if timeout_s == 0 or not self._await_input(timeout_s):
                     return None
                 continue
-            frames = self._collect(first)
+            frames = self._collect(self._socket.recv(_NOBLOCK, copy=False))
             if frames is not None:
                 return frames
 
