@@ -128,7 +128,13 @@ def test_forked_workers_need_nothing_that_can_be_pickled(Loader: Any) -> None:
 
 
 def test_workers_of_a_finished_epoch_can_be_asked_how_they_ended(Loader: Any) -> None:
-    iterator = iter(Loader(Indices(8), batch_size=2, num_workers=2))
+    # Both are to be there before the first batch is: one that is not yet when the epoch ends is not waited for.
+    barrier = FORK.Barrier(2)
+    given: dict[str, Any] = {
+        "multiprocessing_context": FORK,
+        "worker_init_fn": lambda worker: barrier.wait(60),
+    }
+    iterator = iter(Loader(Indices(8), batch_size=2, num_workers=2, **given))
     pids = [worker.pid for worker in iterator._workers]
     assert len(list(iterator)) == 4
     assert [worker.pid for worker in iterator._workers] == pids
