@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from tests.loader_cases import Gated, Indices, Rows, WhoLoads, assert_same, epochs
+from tests.shared_cluster import wait
 from tests.workers import worker_pids
 
 FORK = multiprocessing.get_context("fork")
@@ -127,13 +129,13 @@ def test_forked_workers_need_nothing_that_can_be_pickled(Loader: Any) -> None:
         assert list(loader) == [[0, 2], [4, 6]]
 
 
-def test_workers_of_a_finished_epoch_can_be_asked_how_they_ended(Loader: Any) -> None:
-    # Both are to be there before the first batch is: one that is not yet when the epoch ends is not waited for.
-    barrier = FORK.Barrier(2)
-    given: dict[str, Any] = {
-        "multiprocessing_context": FORK,
-        "worker_init_fn": lambda worker: barrier.wait(60),
-    }
+def test_workers_of_a_finished_epoch_can_be_asked_how_they_ended(Loader: Any, tmp_path: Path) -> None:
+    def meet(worker: int) -> None:
+        # Both are to be there before the first batch is: one that is not yet when the epoch ends is not waited for.
+        (tmp_path / str(worker)).touch()
+        wait(lambda: len(list(tmp_path.iterdir())) == 2, what="the other worker")
+
+    given: dict[str, Any] = {"multiprocessing_context": FORK, "worker_init_fn": meet}
     iterator = iter(Loader(Indices(8), batch_size=2, num_workers=2, **given))
     pids = [worker.pid for worker in iterator._workers]
     assert len(list(iterator)) == 4
