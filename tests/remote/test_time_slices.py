@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -34,11 +35,11 @@ def test_a_thread_keeps_its_share_and_others_stay_as_they_are() -> None:
         agreed = take_long_slices()
         return agreed, os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)
 
-    before = os.getpriority(os.PRIO_PROCESS, 0)
+    before = os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)
     agreed, policy, nice = in_a_thread(act)  # type: ignore[misc]
-    assert policy == (os.SCHED_BATCH if agreed else os.SCHED_OTHER)
-    assert nice == before
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    assert policy == (os.SCHED_BATCH if agreed else before[0])
+    assert nice == before[1]
+    assert os.sched_getscheduler(0) == before[0]
 
 
 def test_a_policy_that_somebody_has_chosen_stays() -> None:
@@ -49,8 +50,17 @@ def test_a_policy_that_somebody_has_chosen_stays() -> None:
     assert in_a_thread(act) == (False, os.SCHED_IDLE)
 
 
+def test_a_system_that_does_not_tell_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(pid: int) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(os, "sched_getscheduler", unknown)
+    assert take_long_slices() is False
+
+
 def test_a_loaders_workers_take_them() -> None:
-    expected = in_a_thread(lambda: os.SCHED_BATCH if take_long_slices() else os.SCHED_OTHER)
+    before = os.sched_getscheduler(0)
+    expected = in_a_thread(lambda: os.SCHED_BATCH if take_long_slices() else before)
     (batch,) = DPFlowDataLoader(Scheduling([0] * 4), batch_size=4, num_workers=1)
     assert set(batch.tolist()) == {expected}
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    assert os.sched_getscheduler(0) == before

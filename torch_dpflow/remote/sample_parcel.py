@@ -34,29 +34,32 @@ def encode_sample(sample: Any, *, arena: Arena | None = None) -> tuple[ParcelTab
     `decode` puts it together. As `parcel.encode` with `contiguous`, whose errors it raises.
     """
     if type(sample) is torch.Tensor:
-        quick = _encode_tensor(sample, (), arena, as_tuple=False)
+        quick = _encode_tensor(sample, None, arena)
     elif type(sample) is tuple and 0 < len(sample) <= _MOST_ITEMS and type(sample[0]) is torch.Tensor:
-        quick = _encode_tensor(sample[0], sample[1:], arena, as_tuple=True)
+        quick = _encode_tensor(sample[0], sample[1:], arena)
     else:
         quick = None
     return quick or encode(sample, arena=arena, contiguous=True)
 
 
 def _encode_tensor(
-    tensor: torch.Tensor, numbers: tuple[Any, ...], arena: Arena | None, *, as_tuple: bool
+    tensor: torch.Tensor, numbers: tuple[Any, ...] | None, arena: Arena | None
 ) -> tuple[ParcelTable, list[Frame]] | None:
-    """The parcel; None where the sample is of another kind, or where there is no shared memory for it."""
-    if not is_plain(tensor) or not all(type(number) in _NUMBERS for number in numbers):
+    """The parcel; None where the sample is of another kind, or where there is no shared memory for it.
+
+    numbers: the other items of the tuple; None: the tensor is no item of one.
+    """
+    if not is_plain(tensor) or not all(type(number) in _NUMBERS for number in numbers or ()):
         return None
     nbytes, in_order = tensor.nbytes, tensor.is_contiguous()
     large = nbytes >= LARGE_BYTES
     if not (large or 0 < nbytes < SHARED_BYTES) or not (in_order or (large and tensor.dim() <= 3)):
         return None
-    instructions = [_BEGIN, _instructions(tensor.dtype, tensor.shape), pickle.STOP]
-    if as_tuple:
+    value = _instructions(tensor.dtype, tensor.shape)
+    if numbers is not None:
         rest = [pickle.dumps(number, 2)[2:-1] for number in numbers]
-        instructions = [_BEGIN, pickle.MARK, instructions[1], *rest, pickle.TUPLE, pickle.STOP]
-    head = b"".join(instructions)
+        value = b"".join((pickle.MARK, value, *rest, pickle.TUPLE))
+    head = _BEGIN + value + pickle.STOP
     if not large:
         return _beside(head, tensor, nbytes)
     block = None if arena is None else arena.allocate(nbytes)

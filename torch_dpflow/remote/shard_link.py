@@ -84,6 +84,7 @@ class ShardLinks:
     def fetch(self, wanted: Sequence[Wanted], *, epoch: int, draw: int | None) -> list[Fetch]:
         """Begin to fetch these from all their shards at once."""
         fetches: list[Fetch] = []
+        self._forget_unsaid(wanted)
         for address, part in self._by_shard(wanted):
             for start in range(0, len(part), FETCH_SAMPLES):
                 some = part[start : start + FETCH_SAMPLES]
@@ -114,6 +115,7 @@ class ShardLinks:
 
     def give_back(self, wanted: Sequence[Wanted], *, epoch: int, draw: int | None) -> None:
         """These are not needed any more, and what has come is taken: say so now."""
+        self._forget_unsaid(wanted)
         for address, part in self._by_shard(wanted):
             self._taken[address] += [one.ticket for one in part]
         for address in [address for address, taken in self._taken.items() if taken]:
@@ -164,6 +166,11 @@ class ShardLinks:
         unsaid = self._unsaid[address]
         now, self._unsaid[address] = unsaid[:most], unsaid[most:]
         return now
+
+    def _forget_unsaid(self, wanted: Sequence[Wanted]) -> None:
+        tickets = {one.ticket for one in wanted}
+        for address, unsaid in self._unsaid.items():
+            self._unsaid[address] = [one for one in unsaid if one.ticket not in tickets]
 
     def _begin(
         self, method: str, address: str, wanted: list[Wanted], epoch: int, draw: int | None, *, ahead: int = 0

@@ -204,6 +204,7 @@ class SharedIterator:
     def _ask_ahead(self) -> bool:
         """Tell shards of coming batches, several at a time; whether there are any left to hand out."""
         wanted: list[Wanted] = []
+        # Each message wakes a shard, on a processor that has better things to do.
         together = min(self._pipeline.asked // 4, self._pipeline.asked - self._pipeline.fetched)
         begins = len(self._asked) <= self._pipeline.asked - max(1, together)
         while begins and not self._exhausted and len(self._asked) < self._pipeline.asked:

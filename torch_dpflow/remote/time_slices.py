@@ -25,11 +25,18 @@ _ATTRIBUTES = struct.Struct("<IIQiIQQQ")
 def take_long_slices() -> bool:
     """Have this thread, and those that it starts, run in long turns; whether the system has agreed.
 
-    It keeps its share of the processor. Linux from 6.12 on knows slices; an older one, or a sandbox that forbids the
-    call, leaves everything as it is.
+    It keeps its share of the processor. Linux knows slices from 6.12 on; before, it only keeps these threads from
+    interrupting others when they wake. A policy that somebody has chosen stays, and another system, or a sandbox that
+    forbids the call, leaves everything as it is.
     """
     number = _SCHED_SETATTR.get(platform.machine())
-    if sys.platform != "linux" or number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
+    if sys.platform != "linux" or number is None:
+        return False
+    try:
+        chosen = os.sched_getscheduler(0) != os.SCHED_OTHER
+    except OSError:  # a C library or a sandbox that does not tell
+        return False
+    if chosen:
         return False
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     asked = _ATTRIBUTES.pack(_ATTRIBUTES.size, os.SCHED_BATCH, 0, nice, 0, int(SLICE_S * 1e9), 0, 0)

@@ -131,7 +131,11 @@ class _Endpoint:
                 if timeout_s == 0 or not self._await_input(timeout_s):
                     return None
                 continue
-            frames = self._collect(self._socket.recv(_NOBLOCK, copy=False))
+            try:
+                first = self._socket.recv(_NOBLOCK, copy=False)
+            except zmq.Again:  # it went with its peer meanwhile
+                continue
+            frames = self._collect(first)
             if frames is not None:
                 return frames
 

@@ -1,0 +1,129 @@
+"""What a job says to its shards, and in how many messages, against real servers that note what they hear."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torch_dpflow.remote.cluster_address import Cluster
+from torch_dpflow.remote.protocol import Ask, JobId, Route, RoutingTable, Served
+from torch_dpflow.remote.routing import RouteMap
+from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
+from torch_dpflow.remote.shard_link import ShardLinks, Wanted
+from torch_dpflow.remote.transport import TransportOptions, listen
+
+Heard = list[tuple[str, list[int], list[int], list[int]]]
+#: Keys that a shard owns.
+SHARE = 100
+
+
+class NotingShard:
+    """A server that answers a shard's calls with nothing."""
+
+    def __init__(self, address: str) -> None:
+        #: Method, tickets that are waited for, tickets that are not, and tickets that are taken.
+        self.heard: Heard = []
+        self._server = RpcServer(listen(address))
+        self._server.register("want", self._note, body_type=Ask)
+        self._server.register("fetch", self._note, body_type=Ask, remembered=False)
+        self._server.register("leave", lambda call: None, body_type=JobId)
+        self._thread = threading.Thread(target=self._server.serve)
+        self._thread.start()
+
+    def _note(self, call: IncomingCall) -> Result | None:
+        ask: Ask = call.body
+        awaited = [ticket for ticket, _ in ask.awaited] if call.method == "fetch" else []
+        self.heard.append((call.method, awaited, ask.tickets[len(awaited) :], ask.taken))
+        return Result(Served([]), []) if call.method == "fetch" else None
+
+    def close(self) -> None:
+        self._server.stop()
+        self._thread.join()
+        self._server.close()
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Iterator[list[NotingShard]]:
+    with (
+        closing(NotingShard(f"ipc://{tmp_path}/0")) as first,
+        closing(NotingShard(f"ipc://{tmp_path}/1")) as second,
+    ):
+        yield [first, second]
+
+
+@pytest.fixture
+def open_links(shards: list[NotingShard], tmp_path: Path) -> Iterator[Callable[[int], ShardLinks]]:
+    opened: list[ShardLinks] = []
+
+    def open_(count: int) -> ShardLinks:
+        routes = [
+            Route(SHARE * n, SHARE * (n + 1), f"shard-{n}", f"ipc://{tmp_path}/{n}") for n in range(count)
+        ]
+        router: Any = SimpleNamespace(
+            cluster=Cluster(address=f"ipc://{tmp_path}/0", transport=TransportOptions()),
+            routes=RouteMap(RoutingTable(1, routes)),
+            id=JobId("job", 1),
+            contact=SimpleNamespace(patience_s=30.0, is_lost=False, heard=lambda: None),
+        )
+        opened.append(ShardLinks(router))
+        return opened[-1]
+
+    yield open_
+    for links in opened:
+        links.close(JobId("job", 1))
+
+
+def of(*numbers: int) -> list[Wanted]:
+    """Samples whose tickets are their keys."""
+    return [Wanted(number, number) for number in numbers]
+
+
+SAID: dict[str, Any] = {"epoch": 0, "draw": 0}
+
+
+def finish(links: ShardLinks, fetches: list[Any]) -> None:
+    for fetch in fetches:
+        assert links.finish(fetch).error is None
+
+
+def test_what_will_be_needed_rides_with_the_fetch(
+    shards: list[NotingShard], open_links: Callable[[int], ShardLinks]
+) -> None:
+    links = open_links(1)
+    links.want(of(1, 2, 3, 4))
+    fetches = links.fetch(of(1, 2), **SAID)
+    links.say(**SAID)
+    finish(links, fetches)
+    assert shards[0].heard == [("fetch", [1, 2], [3, 4], [])]
+
+
+def test_what_rides_with_no_fetch_is_said_by_itself(
+    shards: list[NotingShard], open_links: Callable[[int], ShardLinks]
+) -> None:
+    links = open_links(2)
+    links.want(of(1, SHARE + 1, 2, SHARE + 2))
+    fetches = links.fetch(of(1), **SAID)
+    links.say(**SAID)
+    fetches += links.fetch(of(SHARE + 1), **SAID)
+    finish(links, fetches)
+    assert shards[0].heard == [("fetch", [1], [2], [])]
+    assert shards[1].heard == [
+        ("want", [], [SHARE + 1, SHARE + 2], []),
+        ("fetch", [SHARE + 1], [], []),
+    ]
+
+
+def test_what_is_given_back_is_not_asked_for_any_more(
+    shards: list[NotingShard], open_links: Callable[[int], ShardLinks]
+) -> None:
+    links = open_links(1)
+    links.want(of(1, 2, 3))
+    links.give_back(of(2, 3), **SAID)
+    finish(links, links.fetch(of(4), **SAID))
+    assert shards[0].heard == [("want", [], [], [2, 3]), ("fetch", [4], [1], [])]
