@@ -40,11 +40,14 @@ class InFlight:
         self._flights[flight.position] = flight
 
     def arrive(self, position: int, outcome: Any) -> None:
-        """Something came of this batch. One that is not in flight (any more) is ignored."""
+        """Something came of this batch. One that is not in flight (any more) is ignored.
+
+        It may be told again, where it was interrupted the first time.
+        """
         flight = self._flights.get(position)
         if flight is not None and flight.outcome is None:
-            flight.outcome = outcome
             self._arrived.append(position)
+            flight.outcome = outcome
 
     def take(self) -> Flight | None:
         """The batch to be delivered next, if it is there; it is not in flight any more."""
@@ -52,9 +55,9 @@ class InFlight:
             flight = next(iter(self._flights.values()), None)
             return None if flight is None or flight.outcome is None else self._flights.pop(flight.position)
         while self._arrived:
-            position = self._arrived.popleft()
-            if position in self._flights:
-                return self._flights.pop(position)
+            flight = self._flights.get(self._arrived.popleft())
+            if flight is not None and flight.outcome is not None:
+                return self._flights.pop(flight.position)
         return None
 
     def drop_waiting(self, worker: int) -> list[Flight]:

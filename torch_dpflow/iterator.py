@@ -282,6 +282,8 @@ class WorkerIterator(_BaseDataLoaderIter):
             case Broken(error):
                 self._shutdown_workers()
                 raise error
+        assert self._shard is not None
+        self._shard.taken()
 
     def _replace(self, worker: int) -> None:
         assert self._shard is not None

@@ -124,7 +124,9 @@ class PrivateShard:
         self._pin = pin
         self._order = order
         self._streams: list[StreamState | None] = [*streams] or [None] * workers
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: deque[Event] = deque()
+        #: One for each event, to wait for.
+        self._signs: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._commands: deque[Callable[[], None]] = deque()
         self._readers: dict[int, ArenaReader] = {}
         self._running: dict[int, RunningTaskReader | None] = {}
@@ -163,23 +165,34 @@ class PrivateShard:
     def wait(self, timeout_s: float | None) -> Event | None:
         """The next event, in the order in which they happened; None when none comes in time.
 
+        It stays the next one until it is `taken`: Control-C may come between any two steps of the training thread,
+        and an event that went with it would be waited for in vain.
+
         Raises:
             LifetimeError: this process was forked from the one that made the shard; nothing would ever come.
         """
         self._check_owner()
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
+            if self._events:
+                return self._events[0]
             # Now and then Python must come by to see a signal that another thread has taken.
             slice_s = max(0.0, min(SIGNALS_S, deadline - time.monotonic()))
             with suppress(queue.Empty):
-                return self._events.get(timeout=slice_s)
-            if time.monotonic() >= deadline:
+                self._signs.get(timeout=slice_s)
+            if time.monotonic() >= deadline and not self._events:
                 return None
 
     def poll(self) -> Event | None:
-        """The next event if it has happened already. Raises as `wait`."""
+        """The next event if it has happened already. As `wait`, and raises as it does."""
         self._check_owner()
-        return None if self._events.empty() else self._events.get()
+        return self._events[0] if self._events else None
+
+    def taken(self) -> None:
+        """The next event has been dealt with."""
+        self._events.popleft()
+        with suppress(queue.Empty):
+            self._signs.get_nowait()
 
     def begin_epoch(self, order: EpochOrder, streams: Sequence[StreamState | None]) -> None:
         """Forget what is left of the running epoch and begin another with the same workers."""
@@ -201,9 +214,12 @@ class PrivateShard:
 
     def bury(self, worker: int) -> str:
         """Clear away after a worker that died; returns how it did."""
-        handle = self._handles.pop(worker)
+        handle = self._handles.get(worker)
+        if handle is None:  # this was interrupted the last time
+            return "has ended"
         obituary = handle.obituary()
         handle.end(grace_s=0)
+        del self._handles[worker]
         return obituary
 
     @property
@@ -242,8 +258,7 @@ class PrivateShard:
         self._readers.clear()
         self._running.clear()
         self._watched.clear()
-        while self.poll() is not None:
-            pass
+        self._events.clear()
         self._directory.remove()
 
     def _check_owner(self) -> None:
@@ -278,7 +293,7 @@ class PrivateShard:
             while not self._closing:
                 self._turn()
         except BaseException as error:
-            self._events.put(Broken(error))
+            self._tell(Broken(error))
         finally:
             self._shut_down()
 
@@ -295,6 +310,10 @@ class PrivateShard:
             self._commands.popleft()()
         for worker in ended:
             self._dismiss(worker)
+
+    def _tell(self, event: Event) -> None:
+        self._events.append(event)
+        self._signs.put(None)
 
     def _shut_down(self) -> None:
         """Send the workers home and wait until those that listen have left; the others have nothing to finish."""
@@ -323,7 +342,7 @@ class PrivateShard:
         while (message := self._listener.receive(0)) is not None:
             self._shard.hear(*message)
         # First the death, then what came of it, so that a poisoned task's last words are known.
-        self._events.put(Died(worker))
+        self._tell(Died(worker))
         running = self._running.pop(worker, None)
         self._shard.lose(worker, None if running is None else running.tasks())
         self._readers.pop(worker, None)
@@ -360,13 +379,13 @@ class PrivateShard:
         if self._pin is not None and not isinstance(value, ExceptionWrapper):
             value = self._pinned(value)
         kind = FAILURE if isinstance(value, ExceptionWrapper) else finished.kind
-        self._events.put(Arrived(task, worker, kind, value, stream, finished.parcel.nbytes))
+        self._tell(Arrived(task, worker, kind, value, stream, finished.parcel.nbytes))
 
     def poisoned(self, task: int, workers: tuple[int, ...]) -> None:
-        self._events.put(Poisoned(task, workers))
+        self._tell(Poisoned(task, workers))
 
     def starved(self) -> None:
-        self._events.put(Starved())
+        self._tell(Starved())
 
     def failed(self, worker: int) -> None:
         LOADER.warning(

@@ -18,7 +18,9 @@ from tests.loader_cases import Deadly, Gated, Indices, Samples, Stream
 from tests.new_process import FORK, in_fork
 from tests.workers import has_ended, kill, worker_pids
 from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError, WorkerError, WorkerStartError
+from torch_dpflow.iterator import WorkerIterator
 from torch_dpflow.options import LoaderOptions
+from torch_dpflow.private import Died, PrivateShard
 
 DEATHS = {
     "segmentation fault": {"by_signal": signal.SIGSEGV},
@@ -219,6 +221,52 @@ def test_the_user_interrupts_a_wait(OurLoader: Any) -> None:
     gate.set()
     assert [*seen, *iterator] == list(range(6))
     assert list(loader) == list(range(6))
+
+
+@pytest.mark.parametrize(("owner", "step"), [(WorkerIterator, "_take_in"), (PrivateShard, "taken")])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_an_interruption_beside_a_wait_loses_nothing(
+    OurLoader: Any, monkeypatch: pytest.MonkeyPatch, owner: type, step: str, in_order: bool
+) -> None:
+    """Control-C between the end of the wait and the note of what it was for, or just after that."""
+    loader = OurLoader(Indices(12), batch_size=None, num_workers=2, in_order=in_order)
+    iterator = iter(loader)
+    seen = [next(iterator)]
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, step, interrupted)
+            read_until_interrupted(iterator, seen)
+        seen.append(next(iterator))
+    assert sorted([*seen, *iterator]) == list(range(12))
+
+
+@pytest.mark.parametrize("step", ["_start", "taken"])
+def test_an_interruption_while_a_worker_is_replaced_leaves_one_in_its_place(
+    OurLoader: Any, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    loader = OurLoader(Indices(12), batch_size=None, num_workers=1)
+    iterator = iter(loader)
+    seen = [next(iterator)]
+    undisturbed = getattr(PrivateShard, step)
+
+    def interrupted_by_death(shard: PrivateShard, *arguments: object) -> Any:
+        return (interrupted if isinstance(shard.poll(), Died) else undisturbed)(shard, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PrivateShard, step, interrupted_by_death)
+        (worker,) = worker_pids()
+        kill(worker)
+        read_until_interrupted(iterator, seen)
+    assert [*seen, *iterator] == list(range(12))
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def read_until_interrupted(iterator: Any, seen: list[int]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        seen.extend(iterator)  # which appends one by one
 
 
 def limited_descriptors(loader_class: Any) -> int:
