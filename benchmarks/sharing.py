@@ -28,7 +28,7 @@ from examples.cluster import loads, started
 from examples.natural_images import generate
 
 #: How old a cluster's figures may be, seconds.
-STATUS_AGE_S = 1.5
+STATUS_AGE_S = 2.5
 #: Of all sides; TensorSocket where it is installed.
 SIDES = ("torch", "dpflow") + ("tensorsocket",) * is_installed()
 #: Workers of all jobs together.

@@ -53,6 +53,23 @@ def test_what_ends_at_once_again_and_again_is_started_later_and_later() -> None:
     assert supervisor.ended(ROUTER.id, 15, now + SETTLED_S) == [Spawn(ROUTER, 16, "")]
 
 
+def test_a_revision_is_of_what_runs_and_not_of_what_it_says() -> None:
+    supervisor = Supervisor(lease_s=10.0)
+    seen = [supervisor.revision]
+    supervisor.desire([ROUTER], 0.0)
+    seen.append(supervisor.revision)
+    supervisor.started(ROUTER.id, 1, 101, 0.0)
+    seen.append(supervisor.revision)
+    supervisor.beat(ROUTER.id, 1, "tcp://127.0.0.1:99", {"jobs": 0}, 1.0)
+    seen.append(supervisor.revision)
+    supervisor.beat(ROUTER.id, 1, "tcp://127.0.0.1:99", {"jobs": 2}, 2.0)
+    assert supervisor.revision == seen[-1]
+    supervisor.ended(ROUTER.id, 1, 3.0)
+    seen.append(supervisor.revision)
+    assert sorted(set(seen)) == seen
+    assert seen[0] > 0  # 0 is who has seen nothing
+
+
 def test_what_falls_silent_is_killed_and_then_started_again() -> None:
     supervisor = running(ROUTER, SHARD)
     supervisor.beat(SHARD.id, 2, "", {}, 5.0)

@@ -84,6 +84,14 @@ class ProcessView(Body):
     restarts: Count = 0
 
 
+class Running(Body):
+    """From a node: what it runs. Answers `changes`, which names the revision that its caller has seen."""
+
+    #: Higher whenever a process has begun, ended or said where it listens; 0 is before the first.
+    revision: Count
+    processes: Annotated[list[ProcessView], msgspec.Meta(max_length=MAX_PROCESSES)]
+
+
 # --- to a coordinator ---------------------------------------------------------------------------------------
 
 

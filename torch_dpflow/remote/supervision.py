@@ -76,6 +76,8 @@ class Supervisor:
         self._membership = Membership(lease_s=lease_s)
         #: Numbers the incarnations, so that none is used twice under one id.
         self._spawns = 0
+        #: Higher whenever the views differ in anything but what processes say of themselves.
+        self.revision = 1
 
     def desire(self, launches: Iterable[Launch], now: float) -> list[Instruction]:
         """Keep these running, and nothing else.
@@ -83,6 +85,7 @@ class Supervisor:
         A launch with other arguments than before replaces it. Other settings do not: the process hears of them.
         """
         wanted = {launch.id: launch for launch in launches}
+        self.revision += 1
         out: list[Instruction] = []
         for id, process in list(self._processes.items()):
             if id not in wanted or not _runs_as(process.launch, wanted[id]):
@@ -102,6 +105,7 @@ class Supervisor:
         """A process has been spawned."""
         process = self._processes[id]
         process.pid, process.began = pid, now
+        self.revision += 1
         self._membership.handle(Heard(id, incarnation, now))
 
     def ended(self, id: str, incarnation: int, now: float) -> list[Instruction]:
@@ -110,6 +114,7 @@ class Supervisor:
         if process is None or process.incarnation != incarnation:
             return []
         process.pid = 0
+        self.revision += 1
         if not process.desired:
             return [self._forget(id)]
         process.failures = 0 if now - process.began >= SETTLED_S else process.failures + 1
@@ -122,6 +127,7 @@ class Supervisor:
         if not self.wants(id, incarnation):
             return False
         process = self._processes[id]
+        self.revision += process.address != address
         process.address, process.status = address, status
         self._membership.handle(Heard(id, incarnation, now))
         return True

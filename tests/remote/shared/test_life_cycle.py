@@ -16,8 +16,11 @@ from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from tests.workers import has_ended
 from torch_dpflow.cli.main import root
+from torch_dpflow.errors import RemoteCallError
 from torch_dpflow.remote.client import SharedJob
 from torch_dpflow.remote.cluster_address import find_cluster
+from torch_dpflow.remote.protocol import Running
+from torch_dpflow.remote.rpc import ClientOptions, RpcClient
 
 
 def run(cluster: TestCluster, *arguments: str) -> str:
@@ -86,6 +89,29 @@ def test_a_coordinator_that_starts_anew_in_the_middle_of_an_epoch_knows_what_run
     wait(lambda: shown(cluster, flow)["jobs"] == 1, what="the job at the next coordinator")
 
 
+def test_who_asks_a_node_for_changes_hears_of_them_and_else_how_things_stand(cluster: TestCluster) -> None:
+    wait(lambda: cluster.processes("coordinator"), what="the coordinator")
+    folder = find_cluster(cluster.address).address.rpartition("/")[0]
+    with RpcClient(f"{folder}/node", options=ClientOptions(timeout_s=20.0)) as node:
+
+        def changes(seen: int) -> Running:
+            running: Running = node.call("changes", seen, reply_type=Running).body
+            return running
+
+        first = changes(0)
+        settled = changes(first.revision)
+        while settled.revision != first.revision:  # what an earlier test ran ends still
+            first, settled = settled, changes(settled.revision)
+        killed = cluster.kill("coordinator")
+        after = changes(settled.revision)
+        while (pid := next(view.pid for view in after.processes if view.id == "coordinator")) in (0, killed):
+            after = changes(after.revision)
+        assert after.revision > settled.revision
+        with pytest.raises(RemoteCallError, match="Expected"):
+            node.call("changes", -1)
+        assert pid != killed
+
+
 def sockets_of(cluster: TestCluster) -> set[Path]:
     place = os.path.dirname(find_cluster(cluster.address).address.removeprefix("ipc://"))
     return {path for path in Path(place).iterdir() if path.is_socket()}
@@ -94,6 +120,7 @@ def sockets_of(cluster: TestCluster) -> set[Path]:
 def test_shards_and_flows_that_end_for_good_leave_no_sockets(
     cluster: TestCluster, join: Callable[..., SharedJob], flow: str
 ) -> None:
+    wait(lambda: cluster.processes("coordinator"), what="the coordinator")
     before = sockets_of(cluster)
     job = join(flow, Numbers(20), batch_size=5, shards=3, workers=3)
     assert len(list(job.traverse(0))) == 4

@@ -28,6 +28,8 @@ from torch_dpflow.remote.state_store import StateStore, open_store
 
 #: Most bytes of what the workers of one flow load, packed.
 MAX_CONTENT_BYTES = 1 << 30
+#: How long it waits for a message where nothing else is due, seconds.
+IDLE_TURN_S = 0.5
 _encode = msgspec.msgpack.encode
 
 
@@ -65,6 +67,7 @@ class Coordinator:
         server: methods are registered with it; the caller serves.
         store: where flows and contents are kept.
         limits: what all flows have together at most.
+        changed: called when other processes are to run than before.
     """
 
     def __init__(
@@ -74,7 +77,9 @@ class Coordinator:
         limits: ClusterLimits,
         *,
         clock: Callable[[], float] = time.monotonic,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
+        self._changed = changed
         self._store = store
         self._limits = limits
         self._clock = clock
@@ -154,6 +159,8 @@ class Coordinator:
         self._waiting = still
 
     def _obey(self, instructions: list[Instruction]) -> None:
+        if instructions:
+            self._changed()
         for instruction in instructions:
             match instruction:
                 case Start(spec):
@@ -237,6 +244,7 @@ class Coordinator:
         spec = flow.spec
         if spec.instance in self._running:
             self._running[spec.instance] = spec
+            self._changed()
         SERVICE.info(
             "it is scaled to %d shards and %d workers",
             spec.shards,
@@ -275,14 +283,15 @@ def run(post: ServicePost) -> None:
     """Be a coordinator: the role of a node's process."""
     arguments = msgspec.msgpack.decode(post.arguments, type=CoordinatorArguments)
     server = RpcServer(post.listen(arguments.address))
-    coordinator = Coordinator(server, open_store(arguments.state), arguments.limits)
+    changed = threading.Event()
+    coordinator = Coordinator(server, open_store(arguments.state), arguments.limits, changed=changed.set)
     server.register("stop", lambda _: _stop_node(post), body_type=None)
-    Reconciler(post, server, coordinator)
+    Reconciler(post, server, coordinator, changed)
     if arguments.metrics:
         from torch_dpflow.remote.services.metrics_server import serve_metrics
 
         serve_metrics(arguments.metrics, lambda: ask_in(server, coordinator.views))
-    serve(post, server, _status, lambda: None)
+    serve(post, server, _status, lambda: None, turn_s=IDLE_TURN_S)
 
 
 def _stop_node(post: ServicePost) -> None:

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.protocol import Beat, Desire, Launch, ProcessView, Standing
-from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
+from torch_dpflow.remote.messages import Count
+from torch_dpflow.remote.protocol import Beat, Desire, Launch, ProcessView, Running, Standing
+from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
 from torch_dpflow.remote.services.awake_clock import AwakeClock
+from torch_dpflow.remote.services.child_watch import ChildWatch
 from torch_dpflow.remote.services.post import SERVICE, ClusterPlace, ServicePost, subjects_of
 from torch_dpflow.remote.services.roles import PRELOAD, ROLES, main
 from torch_dpflow.remote.supervision import Forget, Instruction, Kill, Spawn, Supervisor
@@ -21,8 +23,10 @@ from torch_dpflow.remote.transport import listen
 
 #: How long a process may be silent before it is killed and started again, seconds.
 LEASE_S = 10.0
-#: How often a node looks after its processes, seconds.
-LOOK_S = 0.1
+#: How often a node looks after its processes when nothing has happened to them, seconds.
+LOOK_S = 0.5
+#: How long whoever asks for changes waits where there are none, seconds: figures of processes are no older.
+HOLD_S = 0.5
 #: How long processes that were killed may take to go, seconds.
 END_S = 5.0
 #: The one process that a node keeps of its own accord.
@@ -56,6 +60,9 @@ class Node:
         self._own = Launch(COORDINATOR, COORDINATOR, coordinator)
         self._desired: list[Launch] = []
         self._children: dict[str, tuple[int, BaseProcess]] = {}
+        self._watch: ChildWatch | None = None
+        #: Who waits for changes: until when, and what it has seen.
+        self._asking: list[tuple[float, int, IncomingCall]] = []
         self._stopped = False
         self._ready: Callable[[], None] | None = None
         # Services start by a fork of one process that has imported what they need.
@@ -65,6 +72,7 @@ class Node:
         self._server.register("beat", self._on_beat, body_type=Beat, remembered=False)
         self._server.register("desire", self._on_desire, body_type=Desire)
         self._server.register("processes", self._on_processes, body_type=None, remembered=False)
+        self._server.register("changes", self._on_changes, body_type=Count, remembered=False)
         self._server.register("stop", self._on_stop, body_type=None)
 
     def serve(self, ready: Callable[[], None] | None = None) -> None:
@@ -74,14 +82,18 @@ class Node:
         """
         self._ready = ready
         try:
+            self._watch = ChildWatch(lambda: self._server.post(self._look))
             self._obey(self._supervisor.desire([self._own], self._clock()))
             look = 0.0
             while not self._stopped:
-                self._server.step(LOOK_S)
-                if time.monotonic() >= look:
+                self._server.step(self._until_due())
+                if time.monotonic() >= look or self._until_due() <= 0:
                     self._look()
                     look = time.monotonic() + LOOK_S
+                self._answer_asking()
         finally:
+            if self._watch is not None:
+                self._watch.close()
             self._end_all()
             self._server.close()
 
@@ -89,6 +101,13 @@ class Node:
         """Make `serve` end everything and return. Any thread may call, and a signal handler."""
         self._stopped = True
         self._server.stop()
+
+    def _until_due(self) -> float:
+        """How long nothing is due, at most, seconds."""
+        waits = [LOOK_S] + [until - time.monotonic() for until, _, _ in self._asking]
+        if (due := self._supervisor.next_due) is not None:
+            waits.append(due - self._clock())
+        return max(0.0, min(waits))
 
     def _look(self) -> None:
         now = self._clock()
@@ -130,6 +149,8 @@ class Node:
         child.start()
         assert child.pid is not None
         self._children[post.id] = (post.incarnation, child)
+        assert self._watch is not None
+        self._watch.add(child)
         SERVICE.info("%s has been started (pid %d)", post.id, child.pid, extra=subjects_of(post.id))
         self._supervisor.started(post.id, post.incarnation, child.pid, self._clock())
 
@@ -171,6 +192,19 @@ class Node:
     def _on_processes(self, call: IncomingCall) -> Result:
         views: list[ProcessView] = self._supervisor.views()
         return Result(views)
+
+    def _on_changes(self, call: IncomingCall) -> Later:
+        self._asking.append((time.monotonic() + HOLD_S, call.body, call))
+        return LATER
+
+    def _answer_asking(self) -> None:
+        revision, now = self._supervisor.revision, time.monotonic()
+        due = [asking for asking in self._asking if asking[1] != revision or now >= asking[0]]
+        if due:
+            self._asking = [asking for asking in self._asking if asking not in due]
+            running = Running(revision, self._supervisor.views())
+            for _, _, call in due:
+                call.answer(running)
 
     def _on_stop(self, call: IncomingCall) -> None:
         self._stopped = True

@@ -31,6 +31,8 @@ BEAT_S = 1.0
 STUCK_S = 30.0
 #: How long a server waits for a message before it looks at what else is due, seconds.
 TURN_S = 0.1
+#: How old the figures may be that it has for people, seconds: to gather them costs more than a turn.
+STATUS_S = 0.5
 #: FLOW@VERSION/router, FLOW@VERSION/shard-000 or FLOW@VERSION/shard-000/worker-0: the id of a flow's process.
 _ID = re.compile(r"(?P<flow>[^@]+@\d+)/(router|(?P<shard>shard-\d+)(/worker-(?P<worker>\d+))?)")
 
@@ -177,10 +179,11 @@ def serve(
     turn: Callable[[], None],
     *,
     settle: Callable[[bytes], None] | None = None,
+    turn_s: float = TURN_S,
 ) -> None:
     """Serve until the process ends.
 
-    turn: called between messages, at least every `TURN_S` seconds. settle: called with settings that have changed.
+    turn: called between messages, at least every `turn_s` seconds. settle: called with settings that have changed.
     Both in this thread, as `status`, whose figures are for people.
     """
 
@@ -189,14 +192,16 @@ def serve(
             server.post(lambda: settle(settings))
 
     heart = Heart(post, server.address, hear=hear)
-    due = 0.0
+    due = status_due = 0.0
     while True:
-        server.step(TURN_S)
+        server.step(turn_s)
         now = time.monotonic()
         if now >= due:
-            due = now + TURN_S
+            due = now + turn_s
             heart.turned()
             turn()
+        if now >= status_due:
+            status_due = now + STATUS_S
             stats = server.stats()
             heart.status = {**status(), "malformed": stats.malformed, "strangers": stats.strangers}
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import Protocol
 
 from torch_dpflow.errors import DPFlowError
-from torch_dpflow.remote.protocol import Desire, Launch, ProcessView
+from torch_dpflow.remote.protocol import Desire, Launch, ProcessView, Running
 from torch_dpflow.remote.rpc import RpcClient, RpcServer
 from torch_dpflow.remote.services.post import SERVICE, ServicePost, ask_in
 
-#: How often the node is asked what runs, seconds.
-ASK_S = 0.1
+#: How long to wait after something has failed, seconds.
+PAUSE_S = 0.1
 
 
 class Desiring(Protocol):
@@ -26,41 +27,64 @@ class Desiring(Protocol):
 
 
 class Reconciler:
-    """A thread that tells the node what is desired and the one who desires what runs, for ever."""
+    """Two threads, for ever: one hears from the node what runs, one tells it what is desired.
 
-    def __init__(self, post: ServicePost, server: RpcServer, desiring: Desiring) -> None:
+    Any change of what runs is heard at once; where there is none, figures are heard of now and then.
+
+    Args:
+        changed: set when something else may be desired than before.
+    """
+
+    def __init__(
+        self, post: ServicePost, server: RpcServer, desiring: Desiring, changed: threading.Event
+    ) -> None:
         self._post = post
         self._server = server
         self._desiring = desiring
-        threading.Thread(target=self._run, name="dpflow-reconcile", daemon=True).start()
+        self._changed = changed
+        threading.Thread(target=self._hear, name="dpflow-hear", daemon=True).start()
 
-    def _run(self) -> None:
-        with self._post.place.connect(self._post.place.node_address, timeout_s=10.0) as node:
-            told: list[Launch] | None = None
+    def _hear(self) -> None:
+        seen = 0
+        telling = False
+        with self._connect() as node:
             while True:
                 try:
-                    told = self._round(node, told)
-                except DPFlowError as error:
-                    SERVICE.warning("the node does not answer its coordinator (%s)", error)
-                time.sleep(ASK_S)
+                    running: Running = node.call("changes", seen, reply_type=Running).body
+                    ask_in(self._server, partial(self._desiring.observe, running.processes))
+                except Exception as error:
+                    _complain(error)
+                    time.sleep(PAUSE_S)
+                    continue
+                seen = running.revision
+                self._changed.set()
+                if not telling:
+                    # Not before: what a coordinator desires that does not know yet what runs would end all of it.
+                    threading.Thread(target=self._tell, name="dpflow-tell", daemon=True).start()
+                    telling = True
 
-    def _round(self, node: RpcClient, told: list[Launch] | None) -> list[Launch] | None:
-        processes: list[ProcessView] = node.call("processes", reply_type=list[ProcessView]).body
-        desired = self._ask(processes)
-        if desired is not None and desired != told:
-            node.call("desire", Desire(desired))
-            return desired
-        return told
+    def _tell(self) -> None:
+        told: list[Launch] | None = None
+        with self._connect() as node:
+            while True:
+                self._changed.wait()
+                self._changed.clear()
+                try:
+                    desired = ask_in(self._server, self._desiring.desired)
+                    if desired != told:
+                        node.call("desire", Desire(desired))
+                        told = desired
+                except Exception as error:
+                    _complain(error)
+                    time.sleep(PAUSE_S)
+                    self._changed.set()
 
-    def _ask(self, processes: list[ProcessView]) -> list[Launch] | None:
-        """Report what runs; what is desired now, None where that is not known."""
+    def _connect(self) -> RpcClient:
+        return self._post.place.connect(self._post.place.node_address, timeout_s=10.0)
 
-        def ask() -> list[Launch]:
-            self._desiring.observe(processes)
-            return self._desiring.desired()
 
-        try:
-            return ask_in(self._server, ask)
-        except Exception:
-            SERVICE.exception("what is to run is not known")
-            return None
+def _complain(error: Exception) -> None:
+    if isinstance(error, DPFlowError):
+        SERVICE.warning("the node does not answer its coordinator (%s)", error)
+    else:
+        SERVICE.error("what is to run is not known", exc_info=error)
