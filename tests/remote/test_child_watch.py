@@ -42,7 +42,7 @@ def test_every_end_is_told_of_once(watch: ChildWatch, told: queue.Queue[str]) ->
         assert child.pid is not None
         os.kill(child.pid, signal.SIGKILL)
         assert told.get(timeout=30.0) == "ended"
-        assert not child.is_alive()
+        child.join()
     assert told.empty()
 
 
