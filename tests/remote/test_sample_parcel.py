@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import NotPicklableError
@@ -71,6 +71,7 @@ samples = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(sample=samples, shared=st.booleans())
 def test_what_is_packed_is_what_comes_out(sample: Any, shared: bool) -> None:
     with shared_memory() as (arena, reader):

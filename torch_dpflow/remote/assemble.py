@@ -10,7 +10,9 @@ batch is the memory in which they came.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import pickle
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +22,8 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
 from torch_dpflow.remote.memory import storage_over, tensor_over
+from torch_dpflow.remote.parcel import Frame, ParcelTable, decode_heads
+from torch_dpflow.remote.sample_parcel import numbers_beside
 
 #: Below this size torch stacks with one thread as well, bytes.
 _SMALL_BYTES = 1 << 15
@@ -41,6 +45,50 @@ def assemble(samples: list[Any]) -> Any:
     return collate(samples, collate_fn_map=mapping)
 
 
+def assemble_parcels(parcels: Sequence[tuple[ParcelTable, Sequence[Frame]]]) -> Any | None:
+    """What `assemble` makes of the samples in these parcels, where all are alike; None where they are not.
+
+    All must be one large tensor of the same kind, or a tuple of such a one and numbers. None is opened by itself then,
+    which costs more than all else that a job does for a sample. The frames are given away, unless the result is None.
+    """
+    found = decode_heads(parcels)
+    if not found or default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:
+        return None
+    head, buffer = found[0]
+    sample: Any = pickle.loads(head, buffers=[buffer])
+    alone = type(sample) is torch.Tensor
+    first = sample[0] if type(sample) is tuple and sample else sample
+    if type(first) is not torch.Tensor or not _SMALL_BYTES <= first.nbytes == buffer.nbytes:
+        return None
+    numbers = [numbers_beside(head, first, alone=alone) for head, _ in found]
+    counts = {None if one is None else len(one) for one in numbers}
+    if len(counts) > 1 or None in counts or any(buffer.nbytes != first.nbytes for _, buffer in found):
+        return None
+    tensors = _joined([buffer for _, buffer in found], first)
+    if alone:
+        return tensors
+    columns = [collate(column, collate_fn_map=default_collate_fn_map) for column in zip(*numbers)]
+    return [tensors, *columns]
+
+
+def _joined(buffers: list[memoryview], first: torch.Tensor) -> torch.Tensor:
+    """One tensor of buffers that each hold one like the first."""
+    begin, nbytes = first.data_ptr(), first.nbytes
+    shape = (len(buffers), *first.shape)
+    if all(_address(buffer) == begin + place * nbytes for place, buffer in enumerate(buffers)):
+        return tensor_over(
+            storage_over(np.asarray(_Row(begin, len(buffers) * nbytes, buffers))), first.dtype, shape
+        )
+    out = torch.empty(shape, dtype=first.dtype)
+    for row, buffer in zip(_bytes_of(out).reshape(len(buffers), nbytes), buffers):
+        np.copyto(row, np.frombuffer(buffer, np.uint8))
+    return out
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
 def _stack(
     batch: list[torch.Tensor],
     *,
@@ -54,7 +102,7 @@ def _stack(
     if _are_in_a_row(batch) and first.data_ptr() not in used:
         # Once: a sample may hold the same tensor twice, and what torch makes of them are two batches.
         used.add(first.data_ptr())
-        memory = np.asarray(_Row(batch))
+        memory = np.asarray(_Row(first.data_ptr(), len(batch) * first.nbytes, batch))
         return tensor_over(storage_over(memory), first.dtype, (len(batch), *first.shape))
     out = torch.empty((len(batch), *first.shape), dtype=first.dtype)
     rows = _bytes_of(out).reshape(len(batch), first.nbytes)
@@ -64,15 +112,14 @@ def _stack(
 
 
 class _Row:
-    """The memory of tensors that lie one behind the other, to numpy; what numpy makes of it keeps them alive."""
+    """Memory of pieces that lie one behind the other, to numpy; what numpy makes of it keeps the pieces alive."""
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        first = tensors[0]
-        self._tensors = tensors
+    def __init__(self, address: int, nbytes: int, pieces: Sequence[Any]) -> None:
+        self._pieces = pieces
         self.__array_interface__ = {
             "version": 3,
-            "data": (first.data_ptr(), False),
-            "shape": (len(tensors) * first.nbytes,),
+            "data": (address, False),
+            "shape": (nbytes,),
             "typestr": "|u1",
         }
 

@@ -122,6 +122,22 @@ def decode(table: ParcelTable, frames: Sequence[Frame], *, reader: ArenaReader |
         raise
 
 
+def decode_heads(
+    parcels: Sequence[tuple[ParcelTable, Sequence[Frame]]],
+) -> list[tuple[bytes, memoryview]] | None:
+    """Each parcel's head, not yet unpickled, and its only buffer; None unless all are so simple.
+
+    As in `decode`, a buffer is a frame that can become an object's memory, and the caller gives it away.
+    """
+    found: list[tuple[bytes, memoryview]] = []
+    for table, frames in parcels:
+        buffers = _whole_frames(table, frames)
+        if buffers is None or len(buffers) != 1:
+            return None
+        found.append((bytes(memoryview(frames[0])[: table.head.size]), buffers[0]))
+    return found
+
+
 def discard(table: ParcelTable, *, reader: ArenaReader | None = None) -> None:
     """Give the shared memory of a parcel back that will not be decoded."""
     if reader is None:

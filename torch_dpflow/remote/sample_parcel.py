@@ -42,6 +42,21 @@ def encode_sample(sample: Any, *, arena: Arena | None = None) -> tuple[ParcelTab
     return quick or encode(sample, arena=arena, contiguous=True)
 
 
+def numbers_beside(head: bytes, tensor: torch.Tensor, *, alone: bool) -> tuple[Any, ...] | None:
+    """What the head of a sample's parcel tells beside such a tensor; None where it tells of something else.
+
+    alone: whether the sample is to be the tensor, and not a tuple that begins with it.
+    """
+    if alone:
+        is_so = head == _BEGIN + _instructions(tensor.dtype, tensor.shape) + pickle.STOP
+        return () if is_so else None
+    begin = _BEGIN + pickle.MARK + _instructions(tensor.dtype, tensor.shape)
+    if not head.startswith(begin):
+        return None
+    numbers: tuple[Any, ...] = pickle.loads(_BEGIN + pickle.MARK + head[len(begin) :])
+    return numbers
+
+
 def _encode_tensor(
     tensor: torch.Tensor, numbers: tuple[Any, ...] | None, arena: Arena | None
 ) -> tuple[ParcelTable, list[Frame]] | None:

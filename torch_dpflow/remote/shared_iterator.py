@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch._utils import ExceptionWrapper
 
@@ -23,7 +23,9 @@ from torch_dpflow.errors import (
     UsageError,
 )
 from torch_dpflow.metrics import LoaderMeter
-from torch_dpflow.remote.parcel import decode
+from torch_dpflow.remote.assemble import assemble as assemble_samples
+from torch_dpflow.remote.assemble import assemble_parcels
+from torch_dpflow.remote.parcel import Frame, ParcelTable, decode
 from torch_dpflow.remote.protocol import POISONED, ServedSample
 from torch_dpflow.remote.refusals import OverloadedError, StaleJobError, StaleRoutingError
 from torch_dpflow.remote.router_link import RouterLink
@@ -54,11 +56,14 @@ class Pipeline:
     patience_s: float
 
 
+_Came: TypeAlias = tuple[ParcelTable, list[Frame]] | PoisonTaskError
+
+
 @dataclass(slots=True)
 class _Batch:
     wanted: list[Wanted]
-    #: By ticket, what has come.
-    values: dict[int, Any] = field(default_factory=dict)
+    #: By ticket, what has come: a parcel and its frames, or an error in its place.
+    values: dict[int, _Came] = field(default_factory=dict)
     fetches: list[Fetch] = field(default_factory=list)
     nbytes: int = 0
 
@@ -259,11 +264,11 @@ class SharedIterator:
         return batch
 
     def _take(self, batch: _Batch, fetch: Fetch) -> Outcome:
-        """Wait for the answer to a fetch, and open what it brings."""
+        """Wait for the answer to a fetch, and note what it brings."""
         outcome = self._links.finish(fetch)
         batch.nbytes += outcome.nbytes
         for sample, frames in outcome.samples:
-            batch.values[sample.ticket] = _opened(sample, frames)
+            batch.values[sample.ticket] = _came(sample, frames)
         return outcome
 
     def _take_what_came(self) -> None:
@@ -300,9 +305,8 @@ class SharedIterator:
             self._closed.wait(PAUSE_S)
 
     def _hand_out(self, batch: _Batch) -> None:
-        values = [batch.values.get(one.ticket) for one in batch.wanted]
+        came = [batch.values.get(one.ticket) for one in batch.wanted]
         keys = [one.key for one in batch.wanted]
-        broken = next(((key, value) for key, value in zip(keys, values) if _is_error(value)), None)
         # Nothing of a batch may stay in the frame while the next one is waited for.
         batch.values.clear()
         if not self._exhausted or self._asked:
@@ -310,13 +314,19 @@ class SharedIterator:
             self._fetch_ahead()
         else:
             self._links.give_back([], epoch=self._epoch, draw=self._draw)
+        self._put(self._put_together(came, keys, batch.nbytes))
+
+    def _put_together(self, came: list[_Came | None], keys: list[int], nbytes: int) -> _Ready:
+        if self._assemble is assemble_samples and (made := _made_at_once(came)) is not None:
+            return _Ready(made, keys, nbytes=nbytes)
+        values = [_opened(one) if isinstance(one, tuple) else one for one in came]
+        broken = next(((key, value) for key, value in zip(keys, values) if _is_error(value)), None)
         if broken is not None:
-            self._put(_Ready(None, keys, _error_of(*broken)))
-            return
+            return _Ready(None, keys, _error_of(*broken))
         try:
-            self._put(_Ready(self._assemble(values), keys, nbytes=batch.nbytes))
+            return _Ready(self._assemble(values), keys, nbytes=nbytes)
         except Exception:
-            self._put(_Ready(None, keys, ExceptionWrapper(where="while putting a batch together")))
+            return _Ready(None, keys, ExceptionWrapper(where="while putting a batch together"))
 
     def _put(self, ready: _Ready | None) -> None:
         while not self._closed.is_set():
@@ -340,11 +350,25 @@ class _Closed(Exception):
     """The iterator was closed while its thread waited."""
 
 
-def _opened(sample: ServedSample, frames: list[memoryview]) -> Any:
+def _came(sample: ServedSample, frames: list[memoryview]) -> _Came:
     if sample.kind == POISONED:
         return PoisonTaskError(bytes(frames[0]).decode(errors="replace"))
+    return sample.parcel, [*frames]
+
+
+def _made_at_once(came: list[_Came | None]) -> Any | None:
+    parcels = [one for one in came if isinstance(one, tuple)]
+    if len(parcels) < len(came):
+        return None
     try:
-        return decode(sample.parcel, frames)
+        return assemble_parcels(parcels)
+    except Exception:  # it comes again, and is told of, where each is opened
+        return None
+
+
+def _opened(came: tuple[ParcelTable, list[Frame]]) -> Any:
+    try:
+        return decode(*came)
     except MessageError:
         # A worker of ours made it: a class of the sample fails to unpickle here.
         return ExceptionWrapper(where="while opening a sample")

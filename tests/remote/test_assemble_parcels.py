@@ -1,0 +1,137 @@
+"""A batch made of parcels that are not opened one by one is the batch that torch's default collate makes."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from torch_dpflow.remote.arena import Arena, ArenaReader
+from torch_dpflow.remote.assemble import assemble, assemble_parcels
+from torch_dpflow.remote.parcel import Frame, ParcelTable, decode
+from torch_dpflow.remote.protocol import SAMPLE
+from torch_dpflow.remote.sample_parcel import encode_sample
+from torch_dpflow.remote.settled import settle
+
+NUMBERS = st.tuples(st.integers(-(2**40), 2**40), st.floats(allow_nan=False), st.booleans())
+DTYPES = (torch.uint8, torch.bool, torch.float32, torch.bfloat16, torch.int64, torch.complex64)
+
+
+class Labelled(NamedTuple):
+    image: torch.Tensor
+    label: int
+
+
+def image(value: int, dtype: torch.dtype = torch.uint8, size: int = 160) -> torch.Tensor:
+    count = 3 * size * size
+    return ((torch.arange(count) + value) % 251).to(dtype).reshape(3, size, size)
+
+
+def parcels_of(samples: list[Any], *, in_a_row: bool) -> list[tuple[ParcelTable, list[Frame]]]:
+    """As workers pack them, and a shard hands them over."""
+    arena, reader = Arena(budget_bytes=1 << 26), ArenaReader(os.getpid())
+    settled = []
+    for sample in samples:
+        table, frames = encode_sample(sample, arena=arena)
+        settled.append(settle(SAMPLE, table, [memoryview(bytearray(frame)) for frame in frames], reader))
+    arena.close()
+    reader.close()
+    room = memoryview(bytearray(sum(one.nbytes for one in settled)))
+    parcels: list[tuple[ParcelTable, list[Frame]]] = []
+    begin = 0
+    for one in settled:
+        frames: list[Frame] = []
+        for number, frame in enumerate(one.frames):
+            if in_a_row and number == 1:
+                size = len(memoryview(frame))
+                place, begin = room[begin : begin + size], begin + size
+                place[:] = memoryview(frame).cast("B")
+                frames.append(place)
+            else:
+                frames.append(memoryview(bytearray(frame)))
+        parcels.append((one.table, frames))
+    return parcels
+
+
+def opened(samples: list[Any]) -> Any:
+    return assemble([decode(*parcel) for parcel in parcels_of(samples, in_a_row=False)])
+
+
+@pytest.mark.parametrize("in_a_row", [True, False])
+@settings(deadline=None, max_examples=60)
+@given(st.lists(NUMBERS, min_size=1, max_size=6), st.sampled_from(DTYPES), st.integers(0, 3))
+def test_what_is_alike_is_put_together_as_torch_does(
+    in_a_row: bool, numbers: list[tuple[Any, ...]], dtype: torch.dtype, beside: int
+) -> None:
+    samples = [(image(place, dtype), *row[:beside]) for place, row in enumerate(numbers)]
+    made = assemble_parcels(parcels_of(samples, in_a_row=in_a_row))
+    expected = default_collate(samples)
+    assert type(made) is list
+    for ours, theirs in zip(made, expected, strict=True):
+        assert (ours.dtype, ours.shape, ours.stride()) == (theirs.dtype, theirs.shape, theirs.stride())
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("in_a_row", [True, False])
+def test_tensors_alone_and_channels_last(in_a_row: bool) -> None:
+    samples = [image(value).permute(1, 2, 0).contiguous().permute(2, 0, 1) for value in range(4)]
+    made = assemble_parcels(parcels_of(samples, in_a_row=in_a_row))
+    assert made is not None
+    assert torch.equal(made, default_collate(samples))
+    assert made.is_contiguous()
+    made += 1  # it is the job's own memory, and stays when what it came in is gone
+    gc.collect()
+    assert torch.equal(made, default_collate(samples) + 1)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [image(1), (image(2),)],
+        [image(1), image(2, torch.int8)],
+        [image(1), image(2, size=161)],
+        [image(1), image(2).reshape(3, 80, 320)],
+        [(image(1), 1), (image(2), 1, 2)],
+        [(image(1), 1), (image(2), "b")],
+        [(image(1), 1), Labelled(image(2), 2)],
+        [Labelled(image(1), 1), Labelled(image(2), 2)],
+        [{"image": image(1)}, {"image": image(2)}],
+        [(1, image(1)), (2, image(2))],
+        [(image(1), image(2)), (image(3), image(4))],
+        [torch.zeros(3), torch.ones(3)],
+        [torch.zeros(0), torch.ones(0)],
+        [1, 2],
+        [image(1), 7],
+        [],
+    ],
+)
+def test_all_else_is_left_to_where_each_is_opened(samples: list[Any]) -> None:
+    assert assemble_parcels(parcels_of(samples, in_a_row=False)) is None
+
+
+def test_kinds_that_torch_widens_come_as_torch_makes_them() -> None:
+    samples = [(image(0), 1), (image(1), 2.5), (image(2), True)]
+    made = assemble_parcels(parcels_of(samples, in_a_row=True))
+    assert made is not None
+    assert made[1].tolist() == opened(samples)[1].tolist() == default_collate(samples)[1].tolist()
+    assert made[1].dtype == default_collate(samples)[1].dtype
+
+
+def test_a_rule_of_the_users_for_tensors_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, **_: len(batch))
+    assert assemble_parcels(parcels_of([image(1), image(2)], in_a_row=True)) is None
+
+
+@pytest.mark.parametrize("cut", ["head", "buffer"])
+def test_frames_that_do_not_fit_are_not_believed(cut: str) -> None:
+    parcels = parcels_of([image(1), image(2)], in_a_row=False)
+    table, (head, buffer) = parcels[1]
+    short = [head[:-1], buffer] if cut == "head" else [head, buffer[:-64]]
+    assert assemble_parcels([parcels[0], (table, short)]) is None
