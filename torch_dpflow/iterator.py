@@ -19,6 +19,7 @@ from torch_dpflow.opening import begin
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.pinning import Pin
 from torch_dpflow.plan import is_drawn_at_start, samples_in
+from torch_dpflow.platforms.base import WorkerHandle
 from torch_dpflow.platforms.local import LocalPlatform, LocalWorker
 from torch_dpflow.private import Arrived, Broken, Died, Event, Poisoned, PrivateShard, Starved, Totals
 from torch_dpflow.progress import OPENING_AGAIN, OPENING_WORKERS
@@ -136,6 +137,10 @@ class WorkerIterator(_BaseDataLoaderIter):
                 if stream.ended:
                     self._rotation.end(worker)
         self._due = list(progress.due)
+        #: Drawn, and not yet with the workers for sure.
+        self._drawn: Flight | None = None
+        #: Whether a draw was interrupted: a sampler's generator ends with it, which looks like its last batch.
+        self._cut = False
         self._starved = False
         grows = self._in_order and not self._own_stream and is_drawn_at_start(loader._index_sampler)
         self._limit = int(self._most * self._options.window_growth) if grows else self._most
@@ -148,21 +153,37 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _plan_one(self) -> bool:
         """Draw the next batch and have it loaded; False where there is none."""
         assert self._shard is not None
-        worker = None
-        if self._rotation is not None:
-            worker = self._rotation.assign(self._due.pop(0) if self._due else None)
-            if worker is None:
-                return False
+        if self._drawn is None:
+            self._draw()
+        flight = self._drawn
+        if flight is None:
+            return False
+        # Both may be done again: where they are interrupted, the flight is still there for the next time.
+        self._flights.add(flight)
+        self._shard.submit([(self._task(flight.position), flight.index)], pinned_to=flight.worker)
+        self._drawn = None
+        self._starved = False
+        return True
+
+    def _draw(self) -> None:
+        """Note the next batch as drawn, if there is one and a worker may have it."""
+        if self._cut:
+            return
         try:
+            worker = None
+            if self._rotation is not None:
+                worker = self._rotation.assign(self._due.pop(0) if self._due else None)
+                if worker is None:
+                    return
             position, index = self._progress.plan.draw()
             while self._progress.was_delivered(position):
                 position, index = self._progress.plan.draw()
+            self._drawn = Flight(position, index, worker)
         except StopIteration:
-            return False
-        self._flights.add(Flight(position, index, worker))
-        self._shard.submit([(self._task(position), index)], pinned_to=worker)
-        self._starved = False
-        return True
+            return
+        except KeyboardInterrupt:
+            self._cut = self._drawn is None
+            raise
 
     def _task(self, position: int) -> int:
         return self._generation << POSITION_BITS | position
@@ -171,6 +192,8 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def _next_data(self) -> Any:
         with self._run.meter.waiting():
+            if self._drawn is not None:
+                self._plan_one()
             while True:
                 flight = self._next_flight()
                 if flight.outcome.__class__ is Arrived and flight.outcome.kind == END:
@@ -186,6 +209,11 @@ class WorkerIterator(_BaseDataLoaderIter):
             if flight is not None:
                 return flight
             if not len(self._flights):
+                if self._cut:
+                    raise WorkerError(
+                        "this iteration was interrupted while the sampler was asked for indices, so what is left of "
+                        "the epoch is not known; begin another iteration"
+                    )
                 self._finish()
                 raise StopIteration
             if self._shard is None:
@@ -277,15 +305,15 @@ class WorkerIterator(_BaseDataLoaderIter):
                     self._flights.arrive(event.task & POSITION_MASK, event)
             case Starved():
                 self._starved = True
-            case Died(worker):
-                self._replace(worker)
+            case Died(worker, handle):
+                self._replace(worker, handle)
             case Broken(error):
                 self._shutdown_workers()
                 raise error
         assert self._shard is not None
         self._shard.taken()
 
-    def _replace(self, worker: int) -> None:
+    def _replace(self, worker: int, dead: WorkerHandle) -> None:
         assert self._shard is not None
         self._deaths += 1
         false_starts = self._num_workers + FALSE_STARTS
@@ -302,7 +330,7 @@ class WorkerIterator(_BaseDataLoaderIter):
                 f"worker {worker}, {self._last_words}\nRun with num_workers=0 to see where it happens."
                 + (RAISE_THE_LIMIT if self._has_loaded else "")
             )
-        self._last_words = self._shard.replace_worker(worker)
+        self._last_words = self._shard.replace_worker(worker, dead)
         self._run.meter.restarts += 1
         LOADER.warning("worker %d is replaced: %s", worker, self._last_words)
 

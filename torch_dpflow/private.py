@@ -76,6 +76,7 @@ class Died:
     """A worker has ended; its tasks are queued again and wait for its replacement or for others."""
 
     worker: int
+    handle: WorkerHandle
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ class PrivateShard:
         self._pin = pin
         self._order = order
         self._streams: list[StreamState | None] = [*streams] or [None] * workers
+        #: The latest task of all.
+        self._latest = -1
         self._events: deque[Event] = deque()
         #: One for each event, to wait for.
         self._signs: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -154,9 +157,16 @@ class PrivateShard:
     # -- for the training thread -------------------------------------------------------------------------
 
     def submit(self, tasks: Sequence[tuple[int, Any]], *, pinned_to: int | None = None) -> None:
-        """Have the batches of these indices loaded, in this order."""
+        """Have the batches of these indices loaded, in this order; tasks rise. Known ones are ignored."""
         payloads = [(task, pickle.dumps(index, pickle.HIGHEST_PROTOCOL)) for task, index in tasks]
-        self._command(lambda: self._shard.submit(payloads, pinned_to=pinned_to))
+
+        def submit() -> None:
+            fresh = [payload for payload in payloads if payload[0] > self._latest]
+            if fresh:
+                self._latest = fresh[-1][0]
+                self._shard.submit(fresh, pinned_to=pinned_to)
+
+        self._command(submit)
 
     def cancel(self, tasks: Sequence[int]) -> None:
         """Nobody wants these any more."""
@@ -204,12 +214,16 @@ class PrivateShard:
 
         self._command(begin)
 
-    def replace_worker(self, worker: int) -> str:
-        """Start another process in place of one that died; returns how it died."""
-        obituary = self.bury(worker)
-        self._incarnations[worker] += 1
-        handle = self._start(worker)
-        self._command(lambda: self._employ(worker, handle))
+    def replace_worker(self, worker: int, dead: WorkerHandle) -> str:
+        """Start another process in place of one that died; returns how it died. Starts none where one has been."""
+        obituary = "has ended"
+        handle = self._handles.get(worker)
+        if handle is None or handle is dead:
+            obituary = self.bury(worker)
+            self._incarnations[worker] += 1
+            handle = self._start(worker)
+        successor = handle
+        self._command(lambda: self._employ(worker, successor))
         return obituary
 
     def bury(self, worker: int) -> str:
@@ -332,8 +346,9 @@ class PrivateShard:
         return any(worker in self._watched for worker in self._shard.connected)
 
     def _employ(self, worker: int, handle: WorkerHandle) -> None:
-        self._watched[worker] = handle
-        self._listener.watch(handle.ended)
+        if self._watched.get(worker) is not handle:
+            self._watched[worker] = handle
+            self._listener.watch(handle.ended)
 
     def _dismiss(self, worker: int) -> None:
         # Results that it sent before its end count; only then is the rest given to others.
@@ -342,7 +357,7 @@ class PrivateShard:
         while (message := self._listener.receive(0)) is not None:
             self._shard.hear(*message)
         # First the death, then what came of it, so that a poisoned task's last words are known.
-        self._tell(Died(worker))
+        self._tell(Died(worker, handle))
         running = self._running.pop(worker, None)
         self._shard.lose(worker, None if running is None else running.tasks())
         self._readers.pop(worker, None)
