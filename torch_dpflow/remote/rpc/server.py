@@ -45,7 +45,7 @@ class ServerOptions:
     #: A client with streams that is silent for so long is asked whether it is there, seconds.
     ping_s: float = 5.0
     #: A client without streams that is silent for so long is forgotten, seconds.
-    idle_s: float = 900.0
+    idle_s: float = 120.0
 
     def __post_init__(self) -> None:
         for name in ("max_clients", "max_open_calls", "max_streams", "window", "max_payload_bytes"):

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from torch_dpflow.errors import UsageError
 from torch_dpflow.remote.messages import Count
 from torch_dpflow.remote.protocol import Beat, Desire, Launch, ProcessView, Running, Standing
-from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
+from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
 from torch_dpflow.remote.services.awake_clock import AwakeClock
 from torch_dpflow.remote.services.child_watch import ChildWatch
 from torch_dpflow.remote.services.post import SERVICE, ClusterPlace, ServicePost, subjects_of
@@ -27,6 +27,8 @@ LEASE_S = 10.0
 LOOK_S = 0.5
 #: How long whoever asks for changes waits where there are none, seconds: figures of processes are no older.
 HOLD_S = 0.5
+#: A client that has been silent for so long is forgotten, seconds: processes beat every second.
+IDLE_CLIENT_S = 30.0
 #: How long processes that were killed may take to go, seconds.
 END_S = 5.0
 #: The one process that a node keeps of its own accord.
@@ -68,7 +70,9 @@ class Node:
         # Services start by a fork of one process that has imported what they need.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*PRELOAD, *preload])
-        self._server = RpcServer(listen(place.node_address))
+        # A process that has died says no goodbye, and its successor is another client.
+        options = ServerOptions(shared_bytes=0, idle_s=IDLE_CLIENT_S)
+        self._server = RpcServer(listen(place.node_address), options=options)
         self._server.register("beat", self._on_beat, body_type=Beat, remembered=False)
         self._server.register("desire", self._on_desire, body_type=Desire)
         self._server.register("processes", self._on_processes, body_type=None, remembered=False)
