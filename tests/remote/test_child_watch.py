@@ -36,13 +36,15 @@ def sleeper(watch: ChildWatch) -> multiprocessing.process.BaseProcess:
     return child
 
 
-def test_every_end_is_told_of_once(watch: ChildWatch, told: queue.Queue[str]) -> None:
+def test_every_end_is_told_of_once(told: queue.Queue[str]) -> None:
+    watch = ChildWatch(lambda: told.put("ended"))
     children = [sleeper(watch) for _ in range(3)]
     for child in children:
         assert child.pid is not None
         os.kill(child.pid, signal.SIGKILL)
         assert told.get(timeout=30.0) == "ended"
         child.join()
+    watch.close()  # whatever else it has to tell it has told then
     assert told.empty()
 
 

@@ -65,6 +65,8 @@ class Node:
         self._watch: ChildWatch | None = None
         #: Who waits for changes: until when, and what it has seen.
         self._asking: list[tuple[float, int, IncomingCall]] = []
+        #: When to look after the processes next, seconds.
+        self._look_at = 0.0
         self._stopped = False
         self._ready: Callable[[], None] | None = None
         # Services start by a fork of one process that has imported what they need.
@@ -86,14 +88,13 @@ class Node:
         """
         self._ready = ready
         try:
-            self._watch = ChildWatch(lambda: self._server.post(self._look))
+            self._watch = ChildWatch(lambda: self._server.post(self._look_soon))
             self._obey(self._supervisor.desire([self._own], self._clock()))
-            look = 0.0
             while not self._stopped:
                 self._server.step(self._until_due())
-                if time.monotonic() >= look or self._until_due() <= 0:
+                if time.monotonic() >= self._look_at or self._is_spawn_due():
                     self._look()
-                    look = time.monotonic() + LOOK_S
+                    self._look_at = time.monotonic() + LOOK_S
                 self._answer_asking()
         finally:
             if self._watch is not None:
@@ -108,10 +109,19 @@ class Node:
 
     def _until_due(self) -> float:
         """How long nothing is due, at most, seconds."""
-        waits = [LOOK_S] + [until - time.monotonic() for until, _, _ in self._asking]
+        now = time.monotonic()
+        waits = [self._look_at - now, *(until - now for until, _, _ in self._asking)]
         if (due := self._supervisor.next_due) is not None:
             waits.append(due - self._clock())
         return max(0.0, min(waits))
+
+    def _is_spawn_due(self) -> bool:
+        due = self._supervisor.next_due
+        return due is not None and due <= self._clock()
+
+    def _look_soon(self) -> None:
+        # Not at once: what a look raises is to end this node, and not to be logged as what a message had brought about.
+        self._look_at = 0.0
 
     def _look(self) -> None:
         now = self._clock()
@@ -203,12 +213,12 @@ class Node:
 
     def _answer_asking(self) -> None:
         revision, now = self._supervisor.revision, time.monotonic()
-        due = [asking for asking in self._asking if asking[1] != revision or now >= asking[0]]
-        if due:
-            self._asking = [asking for asking in self._asking if asking not in due]
-            running = Running(revision, self._supervisor.views())
-            for _, _, call in due:
-                call.answer(running)
+        asking, self._asking = self._asking, []
+        for until, seen, call in asking:
+            if seen != revision or now >= until:
+                call.answer(Running(revision, self._supervisor.views()))
+            else:
+                self._asking.append((until, seen, call))
 
     def _on_stop(self, call: IncomingCall) -> None:
         self._stopped = True
