@@ -15,7 +15,7 @@ from torch_dpflow.opening import kind_of, length_of, made_of
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.plan import generator_state
 from torch_dpflow.progress import Run
-from torch_dpflow.rebuilding import AskedByAccelerate, WorkerCount
+from torch_dpflow.rebuilding import keep_class_under_accelerate
 from torch_dpflow.remote.job_options import JobOptions
 from torch_dpflow.shared import SharedLoaderIterator, check_shareable
 from torch_dpflow.single import SingleProcessIterator
@@ -57,9 +57,6 @@ class DPFlowDataLoader(DataLoader[T]):
         OptionError: the flow's name is not allowed, or the loader cannot be shared.
         ValueError, TypeError: as torch's loader.
     """
-
-    #: accelerate builds a loader of torch's class out of ours; this sees to it that it is one of ours.
-    _is_accelerate_prepared = AskedByAccelerate()
 
     def __init__(
         self,
@@ -113,7 +110,6 @@ class DPFlowDataLoader(DataLoader[T]):
         check_types(self, address)
         # Under the names of the arguments: Lightning rebuilds a loader from the attributes that have them.
         self.options = options
-        self.num_workers = WorkerCount.carrying(num_workers, options)
         self.address = address
         self.job = job
         self._run = Run()
@@ -222,3 +218,6 @@ class DPFlowDataLoader(DataLoader[T]):
                 f"the state is of a loader with {len(state.streams)} workers, this one has {self.num_workers}; each "
                 "worker reads a share of an iterable dataset, so resume with as many, or begin an epoch afresh"
             )
+
+
+keep_class_under_accelerate(DPFlowDataLoader)

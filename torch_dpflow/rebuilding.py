@@ -1,62 +1,97 @@
 """Libraries that rebuild a loader from its attributes: how our options come along, and our class stays.
 
-Lightning calls our class with our attributes; that needs nothing. accelerate calls torch's class by its name in
-`accelerate.data_loader` and passes torch's arguments only, so that its users would silently lose our workers. It has
-no hook. But `num_workers` is an argument that every rebuild passes on, and `_is_accelerate_prepared` an attribute that
-accelerate asks for just before it rebuilds.
+Lightning calls our class with our attributes; that needs nothing. accelerate calls torch's class, or torchdata's, by
+its name in `accelerate.data_loader` and passes torch's arguments only, so that its users would silently lose our
+workers. It has no hook. But what it rebuilds is the argument `dataloader` of the function that does so.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
 import sys
+from collections.abc import Callable, Sequence
+from types import FrameType, ModuleType
 from typing import Any
 
-from torch_dpflow.options import LoaderOptions
+_ACCELERATE = "accelerate.data_loader"
+#: The arguments that torch's loader has not.
+_OURS = ("options", "flow", "address", "job")
 
 
-class WorkerCount(int):
-    """A loader's number of workers, which also carries its options to a loader built from its attributes."""
-
-    options: LoaderOptions | None
-
-    @classmethod
-    def carrying(cls, count: Any, options: LoaderOptions | None) -> Any:
-        """`count` with the options; anything but an int is left to torch."""
-        if not isinstance(count, int):
-            return count
-        carried = cls(count)
-        carried.options = options
-        return carried
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WorkerCount.carrying, (int(self), self.options)
+def keep_class_under_accelerate(ours: type[Any]) -> None:
+    """From now on accelerate builds a loader of `ours` out of one, whether it has been imported or will be."""
+    module = sys.modules.get(_ACCELERATE)
+    if module is None:
+        sys.meta_path.insert(0, _WhenImported(_ACCELERATE, functools.partial(_amend, ours)))
+    else:
+        _amend(ours, module)
 
 
-class AskedByAccelerate:
-    """`_is_accelerate_prepared` of our class: False, and from now on accelerate builds ours from ours.
+def _amend(ours: type[Any], module: ModuleType) -> None:
+    names = vars(module)
+    torchs, adapter = names.get("DataLoader"), names.get("DataLoaderAdapter")
+    if torchs is None or adapter is None:  # a version that does it in another way
+        return
+    begin = adapter.__init__
 
-    accelerate sets the attribute on the loaders that it has prepared, and that one is found first.
-    """
+    @functools.wraps(torchs, updated=())
+    def build(*args: Any, **kwargs: Any) -> Any:
+        source = _source(names, ours)
+        if source is None:
+            return torchs(*args, **kwargs)
+        return ours(*args, **kwargs, **{name: getattr(source, name) for name in _OURS})
 
-    def __get__(self, loader: Any, owner: type[Any]) -> bool:
-        module = sys.modules.get("accelerate.data_loader")
-        build = getattr(module, "DataLoader", None)
-        if module is not None and build is not None and not isinstance(build, _Build):
-            vars(module)["DataLoader"] = _Build(build, owner)
-        return False
+    @functools.wraps(begin)
+    def begin_with_ours(
+        self: Any, dataset: Any, use_stateful_dataloader: bool = False, *args: Any, **kwargs: Any
+    ) -> None:
+        # Ours is stateful itself, so torchdata's does not take its place.
+        begin(self, dataset, use_stateful_dataloader and _source(names, ours) is None, *args, **kwargs)
+        self.use_stateful_dataloader = use_stateful_dataloader
+
+    names["DataLoader"] = build
+    adapter.__init__ = begin_with_ours
 
 
-class _Build:
-    """Stands in for torch's class where accelerate builds a loader, and builds ours where it was one of ours."""
+def _source(names: dict[str, Any], ours: type[Any]) -> Any:
+    """The loader that the innermost function of accelerate's module is rebuilding, if it is one of ours."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals is names and "dataloader" in frame.f_code.co_varnames:
+            loader = frame.f_locals.get("dataloader")
+            return loader if isinstance(loader, ours) else None
+        frame = frame.f_back
+    return None
 
-    def __init__(self, torchs: Any, ours: type[Any]) -> None:
-        functools.update_wrapper(self, torchs, updated=())
-        self._torchs = torchs
-        self._ours = next(base for base in ours.__mro__ if base.__module__ == "torch_dpflow.loader")
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        count = kwargs.get("num_workers")
-        if isinstance(count, WorkerCount):
-            return self._ours(*args, options=count.options, **kwargs)
-        return self._torchs(*args, **kwargs)
+class _WhenImported(importlib.abc.MetaPathFinder):
+    """Does something with a module once it has been imported."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._then = then
+        self._asks_others = False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Find it as others do, and have its loader do more."""
+        if fullname != self._name or self._asks_others:
+            return None
+        self._asks_others = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asks_others = False
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_then(module: ModuleType) -> None:
+                execute(module)
+                self._then(module)
+
+            spec.loader.exec_module = execute_and_then  # type: ignore[method-assign]
+        return spec

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import pickle
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.utils.data import (
@@ -129,6 +131,17 @@ def test_len_is_the_number_of_batches(
         loader = Loader(Indices(size), batch_size=batch_size, drop_last=drop_last, num_workers=num_workers)
         assert len(loader) == len(DataLoader(Indices(size), batch_size=batch_size, drop_last=drop_last))
         assert len(list(loader)) == len(loader)
+
+
+def test_the_number_of_workers_is_what_was_given(Loader: Any) -> None:
+    """It is written to hyperparameters and checkpoints by readers that take plain numbers alone."""
+    loader = Loader(Indices(4), num_workers=2)
+    assert type(loader.num_workers) is int
+    assert msgspec.json.encode({"workers": loader.num_workers}) == b'{"workers":2}'
+    checkpoint = io.BytesIO()
+    torch.save({"workers": loader.num_workers}, checkpoint)
+    checkpoint.seek(0)
+    assert torch.load(checkpoint, weights_only=True) == {"workers": 2}
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,17 +11,47 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.loader_cases import Augmented, Indices, Stream, assert_same
+from tests.new_process import run_interpreter
 from tests.workers import kill, worker_pids
+from torch_dpflow import JobOptions
 from torch_dpflow.options import LoaderOptions
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 
-@pytest.fixture
-def accelerator() -> Iterator[Any]:
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+#: accelerate is imported after the loader has been made, and looked at from all sides before it is used.
+LATE = """
+import inspect
+from tests.loader_cases import Indices
+from torch_dpflow import DPFlowDataLoader, LoaderOptions
 
-    yield accelerate.Accelerator(cpu=True)
+loader = DPFlowDataLoader(Indices(6), batch_size=2, options=LoaderOptions(restart_limit=5))
+import accelerate.data_loader as theirs
+before = dict(vars(theirs)), dict(vars(theirs.DataLoaderAdapter))
+inspect.getmembers(loader)
+assert (dict(vars(theirs)), dict(vars(theirs.DataLoaderAdapter))) == before
+prepared = theirs.prepare_data_loader(loader)
+assert isinstance(prepared, DPFlowDataLoader)
+assert prepared.options is loader.options
+skipping = theirs.skip_first_batches(loader, 1)
+assert type(skipping) is DPFlowDataLoader
+assert [batch.tolist() for batch in skipping] == [[2, 3], [4, 5]]
+"""
+
+
+@pytest.fixture
+def stateful() -> bool:
+    """Whether accelerate is to use torchdata's loader."""
+    return False
+
+
+@pytest.fixture
+def accelerator(stateful: bool) -> Iterator[Any]:
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DataLoaderConfiguration
+
+    config = DataLoaderConfiguration(use_stateful_dataloader=stateful)
+    yield accelerate.Accelerator(cpu=True, dataloader_config=config)
     for shared in (AcceleratorState, GradientState, PartialState):
         shared._reset_state()
 
@@ -85,4 +116,45 @@ def test_a_prepared_loader_resumes(OurLoader: Any, accelerator: Any) -> None:
     rest = list(iterator)
     again = prepared(1)
     again.load_state_dict(state)
+    assert_same(list(again), rest)
+
+
+def test_accelerate_imported_late_and_a_look_at_every_attribute() -> None:
+    ended = run_interpreter(LATE)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_prepared_loader_reads_its_flow(OurLoader: Any, accelerator: Any) -> None:
+    job = JobOptions(name="mine")
+    prepared = accelerator.prepare(OurLoader(Indices(4), flow="a/b:v2", address="somewhere", job=job))
+    assert (prepared.flow, prepared.address, prepared.job) == ("a/b:v2", "somewhere", job)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+@pytest.mark.parametrize("stateful", [True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stateful_loader_is_ours_and_resumes_from_a_checkpoint(
+    OurLoader: Any, accelerator: Any, num_workers: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchdata", reason="torchdata is not installed")
+    options = LoaderOptions(restart_limit=5)
+
+    def prepared() -> Any:
+        own = torch.Generator().manual_seed(3)
+        loader = OurLoader(
+            Indices(20), 2, shuffle=True, num_workers=num_workers, generator=own, options=options
+        )
+        return accelerator.prepare(loader)
+
+    begun = prepared()
+    assert isinstance(begun, OurLoader)
+    assert (begun.use_stateful_dataloader, begun.options) == (True, options)
+    iterator = iter(begun)
+    for _ in range(4):
+        next(iterator)
+    accelerator.save_state(str(tmp_path))
+    rest = list(iterator)
+    accelerator.free_memory()
+    again = prepared()
+    accelerator.load_state(str(tmp_path))
     assert_same(list(again), rest)
