@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +38,3 @@ class CommandedCluster(TestCluster):
         cluster = cls(str(connection), facts["pid"], log)
         cluster.facts = facts
         return cluster
-
-
-def free_port() -> int:
-    """A port of this host that nobody has."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port

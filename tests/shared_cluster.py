@@ -47,8 +47,8 @@ class TestCluster:
     log: Path
 
     @classmethod
-    def start(cls, folder: Path, *, listen: str = "") -> TestCluster:
-        connection, log = folder / "connection", folder / "log"
+    def start(cls, folder: Path, *, listen: str = "", connection: Path | None = None) -> TestCluster:
+        connection, log = connection or folder / "connection", folder / "log"
         # Its directory lies beside the test's own temporary files, which are watched for leftovers.
         env = {"TMPDIR": str(folder)}
         with interpreter(PROGRAM, str(connection), listen, str(log), env=env) as process:
@@ -61,10 +61,7 @@ class TestCluster:
     @classmethod
     def start_over_tcp(cls, folder: Path, host: str = "127.0.0.1") -> TestCluster:
         """With keys, at a port that is free."""
-        with socket.socket() as free:
-            free.bind((host, 0))
-            port = free.getsockname()[1]
-        return cls.start(folder, listen=f"tcp://{host}:{port}")
+        return cls.start(folder, listen=f"tcp://{host}:{free_port(host)}")
 
     def stop(self) -> None:
         if not has_ended(self.pid):
@@ -101,6 +98,14 @@ class TestCluster:
         assert found, f"no process {part!r} runs"
         os.kill(found[0].pid, number)
         return found[0].pid
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of this host that nobody has."""
+    with socket.socket() as free:
+        free.bind((host, 0))
+        port: int = free.getsockname()[1]
+    return port
 
 
 def wait(condition: Callable[[], object], *, within_s: float = 30.0, what: str = "the condition") -> None:

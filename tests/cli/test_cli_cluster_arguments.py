@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.cluster_command import CommandedCluster, free_port
+from tests.cluster_command import CommandedCluster
+from tests.shared_cluster import free_port
 from torch_dpflow.cli.main import root
 from torch_dpflow.remote.transport.curve import create_cluster, write_connection_file
 

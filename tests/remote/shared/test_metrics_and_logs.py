@@ -15,8 +15,8 @@ import torch
 from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cluster_command import CommandedCluster, free_port
-from tests.shared_cluster import wait
+from tests.cluster_command import CommandedCluster
+from tests.shared_cluster import free_port, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow import ALSDCache
 from torch_dpflow.cli.main import root

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import stat
 from collections.abc import Iterator
 
@@ -25,10 +24,7 @@ from torch_dpflow.remote.transport.curve import create_cluster
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
     """A cluster that listens over tcp."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = TestCluster.start(tmp_path_factory.mktemp("c"), listen=f"tcp://127.0.0.1:{port}")
+    started = TestCluster.start_over_tcp(tmp_path_factory.mktemp("c"))
     yield started
     started.stop()
 

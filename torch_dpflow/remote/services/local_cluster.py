@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import multiprocessing
 import os
 import socket
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,18 +21,13 @@ from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.log import LogOptions, write_lines
 from torch_dpflow.remote.allotment import ClusterLimits
 from torch_dpflow.remote.cluster_address import default_connection_file
+from torch_dpflow.remote.services.announcement import Announcement, check_vacant, lock_file
 from torch_dpflow.remote.services.coordinator import CoordinatorArguments
 from torch_dpflow.remote.services.metrics_server import check_metrics_address
 from torch_dpflow.remote.services.node import COORDINATOR, Node
 from torch_dpflow.remote.services.post import ClusterPlace
 from torch_dpflow.remote.state_store import open_store
-from torch_dpflow.remote.transport.curve import (
-    ConnectionFile,
-    create_cluster,
-    read_connection_file,
-    read_key_file,
-    write_connection_file,
-)
+from torch_dpflow.remote.transport.curve import create_cluster, read_key_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +99,10 @@ class LocalCluster:
         self._path = options.path
         self._log = options.log
         self.address = ""
+        self._announcement: Announcement | None = None
+        check_vacant(self._path)
         #: Locked for as long as this process lives: whoever starts another cluster there sees it.
-        self._locks: list[int] = []
-        _check_vacant(self._path)
-        if options.state is not None:
-            self._locks += _hold_state(options.state)
+        self._state_lock = None if options.state is None else _hold_state(options.state)
         self._directory = _private_directory()
         try:
             self.node = self._prepare(options)
@@ -132,13 +124,16 @@ class LocalCluster:
 
     def _prepare(self, options: ClusterOptions) -> Node:
         folder = self._directory.path
+        keys = create_cluster("") if options.keys is None else read_key_file(options.keys)
+        keys.server_keys()
         place = ClusterPlace(
             directory=folder,
             host=None if options.listen is None else _host_of(options.listen),
-            connection_file=str(self._path),
+            keys=None if options.listen is None else keys,
             log=options.log,
         )
-        self._write(options.listen or place.address_for(COORDINATOR), options.keys)
+        self.address = options.listen or place.address_for(COORDINATOR)
+        self._announcement = Announcement(self._path, msgspec.structs.replace(keys, address=self.address))
         arguments = CoordinatorArguments(
             options.state or f"{folder}/state",
             options.listen or "",
@@ -148,24 +143,12 @@ class LocalCluster:
         )
         return Node(place, msgspec.msgpack.encode(arguments), preload=options.preload)
 
-    def _write(self, address: str, keys: str | None) -> None:
-        connection = create_cluster(address) if keys is None else read_key_file(keys)
-        connection.server_keys()
-        try:
-            write_connection_file(self._path, msgspec.structs.replace(connection, address=address))
-        except OSError as error:
-            raise OptionError(f"connection file {os.fspath(self._path)!r}: {error.strerror}") from error
-        self.address = address
-        self._locks += _lock(self._path)
-
     def _clean_up(self) -> None:
-        with suppress(OptionError):
-            found: ConnectionFile = read_connection_file(self._path)
-            if found.address == self.address:  # else another cluster has put its own there
-                self._path.unlink(missing_ok=True)
+        if self._announcement is not None:
+            self._announcement.remove()
         self._directory.remove()
-        while self._locks:
-            os.close(self._locks.pop())
+        if self._state_lock is not None:
+            os.close(self._state_lock)
 
 
 def _keep_fork_server_in(directory: str) -> None:
@@ -184,46 +167,18 @@ def _check_installed(module: str) -> None:
         raise OptionError(f"preload={module!r}: no such module is installed; install it, or leave it out")
 
 
-def _check_vacant(path: Path) -> None:
-    """Raise where `path` is that of a cluster that is up, or anything but a connection file."""
-    if not path.exists():
-        return
-    try:
-        found = read_connection_file(path, advice="remove it if it was a cluster's")
-    except OptionError as error:
-        raise OptionError(f"{error}, or give another --connection-file") from error
-    locks = _lock(path)
-    if not locks:
-        raise UsageError(
-            f"a cluster is up already at {found.address}; end it by `dpflow down --address {path}`, or give "
-            "another --connection-file"
-        )
-    os.close(locks[0])  # it is what is left of a cluster that was killed
-
-
-def _lock(path: Path) -> list[int]:
-    """A descriptor that locks the file until it is closed; none where another process has locked it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        return []
-    return [descriptor]
-
-
-def _hold_state(url: str) -> list[int]:
-    """Have a state store to oneself: a descriptor that locks its file, none for what is no file.
+def _hold_state(url: str) -> int | None:
+    """Have a state store to oneself: a descriptor that locks its file, None for what is no file.
 
     Raises OptionError or StateError where it cannot be used, UsageError where another cluster does.
     """
     open_store(url).close()
     if urlsplit(url).scheme not in ("", "sqlite"):
-        return []
-    locks = _lock(Path(url.removeprefix("sqlite://")))
-    if not locks:
+        return None
+    lock = lock_file(Path(url.removeprefix("sqlite://")))
+    if lock is None:
         raise UsageError(f"state={url!r}: another cluster keeps its flows there; give another path")
-    return locks
+    return lock
 
 
 def _private_directory() -> PrivateDirectory:

@@ -20,7 +20,7 @@ from torch_dpflow.log import SERVICE, LogOptions
 from torch_dpflow.remote.protocol import Beat, Standing
 from torch_dpflow.remote.rpc import ClientOptions, RpcClient, RpcServer
 from torch_dpflow.remote.transport import Listener, TransportOptions, listen
-from torch_dpflow.remote.transport.curve import read_connection_file
+from torch_dpflow.remote.transport.curve import ConnectionFile
 
 __all__ = ["SERVICE", "ClusterPlace", "Heart", "ServicePost", "ask_in", "serve", "subjects_of"]
 
@@ -44,14 +44,15 @@ class ClusterPlace:
     Args:
         directory: private to the node's user; sockets lie in it.
         host: the address of this host on which services listen over tcp; None: ipc only.
-        connection_file: holds the keys for tcp; None where there are none.
+        keys: for tcp; None where all is ipc, which needs none. Held here and not read from the connection file, which
+            may vanish while processes start.
         log: how its processes log.
         token: by which services know the shards and workers that the node has started.
     """
 
     directory: str
     host: str | None = None
-    connection_file: str | None = None
+    keys: ConnectionFile | None = field(default=None, repr=False)
     log: LogOptions = field(default_factory=LogOptions)
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
@@ -74,15 +75,11 @@ class ClusterPlace:
 
     def client_transport(self) -> TransportOptions:
         """For whoever connects."""
-        if self.connection_file is None:
-            return TransportOptions()
-        return TransportOptions(keys=read_connection_file(self.connection_file).client_keys())
+        return TransportOptions(keys=None if self.keys is None else self.keys.client_keys())
 
     def server_transport(self) -> TransportOptions:
         """For whoever listens."""
-        if self.connection_file is None or self.host is None:
-            return TransportOptions()
-        return TransportOptions(keys=read_connection_file(self.connection_file).server_keys())
+        return TransportOptions(keys=None if self.keys is None else self.keys.server_keys())
 
     def connect(self, address: str, *, timeout_s: float = 30.0) -> RpcClient:
         """A client of the service at `address`."""

@@ -96,16 +96,25 @@ def create_cluster(address: str) -> ConnectionFile:
 
 def write_connection_file(path: str | os.PathLike[str], connection: ConnectionFile) -> None:
     """Write JSON that only the owner may read, in one step: nobody sees half of it, or sees it too early."""
-    target = Path(path)
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    draft = draft_connection_file(path, connection)
+    try:
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def draft_connection_file(path: str | os.PathLike[str], connection: ConnectionFile) -> Path:
+    """Write a connection file beside `path`, which is to be put there in one step; where it is."""
+    draft = Path(path).with_name(f".{Path(path).name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(connection), indent=2) + b"\n")
-        draft.replace(target)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+    return draft
 
 
 def read_connection_file(
