@@ -9,12 +9,16 @@ import random
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 import torch
 
 from torch_dpflow.errors import StateError
+
+_EPOCH_HERE: ContextVar[int | None] = ContextVar("epoch", default=None)
+_epoch_of_worker: int | None = None
 
 #: The three generators' states, of plain types and base64 text so that they survive JSON.
 RngState = dict[str, Any]
@@ -33,6 +37,29 @@ def seed_batch(base_seed: int, epoch: int, position: int) -> None:
     torch.default_generator.manual_seed(torch_seed & 0x7FFF_FFFF_FFFF_FFFF)
     random.seed(python_seed)
     np.random.seed(numpy_seed)
+
+
+def loading_epoch() -> int | None:
+    """The number of the epoch for which one of our loaders loads here and now; None where none of them does."""
+    here = _EPOCH_HERE.get()
+    return _epoch_of_worker if here is None else here
+
+
+def begin_epoch_of_worker(epoch: int) -> None:
+    """Whatever this process loads from now on, in any thread, is for this epoch."""
+    global _epoch_of_worker
+    _EPOCH_HERE.set(None)  # a fork's copy of what its parent was loading
+    _epoch_of_worker = epoch
+
+
+@contextmanager
+def loading_for(epoch: int) -> Iterator[None]:
+    """What the body loads, in this thread, is for this epoch."""
+    before = _EPOCH_HERE.set(epoch)
+    try:
+        yield
+    finally:
+        _EPOCH_HERE.reset(before)
 
 
 def encode_generator(generator: torch.Generator) -> str:

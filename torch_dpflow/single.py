@@ -12,7 +12,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch_dpflow.opening import begin
 from torch_dpflow.plan import Plan, samples_in
 from torch_dpflow.progress import OPENING_ALONE
-from torch_dpflow.rng import capture_rng, preserved_rng
+from torch_dpflow.rng import capture_rng, loading_for, preserved_rng
 from torch_dpflow.state import StreamState
 from torch_dpflow.streams import Stream
 
@@ -51,7 +51,8 @@ class SingleProcessIterator(_BaseDataLoaderIter):
         position, index = self._draw()
         samples = samples_in(index) if self._auto_collation else 1
         try:
-            data = self._fetcher.fetch(index)
+            with loading_for(self._progress.epoch):
+                data = self._fetcher.fetch(index)
         except StopIteration:
             raise
         except Exception:

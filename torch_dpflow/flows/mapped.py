@@ -77,7 +77,7 @@ class MappedDataset(Dataset[Any]):
         skips: Skips | None,
     ) -> None:
         self._samples = StagedDataset(samples, local, flow) if local else samples
-        self._epochs = samples
+        self._epochs = samples.epochs
         self._indices = indices
         self._flow = flow
         self._skips = skips
@@ -95,13 +95,18 @@ class MappedDataset(Dataset[Any]):
         return list(self._samples.__getitems__(places))
 
     def set_epoch(self, epoch: int) -> None:
-        """Where the reader has a seed: have random stages draw anew.
+        """Where the reader has a seed: have random stages draw for this epoch until another one is set.
 
-        Call it before the epoch's first batch; workers that live on from the last epoch do not see it.
+        Without it they follow the epochs by themselves: those that a DPFlowDataLoader counts, resumed ones too; under
+        another loader passes over the samples, in this process and its workers, from 0. So call it there where a
+        pass leaves samples out, as that of a rank does, or where another process resumes. Before the epoch's first
+        batch; workers that live on see it as well.
 
         Raises OptionTypeError or OptionError for what is no whole number of 64 bits.
         """
-        self._epochs.epoch = whole_number("epoch", epoch, least=LEAST_INT64, most=MOST_INT64)
+        epoch = whole_number("epoch", epoch, least=LEAST_INT64, most=MOST_INT64)
+        if self._epochs is not None:
+            self._epochs.set(epoch)
 
     def _those_that_load(self, places: list[int], skips: Skips) -> list[Any]:
         loaded = self._samples.load_each(places)

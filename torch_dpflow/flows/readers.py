@@ -25,8 +25,9 @@ class LocalDataLoadFlowReader:
         store: where stored datasets are found; a DatasetStore, or its path or URL.
         cache: what may be kept of samples, as `ALSDCache` takes it ("4GiB", or a number of samples); None:
             nothing. Kept is what the stages up to the first with `cache="never"` give.
-        seed: random stages draw as (seed, epoch, sample) alone decides, wherever and however often they run;
-            None: they draw from the process's generators, which a loader seeds for each batch.
+        seed: random stages draw as (seed, epoch, sample) alone decides, wherever they run, and follow the epochs
+            by themselves (`MappedDataset.set_epoch` tells how); None: they draw from the process's generators,
+            which a loader seeds for each batch.
         storage_options: what fsspec needs to open the data, where it is other than for the store.
         read_options: timeouts, retries and concurrency of reads.
         check: compare each sample's bytes with its checksum, where the dataset has one.

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from torch_dpflow.errors import DPFlowError, StageError
+from torch_dpflow.flows.epochs import EpochCounter
 from torch_dpflow.flows.stage import Stage
 from torch_dpflow.rng import preserved_rng, seed_batch
 
@@ -37,8 +38,8 @@ class StagedDataset(Dataset[Any]):
         self._stages = tuple(stages)
         self._flow = flow
         self._seed = seed
-        #: counts passes, an int of 64 bits; only `seed` heeds it
-        self.epoch = 0
+        #: which pass it is; only `seed` heeds it
+        self.epochs = None if seed is None else EpochCounter(len(samples))
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -65,10 +66,10 @@ class StagedDataset(Dataset[Any]):
 
     def through(self, index: int, sample: Any) -> Any:
         """What the stages make of a sample of this number. Raises StageError."""
-        if self._seed is None:
+        if self._seed is None or self.epochs is None:
             return self._staged(index, sample)
         with preserved_rng():
-            seed_batch(self._seed, self.epoch, index)
+            seed_batch(self._seed, self.epochs.of(index), index)
             return self._staged(index, sample)
 
     def _staged(self, index: int, sample: Any) -> Any:

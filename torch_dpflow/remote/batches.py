@@ -13,7 +13,7 @@ from torch.utils.data import IterDataPipe, _DatasetKind, _utils, graph_settings
 
 from torch_dpflow.remote.fetching import ThreadedFetcher, failure
 from torch_dpflow.remote.messages import BATCH, END, FAILURE
-from torch_dpflow.rng import capture_rng, restore_rng, seed_batch
+from torch_dpflow.rng import begin_epoch_of_worker, capture_rng, restore_rng, seed_batch
 from torch_dpflow.state import StreamState
 from torch_dpflow.streams import Stream
 
@@ -81,6 +81,7 @@ class BatchSource:
         """Start an epoch. What fails here, in `worker_init_fn` too, is told in answer to the tasks."""
         first = self._order is None
         self._order = order
+        begin_epoch_of_worker(order.epoch)
         self._delivered = order.stream.delivered if order.stream is not None else 0
         self._broken = None
         try:
