@@ -68,7 +68,7 @@ def open_links(shards: list[NotingShard], tmp_path: Path) -> Iterator[Callable[[
         router: Any = SimpleNamespace(
             cluster=Cluster(address=f"ipc://{tmp_path}/0", transport=TransportOptions()),
             routes=RouteMap(RoutingTable(1, routes)),
-            id=JobId("job", 1),
+            id=JobId("job", 1, "flow@1"),
             contact=SimpleNamespace(patience_s=30.0, is_lost=False, heard=lambda: None),
         )
         opened.append(ShardLinks(router))
@@ -76,7 +76,7 @@ def open_links(shards: list[NotingShard], tmp_path: Path) -> Iterator[Callable[[
 
     yield open_
     for links in opened:
-        links.close(JobId("job", 1))
+        links.close(JobId("job", 1, "flow@1"))
 
 
 def of(*numbers: int) -> list[Wanted]:

@@ -25,6 +25,11 @@ class JobDescription:
     rank: JobRank | None = None
 
     @property
+    def instance(self) -> str:
+        """The name and version of what it reads, as in `FlowSpec`."""
+        return f"{self.flow}@{self.version}"
+
+    @property
     def reader(self) -> str:
         """By what services know this process."""
         return self.name if self.rank is None else f"{self.name}/{self.rank.rank}"

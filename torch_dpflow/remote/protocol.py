@@ -152,7 +152,7 @@ class Enlist(Body):
     """From a shard: it serves at this address. Repeated as a heartbeat; answered with `RangeAssignment`."""
 
     shard: Name
-    #: Higher for each process, and after each lapse of its lease.
+    #: Higher for each process.
     incarnation: Count
     address: Text
     #: The newest routing generation that it has heard of, 0 for none: a router that starts anew knows none.
@@ -193,8 +193,10 @@ class JobId(Body):
     """A process that reads, a job or a rank of one, and which of those that have read under its name."""
 
     name: Name
-    #: Higher for each process, and after each lapse of its lease.
+    #: Higher for each process, and after each lapse of its lease. The flow's router gives it out.
     generation: Count
+    #: The name and version of what it reads: where a service has ended, another flow's may listen there next.
+    flow: Name
 
 
 class JobFigures(Body):
@@ -230,7 +232,9 @@ class JobRank(Body):
 class Join(Body):
     """To a router: a process begins to read, as a job or as a rank of one. Answered with `Joined`."""
 
-    job: JobId
+    #: The name under which it reads, and the name and version of what it reads.
+    reader: Name
+    flow: Name
     #: Drawn by the process: tells it from another that would read under the same name.
     holder: Count
     #: Decides the job's private permutation.
@@ -246,6 +250,8 @@ class Join(Body):
 class Joined(Body):
     """From a router: it reads."""
 
+    #: Of the process from now on.
+    generation: Count
     #: Samples of its part of an epoch.
     length: Count
     table: RoutingTable

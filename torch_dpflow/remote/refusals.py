@@ -9,12 +9,16 @@ class StaleJobError(UsageError):
     """The job was taken for dead, or another has taken its name; it has to join anew."""
 
 
+class MisdirectedError(UsageError):
+    """The job has called a service of another flow, which listens now where its own did; it has to look for that."""
+
+
 class StaleRoutingError(UsageError):
     """The job has chosen a shard by a table that is out of date; it has to ask the router for another."""
 
 
 class StaleShardError(UsageError):
-    """The shard was taken for dead, or another has taken its place; it has to enlist anew."""
+    """Another process has taken the shard's place; its node will end this one."""
 
 
 class OutOfStepError(UsageError):

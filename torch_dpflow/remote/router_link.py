@@ -29,7 +29,13 @@ from torch_dpflow.remote.protocol import (
     RoutingTable,
     StartEpoch,
 )
-from torch_dpflow.remote.refusals import AwaitedRanksError, NameBusyError, OutOfStepError, StaleJobError
+from torch_dpflow.remote.refusals import (
+    AwaitedRanksError,
+    MisdirectedError,
+    NameBusyError,
+    OutOfStepError,
+    StaleJobError,
+)
 from torch_dpflow.remote.routing import RouteMap
 from torch_dpflow.remote.rpc import RpcClient
 from torch_dpflow.samplers.indices import IndexArray
@@ -117,7 +123,7 @@ class RouterLink:
     @property
     def id(self) -> JobId:
         """By what services know the job now."""
-        return JobId(self._job.reader, self._generation)
+        return JobId(self._job.reader, self._generation, self._job.instance)
 
     def start_epoch(self, epoch: int, drawn: Marks, position: int) -> None:
         """Begin to draw an epoch, of which the marked samples, in `position` places, have been drawn."""
@@ -219,6 +225,8 @@ class RouterLink:
         self.contact.heard()
         if error.kind == StaleJobError.__name__:
             self._generation = 0
+        elif error.kind == MisdirectedError.__name__:
+            self._leave_for_another()
         elif error.kind == OutOfStepError.__name__:
             self._told = False
         elif error.kind not in _PASSING:
@@ -235,8 +243,13 @@ class RouterLink:
             return
         with suppress(DeadlineError, PeerLostError):  # else it is tried again
             self._home.register(found, self._call_s)
-            self._disconnect()
-            self.cluster, self._address, self._generation = found, "", 0
+            self.cluster = found
+            self._leave_for_another()
+
+    def _leave_for_another(self) -> None:
+        """The router is to be looked for, and does not know the job."""
+        self._disconnect()
+        self._address, self._generation = "", 0
 
     def _connected(self) -> RpcClient:
         """The router, which the job has joined."""
@@ -282,10 +295,10 @@ class RouterLink:
         self._router = self._coordinator = None
 
     def _join(self, router: RpcClient) -> None:
-        generation = time.time_ns()
         indices, rank = self._job.indices, self._job.rank
         body = Join(
-            JobId(self._job.reader, generation),
+            self._job.reader,
+            self._job.instance,
             self._holder,
             self._job.seed,
             self._job.batch_size,
@@ -295,7 +308,7 @@ class RouterLink:
         frames = [] if indices is None else [np.ascontiguousarray(indices, np.int64).tobytes()]
         timeout_s = min(JOIN_S, self._patience_s)
         joined: Joined = router.call("join", body, frames, reply_type=Joined, timeout_s=timeout_s).body
-        self._generation, self._told = generation, False
+        self._generation, self._told = joined.generation, False
         self.length = joined.length
         self._take_routes(joined.table)
 

@@ -77,18 +77,21 @@ class Fuzzer:
             ],
             "router": [
                 ("enlist", Enlist(shard, 1, "tcp://127.0.0.1:1", 2**40, "0" * 32)),
-                ("join", Join(JobId("intruder", 5), 9, 3, 8, JobRank("intruder", 1, 2))),
-                ("start", StartEpoch(JobId("intruder", 5), [EpochPlace(1, 2), EpochPlace(0, 5)])),
-                ("draw", Draw(JobId("intruder", 5), 0, 0, 16)),
-                ("beat", JobBeat(JobId("intruder", 5), JobFigures(1.0, 2.0, 3, 4, 5))),
-                ("leave", JobId("intruder", 5)),
+                ("join", Join("intruder", spec.instance, 9, 3, 8, JobRank("intruder", 1, 2))),
+                (
+                    "start",
+                    StartEpoch(JobId("intruder", 5, spec.instance), [EpochPlace(1, 2), EpochPlace(0, 5)]),
+                ),
+                ("draw", Draw(JobId("intruder", 5, spec.instance), 0, 0, 16)),
+                ("beat", JobBeat(JobId("intruder", 5, spec.instance), JobFigures(1.0, 2.0, 3, 4, 5))),
+                ("leave", JobId("intruder", 5, spec.instance)),
                 ("table", None),
             ],
             "shard": [
-                ("want", Ask(JobId("intruder", 5), 1, 0, 0, [1, 2], [3, 4], [])),
-                ("fetch", Ask(JobId("intruder", 5), 1, 0, 0, [1, 2], [3, 4], [7], 1)),
-                ("beat", JobId("intruder", 5)),
-                ("leave", JobId("intruder", 5)),
+                ("want", Ask(JobId("intruder", 5, spec.instance), 1, 0, 0, [1, 2], [3, 4], [])),
+                ("fetch", Ask(JobId("intruder", 5, spec.instance), 1, 0, 0, [1, 2], [3, 4], [7], 1)),
+                ("beat", JobId("intruder", 5, spec.instance)),
+                ("leave", JobId("intruder", 5, spec.instance)),
             ],
         }
 

@@ -93,12 +93,13 @@ def test_a_shard_refuses_what_a_job_may_not_ask(cluster: TestCluster, flow: str)
         wait(lambda: any(view.address for view in cluster.processes(f"{flow}@1/shard-000")))
         shard = next(view for view in cluster.processes(f"{flow}@1/shard-000") if view.role == "shard")
         with find_cluster(cluster.address).connect(shard.address, timeout_s=10) as client:
-            job = JobId("intruder", 1)
+            job = JobId("intruder", 1, f"{flow}@1")
             for ask, message in (
                 (Ask(job, 9, 0, 0, [1], [10], []), "has 10 samples"),
                 (Ask(job, 9, 0, 0, [1, 2], [3], []), "one for each is required"),
                 (Ask(job, 9, 0, 0, [1], [3], [], 2), "no more than all can be"),
                 (Ask(job, 0, 0, 0, [1], [3], []), "is out of date"),
+                (Ask(JobId("intruder", 1, "other@1"), 9, 0, 0, [1], [3], []), "and not of 'other@1'"),
             ):
                 with pytest.raises(RemoteCallError, match=message):
                     client.call("fetch", ask)

@@ -8,6 +8,9 @@ from torch_dpflow.errors import DeadlineError, DPFlowError
 from torch_dpflow.remote.protocol import Running
 from torch_dpflow.remote.services.post import ClusterPlace
 
+#: How long to wait after the node has not answered, seconds.
+PAUSE_S = 0.1
+
 
 def locate(place: ClusterPlace, id: str, *, timeout_s: float = 60.0) -> str:
     """The address of the process `id`, as soon as it listens. Raises DeadlineError where it does not."""
@@ -18,6 +21,7 @@ def locate(place: ClusterPlace, id: str, *, timeout_s: float = 60.0) -> str:
             try:
                 running: Running = node.call("changes", seen, reply_type=Running, timeout_s=5.0).body
             except DPFlowError:
+                time.sleep(PAUSE_S)
                 continue
             seen = running.revision
             address = next((view.address for view in running.processes if view.id == id), "")

@@ -6,6 +6,7 @@ Thesis 4.3.3, figures 4-8 to 4-10.
 from __future__ import annotations
 
 import hmac
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from torch_dpflow.remote.protocol import (
     RoutingTable,
     StartEpoch,
 )
-from torch_dpflow.remote.refusals import StaleShardError
+from torch_dpflow.remote.refusals import MisdirectedError, StaleShardError
 from torch_dpflow.remote.roster import Roster
 from torch_dpflow.remote.routing import Routing
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
@@ -99,6 +100,8 @@ class Router:
         spec: the flow.
         settings: which shards are to own its keys.
         token: of the node that starts its shards.
+        incarnation: higher than that of any router of this flow before. What it gives out begins with it, and so is
+            newer than what they gave out, whatever any clock says.
     """
 
     def __init__(
@@ -108,9 +111,11 @@ class Router:
         settings: RouterSettings,
         *,
         token: str,
+        incarnation: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec = spec
+        self._generations = itertools.count((incarnation << 32) + 1)
         self._token = token
         self._clock = clock
         self._group = sampling_group(
@@ -181,7 +186,7 @@ class Router:
         )
         if range_ is None:
             raise StaleShardError(
-                f"shard {shard.shard!r}, incarnation {shard.incarnation}, was taken for dead or has been replaced"
+                f"shard {shard.shard!r}, incarnation {shard.incarnation}, has been replaced"
             )
         self._rooms[shard.shard] = shard.room
         self._fit_group()
@@ -205,26 +210,28 @@ class Router:
 
     def _on_join(self, call: IncomingCall) -> Result | Later:
         join: Join = call.body
-        name, now = join.job.name, self._clock()
+        self._check_flow(join.flow)
+        name, now = join.reader, self._clock()
         indices = _indices(call.frames) if join.has_indices else None
         if len(self._readers) >= MAX_JOBS and name not in self._readers:
             raise UsageError(f"flow {self._spec.name!r} has {MAX_JOBS} readers, the most there may be")
-        if self._roster.admit(name, join.job.generation, join.holder, now):
+        generation = next(self._generations)
+        if self._roster.admit(name, generation, join.holder, now):
             self._forget(name)
         if name not in self._readers:
             try:
                 self._admit(join, indices)
             except UsageError:
-                self._roster.leave(name, join.job.generation, now)
+                self._roster.leave(name, generation, now)
                 raise
-        joined = Joined(self._jobs[self._readers[name].job].shares.per_rank, self._routing.table)
+        joined = Joined(generation, self._jobs[self._readers[name].job].shares.per_rank, self._routing.table)
         if self._routing.complete:
             return Result(joined)
         self._waiting.append((call, joined))
         return LATER
 
     def _admit(self, join: Join, indices: IndexArray | None) -> None:
-        rank = join.rank or JobRank(join.job.name, 0, 1)
+        rank = join.rank or JobRank(join.reader, 0, 1)
         if rank.rank >= rank.replicas:
             raise UsageError(f"rank {rank.rank} of {rank.replicas}: ranks count from 0")
         job = self._jobs.get(rank.job)
@@ -232,7 +239,7 @@ class Router:
             self._found(join, rank, indices)
         else:
             job.check(join, rank, indices)
-        self._readers[join.job.name] = _Reader(rank.job, rank.rank)
+        self._readers[join.reader] = _Reader(rank.job, rank.rank)
 
     def _found(self, join: Join, rank: JobRank, indices: IndexArray | None) -> None:
         """The first rank of a job joins."""
@@ -276,13 +283,19 @@ class Router:
 
     def _on_leave(self, call: IncomingCall) -> None:
         job: JobId = call.body
+        self._check_flow(job.flow)
         if self._roster.leave(job.name, job.generation, self._clock()):
             self._forget(job.name)
 
     def _heard(self, job: JobId) -> _Reader:
         """A process that has joined lives. StaleJobError for one that has not."""
+        self._check_flow(job.flow)
         self._roster.heard(job.name, job.generation, self._clock())
         return self._readers[job.name]
+
+    def _check_flow(self, flow: str) -> None:
+        if flow != self._spec.instance:
+            raise MisdirectedError(f"this is the router of flow {self._spec.instance!r}, and not of {flow!r}")
 
     def _forget(self, name: str) -> None:
         self._figures.pop(name, None)
@@ -307,7 +320,14 @@ def run(post: ServicePost) -> None:
     decoder = msgspec.msgpack.Decoder(RouterSettings)
     spec = msgspec.msgpack.decode(post.arguments, type=FlowSpec)
     server = RpcServer(post.listen())
-    router = Router(server, spec, decoder.decode(post.settings), token=post.place.token, clock=AwakeClock())
+    router = Router(
+        server,
+        spec,
+        decoder.decode(post.settings),
+        token=post.place.token,
+        incarnation=post.incarnation,
+        clock=AwakeClock(),
+    )
     serve(
         post,
         server,

@@ -225,12 +225,14 @@ class SampleShard:
 
     def _on_leave(self, call: IncomingCall) -> None:
         job: JobId = call.body
+        self._check_flow(job)
         for change in self._jobs.handle(Leave(job.name, job.generation, self._clock())):
             if isinstance(change, Lost):
                 self._forget(job.name)
 
     def _heard(self, job: JobId) -> None:
         """A job lives; one that is new joins."""
+        self._check_flow(job)
         if job.name not in self._open and len(self._open) >= MAX_JOBS:
             raise OverloadedError(f"{len(self._open)} jobs read from this shard, the most there may be")
         for change in self._jobs.handle(Heard(job.name, job.generation, self._clock())):
@@ -244,6 +246,12 @@ class SampleShard:
                 case Joined():
                     self._pool.join(job.name)
                     self._open[job.name] = set()
+
+    def _check_flow(self, job: JobId) -> None:
+        if job.flow != self._spec.instance:
+            raise StaleRoutingError(
+                f"this is a shard of flow {self._spec.instance!r}, and not of {job.flow!r}"
+            )
 
     def _forget(self, job: str) -> None:
         self._open.pop(job, None)

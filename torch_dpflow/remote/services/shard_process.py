@@ -37,8 +37,6 @@ class Enlistment:
         self._post = post
         self._shard = shard
         self._router = router
-        #: By time, so that it is higher than those of the processes before, and than its own before a lapse.
-        self._incarnation = time.time_ns()
         #: The newest that the router has told of.
         self._generation = 0
         threading.Thread(target=self._run, name="dpflow-enlist", daemon=True).start()
@@ -49,10 +47,9 @@ class Enlistment:
                 self._keep(locate(self._post.place, self._router))
             except DPFlowError as error:
                 if isinstance(error, RemoteCallError) and error.kind == StaleShardError.__name__:
-                    # The router heard nothing for a lease: this process was frozen, and its keys are others'.
-                    self._incarnation = time.time_ns()
-                    continue
-                SERVICE.warning("its router does not answer (%s)", error)
+                    SERVICE.warning("another has taken its place (%s)", error)
+                else:
+                    SERVICE.warning("its router does not answer (%s)", error)
             time.sleep(ENLIST_S)
 
     def _keep(self, address: str) -> None:
@@ -61,7 +58,7 @@ class Enlistment:
             while True:
                 body = Enlist(
                     self._post.id,
-                    self._incarnation,
+                    self._post.incarnation,
                     server.address,
                     self._generation,
                     self._post.place.token,

@@ -1,0 +1,116 @@
+"""Who is newer than whom is settled by numbers that are given out, whatever any clock says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from tests.new_process import interpreter
+from tests.shared_cluster import TestCluster, wait
+from tests.shared_datasets import Numbers
+from tests.workers import has_ended
+from torch_dpflow.errors import RemoteCallError
+from torch_dpflow.remote.client import SharedJob
+from torch_dpflow.remote.cluster_address import find_cluster
+from torch_dpflow.remote.protocol import Enlist, JobBeat, JobId, Join, ProcessView, Running
+from torch_dpflow.remote.refusals import MisdirectedError, StaleShardError
+from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
+from torch_dpflow.remote.transport import listen
+
+Join_ = Callable[..., SharedJob]
+
+
+def keys(batches: object) -> list[int]:
+    return [int(key) for _, labels in batches for key in labels]  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Set this process's wall clock, by so many seconds from what it is."""
+    now, now_ns = time.time, time.time_ns
+
+    def step(seconds: float) -> None:
+        monkeypatch.setattr(time, "time", lambda: now() + seconds)
+        monkeypatch.setattr(time, "time_ns", lambda: now_ns() + int(seconds * 1e9))
+
+    return step
+
+
+def test_a_job_on_a_host_whose_clock_is_behind_takes_up_the_name_of_one_before(
+    join: Join_, flow: str, step: Callable[[float], None]
+) -> None:
+    first = join(flow, Numbers(40), batch_size=4, name="training")
+    seen = keys(islice(first.traverse(0), 3))
+    state = first.state()
+    first.close()
+    step(-600)
+    second = join(flow, Numbers(40), batch_size=4, name="training", patience_s=10.0)
+    assert sorted(seen + keys(second.traverse(0, done=state))) == list(range(40))
+
+
+def test_a_clock_that_steps_back_while_a_router_comes_back_holds_up_nobody(
+    cluster: TestCluster, join: Join_, flow: str, step: Callable[[float], None]
+) -> None:
+    job = join(flow, Numbers(400), batch_size=4, patience_s=30.0)
+    batches = job.traverse(0)
+    seen = keys(islice(batches, 3))
+    for _ in range(2):
+        step(-600)
+        killed = cluster.kill(f"{flow}@1/router")
+        wait(lambda killed=killed: has_ended(killed), what="the router's end")
+        seen += keys(islice(batches, 30))
+    assert sorted(seen + keys(batches)) == list(range(400))
+
+
+def test_a_service_refuses_whom_it_does_not_serve(cluster: TestCluster, join: Join_, flow: str) -> None:
+    """Where a service has ended another's may listen next, and would give samples of other data."""
+    join(flow, Numbers(40), batch_size=4, name="training")
+    router = cluster.processes(f"{flow}@1/router")[0].address
+    with find_cluster(cluster.address).connect(router, timeout_s=10) as client:
+        for method, body in (
+            ("join", Join("stranger", "other@1", 1, 0, 4)),
+            ("beat", JobBeat(JobId("training", 1, "other@1"))),
+            ("leave", JobId("training", 1 << 60, "other@1")),
+        ):
+            with pytest.raises(RemoteCallError, match=f"the router of flow '{flow}@1', and not of") as caught:
+                client.call(method, body)
+            assert caught.value.kind == MisdirectedError.__name__
+
+
+#: A shard's place in its router's table, without the rest of the shard.
+ENLISTED = """
+import os, sys
+from types import SimpleNamespace
+from torch_dpflow.remote.rpc import RpcServer
+from torch_dpflow.remote.services.post import ClusterPlace, ServicePost
+from torch_dpflow.remote.services.shard_process import Enlistment
+post = ServicePost(id="f@1/shard-000", role="shard", incarnation=7, arguments=b"", settings=b"", address="",
+                   place=ClusterPlace(directory=sys.argv[1]), owner=os.getpid())
+Enlistment(post, SimpleNamespace(server=RpcServer(post.listen()), room=0), "f@1/router")
+sys.stdin.read()
+"""
+
+
+def test_a_shard_that_has_been_replaced_does_not_take_its_place_back(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/node"  # one server is node and router
+    tried: list[int] = []
+
+    def refuse(call: IncomingCall) -> None:
+        enlist: Enlist = call.body
+        tried.append(enlist.incarnation)
+        raise StaleShardError("another has taken its place")
+
+    running = Running(1, [ProcessView("f@1/router", "router", 1, 1, address, {})])
+    server = RpcServer(listen(address))
+    server.register("changes", lambda call: Result(running), body_type=int, remembered=False)
+    server.register("enlist", refuse, body_type=Enlist)
+    with interpreter(ENLISTED, str(tmp_path), stdin=-1) as shard:
+        while len(tried) < 2:
+            server.step(0.1)
+        shard.communicate("")
+    server.close()
+    assert set(tried) == {7}
