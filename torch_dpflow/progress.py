@@ -40,8 +40,8 @@ class Run:
         self.pending: LoaderState | None = None
         #: The latest iteration.
         self.progress: Position | None = None
-        #: The job, where the loader has a flow and was iterated.
-        self.job: SharedJob | None = None
+        #: By number, the jobs of a loader with a flow: one for each of its iterations that go on side by side.
+        self.jobs: dict[int, SharedJob] = {}
         self.meter = LoaderMeter()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -172,11 +172,16 @@ class Progress:
         return position < self.position or position in self._ahead
 
     def passed(self, position: int, samples: int) -> None:
-        """The batch of this position, of so many samples, was delivered or given up."""
-        self._ahead[position] = samples
-        while self.position in self._ahead:
-            self._samples += self._ahead.pop(self.position)
-            self.position += 1
+        """The batch of this position, of so many samples, was delivered or given up. To be told again does no harm.
+
+        Nothing is called in here, so that Control-C, which comes at calls, finds it done or not begun.
+        """
+        if position >= self.position:
+            self._ahead[position] = samples
+        while (due := self.position) in self._ahead:
+            self._samples += self._ahead[due]
+            self.position = due + 1
+            del self._ahead[due]
 
     def state(self) -> LoaderState:
         """From what the rest of this iteration, or the next, can be had. No side effect."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from torch_dpflow.opening import LoaderView, begin, length_of, made_of
 from torch_dpflow.pinning import Pin
 from torch_dpflow.plan import generator_state
 from torch_dpflow.progress import OPENING_ALONE, Progress, Run
-from torch_dpflow.remote.job_options import JobOptions
+from torch_dpflow.remote.job_options import MAX_NAME, JobOptions
 from torch_dpflow.rng import restore_generator
 from torch_dpflow.state import LoaderState
 
@@ -65,7 +66,8 @@ class SharedLoaderIterator(_BaseDataLoaderIter):
     def __init__(self, loader: Any) -> None:
         self._run: Run = loader._run
         self._progress: Progress | Traversal
-        self._position = 0
+        #: Batches that have been counted.
+        self._counted = 0
         epoch, pending, progress = self._run.epoch, self._run.pending, self._run.progress
         try:
             order = _order_of(loader)
@@ -111,41 +113,49 @@ class SharedLoaderIterator(_BaseDataLoaderIter):
         return batches
 
     def _begin_plan(self, loader: Any) -> SharedIterator:
-        progress = begin(self, loader, OPENING_ALONE, super().__init__)
-        self._progress = progress
-        self._position = progress.position
+        self._progress = progress = begin(self, loader, OPENING_ALONE, super().__init__)
         job = job_of(loader, int(self._base_seed))
         batched = self._auto_collation  # the plan must not keep this iterator alive: its end is the reading's
+        positions: dict[int, int] = {}
 
         def plan() -> Iterator[list[int]]:
-            while True:
+            for number in itertools.count():
                 try:
-                    _, index = progress.plan.draw()
+                    position, index = progress.plan.draw()
+                    while progress.was_delivered(position):
+                        position, index = progress.plan.draw()
                 except StopIteration:
                     return
+                positions[number] = position
                 yield index if batched else [index]
 
-        return job.read(plan(), progress.epoch, draw_seed=progress.base_seed)
+        def passed(number: int, samples: int) -> None:
+            position = positions.get(number)
+            if position is not None:  # else this was interrupted the last time
+                progress.passed(position, samples)
+                positions.pop(number)
+
+        batches = job.read(plan(), progress.epoch, draw_seed=progress.base_seed, passed=passed)
+        self._run.progress = _Settled(progress, batches)
+        return batches
+
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        # A batch that Control-C has kept from getting here is still the next one.
+        self._batches.handed_out()
+        return batch
 
     def _next_data(self) -> Any:
         with self._run.meter.waiting():
             try:
-                batch = next(self._batches)
+                ready = self._batches.head()
             except StopIteration:
                 self._progress.finished = True
                 raise
-            except Exception:
-                self._pass()
-                raise
-            self._pass()
-        self._run.meter.delivered(self._samples, 0)
-        return batch if self._pin is None else self._pin(batch)
-
-    def _pass(self) -> None:
-        """Note that the batch whose turn it was has been handed out, or its error."""
-        self._samples = self._batches.latest_samples
-        self._progress.passed(self._position, self._samples)
-        self._position += 1
+        if ready.number >= self._counted:
+            self._counted = ready.number + 1
+            self._run.meter.delivered(len(ready.keys), 0)
+        return ready.value if self._pin is None else self._pin(ready.value)
 
 
 @dataclass(frozen=True)
@@ -168,6 +178,19 @@ class _Resumed:
         return cls(seed, epoch, None if state.fresh else state.shared)
 
 
+@dataclass(frozen=True)
+class _Settled:
+    """The progress of an epoch, asked for when what was handed out of it has been noted."""
+
+    progress: Progress
+    batches: SharedIterator
+
+    def state(self) -> LoaderState:
+        """As that of the progress."""
+        self.batches.settle()
+        return self.progress.state()
+
+
 class Traversal:
     """The progress of an epoch whose order the router decides: the job knows what it has delivered.
 
@@ -186,9 +209,6 @@ class Traversal:
         self.epoch = epoch
         self.finished = False
 
-    def passed(self, position: int, samples: int) -> None:
-        """The job has noted it."""
-
     def state(self) -> LoaderState:
         """From what the rest of the epoch, or the next one, can be had. Takes a bit for each sample of the flow."""
         after = {"seed": self._job.seed, "epoch": self.epoch + 1}
@@ -206,10 +226,12 @@ class Traversal:
 def job_of(
     loader: Any, seed: int, order: RoutedOrder | None = None, resumed_seed: int | None = None
 ) -> SharedJob:
-    """The loader's job, opened at its first iteration and closed with the loader.
+    """A job of the loader that nobody reads, opened where there is none, and closed with the loader.
+
+    So iterations may go on side by side, as torch's may. Of several ranks all have to begin as many.
 
     Args:
-        seed: decides its order, where it is opened now.
+        seed: decides its order, where it is the first.
         order: how the router decides that; None where it does not.
         resumed_seed: what decided it in the run that is gone on with; a job with another is opened anew.
 
@@ -217,13 +239,21 @@ def job_of(
         as `torch_dpflow.remote.client.open_job`.
     """
     run: Run = loader._run
-    if run.job is not None and resumed_seed not in (None, run.job.seed):
-        run.job.close()
-        run.job = None
-    if run.job is None:
-        run.job = _open(loader, seed if resumed_seed is None else resumed_seed, order)
-        weakref.finalize(run, run.job.close)
-    return run.job
+    jobs = run.jobs
+    if resumed_seed is not None:
+        seed = resumed_seed
+    elif jobs:
+        seed = next(reversed(jobs.values())).seed
+    for number, job in list(jobs.items()):
+        if not job.is_read:
+            if job.seed == seed:
+                return job
+            job.close()
+            del jobs[number]
+    number = next(free for free in itertools.count(1) if free not in jobs)
+    job = jobs[number] = _open(loader, seed, order, number)
+    weakref.finalize(run, job.close)
+    return job
 
 
 def _order_of(loader: Any) -> RoutedOrder | None:
@@ -233,13 +263,15 @@ def _order_of(loader: Any) -> RoutedOrder | None:
     return routed_order(loader)
 
 
-def _open(loader: Any, seed: int, order: RoutedOrder | None) -> SharedJob:
+def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> SharedJob:
     from torch_dpflow.remote.client import open_job
     from torch_dpflow.shared_order import common_name
 
     name, version = flow_version(loader.flow)
     options, replica = loader.job or JobOptions(), None if order is None else order.replica
-    if replica is not None and options.name is None:
+    if options.name is not None and number > 1:
+        options = replace(options, name=f"{options.name:.{MAX_NAME - 5}}~{number}")
+    elif replica is not None and options.name is None:
         options = replace(options, name=common_name(loader.flow, patience_s=options.patience_s))
     return open_job(
         name,

@@ -35,6 +35,7 @@ from torch_dpflow.remote.router_link import RouterLink
 from torch_dpflow.remote.samples import SampleAssignment
 from torch_dpflow.remote.shard_link import ShardLinks
 from torch_dpflow.remote.shared_iterator import CLOSE_S, PAUSE_S, Pipeline, SharedIterator
+from torch_dpflow.remote.stop_signal import StopSignal
 from torch_dpflow.samplers.indices import Indices, check_indices
 
 __all__ = ["JobOptions", "Replica", "SharedJob", "open_job"]
@@ -127,7 +128,7 @@ def open_job(
 
 
 class SharedJob:
-    """One job that reads a flow. It has one iterator at a time; the next one closes the one before.
+    """One job that reads a flow. It has one iterator at a time: the next one ends the one before, which says so.
 
     Not to be used after a fork; `close` does nothing in a child, which has neither its threads nor its connections.
     """
@@ -157,7 +158,7 @@ class SharedJob:
         self._meter = LoaderMeter()
         self._iterator: SharedIterator | None = None
         self._delivered = self._nothing_of(0)
-        self._closed = threading.Event()
+        self._closed = StopSignal()
         self._heart = threading.Thread(target=self._beat, name="dpflow-beat", daemon=True)
         self._heart.start()
 
@@ -170,6 +171,11 @@ class SharedJob:
     def seed(self) -> int:
         """What decides the job's own order."""
         return self._job.seed
+
+    @property
+    def is_read(self) -> bool:
+        """Whether an epoch has begun that is neither over nor given up."""
+        return self._iterator is not None and not self._iterator.is_over
 
     def traverse(
         self, epoch: int, *, done: dict[str, Any] | None = None, draw_seed: int | None = None
@@ -189,19 +195,31 @@ class SharedJob:
         self._begin(delivered)
         position = delivered.position
         self._router.start_epoch(epoch, delivered.marks.copy(), position)
-        closed = threading.Event()
+        closed = StopSignal()
         batches = self._drawn_batches(self.length - position, closed)
         return self._iterate(batches, epoch, draw_seed, closed)
 
     def read(
-        self, plan: Iterable[Sequence[int]], epoch: int, *, draw_seed: int | None = None
+        self,
+        plan: Iterable[Sequence[int]],
+        epoch: int,
+        *,
+        draw_seed: int | None = None,
+        passed: Callable[[int, int], None] | None = None,
     ) -> SharedIterator:
-        """The batches of a plan of the caller's, in its order. `draw_seed` as for `traverse`."""
+        """The batches of a plan of the caller's, in its order.
+
+        draw_seed: as for `traverse`.
+        passed: called with the number of each batch that was handed out, from 0 on, and its samples; before the next
+            one is, or by the iterator's `settle`, and twice where it was interrupted.
+        """
         self._begin(self._nothing_of(epoch))
-        return self._iterate(map(self._checked, plan), epoch, draw_seed, threading.Event())
+        return self._iterate(map(self._checked, plan), epoch, draw_seed, StopSignal(), passed)
 
     def state(self) -> dict[str, Any]:
         """Where the job is: which samples of the epoch have been delivered. O(size / 8)."""
+        if self._iterator is not None:
+            self._iterator.settle()
         return self._delivered.state()
 
     def close(self) -> None:
@@ -240,12 +258,25 @@ class SharedJob:
             raise UsageError("the job has been closed; open another")
         if self._iterator is not None:
             self._iterator.close()
+            self._iterator = None
         self._delivered = delivered
 
     def _iterate(
-        self, plan: Iterator[Sequence[int]], epoch: int, draw_seed: int | None, closed: threading.Event
+        self,
+        plan: Iterator[Sequence[int]],
+        epoch: int,
+        draw_seed: int | None,
+        closed: StopSignal,
+        passed: Callable[[int, int], None] | None = None,
     ) -> SharedIterator:
         options, seed = self._options, self._job.seed if draw_seed is None else draw_seed
+        delivered, before = self._delivered, self._delivered.position
+
+        def note(number: int, keys: list[int], end: int) -> None:
+            delivered.add(keys, before + end)
+            if passed is not None:
+                passed(number, len(keys))
+
         self._iterator = SharedIterator(
             self._router,
             self._links,
@@ -254,7 +285,7 @@ class SharedJob:
             draw=None if self._first_part else _draw_of(seed, epoch),
             tickets=self._tickets,
             assemble=self._collate_fn,
-            delivered=self._delivered.add,
+            delivered=note,
             meter=self._meter,
             pipeline=Pipeline(
                 ready=options.ready,
@@ -267,7 +298,7 @@ class SharedJob:
         )
         return self._iterator
 
-    def _drawn_batches(self, left: int, given_up: threading.Event) -> Iterator[list[int]]:
+    def _drawn_batches(self, left: int, given_up: StopSignal) -> Iterator[list[int]]:
         """Batches as the router draws them, half of what is asked ahead at a time."""
         size = self._job.batch_size
         if self._drop_last:

@@ -14,6 +14,8 @@ from torch_dpflow.remote.protocol import MAX_RANKS
 DEFAULT_MEMORY_BYTES = 1 << 30
 #: Longest time and most bytes that an option may name.
 MAX_SECONDS, MAX_BYTES = 1e9, 2**53
+#: Longest name of a job, characters.
+MAX_NAME = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,8 @@ class JobOptions:
 
     Args:
         name: by which it is known; drawn where it is None. Two jobs that live must not have the same; the name of
-            one that died is free after 15 s. All ranks of one job have the same.
+            one that died is free after 15 s. All ranks of one job have the same. Where a loader is iterated again while
+            an iteration of it goes on, that is a job of its own, with "~2" and so on behind the name.
         shards: (flow) shard processes.
         memory_bytes: (flow) room for samples of all shards together, bytes. None: where the dataset is an `ALSDCache`
             for so many bytes, those and 256 MiB for what is on its way; else 1 GiB.
@@ -143,5 +146,5 @@ def _check_name(field: str, value: Any) -> None:
         return
     if not isinstance(value, str):
         raise OptionTypeError(f"{field}={value!r} is a {type(value).__name__}; give text or None")
-    if not (1 <= len(value) <= 100 and value.isprintable()):
-        raise OptionError(f"{field}={value!r}: 1 to 100 printable characters are allowed")
+    if not (1 <= len(value) <= MAX_NAME and value.isprintable()):
+        raise OptionError(f"{field}={value!r}: 1 to {MAX_NAME} printable characters are allowed")

@@ -38,6 +38,7 @@ from torch_dpflow.remote.refusals import (
 )
 from torch_dpflow.remote.routing import RouteMap
 from torch_dpflow.remote.rpc import RpcClient
+from torch_dpflow.remote.stop_signal import StopSignal
 from torch_dpflow.samplers.indices import IndexArray
 
 T = TypeVar("T")
@@ -132,14 +133,12 @@ class RouterLink:
             self._epoch, self._told = _Epoch(epoch, drawn, position), False
             self._attempt(self._in_epoch)
 
-    def draw(self, count: int, given_up: threading.Event) -> IndexArray:
+    def draw(self, count: int, given_up: StopSignal) -> IndexArray:
         """The next samples of the epoch, at most `count`; empty at its end. PeerLostError once it is given up."""
         with self._lock:
             return self._attempt(lambda: self._draw(count), given_up)
 
-    def rejoin(
-        self, stale: int, given_up: threading.Event | None = None, deadline: float | None = None
-    ) -> None:
+    def rejoin(self, stale: int, given_up: StopSignal | None = None, deadline: float | None = None) -> None:
         """Come back under a new generation, unless another thread has since `stale` was found out of date.
 
         given_up: as for `draw`. deadline: until when to try, by `time.monotonic`; None: for `patience_s`.
@@ -151,7 +150,7 @@ class RouterLink:
                 mend = self._connected if self._epoch is None else self._in_epoch
                 self._attempt(mend, given_up, deadline)
 
-    def refresh_routes(self, given_up: threading.Event | None = None, deadline: float | None = None) -> None:
+    def refresh_routes(self, given_up: StopSignal | None = None, deadline: float | None = None) -> None:
         """Get the routing table that is in force. Arguments as for `rejoin`."""
         with self._lock:
             self._attempt(self._refresh, given_up, deadline)
@@ -195,7 +194,7 @@ class RouterLink:
     def _attempt(
         self,
         call: Callable[[], T],
-        given_up: threading.Event | None = None,
+        given_up: StopSignal | None = None,
         deadline: float | None = None,
     ) -> T:
         """Make a call until it succeeds; what it finds out of date, the next attempt mends first."""

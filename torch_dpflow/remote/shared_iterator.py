@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
 import time
 from collections import deque
@@ -21,15 +20,18 @@ from torch_dpflow.errors import (
     PoisonTaskError,
     RemoteCallError,
     UsageError,
+    WorkerError,
 )
 from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.remote.assemble import assemble as assemble_samples
 from torch_dpflow.remote.assemble import assemble_parcels
 from torch_dpflow.remote.parcel import Frame, ParcelTable, decode
 from torch_dpflow.remote.protocol import POISONED, ServedSample
+from torch_dpflow.remote.ready_batches import Ready, ReadyBatches
 from torch_dpflow.remote.refusals import OverloadedError, StaleJobError, StaleRoutingError
 from torch_dpflow.remote.router_link import RouterLink
 from torch_dpflow.remote.shard_link import Fetch, Outcome, ShardLinks, Wanted
+from torch_dpflow.remote.stop_signal import StopSignal
 
 #: The pause before a fetch that failed is tried again, seconds.
 PAUSE_S = 0.05
@@ -61,6 +63,7 @@ _Came: TypeAlias = tuple[ParcelTable, list[Frame]] | PoisonTaskError
 
 @dataclass(slots=True)
 class _Batch:
+    number: int
     wanted: list[Wanted]
     #: By ticket, what has come: a parcel and its frames, or an error in its place.
     values: dict[int, _Came] = field(default_factory=dict)
@@ -77,20 +80,11 @@ class _Batch:
         return any(isinstance(value, PoisonTaskError) for value in self.values.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A batch, or the error in place of it."""
-
-    value: Any
-    keys: list[int]
-    error: BaseException | ExceptionWrapper | None = None
-    nbytes: int = 0
-
-
 class SharedIterator:
     """Hands out the batches of a plan in order, each sample once.
 
-    Iterate in one thread. `close` may be called in any, and is when the epoch is over.
+    Iterate in one thread. `close` may be called in any, and is when the epoch is over. Control-C in that thread, at
+    any of its steps, loses no batch: the next call hands it out.
 
     Args:
         links: to the shards.
@@ -98,7 +92,8 @@ class SharedIterator:
         assemble: makes a batch of its samples, in that thread.
         draw: decides, with a sample's key, what is drawn by chance; None: the flow's first part alone is read.
         tickets: the job's, never used twice.
-        delivered: called with the keys of each batch that is handed out.
+        delivered: called with the number of each batch that was handed out, its keys, and how many samples were until
+            then; twice where it was interrupted.
         meter: counts what is handed out and how long it was waited for.
         closed: set when nobody wants the rest.
     """
@@ -113,10 +108,10 @@ class SharedIterator:
         draw: int | None,
         tickets: Iterator[int],
         assemble: Callable[[list[Any]], Any],
-        delivered: Callable[[list[int]], None],
+        delivered: Callable[[int, list[int], int], None],
         meter: LoaderMeter,
         pipeline: Pipeline,
-        closed: threading.Event,
+        closed: StopSignal,
     ) -> None:
         self._router = router
         self._links = links
@@ -129,16 +124,14 @@ class SharedIterator:
         self._meter = meter
         meter.begin_epoch()
         self._pipeline = pipeline
-        # Two of these take an eighth of the time of one `queue.Queue` with a bound.
-        self._out: queue.SimpleQueue[_Ready | None] = queue.SimpleQueue()
-        #: One for each batch that may be put together ahead of need.
-        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(pipeline.ready):
-            self._room.put(None)
         self._closed = closed
-        self._over = False
-        #: Samples in the batch that was handed out last, or in whose place an error was.
-        self.latest_samples = 0
+        self._ready = ReadyBatches(pipeline.ready, closed)
+        #: What was handed out last and is not noted yet.
+        self._handed: Ready | None = None
+        #: Batches that were read of the plan, handed out and counted, and samples handed out.
+        self._planned = self._given = self._counted = self._samples = 0
+        #: What has ended the epoch before its end.
+        self._failure = ""
         #: Batches that shards have been told of, the oldest first; those before the end of `_fetching` are fetched.
         self._asked: deque[_Batch] = deque()
         self._fetching = 0
@@ -151,50 +144,102 @@ class SharedIterator:
         return self
 
     def __next__(self) -> Any:
-        if self._over:
-            raise StopIteration
+        value = self.head().value
+        self.handed_out()
+        return value
+
+    def head(self) -> Ready:
+        """Wait for the batch whose turn it is; it stays that until `handed_out` is called.
+
+        Raises StopIteration at the end, what has ended the epoch before that, WorkerError from then on, and what came
+        in the batch's place, which is handed out then.
+        """
+        self.settle()
         with self._meter.waiting():
-            ready = self._out.get()
-        self._room.put(None)
-        if ready is None:
+            ready = self._ready.next()
+        if ready is None or ready.is_last:
             self.close()
-            raise StopIteration
-        self._delivered(ready.keys)
-        if ready.keys:
+            raise self._end(ready)
+        if ready.number >= self._counted:
+            self._counted = ready.number + 1
             self._meter.delivered(len(ready.keys), ready.nbytes)
-        self.latest_samples = len(ready.keys)
-        if isinstance(ready.error, ExceptionWrapper):
-            ready.error.reraise()
-        if isinstance(ready.error, BaseException):
-            if not ready.keys:
-                self.close()
-            raise ready.error
-        return ready.value
+        error = ready.error
+        if error is None:
+            return ready
+        self.handed_out()
+        if isinstance(error, BaseException):
+            raise error
+        error.reraise()
+        raise AssertionError("an ExceptionWrapper has raised nothing")
+
+    def handed_out(self) -> None:
+        """What was `head` goes to the training loop. Nothing is called in here: see `ready_batches`."""
+        ready = self._ready.in_hand
+        assert ready is not None
+        ready.value = None  # it is the training loop's alone
+        self._handed = ready
+        self._given = ready.number + 1
+        self._ready.in_hand = None
+
+    def settle(self) -> None:
+        """Have noted what was handed out."""
+        handed = self._handed
+        if handed is not None:
+            self._delivered(handed.number, handed.keys, handed.end)
+            self._handed = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing left to be handed out, or nobody who wants it."""
+        return self._closed.is_set() or self._is_complete
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._exhausted and self._given == self._planned
+
+    def _end(self, last: Ready | None) -> BaseException:
+        """Why there are no more batches."""
+        if last is not None and isinstance(last.error, BaseException):
+            # It is not kept: it will hold the frames that it is raised through, and those this iterator.
+            error, last.error = last.error, None
+            self._failure = (
+                f"this iteration was ended by {type(error).__name__}: {error}; begin another one, or resume from the "
+                "loader's state_dict()"
+            )
+            return error
+        if self._failure:
+            return WorkerError(self._failure)
+        if self._is_complete:
+            return StopIteration()
+        return UsageError(
+            f"this reading of epoch {self._epoch} was given up before its end, as its job was closed or began another "
+            "epoch; read an epoch to its end before the next one, or open another job for that"
+        )
 
     def abandon(self) -> None:
-        """Have the thread stop and give back what was asked for; nothing is waited for. Any thread may call."""
+        """Have the thread stop and give back what was asked for; nothing is waited for. A finalizer may call."""
         self._closed.set()
+        self._ready.wake()
 
     def close(self) -> None:
-        """Stop reading; what was asked for is given back. May be called twice."""
-        self._over = True
-        self._closed.set()
+        """Stop reading; what was asked for is given back. Any thread may call, again too; its own waits for nothing."""
+        self.abandon()
+        if threading.current_thread() is self._thread:
+            return
+        self.settle()
         deadline = time.monotonic() + (0.0 if self._router.contact.is_lost else CLOSE_S)
         while self._thread.is_alive():
             if time.monotonic() >= deadline:
                 self._links.interrupt()
                 self._router.interrupt()
                 deadline = time.monotonic() + CLOSE_S  # what is given back then is to arrive
-            try:
-                self._out.get_nowait()
-                self._room.put(None)
-            except queue.Empty:
-                self._thread.join(0.01)
+            self._thread.join(0.01)
+        self._ready.clear()
 
     # -- the iterator's thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
-        last: _Ready | None = None
+        end: BaseException | None = None
         try:
             while not self._closed.is_set() and self._ask_ahead():
                 self._fetch_ahead()
@@ -202,9 +247,11 @@ class SharedIterator:
         except _Closed:
             pass
         except BaseException as error:
-            last = _Ready(None, [], error)
+            end = error
         self._give_back()
-        self._put(last)
+        self._ready.put(
+            Ready(self._planned, None, [], self._samples, end, is_last=True), self._take_what_came
+        )
 
     def _ask_ahead(self) -> bool:
         """Tell shards of coming batches, several at a time; whether there are any left to hand out."""
@@ -217,7 +264,8 @@ class SharedIterator:
             if keys is None:
                 self._exhausted = True
                 break
-            batch = _Batch([Wanted(next(self._tickets), key) for key in keys])
+            batch = _Batch(self._planned, [Wanted(next(self._tickets), key) for key in keys])
+            self._planned += 1
             self._asked.append(batch)
             wanted += batch.wanted
         if wanted:
@@ -314,29 +362,25 @@ class SharedIterator:
             self._fetch_ahead()
         else:
             self._links.give_back([], epoch=self._epoch, draw=self._draw)
-        self._put(self._put_together(came, keys, batch.nbytes))
+        self._samples += len(keys)
+        ready = Ready(batch.number, None, keys, self._samples, nbytes=batch.nbytes)
+        self._put_together(ready, came)
+        self._ready.put(ready, self._take_what_came)
 
-    def _put_together(self, came: list[_Came | None], keys: list[int], nbytes: int) -> _Ready:
+    def _put_together(self, ready: Ready, came: list[_Came | None]) -> None:
+        """Make the batch of what has come, or find the error in place of it."""
         if self._assemble is assemble_samples and (made := _made_at_once(came)) is not None:
-            return _Ready(made, keys, nbytes=nbytes)
+            ready.value = made
+            return
         values = [_opened(one) if isinstance(one, tuple) else one for one in came]
-        broken = next(((key, value) for key, value in zip(keys, values) if _is_error(value)), None)
+        broken = next(((key, value) for key, value in zip(ready.keys, values) if _is_error(value)), None)
         if broken is not None:
-            return _Ready(None, keys, _error_of(*broken))
+            ready.error = _error_of(*broken)
+            return
         try:
-            return _Ready(self._assemble(values), keys, nbytes=nbytes)
+            ready.value = self._assemble(values)
         except Exception:
-            return _Ready(None, keys, ExceptionWrapper(where="while putting a batch together"))
-
-    def _put(self, ready: _Ready | None) -> None:
-        while not self._closed.is_set():
-            try:
-                self._room.get(timeout=0.1)
-            except queue.Empty:
-                self._take_what_came()
-            else:
-                self._out.put(ready)
-                return
+            ready.error = ExceptionWrapper(where="while putting a batch together")
 
     def _give_back(self) -> None:
         left = [one for batch in self._asked for one in batch.wanted]
