@@ -1,6 +1,5 @@
 """The plan of one epoch: its index batches, drawn as they are needed, and what it takes to draw them again."""
 
-import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -17,6 +16,7 @@ from torch.utils.data import (
 )
 
 from torch_dpflow.errors import StateError
+from torch_dpflow.own_state import ask, give_back, has_state, opened, takes
 from torch_dpflow.rng import encode_generator, restore_generator, restore_rng
 from torch_dpflow.state import LoaderState, OpeningStep
 
@@ -46,9 +46,7 @@ class Plan:
         #: The position after the last batch, once the sampler has said that there is no other.
         self.ended_at = ended_at
         self._sampler = sampler
-        self._by_count = (
-            sampler is not None and "consumed" in inspect.signature(sampler.state_dict).parameters
-        )
+        self._by_count = takes(sampler, "consumed")
         #: The position that the next drawn batch will have.
         self.drawn = position
         self._snapshots: dict[int, Any] = {}
@@ -90,14 +88,18 @@ class Plan:
         self.drawn += batches
 
     def sampler_state(self, position: int, samples: int) -> Any:
-        """The sampler's own state once the batches before `position`, of so many samples, are delivered."""
+        """The sampler's own state once the batches before `position`, of so many samples, are delivered.
+
+        Raises:
+            StateError: the sampler could not say.
+        """
         if self._sampler is None:
             return None
         if self._by_count:
-            return self._sampler.state_dict(consumed=samples)
+            return opened(ask(self._sampler, consumed=samples))
         for passed in [p for p in list(self._snapshots) if p < position]:
             del self._snapshots[passed]
-        return self._snapshots[position]
+        return opened(self._snapshots[position])
 
     def _look_for_the_end(self) -> None:
         # Whether a sampler has turned to its next epoch when it has given its last index depends on whether
@@ -109,13 +111,13 @@ class Plan:
 
     def _snapshot(self) -> None:
         if self._sampler is not None and not self._by_count:
-            self._snapshots[self.drawn] = self._sampler.state_dict()
+            self._snapshots[self.drawn] = ask(self._sampler)
 
 
 def stateful_part(batches: Iterator[Any], index_sampler: Any, sampler: Any) -> Any:
     """Which of these keeps its own state (`state_dict` and `load_state_dict`), or None."""
     for part in (batches, index_sampler, sampler):
-        if callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None)):
+        if has_state(part):
             return part
     return None
 
@@ -160,18 +162,13 @@ def replay(state: LoaderState, index_sampler: Any, sampler: Any, generator: torc
 def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Plan:
     part = stateful_part(iter(()), index_sampler, sampler)
     if part is not None:
-        part.load_state_dict(state.sampler)
+        give_back(part, state.sampler, "sampler")
         if state.ended:
             return Plan(iter(()), sampler=part, position=state.position, ended_at=state.position)
         return Plan(iter(index_sampler), sampler=part, position=state.position, length=state.length)
     batches = iter(index_sampler)
     part = stateful_part(batches, None, None)
-    if part is None:
-        raise StateError(
-            f"the state holds a sampler's own state, but {type(sampler).__name__} has no load_state_dict(); "
-            "resume with the sampler that the state was taken with"
-        )
-    part.load_state_dict(state.sampler)
+    give_back(sampler if part is None else part, state.sampler, "sampler")
     return Plan(batches, sampler=part, position=state.position, length=state.length)
 
 

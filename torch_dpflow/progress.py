@@ -10,9 +10,11 @@ import torch
 
 from torch_dpflow.errors import StateError
 from torch_dpflow.metrics import LoaderMeter
+from torch_dpflow.own_state import Unsaved, opened
 from torch_dpflow.plan import Plan, generator_state, replay, stateful_part
 from torch_dpflow.rng import RngState, capture_rng, preserved_rng, restore_generator
 from torch_dpflow.state import LoaderState, OpeningStep, StreamState
+from torch_dpflow.streams import Stream
 
 if TYPE_CHECKING:
     from torch_dpflow.remote.client import SharedJob
@@ -105,6 +107,8 @@ class Progress:
         #: Workers that owe the batches in flight, in order; whoever assigns keeps it up to date.
         self.due: list[int] = []
         self.next_worker = 0
+        #: The dataset's stream, where it is read in this process: asked when the loader is.
+        self.own_stream: Stream | None = None
         #: The process's generators at the first draw, if they had been used since the opening.
         self.draw_rng: RngState | None = None
         self.finished = False
@@ -204,10 +208,19 @@ class Progress:
             ended=self.plan.ended_at == self.position,
             length=self.length,
             made_of=self.made_of,
-            streams=[replace(stream) for stream in self.streams],
+            streams=self._streams_now(),
             due=list(self.due),
             next_worker=self.next_worker,
         )
+
+    def _streams_now(self) -> list[StreamState]:
+        if self.own_stream is None:
+            return [replace(stream, dataset=opened(stream.dataset)) for stream in self.streams]
+        kept = self.own_stream.state()
+        (stream,) = self.streams
+        if isinstance(kept, Unsaved) and not stream.delivered:
+            kept = None  # at its beginning nothing has to be said
+        return [replace(stream, dataset=opened(kept))]
 
     def _state_of_next(self) -> LoaderState:
         return LoaderState(

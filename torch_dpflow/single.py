@@ -33,8 +33,9 @@ class SingleProcessIterator(_BaseDataLoaderIter):
         self._plan: Plan = self._progress.plan
         self._drawn = self._progress.position > 0
         self._fetcher = self._make_fetcher(loader)
-        if self._dataset_kind == _DatasetKind.Iterable and not self._progress.streams:
-            self._progress.streams = [StreamState()]
+        if self._dataset_kind == _DatasetKind.Iterable:
+            self._progress.streams = self._progress.streams or [StreamState()]
+            self._progress.own_stream = self._fetcher if self._fetcher.keeps_state else None
         self._run.meter.begin_epoch()
 
     def _next_data(self) -> Any:
@@ -63,7 +64,7 @@ class SingleProcessIterator(_BaseDataLoaderIter):
         self._progress.passed(position, samples)
         if self._progress.streams:
             delivered = self._progress.streams[0].delivered + 1
-            self._progress.streams = [StreamState(delivered=delivered, dataset=self._fetcher.state())]
+            self._progress.streams = [StreamState(delivered=delivered)]
         return data, samples
 
     def _draw(self) -> tuple[int, Any]:

@@ -3,12 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch_dpflow.errors import StateError
-
-
-def has_state(part: Any) -> bool:
-    """Whether `part` keeps a state of its own that can be given back to it."""
-    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
+from torch_dpflow.own_state import Unsaved, ask, give_back, has_state
 
 
 class Stream:
@@ -26,11 +21,12 @@ class Stream:
         self, dataset: Any, make_fetcher: Callable[[], Any], *, state: Any, skip: int, batch_size: int | None
     ) -> None:
         self._dataset = dataset
-        if state is not None and state["of"] == "dataset":
-            _load(dataset, state["value"])
+        # In this order: an iterator may begin where its dataset is.
+        if state is not None and state["dataset"] is not None:
+            give_back(dataset, state["dataset"], "dataset")
         self._fetcher = make_fetcher()
-        if state is not None and state["of"] == "iterator":
-            _load(self._fetcher.dataset_iter, state["value"])
+        if state is not None and state["iterator"] is not None:
+            give_back(self._fetcher.dataset_iter, state["iterator"], "dataset")
         if state is not None and state["ended"]:
             self._fetcher.ended = True
         if state is None and skip:
@@ -40,14 +36,25 @@ class Stream:
         """The next batch. Raises StopIteration at the end of the stream."""
         return self._fetcher.fetch(index)
 
-    def state(self) -> dict[str, Any] | None:
-        """The position after the latest batch, kept by the iterator or the dataset; None if neither does."""
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the dataset or its iterator has a state of its own."""
+        return has_state(self._dataset) or has_state(self._fetcher.dataset_iter)
+
+    def state(self) -> dict[str, Any] | Unsaved | None:
+        """The position after the latest batch, kept by the dataset and its iterator; None if neither does."""
         # With its last, short batch a dataset has come to its end, and may already be back at its beginning.
         ended = bool(getattr(self._fetcher, "ended", False))
-        for of, part in (("iterator", self._fetcher.dataset_iter), ("dataset", self._dataset)):
-            if has_state(part):
-                return {"of": of, "value": part.state_dict(), "ended": ended}
-        return None
+        iterator = self._fetcher.dataset_iter
+        of_iterator = ask(iterator)
+        # One that is its own iterator has one state, which it takes once its iteration has begun.
+        of_dataset = ask(self._dataset) if iterator is not self._dataset else None
+        for state in (of_iterator, of_dataset):
+            if isinstance(state, Unsaved):
+                return state
+        if of_iterator is None and of_dataset is None:
+            return None
+        return {"dataset": of_dataset, "iterator": of_iterator, "ended": ended}
 
     def _pass_over(self, samples: int) -> None:
         for _ in range(samples):
@@ -57,12 +64,3 @@ class Stream:
                 # A short last batch was delivered before: the end of the stream is where it was.
                 self._fetcher.ended = True
                 return
-
-
-def _load(part: Any, value: Any) -> None:
-    if not has_state(part):
-        raise StateError(
-            f"the state holds a position kept by the data set, but {type(part).__name__} has no load_state_dict(); "
-            "resume with the data set that the state was taken with"
-        )
-    part.load_state_dict(value)

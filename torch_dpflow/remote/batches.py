@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import IterDataPipe, _DatasetKind, _utils, graph_settings
 
+from torch_dpflow.own_state import Unsaved, opened, sealed
 from torch_dpflow.remote.fetching import ThreadedFetcher, failure
 from torch_dpflow.remote.messages import BATCH, END, FAILURE
 from torch_dpflow.rng import begin_epoch_of_worker, capture_rng, restore_rng, seed_batch
@@ -80,7 +81,7 @@ class BatchSource:
     def begin(self, order: EpochOrder) -> None:
         """Start an epoch. What fails here, in `worker_init_fn` too, is told in answer to the tasks."""
         first = self._order is None
-        self._order = order
+        order = self._order = _opened(order)
         begin_epoch_of_worker(order.epoch)
         self._delivered = order.stream.delivered if order.stream is not None else 0
         self._broken = None
@@ -164,13 +165,23 @@ class BatchSource:
             return None
         if not self._iterable:
             return StreamState(delivered=self._delivered, rng=capture_rng())
-        kept = self._fetcher.state()
-        if kept is not None:
+        kept = sealed(self._dataset, self._fetcher.state())
+        if kept is not None and not isinstance(kept, Unsaved):
             return StreamState(delivered=self._delivered, dataset=kept, rng=capture_rng())
         # It is come back to by passing over its beginning, which draws the same numbers again.
         assert self._order is not None
         start = self._order.stream.rng if self._order.stream is not None else None
-        return StreamState(delivered=self._delivered, rng=start)
+        return StreamState(delivered=self._delivered, dataset=kept, rng=start)
+
+
+def _opened(order: EpochOrder) -> EpochOrder:
+    """With the dataset's state as the dataset takes it; none where none could be had."""
+    if order.stream is None:
+        return order
+    kept = order.stream.dataset
+    return replace(
+        order, stream=replace(order.stream, dataset=None if isinstance(kept, Unsaved) else opened(kept))
+    )
 
 
 def _become_worker(assignment: Assignment, worker: int) -> None:

@@ -1,0 +1,120 @@
+"""The state that a dataset, a sampler or an iterator of one keeps itself: asked for, carried and given back.
+
+Iterating never depends on it. What fails when a part is asked is kept, and raised where the loader is asked.
+"""
+
+import inspect
+import pickle
+from typing import Any
+
+from torch._utils import ExceptionWrapper
+
+from torch_dpflow.errors import StateError
+
+
+def has_state(part: Any) -> bool:
+    """Whether `part` keeps a state of its own that can be given back to it."""
+    return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
+
+
+class Unsaved:
+    """Stands where the state of `part` would: it could not be had, by the error that is being handled."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = type(part).__name__
+        self._failure = ExceptionWrapper(where=f"while the state of a {self.part} was asked for")
+        try:
+            pickle.dumps(self._failure)
+        except Exception:  # its class cannot travel; its text can
+            self._failure.exc_type = RuntimeError
+
+    def complain(self) -> None:
+        """Raise StateError, with the error as its cause."""
+        try:
+            self._failure.reraise()
+        except Exception as cause:
+            raise StateError(
+                f"the position cannot be saved: {self.part} has a state_dict() of its own, and it failed "
+                f"({self._failure.exc_type.__name__}); let it take no arguments and return what can be pickled, or "
+                "give the dataset or sampler none, so that the loader passes over what was delivered"
+            ) from cause
+
+
+class Pickled:
+    """The state of `part` on its way between processes: opened by who needs it, and by nobody on the way."""
+
+    def __init__(self, part: Any, value: Any) -> None:
+        self.part = type(part).__name__
+        self._bytes = pickle.dumps(value)
+
+    def open(self) -> Any:
+        """The state. Raises whatever unpickling it raises."""
+        return pickle.loads(self._bytes)
+
+
+def ask(part: Any, **arguments: Any) -> Any:
+    """The state of `part`: what it says, None where it keeps none, `Unsaved` where it fails. Raises nothing."""
+    try:
+        return part.state_dict(**arguments) if has_state(part) else None
+    except Exception:
+        return Unsaved(part)
+
+
+def takes(part: Any, argument: str) -> bool:
+    """Whether the `state_dict` of `part` has this argument."""
+    try:
+        return has_state(part) and argument in inspect.signature(part.state_dict).parameters
+    except (TypeError, ValueError):  # not every function has a signature
+        return False
+
+
+def sealed(part: Any, state: Any) -> Any:
+    """The state that `ask` gave for `part`, fit to travel."""
+    if state is None or isinstance(state, Unsaved):
+        return state
+    try:
+        return Pickled(part, state)
+    except Exception:
+        return Unsaved(part)
+
+
+def opened(state: Any) -> Any:
+    """A state that has travelled, or one that has not.
+
+    Raises:
+        StateError: it could not be had, or cannot be unpickled here.
+    """
+    if isinstance(state, Unsaved):
+        state.complain()
+    if not isinstance(state, Pickled):
+        return state
+    try:
+        return state.open()
+    except Exception as error:
+        raise StateError(
+            f"what {state.part}.state_dict() gave in a worker cannot be unpickled here ({error!r}); let it return "
+            "plain values"
+        ) from error
+
+
+def give_back(part: Any, state: Any, kind: str) -> None:
+    """Have `part` go on from its own state.
+
+    Args:
+        kind: what it is, for people: "dataset" or "sampler".
+
+    Raises:
+        StateError: it has no `load_state_dict`, or that failed.
+    """
+    if not has_state(part):
+        raise StateError(
+            f"the state holds that of a {kind}, but {type(part).__name__} has no load_state_dict(); resume with the "
+            f"{kind} that the state was taken with"
+        )
+    try:
+        part.load_state_dict(state)
+    except Exception as error:
+        raise StateError(
+            f"{type(part).__name__}.load_state_dict() failed on the state of the {kind} ({error!r}); resume with the "
+            f"{kind} that the state was taken with, or begin an epoch afresh"
+        ) from error
