@@ -8,20 +8,24 @@ import torch
 from tests.new_process import run_interpreter
 from torch_dpflow.remote.fingerprint import fingerprint
 
-PROGRAM = """
-from functools import partial
-from torch_dpflow.remote.fingerprint import fingerprint
+SCRIPT = """
+import abc
+import functools
 
 def scale(sample, by=2.0):
     return [part * by for part in sample if part in {"some", "words", "here"}]
 
-class Base:
+def halve(sample):
+    return sample / DIVISOR if sample else halve(sample)
+
+class Base(abc.ABC):
     limit = LIMIT
     def __len__(self):
         return self.limit
 
 class Data(Base):
     def __init__(self, transform):
+        super().__init__()
         self.transform, self.names = transform, {"a", "b", "c"}
     @staticmethod
     def open(name):
@@ -29,27 +33,63 @@ class Data(Base):
     @property
     def first(self):
         return self[0]
+    @functools.cached_property
+    def last(self):
+        return self[-1]
     def __getitem__(self, index):
         return CHANGE
 
 factor = FACTOR
-steps = [scale, partial(scale, by=3.0), lambda sample: sample * 2, (lambda f: lambda x: x * f)(factor)]
-print(fingerprint(Data(steps)))
+steps = [scale, functools.partial(scale, by=3.0), lambda sample: sample * 2, (lambda f: lambda x: x * f)(factor)]
+made = Data(steps)
+"""
+#: What is replaced in the script; the first is the script that the others differ from.
+VARIANTS = [
+    {},
+    {"LIMIT": "11"},
+    {"CHANGE": "self.transform[1](index)"},
+    {"FACTOR": "2.0"},
+    {"sample * 2": "sample * 3"},
+    {"DIVISOR": "3"},
+    {"halve(sample)\n": "halve(-sample)\n"},
+]
+AS_IT_IS = {"LIMIT": "10", "CHANGE": "self.transform[0](halve(index))", "FACTOR": "1.0", "DIVISOR": "2"}
+#: Tells the fingerprints of what the scripts make and of tensors.
+PROGRAM = """
+import sys
+import torch
+from torch.utils.data import TensorDataset
+from torch_dpflow.remote.fingerprint import fingerprint
+
+for script in sys.argv[2:]:
+    own = {"__name__": sys.argv[1]}
+    exec(script, own)
+    print(fingerprint(own["made"]))
+tensors = [torch.arange(6.0).reshape(2, 3), torch.tensor([3, 4]), torch.tensor(1j).conj(), torch.zeros(0, 2)]
+for one in (*tensors, tensors[0].T, TensorDataset(*tensors[:2])):
+    print(fingerprint(one))
 """
 
 
-def of(limit: int = 10, change: str = "self.transform[0](index)", factor: float = 1.0) -> str:
-    program = PROGRAM.replace("LIMIT", str(limit)).replace("CHANGE", change).replace("FACTOR", str(factor))
-    done = run_interpreter(program)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+def scripts() -> list[str]:
+    made = []
+    for variant in VARIANTS:
+        script = SCRIPT
+        as_it_is = {name: value for name, value in AS_IT_IS.items() if name not in variant}
+        for name, value in {**variant, **as_it_is}.items():
+            script = script.replace(name, value)
+        made.append(script)
+    return made
 
 
-def test_it_is_the_same_in_every_process_and_another_where_code_or_state_differs() -> None:
-    first = of()
-    assert len(first) == 16
-    assert of() == first
-    assert len({first, of(limit=11), of(change="self.transform[1](index)"), of(factor=2.0)}) == 4
+def test_it_is_the_same_in_every_process_and_another_where_code_state_or_values_differ() -> None:
+    """Also in a process that the script has spawned, where its module has another name."""
+    first, again = (run_interpreter(PROGRAM, name, *scripts()) for name in ("__main__", "__mp_main__"))
+    assert first.returncode == 0, first.stderr
+    told = first.stdout.split()
+    assert again.stdout.split() == told
+    assert len(told) == len(set(told)) == len(VARIANTS) + 6
+    assert {len(one) for one in told} == {16}
 
 
 def test_what_cannot_be_pickled_counts_by_its_type() -> None:
@@ -63,21 +103,6 @@ def test_what_cannot_be_pickled_counts_by_its_type() -> None:
 @pytest.mark.parametrize("pair", [(1, 2), ("a", "b"), ({1, 2}, {1, 3}), (len, max)])
 def test_different_things_differ(pair: tuple[object, object]) -> None:
     assert fingerprint(pair[0]) != fingerprint(pair[1])
-
-
-TENSORS = """
-import torch
-from torch.utils.data import TensorDataset
-from torch_dpflow.remote.fingerprint import fingerprint
-tensors = [torch.arange(6.0).reshape(2, 3), torch.tensor([3, 4]), torch.tensor(1j).conj(), torch.zeros(0, 2)]
-print(*[fingerprint(one) for one in (*tensors, tensors[0].T, TensorDataset(*tensors[:2]))])
-"""
-
-
-def test_tensors_count_by_their_values_in_every_process() -> None:
-    first, again = (run_interpreter(TENSORS).stdout.split() for _ in range(2))
-    assert first == again
-    assert len(set(first)) == 6
 
 
 def test_tensors_of_other_values_shapes_or_types_differ() -> None:

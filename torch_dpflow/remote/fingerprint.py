@@ -6,31 +6,46 @@ taken by what it does, and everything else by its pickle.
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import io
 import pickle
 import types
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import torch
 
 #: Members of a class that say nothing of what it does, or differ from process to process.
 _NO_CODE = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__"}
+#: A script's module: where it runs, and in processes that it spawns.
+SCRIPT = ("__main__", "__mp_main__")
+#: Of a script's variables that its functions read these count. Others, its arguments for one, may differ from job to
+#: job where the data do not.
+_CONSTANTS = (bool, int, float, complex, str, bytes)
 
 
 def fingerprint(obj: Any) -> str:
     """A digest of `obj`, 16 hexadecimal digits.
 
-    Classes and functions of an imported module count by name, those of a script by their code. What cannot be
-    pickled counts by its type alone.
+    Classes and functions of an imported module count by name, those of a script by their code, with the functions,
+    classes and constants of the script that it uses. What cannot be pickled counts by its type alone.
     """
-    return hashlib.sha256(_digestible(obj)).hexdigest()[:16]
+    return _digest(obj, {})
 
 
-def _digestible(obj: Any) -> bytes:
+#: Functions and classes that have been told of, by id, with what stands for each.
+_Told: TypeAlias = dict[int, tuple[Any, str]]
+
+
+def _digest(obj: Any, told: _Told) -> str:
+    return hashlib.sha256(_digestible(obj, told)).hexdigest()[:16]
+
+
+def _digestible(obj: Any, told: _Told) -> bytes:
     out = io.BytesIO()
     try:
-        _Digester(out, protocol=5).dump(obj)
+        _Digester(out, told).dump(obj)
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError):
         return f"{type(obj).__module__}.{type(obj).__qualname__}".encode()
     return out.getvalue()
@@ -39,21 +54,45 @@ def _digestible(obj: Any) -> bytes:
 class _Digester(pickle.Pickler):
     """Writes what is never read again."""
 
+    def __init__(self, out: io.BytesIO, told: _Told) -> None:
+        super().__init__(out, protocol=5)
+        self._told = told
+
     def persistent_id(self, obj: Any) -> Any:
         # Of sets alone: their order differs from process to process.
-        return sorted(map(fingerprint, obj)) if isinstance(obj, set | frozenset) else None
+        if isinstance(obj, set | frozenset):
+            return sorted(_digest(one, dict(self._told)) for one in obj)
+        return None
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor) and obj.layout is torch.strided and not obj.is_quantized:
             return str, (type(obj).__qualname__, obj.dtype, tuple(obj.shape), _content(obj), vars(obj))
-        if isinstance(obj, types.FunctionType) and not _is_importable(obj):
-            cells = [cell.cell_contents for cell in obj.__closure__ or ()]
-            return str, (_code(obj.__code__), obj.__defaults__, cells)
-        if isinstance(obj, type) and not _is_importable(obj):
-            members = {name: value for name, value in sorted(vars(obj).items()) if name not in _NO_CODE}
-            told = {name: _member(value) for name, value in members.items()}
-            return str, (obj.__qualname__, obj.__bases__, told)
+        if isinstance(obj, type | types.FunctionType) and not _is_importable(obj):
+            return str, (self._tell(obj),)
         return NotImplemented
+
+    def _tell(self, obj: Any) -> str:
+        """What stands for a function or a class of the script."""
+        if id(obj) not in self._told:
+            self._told[id(obj)] = obj, obj.__qualname__  # where it refers to itself
+            parts = self._class(obj) if isinstance(obj, type) else self._function(obj)
+            self._told[id(obj)] = obj, _digest(parts, self._told)
+        return self._told[id(obj)][1]
+
+    def _each(self, named: Mapping[Any, Any]) -> dict[Any, str]:
+        """A digest of each by itself: one that cannot be pickled takes nothing away from the others."""
+        return {name: _digest(value, self._told) for name, value in sorted(named.items())}
+
+    def _function(self, function: types.FunctionType) -> tuple[Any, ...]:
+        used = {name: function.__globals__.get(name) for name in _globals(function.__code__)}
+        used = {name: value for name, value in used.items() if _counts(value)}
+        cells = dict(zip(function.__code__.co_freevars, map(_cell, function.__closure__ or ()), strict=True))
+        defaults = dict(enumerate(function.__defaults__ or ())), function.__kwdefaults__ or {}
+        return _code(function.__code__), [self._each(one) for one in (*defaults, cells, used)]
+
+    def _class(self, kind: type) -> tuple[Any, ...]:
+        members = {name: _member(value) for name, value in vars(kind).items() if name not in _NO_CODE}
+        return kind.__qualname__, kind.__bases__, self._each(members)
 
 
 def _content(tensor: torch.Tensor) -> str:
@@ -72,10 +111,29 @@ def _member(value: Any) -> Any:
     return value
 
 
+def _counts(value: Any) -> bool:
+    """Whether a variable of the script is part of the functions that read it."""
+    is_code = isinstance(value, type | types.FunctionType) and not _is_importable(value)
+    return is_code or isinstance(value, _CONSTANTS)
+
+
+def _cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing is in it yet
+        return None
+
+
 def _code(code: types.CodeType) -> str:
     """What a function does, without where it stands."""
     constants = [_code(one) if isinstance(one, types.CodeType) else _constant(one) for one in code.co_consts]
     return repr((code.co_code.hex(), code.co_names, code.co_varnames, constants))
+
+
+def _globals(code: types.CodeType) -> set[str]:
+    """The names that it, or a function inside it, looks up in its module."""
+    found = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    return found.union(*(_globals(one) for one in code.co_consts if isinstance(one, types.CodeType)))
 
 
 def _constant(value: Any) -> str:
@@ -84,4 +142,4 @@ def _constant(value: Any) -> str:
 
 def _is_importable(obj: Any) -> bool:
     """Whether another process finds it by its name, so that its code does not travel."""
-    return obj.__module__ != "__main__" and "<" not in obj.__qualname__
+    return obj.__module__ not in SCRIPT and "<" not in obj.__qualname__
