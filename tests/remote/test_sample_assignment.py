@@ -7,11 +7,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import pytest
 
+from tests.new_process import in_fork
 from torch_dpflow.errors import NotPicklableError
+from torch_dpflow.flows.stage import Stage
+from torch_dpflow.flows.transforms import SampleTransform
 from torch_dpflow.remote.samples import Parts, SampleAssignment, Transformed
+from torch_dpflow.remote.script import pack, unpack
 
 
 class Locked:
@@ -36,6 +39,21 @@ class Refusing:
 
 def taking(something: Any) -> Callable[[int], Any]:
     return lambda worker: something
+
+
+class Outer:
+    """Stands for what a script defines."""
+
+    class Inner:
+        """Is named after it."""
+
+
+def found(packed: bytes) -> bool:
+    """Whether a sample of what the unpacked stage makes can be pickled by its name, and its class is that there."""
+    sample = unpack(packed).apply(None)
+    return type(sample).__qualname__ == "Outer.Inner" and type(pickle.loads(pickle.dumps(sample))) is type(
+        sample
+    )
 
 
 UNPICKLABLE: dict[str, tuple[Parts, Any, str]] = {
@@ -69,4 +87,10 @@ def test_what_cannot_travel_to_the_workers_is_named(parts: Parts, init: Any, mes
 
 def test_functions_of_a_script_travel() -> None:
     packed = SampleAssignment(parts=Parts([1]), worker_init_fn=taking("along")).pack()
-    assert cloudpickle.loads(packed).worker_init_fn(0) == "along"
+    assert unpack(packed).worker_init_fn(0) == "along"
+
+
+def test_a_stage_takes_along_what_the_script_defines(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = Outer.Inner
+    monkeypatch.setattr(inner, "__module__", "__main__")
+    assert in_fork(found, pack(Stage("makes", lambda _: inner(), SampleTransform(), "never")))

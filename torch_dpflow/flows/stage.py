@@ -63,8 +63,13 @@ class Stage:
         return f"Map({self.name})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        parts = (self.name, self.function, self.transform, self.cache)
-        return _restored, (cloudpickle.dumps(parts),)
+        return _restored, (cloudpickle.dumps(self._parts()),)
+
+    def __reduce_by_value__(self) -> tuple[Any, ...]:
+        return Stage, self._parts()
+
+    def _parts(self) -> tuple[Any, ...]:
+        return self.name, self.function, self.transform, self.cache
 
 
 def _restored(parts: bytes) -> Stage:

@@ -11,7 +11,7 @@ from torch_dpflow.caches import ALSDCache
 from torch_dpflow.caches.capacity import parse_capacity
 from torch_dpflow.errors import DeadlineError, OptionError, OptionTypeError, RemoteCallError, UsageError
 from torch_dpflow.remote.cluster_address import Cluster, keys_hint
-from torch_dpflow.remote.fingerprint import fingerprint
+from torch_dpflow.remote.fingerprint import SCRIPT, fingerprint
 from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.job_options import DEFAULT_MEMORY_BYTES, JobOptions
 from torch_dpflow.remote.samples import Parts, SampleAssignment, Transformed
@@ -77,13 +77,14 @@ def describe(
 ) -> FlowSpec:
     """The description under which a job registers its flow. Raises OptionError where it is not possible."""
     kind = type(source.parts.first)
+    module = SCRIPT[0] if kind.__module__ in SCRIPT else kind.__module__
     spec = FlowSpec(
         name=flow,
         version=version,
         size=size,
         content=hashlib.sha256(packed).hexdigest(),
         fingerprint={
-            "dataset": f"{kind.__module__}.{kind.__qualname__} of {size} samples",
+            "dataset": f"{module}.{kind.__qualname__} of {size} samples",
             **_content_of(assignment, options),
             "repeatable": "its first part" if source.staged else str(source.repeatable),
         },

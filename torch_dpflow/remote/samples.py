@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import numpy as np
 import torch
 from torch.utils.data import Dataset, _utils
@@ -16,6 +15,7 @@ from torch_dpflow.remote.fetching import failure
 from torch_dpflow.remote.parcel import decode
 from torch_dpflow.remote.protocol import FAILED, SAMPLE
 from torch_dpflow.remote.sample_task import unpack_task
+from torch_dpflow.remote.script import pack, unpack
 from torch_dpflow.remote.unpicklable import explain_loading
 from torch_dpflow.rng import seed_batch
 
@@ -66,13 +66,12 @@ class SampleAssignment:
         Raises NotPicklableError, which names what cannot travel.
         """
         try:
-            packed: bytes = cloudpickle.dumps(self, protocol=5)
+            return pack(self)
         except Exception as error:
             parts = self.parts
             loads = {"dataset": parts.first, "transform": parts.rest, "stand_in": parts.stand_in}
             loads["worker_init_fn"] = self.worker_init_fn
-            raise explain_loading(loads, error, dump=cloudpickle.dumps) from error
-        return packed
+            raise explain_loading(loads, error, dump=pack) from error
 
 
 class SampleSource:
@@ -90,7 +89,7 @@ class SampleSource:
         self._broken: Any = None
         self._parts = Parts(None)
         try:
-            assignment: SampleAssignment = cloudpickle.loads(packed)
+            assignment: SampleAssignment = unpack(packed)
             _become_worker(assignment, worker, workers)
             if assignment.worker_init_fn is not None:
                 assignment.worker_init_fn(worker)
