@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,3 +103,17 @@ def test_a_name_never_has_two_holders(steps: list[tuple[str, str, int, int]]) ->
             del held[name]
         roster.validate()
         assert roster.members == {name: generation for name, (_, generation) in held.items()}
+
+
+def test_hearing_of_one_reader_looks_at_no_other() -> None:
+    roster = Roster(lease_s=LEASE_S)
+    for reader in range(2048):
+        roster.admit(f"reader {reader}", 1, holder=reader, now=0.0)
+    roster.heard("reader 0", 1, now=1.0)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        roster.heard("reader 0", 1, now=1.0)
+        assert tracemalloc.get_traced_memory()[1] - before < 4096
+    finally:
+        tracemalloc.stop()

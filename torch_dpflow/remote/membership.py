@@ -119,6 +119,11 @@ class Membership:
         """The generation of every member: a copy."""
         return MappingProxyType({peer: lease.generation for peer, lease in self._members.items()})
 
+    def generation_of(self, peer: Peer) -> int | None:
+        """The generation of one member; None where it is none."""
+        lease = self._members.get(peer)
+        return None if lease is None else lease.generation
+
     @property
     def next_lapse(self) -> float | None:
         """When the next lease lapses unless it is renewed, seconds; None while there are no members."""

@@ -65,7 +65,7 @@ class Roster:
 
     def heard(self, name: str, generation: int, now: float) -> None:
         """It lives. StaleJobError for one that has not joined, or was taken for dead."""
-        if self._membership.members.get(name) != generation:
+        if self._membership.generation_of(name) != generation:
             raise StaleJobError(f"job {name!r} is not known (any more); join anew")
         self._membership.handle(Heard(name, generation, now))
         self._tenants[name].heard = now

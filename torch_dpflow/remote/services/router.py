@@ -130,8 +130,8 @@ class Router:
         self._figures: dict[str, JobFigures] = {}
         #: By shard: how many samples its cache can hold, 0 where that is not known.
         self._rooms: dict[str, int] = {}
-        #: Calls that wait for the table to be complete.
-        self._waiting: list[tuple[IncomingCall, Joined]] = []
+        #: Calls that wait for the table to be complete, and when their callers give up, seconds.
+        self._waiting: list[tuple[IncomingCall, Joined, float]] = []
         for name, handler, body in (
             ("enlist", self._on_enlist, Enlist),
             ("join", self._on_join, Join),
@@ -157,11 +157,16 @@ class Router:
         for name in self._roster.tick(now):
             SERVICE.info("it is silent and taken for dead", extra={"job": name})
             self._forget(name)
-        if self._waiting and self._routing.complete:
+        self._answer_waiting(now)
+
+    def _answer_waiting(self, now: float) -> None:
+        if self._routing.complete:
             waiting, self._waiting = self._waiting, []
-            for call, joined in waiting:
+            for call, joined, _ in waiting:
                 joined.table = self._routing.table
                 call.answer(joined)
+        elif self._waiting:  # a job that has given up asks again, and its samples' indices come with it
+            self._waiting = [one for one in self._waiting if now < one[2]]
 
     def status(self) -> dict[str, Any]:
         """Figures for the coordinator and for people."""
@@ -173,6 +178,7 @@ class Router:
             "readings": {name: msgspec.structs.asdict(one) for name, one in self._figures.items()},
             "generation": self._routing.generation,
             "complete": self._routing.complete,
+            "waiting": len(self._waiting),
         }
 
     # -- shards ----------------------------------------------------------------------------------------------
@@ -227,7 +233,7 @@ class Router:
         joined = Joined(generation, self._jobs[self._readers[name].job].shares.per_rank, self._routing.table)
         if self._routing.complete:
             return Result(joined)
-        self._waiting.append((call, joined))
+        self._waiting.append((call, joined, now + call.patience_s))
         return LATER
 
     def _admit(self, join: Join, indices: IndexArray | None) -> None:
