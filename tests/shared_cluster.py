@@ -24,7 +24,14 @@ if os.fork():
 os.setsid()
 from torch_dpflow.remote.services.local_cluster import ClusterOptions, LocalCluster
 from torch_dpflow.remote.services.node import stopped_by_signals
-cluster = LocalCluster(ClusterOptions(connection_file=sys.argv[1], listen=sys.argv[2] or None))
+cluster = LocalCluster(
+    ClusterOptions(
+        connection_file=sys.argv[1],
+        listen=sys.argv[2] or None,
+        keys=sys.argv[4] or None,
+        state=sys.argv[5] or None,
+    )
+)
 print(os.getpid(), flush=True)
 sys.stdout = open(os.devnull, "w")
 os.dup2(sys.stdout.fileno(), 1)
@@ -47,11 +54,20 @@ class TestCluster:
     log: Path
 
     @classmethod
-    def start(cls, folder: Path, *, listen: str = "", connection: Path | None = None) -> TestCluster:
+    def start(
+        cls,
+        folder: Path,
+        *,
+        listen: str = "",
+        connection: Path | None = None,
+        keys: Path | None = None,
+        state: str = "",
+    ) -> TestCluster:
         connection, log = connection or folder / "connection", folder / "log"
         # Its directory lies beside the test's own temporary files, which are watched for leftovers.
         env = {"TMPDIR": str(folder)}
-        with interpreter(PROGRAM, str(connection), listen, str(log), env=env) as process:
+        arguments = (str(connection), listen, str(log), str(keys or ""), state)
+        with interpreter(PROGRAM, *arguments, env=env) as process:
             assert process.stdout is not None
             assert process.stderr is not None
             line = process.stdout.readline()

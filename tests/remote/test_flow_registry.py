@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.remote.flow_registry import (
     MAX_OFFERS,
+    REPLACED_S,
     STARTING_S,
     UNREAD_S,
     FlowRegistry,
@@ -23,6 +24,7 @@ from torch_dpflow.remote.flow_registry import (
 )
 from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.protocol import LifeStep, Part
+from torch_dpflow.remote.refusals import UnknownFlowError
 
 
 def spec(name: str = "imagenet/train", version: int = 1, **changes: Any) -> FlowSpec:
@@ -200,12 +202,27 @@ def test_a_higher_version_replaces_and_jobs_of_the_lower_one_read_on() -> None:
     flows.access("imagenet/train", 1, 0.0)
     flows.report("imagenet/train@1", 1, 0.0)
     assert flows.register(spec(version=2), 1.0) == [Save(spec(version=2))]
-    with pytest.raises(UsageError, match="version 1, is not in force"):
-        flows.access("imagenet/train", 1, 2.0)
+    assert flows.access("imagenet/train", 1, 2.0)[1] == [], "its jobs ask again when its router has died"
     assert flows.access("imagenet/train", 2, 2.0)[1] == [Start(spec(version=2))]
+    flows.report("imagenet/train@2", 1, 3.0)
     assert flows.tick(100.0) == []
     flows.report("imagenet/train@1", 0, 110.0)
-    assert flows.tick(110.0) == [Stop("imagenet/train@1"), Forget(spec())]
+    assert flows.tick(110.0) == [], "its router may have died"
+    flows.report("imagenet/train@1", 1, 111.0)
+    assert flows.tick(1000.0) == []
+    flows.report("imagenet/train@1", 0, 1000.0)
+    assert flows.tick(1000.0 + REPLACED_S) == [Stop("imagenet/train@1"), Forget(spec())]
+    with pytest.raises(UsageError, match=r"version 1, is not in force \(version 2 is\); read that one"):
+        flows.access("imagenet/train", 1, 2000.0)
+
+
+def test_a_flow_that_is_not_known_is_to_be_registered() -> None:
+    flows = FlowRegistry()
+    with pytest.raises(UnknownFlowError, match=r"version 1, is not in force \(none is\); register it"):
+        flows.access("imagenet/train", 1, 0.0)
+    flows.register(spec(), 0.0)
+    with pytest.raises(UnknownFlowError, match=r"version 2, is not in force \(version 1 is\); register it"):
+        flows.access("imagenet/train", 2, 0.0)
 
 
 def test_a_flow_that_nobody_reads_gives_way_to_a_higher_version_at_once() -> None:

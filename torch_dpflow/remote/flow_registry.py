@@ -27,6 +27,7 @@ import msgspec
 from torch_dpflow.errors import UsageError
 from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.protocol import MAX_LIFE, FlowView, LifeStep, Part
+from torch_dpflow.remote.refusals import UnknownFlowError
 
 #: Most flows of a cluster, versions that are still read included.
 MAX_FLOWS = 4096
@@ -34,6 +35,9 @@ MAX_FLOWS = 4096
 UNREAD_S = 5.0
 #: How long services that were asked for may take to come up before they are given up, seconds.
 STARTING_S = 120.0
+#: How long the services of a version that another has replaced stay when nobody reads it, seconds: after its router has
+#: started anew jobs take so long to come back to it.
+REPLACED_S = 15.0
 #: Most contents of one flow that are remembered as announced.
 MAX_OFFERS = 64
 
@@ -206,12 +210,21 @@ class FlowRegistry:
         """A job wants to read; its services are started unless they run.
 
         Raises:
-            UsageError: there is no such flow, or this version is not in force.
+            UnknownFlowError: there is no such flow, or none of this version yet.
+            UsageError: a higher version is in force, and nobody reads this one any more.
         """
-        flow = self.find(name)
-        if flow is None or flow.spec.version != version:
-            known = "none" if flow is None else f"version {flow.spec.version}"
-            raise UsageError(f"flow {name!r}, version {version}, is not in force ({known} is); register it")
+        newest = self.find(name)
+        if newest is None or newest.spec.version < version:
+            known = "none" if newest is None else f"version {newest.spec.version}"
+            raise UnknownFlowError(
+                f"flow {name!r}, version {version}, is not in force ({known} is); register it"
+            )
+        # One that has been replaced and is still read may have lost its router.
+        flow = self._flows.get(f"{name}@{version}")
+        if flow is None:
+            raise UsageError(
+                f"flow {name!r}, version {version}, is not in force (version {newest.spec.version} is); read that one"
+            )
         flow.touched = now
         if flow.state in (FlowState.READY, FlowState.ACCESSED):
             return flow, []
@@ -275,12 +288,13 @@ class FlowRegistry:
         """Time has passed: end the services that nobody has used for long."""
         out: list[Instruction] = []
         for instance, flow in list(self._flows.items()):
-            patience = 0.0 if flow.replaced else flow.spec.idle_s
+            patience = REPLACED_S if flow.replaced else flow.spec.idle_s
             if flow.starting:
                 patience = max(patience, STARTING_S)
             idle = flow.starting or flow.state is FlowState.READY
             unused = idle and now - flow.touched >= patience
-            if flow.replaced and (unused or flow.state in (FlowState.CREATED, FlowState.IDLE)):
+            asleep = flow.state in (FlowState.CREATED, FlowState.IDLE) and not flow.starting
+            if flow.replaced and (unused or asleep):
                 del self._flows[instance]
                 out += [Stop(instance), Forget(flow.spec)]
             elif unused:

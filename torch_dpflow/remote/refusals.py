@@ -13,6 +13,10 @@ class MisdirectedError(UsageError):
     """The job has called a service of another flow, which listens now where its own did; it has to look for that."""
 
 
+class UnknownFlowError(UsageError):
+    """The coordinator does not know the flow, or not what it loads; the job has to register it anew."""
+
+
 class StaleRoutingError(UsageError):
     """The job has chosen a shard by a table that is out of date; it has to ask the router for another."""
 

@@ -35,6 +35,7 @@ from torch_dpflow.remote.refusals import (
     NameBusyError,
     OutOfStepError,
     StaleJobError,
+    UnknownFlowError,
 )
 from torch_dpflow.remote.routing import RouteMap
 from torch_dpflow.remote.rpc import RpcClient
@@ -201,6 +202,7 @@ class RouterLink:
         deadline = time.monotonic() + self._patience_s if deadline is None else deadline
         self._deadline = deadline
         if self.contact.is_lost:
+            self._disconnect()  # the router may be elsewhere: to ask it once more would take as long again
             self._look_for_cluster()
         while given_up is None or not given_up.is_set():
             try:
@@ -228,6 +230,9 @@ class RouterLink:
             self._leave_for_another()
         elif error.kind == OutOfStepError.__name__:
             self._told = False
+        elif error.kind == UnknownFlowError.__name__ and self._home is not None:
+            # A cluster has started anew where ours was, and kept nothing.
+            self._register_with(self.cluster)
         elif error.kind not in _PASSING:
             raise UsageError(error.text) from error
         else:
@@ -240,9 +245,14 @@ class RouterLink:
         found = None if self._home is None else self._home.find()
         if self._home is None or found is None or found == self.cluster:
             return
+        self._register_with(found)
+
+    def _register_with(self, cluster: Cluster) -> None:
+        """Go on at this cluster, which does not know the flow."""
+        assert self._home is not None
         with suppress(DeadlineError, PeerLostError):  # else it is tried again
-            self._home.register(found, self._call_s)
-            self.cluster = found
+            self._home.register(cluster, self._call_s)
+            self.cluster = cluster
             self._leave_for_another()
 
     def _leave_for_another(self) -> None:

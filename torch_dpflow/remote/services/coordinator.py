@@ -20,6 +20,7 @@ from torch_dpflow.remote.allotment import ClusterLimits, parts_of
 from torch_dpflow.remote.flow_registry import Flow, FlowRegistry, Forget, Instruction, Save, Start, Stop
 from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.protocol import Access, FlowView, Launch, Part, ProcessView, Scale
+from torch_dpflow.remote.refusals import UnknownFlowError
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
 from torch_dpflow.remote.services.placement import launches_of
 from torch_dpflow.remote.services.post import SERVICE, ServicePost, ask_in, serve
@@ -210,7 +211,7 @@ class Coordinator:
         access: Access = call.body
         flow, instructions = self._registry.access(access.flow, access.version, self._clock())
         if not self._is_stored(flow):
-            raise UsageError(f"the content of flow {access.flow!r} is not stored; store it first")
+            raise UnknownFlowError(f"the content of flow {access.flow!r} is not stored; store it first")
         self._admit(flow)
         self._obey(instructions)
         address = self._routers.get(flow.spec.instance)
