@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
@@ -49,6 +50,21 @@ class Failing(Numbers):
             raise LookupError(f"no such image: {index}")
         if index == self.kills:
             os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+class Hanging(Numbers):
+    """Loading one sample never ends; nor does another, which holds on to the interpreter's lock meanwhile."""
+
+    def __init__(self, size: int, *, sleeps: int = -1, holds: int = -1) -> None:
+        super().__init__(size)
+        self.sleeps, self.holds = sleeps, holds
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.sleeps:
+            time.sleep(10**6)
+        if index == self.holds:
+            ctypes.PyDLL(None).sleep(10**6)
         return super().__getitem__(index)
 
 

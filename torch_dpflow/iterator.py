@@ -21,11 +21,12 @@ from torch_dpflow.pinning import Pin
 from torch_dpflow.plan import is_drawn_at_start, samples_in
 from torch_dpflow.platforms.base import WorkerHandle
 from torch_dpflow.platforms.local import LocalPlatform, LocalWorker
-from torch_dpflow.private import Arrived, Broken, Died, Event, Poisoned, PrivateShard, Starved, Totals
+from torch_dpflow.private import PrivateShard
 from torch_dpflow.progress import OPENING_AGAIN, OPENING_WORKERS
 from torch_dpflow.remote.batches import Assignment, EpochOrder
 from torch_dpflow.remote.messages import END, FAILURE
 from torch_dpflow.remote.worker import POSITION_BITS, POSITION_MASK
+from torch_dpflow.shard_events import Arrived, Broken, Died, Event, Poisoned, Starved, Totals
 from torch_dpflow.state import StreamState
 
 #: Of the machine's memory, how much all workers together may share with the training process.
@@ -72,6 +73,7 @@ class WorkerIterator(_BaseDataLoaderIter):
                 order=self._order(),
                 streams=self._progress.streams,
                 poison_limit=self._options.poison_limit,
+                task_timeout_s=self._options.task_timeout_s,
                 pin=Pin(self._pin_memory_device) if self._pin_memory else None,
             )
         except BaseException:

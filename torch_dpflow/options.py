@@ -8,6 +8,9 @@ from torch_dpflow.errors import OptionError, OptionTypeError
 #: The most that the batches in flight may grow by; beyond it they would fill any memory.
 MOST_GROWTH = 1000
 
+#: The longest time that an option may name, seconds.
+MAX_SECONDS = 1e9
+
 Seeding = Literal["auto", "batch", "worker"]
 
 
@@ -32,6 +35,9 @@ class LoaderOptions:
         restart_limit: how many times in a row workers are replaced, without one batch arriving in between,
             before the loader gives up.
         poison_limit: after how many workers a batch that takes its worker down is given up.
+        task_timeout_s: how long a worker may be at one batch, or at its own start, seconds; None: no limit, as
+            with torch. One that takes longer is taken for hung, killed and replaced, and the batch counts as one that
+            killed it. torch's `timeout` is something else: how long the training loop waits for its next batch.
         shared_memory: bytes of shared memory that each worker may fill; 0 sends every batch through the socket;
             None allows a quarter of the machine's memory, divided among the workers.
 
@@ -45,12 +51,15 @@ class LoaderOptions:
     window_growth: float = 2.0
     restart_limit: int = 8
     poison_limit: int = 3
+    task_timeout_s: float | None = None
     shared_memory: int | None = None
 
     def __post_init__(self) -> None:
         check_whole_number("read_threads", self.read_threads, minimum=1)
         check_whole_number("restart_limit", self.restart_limit, minimum=0)
         check_whole_number("poison_limit", self.poison_limit, minimum=1)
+        if self.task_timeout_s is not None:
+            check_seconds("task_timeout_s", self.task_timeout_s)
         if self.shared_memory is not None:
             check_whole_number("shared_memory", self.shared_memory, minimum=0)
         if self.seeding not in get_args(Seeding):
@@ -72,6 +81,14 @@ def check_whole_number(name: str, value: Any, *, minimum: int) -> None:
         raise OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give an int >= {minimum}")
     if value < minimum:
         raise OptionError(f"{name}={value} is out of range; give an int >= {minimum}")
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Raise OptionTypeError or OptionError unless `value` is a number of seconds, above 0 and not endless."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give seconds")
+    if not 0 < value <= MAX_SECONDS:
+        raise OptionError(f"{name}={value!r} is out of range; give seconds above 0 and up to {MAX_SECONDS:g}")
 
 
 def check_type(name: str, value: Any, kind: type | tuple[type, ...], allowed: str) -> None:

@@ -16,14 +16,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch._utils import ExceptionWrapper
 
 from torch_dpflow.directory import PrivateDirectory
 from torch_dpflow.errors import LifetimeError, MessageError
-from torch_dpflow.log import LOADER
 from torch_dpflow.platforms.base import Platform, WorkerHandle
 from torch_dpflow.platforms.local import end_all
 from torch_dpflow.remote.arena import ArenaReader
@@ -32,9 +31,11 @@ from torch_dpflow.remote.messages import FAILURE, Finished, WorkerHello
 from torch_dpflow.remote.parcel import decode
 from torch_dpflow.remote.running_task import RunningTaskReader
 from torch_dpflow.remote.scheduler import Scheduler
+from torch_dpflow.remote.services.awake_clock import AwakeClock
 from torch_dpflow.remote.services.shard import Shard
 from torch_dpflow.remote.transport import listen
 from torch_dpflow.remote.worker import Post
+from torch_dpflow.shard_events import Arrived, Broken, Died, Event, Poisoned, Starved, Totals
 from torch_dpflow.state import StreamState
 
 #: Tasks that a worker holds: one that it loads and one that waits, so that it never idles for an answer. More would
@@ -42,59 +43,10 @@ from torch_dpflow.state import StreamState
 WINDOW = 2
 #: How long a worker may take to finish its batch when the loader closes, seconds; torch's figure.
 GRACE_S = 5.0
+#: How often the shard's thread looks at time limits, seconds, where there are any.
+TICK_S = 0.5
 #: How long the training thread waits without a look at signals, seconds.
 SIGNALS_S = 1.0
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """A task's first result is here, opened and pinned."""
-
-    task: int
-    worker: int
-    kind: int
-    value: Any
-    stream: StreamState | None
-    size: int
-
-
-@dataclass(frozen=True)
-class Poisoned:
-    """A task has taken down these workers one after the other."""
-
-    task: int
-    workers: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Starved:
-    """A worker has nothing to do."""
-
-
-@dataclass(frozen=True)
-class Died:
-    """A worker has ended; its tasks are queued again and wait for its replacement or for others."""
-
-    worker: int
-    handle: WorkerHandle
-
-
-@dataclass(frozen=True)
-class Broken:
-    """The shard's thread has failed; nothing will come any more."""
-
-    error: BaseException
-
-
-Event = Arrived | Poisoned | Starved | Died | Broken
-
-
-@dataclass(frozen=True, kw_only=True)
-class Totals:
-    """What the shard's scheduler has counted."""
-
-    duplicates: int
-    steals: int
 
 
 class PrivateShard:
@@ -107,7 +59,7 @@ class PrivateShard:
         workers: how many.
         order: the first epoch, alike for all workers; `streams` says where each one's own stream begins.
         streams: per worker, or empty.
-        poison_limit: see `LoaderOptions`.
+        poison_limit, task_timeout_s: see `LoaderOptions`.
         pin: applied to each batch in the shard's thread (copies it to pinned memory), or None.
     """
 
@@ -119,6 +71,7 @@ class PrivateShard:
         order: EpochOrder,
         streams: Sequence[StreamState | None],
         poison_limit: int,
+        task_timeout_s: float | None,
         pin: Callable[[Any], Any] | None,
     ) -> None:
         self._platform = platform
@@ -142,8 +95,16 @@ class PrivateShard:
         self._owner = os.getpid()
         self._directory = PrivateDirectory()
         self._listener = listen(f"ipc://{self._directory.path}/shard")
-        self._scheduler = Scheduler(window=WINDOW, poison_limit=poison_limit)
-        self._shard = Shard(self._listener, self._scheduler, self)
+        self._task_timeout_s = task_timeout_s
+        # Workers do not pay for the time that this process was stopped, by a debugger or with its container.
+        self._clock = AwakeClock()
+        self._scheduler = Scheduler(window=WINDOW, poison_limit=poison_limit, task_timeout_s=task_timeout_s)
+        self._shard = Shard(
+            self._listener, self._scheduler, self, clock=self._clock, start_timeout_s=task_timeout_s
+        )
+        #: How often to look at time limits, seconds, and when next; None: there are none.
+        self._tick_s = None if task_timeout_s is None else min(task_timeout_s / 4, TICK_S)
+        self._tick_at = 0.0
         self._thread = threading.Thread(target=self._run, name="dpflow-shard", daemon=True)
         try:
             started = [self._start(worker) for worker in range(workers)]
@@ -312,7 +273,7 @@ class PrivateShard:
             self._shut_down()
 
     def _turn(self) -> None:
-        message = self._listener.receive(None)
+        message = self._listener.receive(self._tick_s)
         # A death wakes it without a message; to ask every worker after every message would cost more than the rest.
         ended = (
             [] if message is not None else [w for w, handle in self._watched.items() if handle.has_ended()]
@@ -324,6 +285,9 @@ class PrivateShard:
             self._commands.popleft()()
         for worker in ended:
             self._dismiss(worker)
+        if self._tick_s is not None and time.monotonic() >= self._tick_at:
+            self._shard.tick()
+            self._tick_at = time.monotonic() + self._tick_s
 
     def _tell(self, event: Event) -> None:
         self._events.append(event)
@@ -396,19 +360,23 @@ class PrivateShard:
         kind = FAILURE if isinstance(value, ExceptionWrapper) else finished.kind
         self._tell(Arrived(task, worker, kind, value, stream, finished.parcel.nbytes))
 
-    def poisoned(self, task: int, workers: tuple[int, ...]) -> None:
+    def poisoned(self, task: int, workers: tuple[int, ...], late: int) -> None:
         self._tell(Poisoned(task, workers))
 
     def starved(self) -> None:
         self._tell(Starved())
 
     def failed(self, worker: int) -> None:
-        LOADER.warning(
-            "worker %d cannot be understood or its shared memory not be read; it is replaced", worker
-        )
+        self._kill(worker, "it could not be understood, or its shared memory not be read")
+
+    def overdue(self, worker: int) -> None:
+        limit = f"task_timeout_s={self._task_timeout_s:g} s"
+        self._kill(worker, f"it had been at one batch, or at its start, for more than {limit}")
+
+    def _kill(self, worker: int, why: str) -> None:
         handle = self._watched.get(worker)
         if handle is not None:
-            handle.kill()
+            handle.kill(why)  # which is logged with its replacement
 
     def _pinned(self, value: Any) -> Any:
         assert self._pin is not None

@@ -148,7 +148,7 @@ class SharedLoaderIterator(_BaseDataLoaderIter):
     def _next_data(self) -> Any:
         with self._run.meter.waiting():
             try:
-                ready = self._batches.head()
+                ready = self._batches.head(self._timeout or None)
             except StopIteration:
                 self._progress.finished = True
                 raise
@@ -303,8 +303,4 @@ def check_shareable(loader: Any) -> None:
     if loader._dataset_kind == _DatasetKind.Iterable:
         raise OptionError(
             "flow= is for map-style datasets, whose samples have numbers; leave it out for an IterableDataset"
-        )
-    if loader.timeout:
-        raise OptionError(
-            f"timeout={loader.timeout} is not for shared flows; give job=JobOptions(patience_s=...)"
         )

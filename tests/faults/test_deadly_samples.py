@@ -16,11 +16,13 @@ import torch
 
 from tests.loader_cases import Deadly, Gated, Indices, Samples, Stream
 from tests.new_process import FORK, in_fork
+from tests.shared_datasets import Hanging
 from tests.workers import has_ended, kill, worker_pids
 from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError, WorkerError, WorkerStartError
 from torch_dpflow.iterator import WorkerIterator
 from torch_dpflow.options import LoaderOptions
-from torch_dpflow.private import Died, PrivateShard
+from torch_dpflow.private import PrivateShard
+from torch_dpflow.shard_events import Died
 
 DEATHS = {
     "segmentation fault": {"by_signal": signal.SIGSEGV},
@@ -162,6 +164,30 @@ def test_after_a_time_out_the_epoch_can_go_on(OurLoader: Any) -> None:
         next(iterator)
     gate.set()
     assert [*seen, *iterator] == list(range(8))
+
+
+def test_a_batch_that_hangs_is_given_up_after_its_time_limit(OurLoader: Any) -> None:
+    loader = OurLoader(
+        Hanging(24, holds=9),
+        batch_size=4,
+        num_workers=2,
+        options=LoaderOptions(task_timeout_s=1.0),
+    )
+    iterator = iter(loader)
+    seen = [int(key) for _ in range(2) for key in next(iterator)[1]]
+    with pytest.raises(PoisonTaskError, match=r"9, 10.*3 workers.*was killed: .*task_timeout_s=1 s"):
+        next(iterator)
+    assert [*seen, *(int(key) for _, keys in iterator for key in keys)] == [*range(8), *range(12, 24)]
+
+
+def hang(worker: int) -> None:
+    signal.pause()
+
+
+def test_workers_that_hang_before_they_load_anything(OurLoader: Any) -> None:
+    options = LoaderOptions(task_timeout_s=0.3)
+    with pytest.raises(WorkerStartError, match=r"was killed: .*at its start.*task_timeout_s=0\.3 s"):
+        list(OurLoader(Indices(4), num_workers=1, worker_init_fn=hang, options=options))
 
 
 def test_leaving_while_a_worker_hangs_does_not_hang(OurLoader: Any) -> None:

@@ -1,5 +1,6 @@
 """The scheduler under any interleaving: nothing lost, nothing delivered twice, everything comes to an end."""
 
+import math
 import random
 from collections import Counter, deque
 
@@ -15,6 +16,7 @@ from torch_dpflow.remote.scheduler import (
     Discard,
     Exchange,
     Join,
+    Kill,
     Lose,
     Poison,
     Revoke,
@@ -72,9 +74,10 @@ class Interleavings(RuleBasedStateMachine):
         poison_limit=st.integers(1, 3),
         patience=st.sampled_from([None, 0.0, 3.0]),
         overtake=st.sampled_from([None, 0.0, 2.0]),
+        limit=st.sampled_from([None, 0.0, 4.0]),
         workers=st.permutations(range(4)),
     )
-    def begin(self, window, poison_limit, patience, overtake, workers):
+    def begin(self, window, poison_limit, patience, overtake, limit, workers):
         self.window = window
         self.poison_limit = poison_limit
         self.scheduler = Scheduler(
@@ -82,7 +85,11 @@ class Interleavings(RuleBasedStateMachine):
             poison_limit=poison_limit,
             speculate_after_s=patience,
             overtake_after_s=overtake,
+            task_timeout_s=limit,
         )
+        self.limit = limit
+        #: Who is to be killed, and has not exchanged since.
+        self.condemned = set()
         self.now = 0.0
         self.members = {}
         self.zombies = []
@@ -117,9 +124,13 @@ class Interleavings(RuleBasedStateMachine):
                 self.delivered.add(task)
             case Discard(task, _):
                 assert task not in self.open_tasks(), "a first result must not be dropped"
-            case Poison(task, workers):
+            case Kill(worker):
+                assert self.limit is not None
+                assert worker in self.members.keys() - self.condemned, "one that is there, and once"
+                self.condemned.add(worker)
+            case Poison(task, workers, late):
                 assert task in self.open_tasks()
-                assert len(workers) == self.poison_limit
+                assert len(workers) == self.poison_limit >= late
                 self.poisoned.add(task)
             case Starved(workers):
                 assert self.starved.isdisjoint(workers), "said once"
@@ -147,6 +158,7 @@ class Interleavings(RuleBasedStateMachine):
         if forerunner is not None and in_flight_arrives:
             self.zombies.append(forerunner)
         self.starved.discard(worker)
+        self.condemned.discard(worker)
         self.members[worker] = Process(worker)
         self.tell(Join, worker)
 
@@ -157,6 +169,7 @@ class Interleavings(RuleBasedStateMachine):
             process.inbox.clear()
             self.zombies.append(process)
         self.starved.discard(worker)
+        self.condemned.discard(worker)
         self.tell(Lose, worker)
 
     @precondition(lambda self: self.members or self.zombies)
@@ -190,6 +203,7 @@ class Interleavings(RuleBasedStateMachine):
 
     def arrive(self, process):
         finished, started = process.outbox.popleft()
+        self.condemned.discard(process.worker)
         self.sent.append((process.worker, finished, started))
         self.tell(Exchange, process.worker, finished, started)
 
@@ -201,6 +215,7 @@ class Interleavings(RuleBasedStateMachine):
         if not forged:
             finished = [data.draw(st.integers(0, len(self.pins)))]
             started = data.draw(st.none() | st.integers(0, len(self.pins)))
+        self.condemned.discard(worker)
         self.tell(Exchange, worker, finished, started)
 
     @rule()
@@ -332,6 +347,34 @@ def test_the_poison_limit_ends_the_guilty_tasks_and_no_other(
     fleet.run()
     assert sorted(fleet.poisoned) == sorted(killers)
     assert sorted(fleet.delivered) == sorted(set(range(len(costs))) - killers)
+
+
+@given(
+    costs=st.lists(st.floats(0.1, 10.0), min_size=1, max_size=40),
+    hanging=st.sets(st.integers(0, 39), max_size=4),
+    workers=st.integers(1, 4),
+    window=st.integers(1, 6),
+    results_per_exchange=st.integers(1, 4),
+    overtake=st.sampled_from([None, 5.0]),
+    poison_limit=st.integers(2, 4),
+)
+@settings(max_examples=200, deadline=None)
+def test_tasks_that_hang_are_given_up_and_all_others_are_delivered_whatever_workers_they_took(
+    costs, hanging, workers, window, results_per_exchange, overtake, poison_limit
+):
+    hanging = {task for task in hanging if task < len(costs)}
+    fleet = SimulatedFleet(
+        Scheduler(window=window, poison_limit=poison_limit, overtake_after_s=overtake, task_timeout_s=50.0),
+        workers=workers,
+        cost_s=lambda task: math.inf if task in hanging else costs[task],
+        results_per_exchange=results_per_exchange,
+    )
+    fleet.submit(range(len(costs)))
+    for second in range(0, 2000, 5):
+        fleet.after(second, lambda: fleet.tell(Tick(fleet.now)))
+    fleet.run()
+    assert sorted(fleet.poisoned) == sorted(hanging)
+    assert sorted(fleet.delivered) == sorted(set(range(len(costs))) - hanging)
 
 
 @given(

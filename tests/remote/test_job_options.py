@@ -25,6 +25,8 @@ from torch_dpflow.remote.samples import SampleAssignment
         ({"ready": 9}, OptionError, "ready=9, asked=8: .*give asked=10 or more, or a smaller ready"),
         ({"repeatable": 1}, OptionTypeError, "repeatable=1: give True, False or None"),
         ({"repeatable": 0}, OptionTypeError, "repeatable=0: give True, False or None"),
+        ({"task_timeout_s": 0}, OptionError, "task_timeout_s=0 is out of range; give seconds above 0"),
+        ({"task_timeout_s": "9"}, OptionTypeError, "task_timeout_s='9' is a str; give seconds"),
         ({"shards": 10**9}, OptionError, "shards=1000000000 is out of range; 1 to 256 are allowed"),
         ({"memory_bytes": 10**30}, OptionError, "memory_bytes=10+ is out of range"),
         ({"memory_bytes": 2 << 20, "shards": 3}, OptionError, "memory_bytes=2097152 is out of range"),

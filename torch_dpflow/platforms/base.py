@@ -17,8 +17,8 @@ class WorkerHandle(Protocol):
     def obituary(self) -> str:
         """How it ended, for people: its exit code or signal and its last words."""
 
-    def kill(self) -> None:
-        """End it at once; does not wait. Any thread may call."""
+    def kill(self, why: str) -> None:
+        """End it at once, for a reason that its obituary is to name; does not wait. Any thread may call."""
 
     def terminate(self) -> None:
         """Ask it to end now; does not wait."""

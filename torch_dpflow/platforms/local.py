@@ -75,6 +75,7 @@ class LocalWorker:
         self.process = process
         self._post = post
         self._closed = False
+        self._killed_for = ""
         self._descriptor: int | None = _process_descriptor(process)
         self.ended: int = self._descriptor if self._descriptor is not None else process.sentinel
 
@@ -85,9 +86,11 @@ class LocalWorker:
 
     def obituary(self) -> str:
         self.process.join(TERMINATE_S)
-        return f"pid {self.process.pid} {_how(self.process.exitcode)}{self._last_words()}"
+        how = f"was killed: {self._killed_for}" if self._killed_for else _how(self.process.exitcode)
+        return f"pid {self.process.pid} {how}{self._last_words()}"
 
-    def kill(self) -> None:
+    def kill(self, why: str) -> None:
+        self._killed_for = why
         self.process.kill()
 
     def terminate(self) -> None:

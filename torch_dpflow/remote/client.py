@@ -29,7 +29,7 @@ from torch_dpflow.remote.delivered import Delivered
 from torch_dpflow.remote.flow_registration import describe, length_of, register, source_of
 from torch_dpflow.remote.job_description import Home, JobDescription
 from torch_dpflow.remote.job_options import JobOptions, Replica
-from torch_dpflow.remote.protocol import MAX_SAMPLES, JobFigures, JobRank
+from torch_dpflow.remote.protocol import MAX_SAMPLES, POISON_LIMIT, JobFigures, JobRank
 from torch_dpflow.remote.refusals import StaleJobError
 from torch_dpflow.remote.router_link import RouterLink
 from torch_dpflow.remote.samples import SampleAssignment
@@ -293,6 +293,8 @@ class SharedJob:
                 asked=options.asked,
                 budget_bytes=options.budget_bytes,
                 patience_s=options.patience_s,
+                # A sample that hangs is given up by its shard after several tries, and named then.
+                loading_s=POISON_LIMIT * (options.task_timeout_s or 0.0),
             ),
             closed=closed,
         )

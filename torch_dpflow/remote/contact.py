@@ -35,6 +35,11 @@ class Contact:
         self._put_off: float | None = None
         self._told_of_wait = False
 
+    @property
+    def heard_at(self) -> float:
+        """When they last answered, by the clock."""
+        return self._heard
+
     def end(self) -> None:
         """Nobody waits any more: nothing is to be said."""
         self._ended = True

@@ -97,6 +97,7 @@ def describe(
         strategy=options.strategy,
         cache_samples=options.cache_samples or _samples_of(source, size),
         idle_s=options.idle_s,
+        task_timeout_s=options.task_timeout_s,
     )
     spec.check()
     return spec

@@ -58,6 +58,8 @@ class FlowSpec(
     idle_s: Seconds = 600.0
     #: Whether loading has two parts: a deterministic one that is kept, and a rest drawn by chance for each job.
     staged: bool = False
+    #: How long a worker may be at one sample before it is taken for hung and killed, seconds; None: for ever.
+    task_timeout_s: Seconds | None = None
 
     @property
     def instance(self) -> str:

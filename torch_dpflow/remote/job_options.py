@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.options import check_whole_number
+from torch_dpflow.options import check_seconds, check_whole_number
 from torch_dpflow.remote.flow_spec import MAX_SHARDS, MAX_SIZE, MIN_MEMORY
 from torch_dpflow.remote.protocol import MAX_RANKS
 
 #: Room for samples where nothing says how much, bytes.
 DEFAULT_MEMORY_BYTES = 1 << 30
-#: Longest time and most bytes that an option may name.
-MAX_SECONDS, MAX_BYTES = 1e9, 2**53
+#: Most bytes that an option may name.
+MAX_BYTES = 2**53
 #: Longest name of a job, characters.
 MAX_NAME = 100
 
@@ -68,6 +68,9 @@ class JobOptions:
             dataset is an `ALSDCache`; if that has a `transform`, what is below it is kept, and the transform is
             run by a worker for each job and epoch.
         idle_s: (flow) how long its services outlive the last job, seconds.
+        task_timeout_s: (flow) how long a worker may be at one sample, seconds; None: no limit. One that takes
+            longer is taken for hung, killed and replaced, and the sample counts as one that killed it: it is tried
+            three times before it is given up. Well above what the slowest sample takes: ten minutes by default.
         fingerprint: (flow) stands for the dataset's content where jobs that make the same one are told that
             theirs differ; see `torch_dpflow.remote.fingerprint`.
         ready: batches that are put together ahead of need (P_L).
@@ -88,6 +91,7 @@ class JobOptions:
     cache_samples: int = 0
     repeatable: bool | None = None
     idle_s: float = 600.0
+    task_timeout_s: float | None = 600.0
     fingerprint: str | None = None
     ready: int = 2
     asked: int = 8
@@ -107,7 +111,9 @@ class JobOptions:
                 f"asked={self.ready + 1} or more, or a smaller ready"
             )
         for name in ("idle_s", "patience_s"):
-            _check_seconds(name, getattr(self, name))
+            check_seconds(name, getattr(self, name))
+        if self.task_timeout_s is not None:
+            check_seconds("task_timeout_s", self.task_timeout_s)
         for name in ("name", "fingerprint"):
             _check_name(name, getattr(self, name))
         if not isinstance(self.repeatable, bool | None):
@@ -132,13 +138,6 @@ def _check_between(name: str, value: Any, least: int, most: int) -> None:
     check_whole_number(name, value, minimum=least)
     if value > most:
         raise OptionError(f"{name}={value} is out of range; {least} to {most} are allowed")
-
-
-def _check_seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give seconds")
-    if not 0 < value <= MAX_SECONDS:
-        raise OptionError(f"{name}={value!r} is out of range; give seconds above 0 and up to {MAX_SECONDS:g}")
 
 
 def _check_name(field: str, value: Any) -> None:

@@ -12,6 +12,8 @@ from torch_dpflow.remote.parcel import ParcelTable
 
 #: Most samples that one message names.
 MAX_SAMPLES = 1 << 14
+#: Workers that a sample may take down before it is given up.
+POISON_LIMIT = 3
 #: Most ranks of one job.
 MAX_RANKS = 1024
 #: Most processes of one node.

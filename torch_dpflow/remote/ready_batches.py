@@ -7,7 +7,9 @@ backwards, only.
 
 from __future__ import annotations
 
+import math
 import queue
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +18,7 @@ from typing import Any
 
 from torch._utils import ExceptionWrapper
 
+from torch_dpflow.errors import LoaderTimeoutError
 from torch_dpflow.remote.stop_signal import StopSignal
 
 #: How long either side waits without a look around, seconds.
@@ -68,8 +71,12 @@ class ReadyBatches:
             self._line.append(ready)
             self._came.put(None)
 
-    def next(self) -> Ready | None:
-        """Wait for the next batch and have it in hand; None once closed. The same one again until it is handed out."""
+    def next(self, timeout_s: float | None = None) -> Ready | None:
+        """Wait for the next batch and have it in hand; None once closed. The same one again until it is handed out.
+
+        Raises LoaderTimeoutError where none comes within `timeout_s` seconds; None: as long as it takes.
+        """
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self.in_hand is None:
             if self._closed.is_set():
                 return None
@@ -77,9 +84,15 @@ class ReadyBatches:
             if line:
                 self.in_hand = line[0]
             else:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise LoaderTimeoutError(
+                        f"DataLoader timed out after {timeout_s:g} seconds; the batch is still under way, and comes "
+                        "when the iterator is asked again"
+                    )
                 # Now and then Python must come by to see a signal that another thread has taken.
                 with suppress(queue.Empty):
-                    self._came.get(timeout=LOOK_S)
+                    self._came.get(timeout=min(LOOK_S, left_s))
         line = self._line
         if line and line[0] is self.in_hand:
             line.popleft()

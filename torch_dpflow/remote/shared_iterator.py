@@ -49,6 +49,7 @@ class Pipeline:
         asked: batches that shards are told of ahead of need, more than those.
         budget_bytes: most bytes of batches under way, but for one batch.
         patience_s: how long the cluster may be away before the iterator gives up.
+        loading_s: how much longer samples may take to come where the cluster answers.
     """
 
     ready: int
@@ -56,6 +57,7 @@ class Pipeline:
     asked: int
     budget_bytes: int
     patience_s: float
+    loading_s: float
 
 
 _Came: TypeAlias = tuple[ParcelTable, list[Frame]] | PoisonTaskError
@@ -148,15 +150,15 @@ class SharedIterator:
         self.handed_out()
         return value
 
-    def head(self) -> Ready:
+    def head(self, timeout_s: float | None = None) -> Ready:
         """Wait for the batch whose turn it is; it stays that until `handed_out` is called.
 
         Raises StopIteration at the end, what has ended the epoch before that, WorkerError from then on, and what came
-        in the batch's place, which is handed out then.
+        in the batch's place, which is handed out then. LoaderTimeoutError where nothing comes within `timeout_s`.
         """
         self.settle()
         with self._meter.waiting():
-            ready = self._ready.next()
+            ready = self._ready.next(timeout_s)
         if ready is None or ready.is_last:
             self.close()
             raise self._end(ready)
@@ -284,7 +286,7 @@ class SharedIterator:
 
     def _complete(self, batch: _Batch) -> _Batch:
         """Wait until every sample of a batch is here, asking again for what was lost on the way."""
-        deadline = time.monotonic() + self._pipeline.patience_s
+        since = time.monotonic()
         while True:
             came = 0
             fetches, batch.fetches = batch.fetches, []
@@ -296,7 +298,7 @@ class SharedIterator:
                 if self._closed.is_set():
                     raise _Closed
                 if outcome.error is not None:
-                    self._mend(outcome.error, deadline)
+                    self._mend(outcome.error, since)
             missing = batch.missing
             if batch.is_deadly:
                 self._links.give_back(missing, epoch=self._epoch, draw=self._draw)
@@ -304,7 +306,7 @@ class SharedIterator:
             if not missing:
                 break
             if came:
-                deadline = time.monotonic() + self._pipeline.patience_s
+                since = time.monotonic()
             batch.fetches = self._links.fetch(missing, epoch=self._epoch, draw=self._draw)
         self._asked.popleft()
         self._fetching -= 1
@@ -331,8 +333,13 @@ class SharedIterator:
         with suppress(DPFlowError):  # it is said with the next call
             self._links.give_back([], epoch=self._epoch, draw=self._draw)
 
-    def _mend(self, error: DPFlowError, deadline: float) -> None:
-        """Find out what is out of date, so that the next attempt goes where it should."""
+    def _mend(self, error: DPFlowError, since: float) -> None:
+        """Find out what is out of date, so that the next attempt goes where it should.
+
+        since: when something came last.
+        """
+        contact, pipeline = self._router.contact, self._pipeline
+        deadline = pipeline.patience_s + min(since + pipeline.loading_s, max(since, contact.heard_at))
         if time.monotonic() >= deadline:
             raise self._router.contact.given_up(error) from error
         kind = error.kind if isinstance(error, RemoteCallError) else ""

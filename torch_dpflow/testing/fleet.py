@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -14,6 +15,7 @@ from torch_dpflow.remote.scheduler import (
     Event,
     Exchange,
     Join,
+    Kill,
     Lose,
     Poison,
     Revoke,
@@ -33,7 +35,7 @@ class SimulatedFleet:
     Args:
         scheduler: decides; nothing else may use it.
         workers: how many; they join at time 0 under the ids 0, 1, ...
-        cost_s: seconds that a task takes; None: it takes its worker down.
+        cost_s: seconds that a task takes, inf: it hangs until its worker is killed; None: it takes that down.
         latency_s: seconds between the scheduler and a worker, one way.
         results_per_exchange: N of the thesis.
         restart_s: seconds from a worker's death until the scheduler hears of it and a replacement has joined.
@@ -94,8 +96,10 @@ class SimulatedFleet:
                     self.on_delivered(task)
                 case Discard(task, _):
                     self.discarded.append(task)
-                case Poison(task, _):
+                case Poison(task):
                     self.poisoned.append(task)
+                case Kill(number):
+                    self._take_down(number)
 
     def _send(self, instruction: Assign | Revoke) -> None:
         number, worker = instruction.worker, self._workers[instruction.worker]
@@ -119,13 +123,17 @@ class SimulatedFleet:
             return
         cost_s = self._cost_s(worker.running)
         if cost_s is None:
-            worker.dead = True
-            self.after(self._restart_s, lambda: self._replace(number))
-        else:
-            self.after(cost_s, lambda: self._finish(number))
+            self._take_down(number)
+        elif cost_s < math.inf:
+            self.after(cost_s, lambda: self._finish(number, worker))
 
-    def _finish(self, number: WorkerId) -> None:
-        worker = self._workers[number]
+    def _take_down(self, number: WorkerId) -> None:
+        self._workers[number].dead = True
+        self.after(self._restart_s, lambda: self._replace(number))
+
+    def _finish(self, number: WorkerId, worker: _SimulatedWorker) -> None:
+        if worker.dead:
+            return
         assert worker.running is not None
         worker.finished.append(worker.running)
         self._start_next(number)

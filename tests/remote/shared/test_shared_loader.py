@@ -151,7 +151,6 @@ def test_an_error_names_its_type_and_the_loader_goes_on(make: Make) -> None:
         ({"flow": f"a:v{10**9}"}, OptionError, "version has 10 digits, at most 9 are allowed"),
         ({"address": "auto"}, OptionError, "without a flow"),
         ({"flow": "a", "job": {"ready": 1}}, OptionTypeError, "JobOptions"),
-        ({"flow": "a", "num_workers": 1, "timeout": 3}, OptionError, "patience_s"),
     ],
     ids=str,
 )

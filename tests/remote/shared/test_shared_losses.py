@@ -56,6 +56,7 @@ def test_a_forked_child_that_closes_a_job_leaves_it_as_it_is(join: Join, flow: s
 def own(tmp_path: Path) -> Any:
     """A cluster that a test may end."""
     started = TestCluster.start(tmp_path)
+    started.flows()  # it answers: its start is no part of anybody's patience
     yield started
     started.stop()
 

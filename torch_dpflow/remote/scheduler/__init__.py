@@ -29,6 +29,10 @@ others may never be idle. With `overtake_after_s`, one that has been at one task
 times as long as tasks usually take, is given nothing more until it exchanges: what waits behind the task goes
 back to the queue, and the task is copied to whoever has room first.
 
+**Time limit.** Code that hangs never exchanges, and with an overtaken copy it takes two workers out of service. With
+`task_timeout_s`, a worker that has been at one task for so long is to be killed, also where nobody wants the task any
+more. The rest is a loss as any other: the task is a suspect, and given up when the limit of losses is reached.
+
 **Loss.** The window of a lost worker goes back in its old order, before everything newer. The task that it
 ran is a suspect from then on and runs alone: it is given to an empty worker only, and nothing joins it.
 Otherwise, where workers hand in results N at a time and the scheduler is mistaken about what ran, a task that
@@ -44,6 +48,7 @@ from torch_dpflow.remote.scheduler.events import (
     Exchange,
     Instruction,
     Join,
+    Kill,
     Lose,
     Poison,
     Revoke,
@@ -66,6 +71,7 @@ __all__ = [
     "Exchange",
     "Instruction",
     "Join",
+    "Kill",
     "Lose",
     "Poison",
     "Revoke",

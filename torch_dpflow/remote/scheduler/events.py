@@ -65,7 +65,7 @@ class Lose(msgspec.Struct, frozen=True, gc=False):
 
 
 class Tick(msgspec.Struct, frozen=True, gc=False):
-    """Time has passed; needed for speculation and overtaking only."""
+    """Time has passed; needed for speculation, overtaking and time limits only."""
 
     now: float
 
@@ -106,10 +106,23 @@ class Discard(msgspec.Struct, frozen=True, gc=False):
 
 
 class Poison(msgspec.Struct, frozen=True, gc=False):
-    """This task was running on each of these workers when they were lost: tell its requester and give up."""
+    """This task was running on each of these workers when they were lost: tell its requester and give up.
+
+    `late` of them were lost because they took too long over it.
+    """
 
     task: TaskId
     workers: tuple[WorkerId, ...]
+    late: int = 0
+
+
+class Kill(msgspec.Struct, frozen=True, gc=False):
+    """This worker has been at one task for longer than it may: end it. `Lose` is to tell of its end.
+
+    Said once, unless the worker exchanges again.
+    """
+
+    worker: WorkerId
 
 
 class Starved(msgspec.Struct, frozen=True, gc=False):
@@ -118,4 +131,4 @@ class Starved(msgspec.Struct, frozen=True, gc=False):
     workers: list[WorkerId]
 
 
-Instruction: TypeAlias = Assign | Revoke | Deliver | Discard | Poison | Starved
+Instruction: TypeAlias = Assign | Revoke | Deliver | Discard | Poison | Kill | Starved

@@ -18,6 +18,7 @@ from torch_dpflow.remote.scheduler.events import (
     Exchange,
     Instruction,
     Join,
+    Kill,
     Lose,
     Poison,
     Revoke,
@@ -47,6 +48,7 @@ class Scheduler:
     speculate_after_s: seconds after which a running task may be copied to an idle worker; None: never.
     overtake_after_s: seconds, at least, after which others take over what a worker holds that is at one task
         for much longer than usual, be they busy or not; None: never.
+    task_timeout_s: seconds after which a worker that is still at one task is to be killed; None: never.
     Raises OptionError or OptionTypeError.
     """
 
@@ -57,11 +59,13 @@ class Scheduler:
         poison_limit: int = 3,
         speculate_after_s: float | None = None,
         overtake_after_s: float | None = None,
+        task_timeout_s: float | None = None,
     ) -> None:
         self._windows = Windows(_at_least_one("window", window))
         self._poison_limit = _at_least_one("poison_limit", poison_limit)
         self._speculate_after_s = _seconds("speculate_after_s", speculate_after_s)
         overtake_after_s = _seconds("overtake_after_s", overtake_after_s)
+        self._task_timeout_s = _seconds("task_timeout_s", task_timeout_s)
         self._pace = None if overtake_after_s is None else Pace(overtake_after_s)
         self.counters = Counters()
         #: Every task that is submitted and not delivered, cancelled or poisoned.
@@ -144,7 +148,7 @@ class Scheduler:
             return
         if self._pace is not None and event.finished:
             self._pace.took((event.now - mirror.since) / len(event.finished))
-        mirror.overtaken = False
+        mirror.overtaken = mirror.condemned = False
         running = event.started
         if running is None or running in event.finished:
             running = next(iter(mirror.held), None)
@@ -163,6 +167,7 @@ class Scheduler:
         for task_id in (mirror.running,) if event.at is None else event.at:
             running = None if task_id is None else self._tasks.get(task_id)
             if running is not None and running.pinned_to in (None, event.worker):
+                running.late += mirror.condemned
                 self._suspect(running, event.worker, out)
         for task in mirror.held.values():
             if not task.holders and task.id in self._tasks:
@@ -178,6 +183,12 @@ class Scheduler:
         if self._pace is not None:
             for mirror in self._windows.stuck(event.now - self._pace.patience_s):
                 self._overtake(mirror, event.now)
+        if self._task_timeout_s is not None:
+            for mirror in self._windows.stuck(event.now - self._task_timeout_s):
+                if not mirror.condemned:
+                    mirror.condemned = True
+                    self.counters.timeouts += 1
+                    out.append(Kill(mirror.worker))
 
     def _overtake(self, mirror: Mirror, now: float) -> None:
         """Have others take over what a worker holds that seems to have stopped; may be called again."""
@@ -209,7 +220,7 @@ class Scheduler:
         task.losses += (worker,)
         if len(task.losses) >= self._poison_limit:
             self.counters.poisoned += 1
-            out.append(Poison(task.id, task.losses))
+            out.append(Poison(task.id, task.losses, task.late))
             self._forget(task, None)
             return
         for holder in task.holders:

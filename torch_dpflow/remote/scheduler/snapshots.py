@@ -24,6 +24,8 @@ class Counters(msgspec.Struct):
     overtaken: int = 0
     #: Tasks named in Revoke instructions.
     revoked: int = 0
+    #: Workers that were to be killed over a task that took too long.
+    timeouts: int = 0
     #: Tasks taken back from lost workers.
     requeues: int = 0
     #: Workers lost.

@@ -19,7 +19,7 @@ _MAX_GAPS = 64
 class Task:
     """One task from its submission until it is delivered, cancelled or poisoned. Then it is forgotten."""
 
-    __slots__ = ("backlog", "holders", "id", "losses", "order", "pinned_to")
+    __slots__ = ("backlog", "holders", "id", "late", "losses", "order", "pinned_to")
 
     def __init__(self, task_id: TaskId, order: int, pinned_to: WorkerId | None) -> None:
         self.id = task_id
@@ -32,6 +32,8 @@ class Task:
         self.holders: tuple[Mirror, ...] = ()
         #: The workers that were lost while they ran it. Not empty: the task is a suspect, and runs alone.
         self.losses: tuple[WorkerId, ...] = ()
+        #: How many of them were killed because it took too long.
+        self.late = 0
 
     def is_movable(self) -> bool:
         """Whether another worker may take it over: it is not pinned, and only one has it."""

@@ -15,7 +15,17 @@ class Mirror:
     `held` is the submitted part of the thesis's mirror queue, `reserved` its unsubmitted part.
     """
 
-    __slots__ = ("held", "level", "overtaken", "reserved", "running", "since", "starved", "worker")
+    __slots__ = (
+        "condemned",
+        "held",
+        "level",
+        "overtaken",
+        "reserved",
+        "running",
+        "since",
+        "starved",
+        "worker",
+    )
 
     def __init__(self, worker: WorkerId, reserved: Backlog, now: float) -> None:
         self.worker = worker
@@ -32,6 +42,8 @@ class Mirror:
         self.starved = False
         #: Others have taken over what it holds; it is given nothing until it exchanges.
         self.overtaken = False
+        #: It is to be killed, because it has been at one task for too long.
+        self.condemned = False
         #: Index into Windows.levels, or GONE.
         self.level = GONE
 

@@ -73,7 +73,14 @@ class SampleShard:
     ) -> None:
         self._spec = spec
         self._clock = clock
-        self._workers = ShardWorkers(listener, assignment, settings.workers, self._on_loaded)
+        self._workers = ShardWorkers(
+            listener,
+            assignment,
+            settings.workers,
+            self._on_loaded,
+            task_timeout_s=spec.task_timeout_s,
+            clock=clock,
+        )
         self._pool = self._make_pool(settings)
         self._jobs = Membership(lease_s=JOB_LEASE_S)
         #: By job: the epoch that it reads, and how many samples it has asked for and not taken.

@@ -5,6 +5,7 @@ It moves parcels and opens none: what a result holds is the affair of its `Reque
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from torch_dpflow.remote.scheduler import (
     Discard,
     Instruction,
     Join,
+    Kill,
     Lose,
     Poison,
     Revoke,
@@ -64,14 +66,17 @@ class Requester(Protocol):
     def delivered(self, task: int, worker: int, finished: Finished, opened: Any) -> None:
         """This is the task's first result."""
 
-    def poisoned(self, task: int, workers: tuple[int, ...]) -> None:
-        """The task has taken down these workers and is given up."""
+    def poisoned(self, task: int, workers: tuple[int, ...], late: int) -> None:
+        """The task has taken down these workers, `late` of them by taking too long, and is given up."""
 
     def starved(self) -> None:
         """A worker has nothing to do."""
 
     def failed(self, worker: int) -> None:
         """This worker breaks the protocol, or its memory cannot be read: it must be replaced."""
+
+    def overdue(self, worker: int) -> None:
+        """This worker has been at one task, or at its own start, for longer than it may: it must be replaced."""
 
 
 @dataclass
@@ -94,6 +99,7 @@ class Shard:
         scheduler: decides who loads what.
         requester: gets what was loaded.
         clock: seconds, for the scheduler.
+        start_timeout_s: how long a worker may take from its greeting until it is ready; None: as long as it likes.
     """
 
     def __init__(
@@ -103,7 +109,11 @@ class Shard:
         requester: Requester,
         *,
         clock: Callable[[], float] = time.monotonic,
+        start_timeout_s: float | None = None,
     ) -> None:
+        self._start_timeout_s = start_timeout_s
+        #: Since when workers that have been greeted and are not ready have been starting, seconds.
+        self._starting: dict[int, float] = {}
         self._listener = listener
         self._scheduler = scheduler
         self._requester = requester
@@ -132,13 +142,30 @@ class Shard:
             self._listener.send(peer, [encode(EpochBegin()), self._requester.epoch_for(worker)])
 
     def tick(self) -> None:
-        """Look whether a worker is held up; for shards whose scheduler overtakes."""
-        self._follow(self._scheduler.handle(Tick(self._clock())))
+        """Look whether a worker is held up; for shards whose scheduler overtakes, or that have time limits."""
+        now = self._clock()
+        if self._start_timeout_s is not None:
+            for worker, since in list(self._starting.items()):
+                if now - since >= self._start_timeout_s:
+                    self._starting[worker] = math.inf  # said once
+                    self._requester.overdue(worker)
+        self._follow(self._scheduler.handle(Tick(now)))
 
     def lose(self, worker: int, at: tuple[int, ...] | None = None) -> None:
         """This worker has died. at: the task that it was at, or none; None where that is not known."""
         self._peers.pop(worker, None)
+        self._starting.pop(worker, None)
         self._follow(self._scheduler.handle(Lose(worker, self._clock(), at)))
+
+    def abandon(self) -> list[int]:
+        """Cancel all that is open; the tasks."""
+        tasks = list(self._payloads)
+        self.cancel(tasks)
+        return tasks
+
+    def is_starting(self, worker: int) -> bool:
+        """Whether it has been greeted and is not ready."""
+        return worker in self._starting
 
     @property
     def connected(self) -> list[int]:
@@ -178,13 +205,16 @@ class Shard:
     def _welcome(self, peer: bytes, hello: WorkerHello) -> None:
         if hello.worker != _worker_of(peer) or not self._requester.admits(hello):
             raise MessageError(f"there is no worker {hello.worker}, incarnation {hello.incarnation}, here")
-        self._peers[hello.worker] = peer
+        # It may take the place of one that has not been seen to end, which is lost first.
         shared = self._requester.shares_memory(hello)
+        self._peers[hello.worker] = peer
+        self._starting.setdefault(hello.worker, self._clock())
         self._listener.send(peer, [encode(WorkerWelcome(shared)), self._requester.epoch_for(hello.worker)])
 
     def _employ(self, peer: bytes) -> None:
         worker = _worker_of(peer)
         if self._peers.get(worker) == peer:
+            self._starting.pop(worker, None)
             self._follow(self._scheduler.handle(Join(worker, self._clock())))
 
     def _exchange(self, peer: bytes, exchange: Exchange, frames: list[memoryview]) -> None:
@@ -220,9 +250,11 @@ class Shard:
                     windows.setdefault(worker, Window([], [])).tasks.extend(tasks)
                 case Revoke(worker, tasks):
                     windows.setdefault(worker, Window([], [])).revoked.extend(tasks)
-                case Poison(task, workers):
+                case Poison(task, workers, late):
                     self._payloads.pop(task, None)
-                    self._requester.poisoned(task, workers)
+                    self._requester.poisoned(task, workers, late)
+                case Kill(worker):
+                    self._requester.overdue(worker)
                 case Starved():
                     self._requester.starved()
                 case Discard():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch_dpflow.remote.arena import ArenaReader
 from torch_dpflow.remote.messages import Finished, WorkerHello
 from torch_dpflow.remote.pool_objects import Load
-from torch_dpflow.remote.protocol import FAILED, POISONED, SAMPLE
+from torch_dpflow.remote.protocol import FAILED, POISON_LIMIT, POISONED, SAMPLE
 from torch_dpflow.remote.running_task import RunningTaskReader
 from torch_dpflow.remote.sample_task import pack_task
 from torch_dpflow.remote.sample_worker import GREETING
@@ -25,8 +25,8 @@ from torch_dpflow.remote.transport import Listener
 #: Tasks that a worker holds: those of a message's results, and some that wait meanwhile. Half of what torch's loader
 #: gives a worker ahead of need, with batches of 16.
 WINDOW = 16
-#: Workers that a sample may take down before it is given up.
-POISON_LIMIT = 3
+#: How many workers more than there are to be may end before they are ready until samples are given up for it.
+FALSE_STARTS = 2
 #: A worker that is at one sample for so long, and for much longer than usual, is overtaken by others, seconds: it
 #: may be frozen, and its node gives it `node.LEASE_S`.
 OVERTAKE_S = 1.0
@@ -50,6 +50,8 @@ class ShardWorkers:
         assignment: what they load, packed.
         workers: how many there are to be.
         loaded: called with the numbers of loads and what each came to. Not while `hear` is at work: `flush` calls.
+        task_timeout_s: as of `FlowSpec`.
+        clock: seconds; should stand still while this process does, or workers pay for its pauses.
     """
 
     def __init__(
@@ -58,9 +60,18 @@ class ShardWorkers:
         assignment: bytes,
         workers: int,
         loaded: Callable[[list[tuple[int, Settled]]], None],
+        *,
+        task_timeout_s: float | None,
+        clock: Callable[[], float],
     ) -> None:
-        self._scheduler = Scheduler(window=WINDOW, poison_limit=POISON_LIMIT, overtake_after_s=OVERTAKE_S)
-        self._shard = Shard(listener, self._scheduler, self)
+        self._scheduler = Scheduler(
+            window=WINDOW,
+            poison_limit=POISON_LIMIT,
+            overtake_after_s=OVERTAKE_S,
+            task_timeout_s=task_timeout_s,
+        )
+        self._task_timeout_s = task_timeout_s
+        self._shard = Shard(listener, self._scheduler, self, clock=clock, start_timeout_s=task_timeout_s)
         #: How many there are to be; workers that come are told so.
         self.expected = workers
         self._assignment = assignment
@@ -70,6 +81,8 @@ class ShardWorkers:
         #: Loads of which only the rest is done here, and how many of them have been: nothing was decoded for them.
         self._rests: set[int] = set()
         self._rests_done = 0
+        #: How many workers have ended before they were ready, since the latest result.
+        self._false_starts = 0
         self._poller = select.poll()
 
     @property
@@ -104,9 +117,8 @@ class ShardWorkers:
         if ended:
             for number, worker in list(self._workers.items()):
                 if worker.descriptor in ended:
-                    _tell_end(number, worker.pid)
-                    self._dismiss(number)
-                    self._shard.lose(number, None if worker.running is None else worker.running.tasks())
+                    self._lose(number, worker)
+        self._give_up_unless_workers_start()
         self._shard.tick()
 
     def figures(self) -> dict[str, int]:
@@ -119,7 +131,27 @@ class ShardWorkers:
             "overtaken": counters.speculated,
             "duplicates": counters.duplicates,
             "poisoned": counters.poisoned,
+            "timeouts": counters.timeouts,
         }
+
+    def _lose(self, number: int, worker: _Worker) -> None:
+        SERVICE.warning(
+            "it has ended (pid %d); its samples go to others", worker.pid, extra={"worker": number}
+        )
+        self._dismiss(number)
+        self._false_starts += self._shard.is_starting(number)
+        self._shard.lose(number, None if worker.running is None else worker.running.tasks())
+
+    def _give_up_unless_workers_start(self) -> None:
+        """Code that takes down or holds up every worker at its start is not waited for in silence."""
+        if self._false_starts >= self.expected + FALSE_STARTS:
+            text = (
+                f"{self._false_starts} workers ended, or were killed after task_timeout_s, before they could load "
+                "anything: while they unpickled the dataset or ran worker_init_fn; the cluster's log has more"
+            )
+            for task in self._shard.abandon():
+                self._rests.discard(task)
+                self._arrived.append((task, plain(POISONED, text)))
 
     def _dismiss(self, number: int) -> None:
         worker = self._workers.pop(number, None)
@@ -135,7 +167,7 @@ class ShardWorkers:
     def shares_memory(self, hello: WorkerHello) -> bool:
         before = self._workers.get(hello.worker)
         if before is not None and before.pid != hello.pid:
-            _tell_end(hello.worker, before.pid)  # another has taken its place before that was seen
+            self._lose(hello.worker, before)  # another has taken its place before that was seen
         self._dismiss(hello.worker)
         reader = ArenaReader(hello.pid)
         shares = hello.probe is not None and reader.probe(hello.probe)
@@ -158,12 +190,15 @@ class ShardWorkers:
         if task in self._rests:
             self._rests.discard(task)
             self._rests_done += 1
+        self._false_starts = 0
         self._arrived.append((task, opened))
 
-    def poisoned(self, task: int, workers: tuple[int, ...]) -> None:
+    def poisoned(self, task: int, workers: tuple[int, ...], late: int) -> None:
         self._rests.discard(task)
         names = ", ".join(map(str, workers))
         text = f"loading it took down {len(workers)} workers one after the other (workers {names})"
+        if late:
+            text += f", {late} of them by taking longer than task_timeout_s={self._task_timeout_s:g} s"
         self._arrived.append((task, plain(POISONED, text)))
 
     def starved(self) -> None:
@@ -175,6 +210,7 @@ class ShardWorkers:
             with suppress(ProcessLookupError):
                 os.kill(known.pid, signal.SIGKILL)
 
-
-def _tell_end(number: int, pid: int) -> None:
-    SERVICE.warning("it has ended (pid %d); its samples go to others", pid, extra={"worker": number})
+    def overdue(self, worker: int) -> None:
+        text = "it has been at one sample, or at its start, for more than task_timeout_s=%g s and is killed"
+        SERVICE.warning(text, self._task_timeout_s, extra={"worker": worker})
+        self.failed(worker)
