@@ -11,10 +11,9 @@ from torch_dpflow.arguments import check_types
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.iterator import WorkerIterator
 from torch_dpflow.metrics import LoaderStats
-from torch_dpflow.opening import kind_of, length_of, made_of
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.plan import generator_state
-from torch_dpflow.progress import Run
+from torch_dpflow.progress import Makeup, Run
 from torch_dpflow.rebuilding import keep_class_under_accelerate
 from torch_dpflow.remote.job_options import JobOptions
 from torch_dpflow.shared import SharedLoaderIterator, check_shareable
@@ -148,11 +147,12 @@ class DPFlowDataLoader(DataLoader[T]):
             return run.pending.as_dict()
         if run.progress is not None:
             return run.progress.state().as_dict()
+        makeup = Makeup(self)
         state = LoaderState(
-            kind=kind_of(self),
+            kind=makeup.kind,
             generator=generator_state(self.generator),
-            length=length_of(self),
-            made_of=made_of(self),
+            length=makeup.length(),
+            made_of=makeup.parts(),
         )
         return state.as_dict()
 
@@ -189,7 +189,8 @@ class DPFlowDataLoader(DataLoader[T]):
             )
 
     def _check_fits(self, state: LoaderState) -> None:
-        kind, length = kind_of(self), length_of(self)
+        makeup = Makeup(self)
+        kind, length = makeup.kind, makeup.length()
         if self.flow is None and state.shared is not None and not state.fresh:
             raise StateError(
                 "the state was taken in the middle of an epoch of a shared flow, whose order the flow's router "
@@ -205,7 +206,7 @@ class DPFlowDataLoader(DataLoader[T]):
                 f"the state is of a loader whose epoch has {state.length} batches, this one's has {length}; "
                 "resume with the dataset, batch_size, drop_last and sampler that it was taken with"
             )
-        mine = made_of(self)
+        mine = makeup.parts()
         for name, was in state.made_of.items() if not state.fresh else ():
             if None not in (was, mine.get(name)) and was != mine[name]:
                 raise StateError(

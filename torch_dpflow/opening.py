@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import _DatasetKind
 
 from torch_dpflow.errors import StateError
 from torch_dpflow.plan import open_order
-from torch_dpflow.progress import OPENING_AGAIN, Origin, Progress, new_plan
+from torch_dpflow.progress import OPENING_AGAIN, Makeup, Origin, Progress, new_plan
 from torch_dpflow.rng import restore_generator
 from torch_dpflow.state import LoaderState, OpeningStep, StreamState
 
@@ -87,16 +86,14 @@ def _progress(
     streams: Sequence[StreamState] = (),
 ) -> Progress:
     return Progress(
-        kind=kind_of(loader),
+        makeup=Makeup(loader),
         epoch=loader._run.epoch,
         base_seed=base_seed,
         keeps_seed=loader.persistent_workers,
         opening=opening,
         origin=origin,
-        plan=new_plan(batches, loader._index_sampler, loader.sampler, length_of(loader)),
+        plan=new_plan(batches, loader._index_sampler, loader.sampler),
         generator=loader.generator,
-        length=length_of(loader),
-        made_of=made_of(loader),
         streams=streams,
     )
 
@@ -108,36 +105,5 @@ def _resumed(loader: Any, state: LoaderState) -> Progress:
         sampler=loader.sampler,
         generator=loader.generator,
         keeps_seed=loader.persistent_workers,
-        length=length_of(loader),
-        made_of=made_of(loader),
+        makeup=Makeup(loader),
     )
-
-
-def made_of(loader: Any) -> dict[str, int | str | None]:
-    """What must be the same where an epoch is resumed, with its names for people."""
-    if loader._dataset_kind == _DatasetKind.Iterable:
-        return {"batch_size": loader.batch_size}
-    return {
-        "dataset's length": _length_or_none(loader.dataset),
-        "batch_size": loader.batch_size,
-        "sampler": type(loader.sampler).__name__,
-    }
-
-
-def kind_of(loader: Any) -> Any:
-    """What the loader's dataset is: "map" or "iterable"."""
-    return "iterable" if loader._dataset_kind == _DatasetKind.Iterable else "map"
-
-
-def length_of(loader: Any) -> int | None:
-    """Batches of a whole epoch, None where the sampler does not say."""
-    if loader._dataset_kind == _DatasetKind.Iterable:
-        return None
-    return _length_or_none(loader._index_sampler)
-
-
-def _length_or_none(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):  # torch's samplers and datasets without a length raise either
-        return None

@@ -28,7 +28,6 @@ class Plan:
         batches: the running iteration of the loader's index sampler.
         sampler: what keeps the order's state itself, or None; see `stateful_part`.
         position: the batches that were drawn before this plan began.
-        length: of a whole epoch in batches, None where nobody knows.
         ended_at: the epoch's length, where the sampler is known to have come to its end.
     """
 
@@ -38,11 +37,9 @@ class Plan:
         *,
         sampler: Any = None,
         position: int = 0,
-        length: int | None = None,
         ended_at: int | None = None,
     ) -> None:
         self._batches = batches
-        self._length = length
         #: The position after the last batch, once the sampler has said that there is no other.
         self.ended_at = ended_at
         self._sampler = sampler
@@ -56,20 +53,23 @@ class Plan:
 
     def draw(self) -> tuple[int, Any]:
         """The next position and its indices. Raises StopIteration at the end of the epoch."""
-        if self._held:
-            index = self._held.pop()
-        else:
-            index = next(self._batches)
+        if not self._held:
+            self.settle()
+        if not self._held:
+            raise StopIteration
+        index = self._held.pop()
         position = self.drawn
         self.drawn += 1
         self._snapshot()
-        if self.drawn == self._length:
-            self._look_for_the_end()
         return position, index
 
     def settle(self) -> None:
-        """Have the sampler draw now what it draws at its first batch; nothing is skipped."""
+        """Have the sampler draw now what it draws at its next batch; nothing is skipped."""
         self._held.extend(islice(self._batches, 1))
+        if not self._held and self.ended_at is None:
+            # It may have turned to its next epoch.
+            self.ended_at = self.drawn
+            self._snapshot()
 
     def skip(self, batches: int) -> None:
         """Draw and drop so many batches: no sample is loaded.
@@ -87,27 +87,25 @@ class Plan:
                 ) from None
         self.drawn += batches
 
-    def sampler_state(self, position: int, samples: int) -> Any:
+    def sampler_state(self, position: int, samples: int, length: int | None) -> Any:
         """The sampler's own state once the batches before `position`, of so many samples, are delivered.
+
+        length: of a whole epoch in batches, None where nobody knows.
 
         Raises:
             StateError: the sampler could not say.
         """
         if self._sampler is None:
             return None
+        if position == self.drawn == length and not self._held:
+            # Whether a sampler has turned to its next epoch when it has given its last index depends on whether
+            # that index has filled a batch. Once it was asked for more, it has.
+            self.settle()
         if self._by_count:
             return opened(ask(self._sampler, consumed=samples))
         for passed in [p for p in list(self._snapshots) if p < position]:
             del self._snapshots[passed]
         return opened(self._snapshots[position])
-
-    def _look_for_the_end(self) -> None:
-        # Whether a sampler has turned to its next epoch when it has given its last index depends on whether
-        # that index has filled a batch. Once it was asked for more, it has.
-        self.settle()
-        if not self._held:
-            self.ended_at = self.drawn
-            self._snapshot()
 
     def _snapshot(self) -> None:
         if self._sampler is not None and not self._by_count:
@@ -153,7 +151,7 @@ def replay(state: LoaderState, index_sampler: Any, sampler: Any, generator: torc
     batches = open_order(state.opening, index_sampler, generator)
     if state.draw_rng is not None:
         restore_rng(state.draw_rng)
-    plan = Plan(batches, sampler=stateful_part(batches, index_sampler, sampler), length=state.length)
+    plan = Plan(batches, sampler=stateful_part(batches, index_sampler, sampler))
     plan.skip(state.position)
     plan.settle()
     return plan
@@ -165,16 +163,27 @@ def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Pla
         give_back(part, state.sampler, "sampler")
         if state.ended:
             return Plan(iter(()), sampler=part, position=state.position, ended_at=state.position)
-        return Plan(iter(index_sampler), sampler=part, position=state.position, length=state.length)
+        return Plan(iter(index_sampler), sampler=part, position=state.position)
     batches = iter(index_sampler)
     part = stateful_part(batches, None, None)
     give_back(sampler if part is None else part, state.sampler, "sampler")
-    return Plan(batches, sampler=part, position=state.position, length=state.length)
+    return Plan(batches, sampler=part, position=state.position)
 
 
 def samples_in(index: Any) -> int:
-    """How many samples a batch's indices name; torch takes any iterable of them."""
-    return operator.length_hint(index, 1)
+    """How many samples a batch's indices name; torch takes any iterable of them, and never asks."""
+    try:
+        return operator.length_hint(index, 1)
+    except Exception:
+        return 1
+
+
+def length_or_none(sized: Any) -> int | None:
+    """Its length; None where it cannot say, whatever it raises."""
+    try:
+        return len(sized)
+    except Exception:
+        return None
 
 
 def generator_state(generator: torch.Generator | None) -> str | None:
@@ -195,9 +204,10 @@ def is_drawn_at_start(index_sampler: Any) -> bool:
 
 def _random_sampler_is_settled(sampler: RandomSampler) -> bool:
     # Without a generator it seeds one of its own. With the user's it draws a chunk or a pass at a time.
-    return sampler.generator is None or (
-        not sampler.replacement and sampler.num_samples <= len(sampler.data_source)
-    )
+    if sampler.generator is None:
+        return True
+    length = length_or_none(sampler.data_source)
+    return not sampler.replacement and length is not None and sampler.num_samples <= length
 
 
 def _always(_sampler: Any) -> bool:

@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+from torch.utils.data import _DatasetKind
 
 from torch_dpflow.errors import StateError
 from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.own_state import Unsaved, opened
-from torch_dpflow.plan import Plan, generator_state, replay, stateful_part
+from torch_dpflow.plan import Plan, generator_state, length_or_none, replay, stateful_part
 from torch_dpflow.rng import RngState, capture_rng, preserved_rng, restore_generator
 from torch_dpflow.state import LoaderState, OpeningStep, StreamState
 from torch_dpflow.streams import Stream
@@ -57,6 +58,36 @@ class Run:
         return pending
 
 
+class Makeup:
+    """What a loader is made of, as far as an epoch that is resumed must find it again.
+
+    Lengths are asked for when a state is: torch asks for none while it iterates, and asking may fail or be dear.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.kind: Literal["map", "iterable"] = (
+            "iterable" if loader._dataset_kind == _DatasetKind.Iterable else "map"
+        )
+        self._dataset = loader.dataset
+        self._batch_size = loader.batch_size
+        self._index_sampler = loader._index_sampler
+        self._sampler = type(loader.sampler).__name__
+
+    def length(self) -> int | None:
+        """Batches of a whole epoch, None where the sampler does not say."""
+        return None if self.kind == "iterable" else length_or_none(self._index_sampler)
+
+    def parts(self) -> dict[str, int | str | None]:
+        """What must be the same, with its names for people."""
+        if self.kind == "iterable":
+            return {"batch_size": self._batch_size}
+        return {
+            "dataset's length": length_or_none(self._dataset),
+            "batch_size": self._batch_size,
+            "sampler": self._sampler,
+        }
+
+
 class Origin:
     """What the order of an epoch is drawn from, noted before it is."""
 
@@ -69,7 +100,7 @@ class Progress:
     """One iteration's position.
 
     Args:
-        kind: "map" or "iterable".
+        makeup: what the loader is made of.
         epoch: its number.
         base_seed: what its seeds derive from.
         keeps_seed: the next iteration has the same base seed.
@@ -77,15 +108,13 @@ class Progress:
         origin: what its order is drawn from.
         plan: its index batches.
         generator: the loader's.
-        length: of a whole epoch in batches, None where nobody knows.
-        made_of: see `LoaderState`.
         streams: where each worker's own stream is; empty where batches belong to nobody.
     """
 
     def __init__(
         self,
         *,
-        kind: Literal["map", "iterable"],
+        makeup: Makeup,
         epoch: int,
         base_seed: int,
         keeps_seed: bool,
@@ -93,16 +122,11 @@ class Progress:
         origin: Origin,
         plan: Plan,
         generator: torch.Generator | None,
-        length: int | None,
-        made_of: dict[str, int | str | None],
         streams: Sequence[StreamState] = (),
     ) -> None:
-        self.kind = kind
         self.epoch = epoch
         self.base_seed = base_seed
         self.plan = plan
-        self.length = length
-        self.made_of = made_of
         self.streams = list(streams)
         #: Workers that owe the batches in flight, in order; whoever assigns keeps it up to date.
         self.due: list[int] = []
@@ -115,6 +139,7 @@ class Progress:
         self.position = 0
         self._samples = 0
         self._ahead: dict[int, int] = {}
+        self._makeup = makeup
         self._keeps_seed = keeps_seed
         self._opening = list(opening)
         self._origin = origin
@@ -129,8 +154,7 @@ class Progress:
         sampler: Any,
         generator: torch.Generator | None,
         keeps_seed: bool,
-        length: int | None,
-        made_of: dict[str, int | str | None],
+        makeup: Makeup,
     ) -> Progress:
         """Go on from a state in mid-epoch. The process's generators stay as they are.
 
@@ -153,7 +177,7 @@ class Progress:
         origin = Origin(None)
         origin.rng, origin.generator = state.plan_rng, state.plan_generator
         progress = cls(
-            kind=state.kind,
+            makeup=makeup,
             epoch=state.epoch,
             base_seed=state.base_seed,
             keeps_seed=keeps_seed,
@@ -161,8 +185,6 @@ class Progress:
             origin=origin,
             plan=plan,
             generator=generator,
-            length=length,
-            made_of=made_of,
             streams=[replace(stream) for stream in state.streams],
         )
         progress.draw_rng = state.draw_rng
@@ -191,8 +213,10 @@ class Progress:
         """From what the rest of this iteration, or the next, can be had. No side effect."""
         if self.finished:
             return self._state_of_next()
+        length = self._makeup.length()
+        sampler = self.plan.sampler_state(self.position, self._samples, length)
         return LoaderState(
-            kind=self.kind,
+            kind=self._makeup.kind,
             epoch=self.epoch,
             fresh=False,
             position=self.position,
@@ -204,10 +228,10 @@ class Progress:
             draw_rng=self.draw_rng,
             plan_generator=self._origin.generator,
             generator=generator_state(self._generator),
-            sampler=self.plan.sampler_state(self.position, self._samples),
+            sampler=sampler,
             ended=self.plan.ended_at == self.position,
-            length=self.length,
-            made_of=self.made_of,
+            length=length,
+            made_of=self._makeup.parts(),
             streams=self._streams_now(),
             due=list(self.due),
             next_worker=self.next_worker,
@@ -224,12 +248,12 @@ class Progress:
 
     def _state_of_next(self) -> LoaderState:
         return LoaderState(
-            kind=self.kind,
+            kind=self._makeup.kind,
             epoch=self.epoch + 1,
             base_seed=self.base_seed if self._keeps_seed else None,
             generator=generator_state(self._generator),
-            length=self.length,
-            made_of=self.made_of,
+            length=self._makeup.length(),
+            made_of=self._makeup.parts(),
             streams=self.streams_of_next(),
         )
 
@@ -238,9 +262,9 @@ class Progress:
         return [StreamState(rng=stream.rng) for stream in self.streams] if self._keeps_seed else []
 
 
-def new_plan(batches: Any, index_sampler: Any, sampler: Any, length: int | None) -> Plan:
+def new_plan(batches: Any, index_sampler: Any, sampler: Any) -> Plan:
     """The plan of an epoch that begins with these index batches."""
-    return Plan(batches, sampler=stateful_part(batches, index_sampler, sampler), length=length)
+    return Plan(batches, sampler=stateful_part(batches, index_sampler, sampler))
 
 
 def _check_order(state: LoaderState, sampler: Any, generator: torch.Generator | None) -> None:

@@ -13,10 +13,10 @@ from torch.utils.data import _DatasetKind
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torch_dpflow.errors import OptionError, StateError
-from torch_dpflow.opening import LoaderView, begin, length_of, made_of
+from torch_dpflow.opening import LoaderView, begin
 from torch_dpflow.pinning import Pin
 from torch_dpflow.plan import generator_state
-from torch_dpflow.progress import OPENING_ALONE, Progress, Run
+from torch_dpflow.progress import OPENING_ALONE, Makeup, Progress, Run
 from torch_dpflow.remote.job_options import MAX_NAME, JobOptions
 from torch_dpflow.rng import restore_generator
 from torch_dpflow.state import LoaderState
@@ -202,8 +202,7 @@ class Traversal:
     def __init__(self, job: SharedJob, loader: Any, iteration: int, epoch: int, base_seed: int) -> None:
         self._job = job
         self._generator = loader.generator
-        self._length = length_of(loader)
-        self._made_of = made_of(loader)
+        self._makeup = Makeup(loader)
         self._base_seed = base_seed
         self._iteration = iteration
         self.epoch = epoch
@@ -217,8 +216,8 @@ class Traversal:
             fresh=self.finished,
             base_seed=None if self.finished else self._base_seed,
             generator=generator_state(self._generator),
-            length=self._length,
-            made_of=self._made_of,
+            length=self._makeup.length(),
+            made_of=self._makeup.parts(),
             shared=after if self.finished else self._job.state(),
         )
 

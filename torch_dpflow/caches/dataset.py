@@ -177,5 +177,5 @@ _NOT_PICKLED = {"_store", "_names", "_numbers", "_length"}
 def _length_of(dataset: Dataset[Any]) -> int | None:
     try:
         return len(dataset)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
+    except Exception:  # whatever a dataset raises that cannot say
         return None

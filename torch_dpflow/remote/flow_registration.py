@@ -55,7 +55,7 @@ def length_of(dataset: Any) -> int:
     """Samples of a dataset. OptionTypeError where it has no length, OptionError where it has none."""
     try:
         size = len(dataset)
-    except TypeError as error:
+    except Exception as error:  # whatever a dataset raises that cannot say
         raise OptionTypeError(
             f"dataset is a {type(dataset).__name__} without a length; a shared flow needs a map-style dataset"
         ) from error
