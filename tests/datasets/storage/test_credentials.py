@@ -8,10 +8,10 @@ import pytest
 
 from torch_dpflow.datasets.storage.credentials import (
     Credentials,
-    CredentialSource,
     find_oss_credentials,
     find_s3_credentials,
 )
+from torch_dpflow.datasets.storage.exchanges import Refusal
 from torch_dpflow.datasets.storage.services import OSSService, S3Service
 from torch_dpflow.errors import OptionError
 
@@ -107,13 +107,6 @@ def test_refuses_what_is_no_endpoint(endpoint: str) -> None:
 
 def test_anonymous_requests_carry_no_signature(home: dict[str, str]) -> None:
     assert S3Service({"anon": True}, home).request("s3://data/x").headers == {}
-    assert not S3Service({"anon": True}, home).renew()
-
-
-def test_a_source_looks_again_only_after_a_while() -> None:
-    found = iter([Credentials("old", "s"), Credentials("new", "s")])
-    source = CredentialSource(lambda: next(found))
-    assert not source.renew()
-    source._looked_up -= 3600
-    assert source.renew()
-    assert source.get() == Credentials("new", "s")
+    service = S3Service({"anon": True}, home)
+    refusal = Refusal(403, "Forbidden", {}, b"")
+    assert service.follow("s3://data/x", service.request("s3://data/x"), refusal) is None

@@ -199,16 +199,3 @@ def test_patience_begins_anew_with_every_read_that_brings_bytes() -> None:
     assert (patience.is_over, patience.deadline) == (False, 119.0)
     now = 119.0
     assert patience.is_over
-
-
-def test_temporary_keys_that_ran_out_are_looked_up_again(
-    server: OSSServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OSS_ACCESS_KEY_ID", server.key_id)
-    monkeypatch.setenv("OSS_ACCESS_KEY_SECRET", "old")
-    with ObjectReader({"endpoint": server.endpoint}) as reader:
-        with pytest.raises(AccessDeniedError):
-            reader.read(URL)
-        monkeypatch.setenv("OSS_ACCESS_KEY_SECRET", server.secret)
-        monkeypatch.setattr("torch_dpflow.datasets.storage.credentials._LOOK_UP_AGAIN_S", 0.0)
-        assert reader.read(URL) == DATA

@@ -28,11 +28,15 @@ class Connections:
 
     A stack, not one connection for each thread: threads come and go, and no more connections are in use at
     once than reads overlap.
+
+    Args:
+        tls: makes the context of TLS connections, when the first one is made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tls: Callable[[], ssl.SSLContext] = ssl.create_default_context) -> None:
         # Appending to a list and popping from it are atomic.
         self._idle: dict[Origin, list[tuple[float, KeepAliveConnection]]] = {}
+        self._make_context = tls
         self._context: ssl.SSLContext | None = None
         weakref.finalize(self, _close_all, self._idle)
 
@@ -52,7 +56,7 @@ class Connections:
     def make(self, origin: Origin) -> KeepAliveConnection:
         """A new one; it connects with its first request."""
         if origin.is_tls and self._context is None:
-            self._context = ssl.create_default_context()
+            self._context = self._make_context()
         return KeepAliveConnection(origin, self._context if origin.is_tls else None)
 
     def give_back(self, origin: Origin, connection: KeepAliveConnection) -> None:

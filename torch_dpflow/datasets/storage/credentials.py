@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import configparser
+import functools
 import os
-import time
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch_dpflow.errors import AccessDeniedError
-
-#: Seconds between two look-ups: an object that we may not read must not cost one each time it is asked for.
-_LOOK_UP_AGAIN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -24,39 +22,56 @@ class Credentials:
     token: str | None = field(default=None, repr=False)
 
 
-class CredentialSource:
-    """Credentials that are looked up once, and again when the storage turns them down. Thread-safe."""
+class Chain(Protocol):
+    """A vendor's library that finds credentials where we do not look, and renews them in time."""
 
-    def __init__(self, find: Callable[[], Credentials | None]) -> None:
+    def get(self) -> Credentials | None:
+        """Those that are good now."""
+
+    def renew(self) -> None:
+        """Look everywhere again."""
+
+
+class CredentialSource:
+    """Credentials that are looked up once, and again when the storage turns them down. Thread-safe.
+
+    Args:
+        find: looks where it is cheap; asked again whenever a key is refused.
+        chain: asked where `find` finds none.
+    """
+
+    def __init__(self, find: Callable[[], Credentials | None], chain: Chain | None = None) -> None:
         self._find = find
+        self._chain = chain
+        self._lock = threading.Lock()
         self._found = find()
-        self._looked_up = time.monotonic()
 
     def get(self) -> Credentials | None:
         """Those found last."""
-        return self._found
+        return self._found if self._found is not None or self._chain is None else self._chain.get()
 
-    def renew(self) -> bool:
-        """Look them up again, unless that was done lately; whether there are other ones now."""
-        if time.monotonic() - self._looked_up < _LOOK_UP_AGAIN_S:
-            return False
-        self._looked_up = time.monotonic()
-        before, self._found = self._found, self._find()
-        return self._found != before
+    def renew(self, used: Credentials | None) -> Credentials | None:
+        """Other credentials than `used`, which were refused; None: there are none.
+
+        Of many threads that were refused at once one looks them up, and all get what it finds.
+        """
+        with self._lock:
+            if self.get() == used:
+                self._found = self._find()
+                if self._found is None and self._chain is not None:
+                    self._chain.renew()
+            found = self.get()
+        return None if found == used else found
 
 
 def find_s3_credentials(
     options: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> Credentials | None:
-    """What `options` (`key`, `secret`, `token`), AWS_* variables, the shared files or botocore's chain give.
-
-    botocore, if it is installed, is asked last: it knows instance roles, SSO and web identities.
-    """
+    """What `options` (`key`, `secret`, `token`), AWS_* variables or the shared files give."""
     return (
         _from(options, "key", "secret", "token")
         or _from(environ, "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
         or _from_aws_files(environ)
-        or _from_botocore(environ)
     )
 
 
@@ -120,23 +135,19 @@ def _aws_files(environ: Mapping[str, str]) -> Iterator[configparser.RawConfigPar
 
 
 def _read(path: str) -> configparser.RawConfigParser:
+    """A configuration file; read again only when it has changed, for a refused key asks each time."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return configparser.RawConfigParser()
+    return _parsed(path, found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(path: str, *_version: int) -> configparser.RawConfigParser:
     parser = configparser.RawConfigParser(strict=False)
     try:
         parser.read(path, encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError):
         return configparser.RawConfigParser()  # another tool's file, which its own errors are about
     return parser
-
-
-def _from_botocore(environ: Mapping[str, str]) -> Credentials | None:
-    if environ is not os.environ:
-        return None  # botocore looks at the process's own
-    try:
-        import botocore.session
-    except ImportError:
-        return None
-    found = botocore.session.get_session().get_credentials()
-    if found is None:
-        return None
-    frozen = found.get_frozen_credentials()
-    return Credentials(frozen.access_key, frozen.secret_key, frozen.token)

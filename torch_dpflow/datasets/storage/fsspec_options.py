@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import fsspec
 
 from torch_dpflow.datasets.storage.credentials import find_oss_credentials
+from torch_dpflow.datasets.storage.tls import tls_context
+from torch_dpflow.datasets.storage.web_headers import web_headers
 from torch_dpflow.errors import OptionError
 
 #: scheme → (a vendor's name for the endpoint, another's)
@@ -21,7 +24,7 @@ _ENDPOINTS = {
 _COMMON = {"skip_instance_cache", "use_listings_cache", "listings_expiry_time", "max_paths"}
 _OF_SESSIONS = {"profile", "session_vars", "event_hooks", "include_builtin_handlers"}
 #: What our own readers understand, and ossfs passes over.
-_OF_READERS = {"anon", "region"}
+_OF_READERS = {"anon", "region", "verify"}
 
 
 def endpoint_of(scheme: str, options: Mapping[str, Any]) -> Any:
@@ -46,6 +49,8 @@ def fsspec_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
         OptionError: S3 or OSS has no such option.
         ImportError: the package is not installed.
     """
+    if scheme in ("http", "https"):
+        return _web_options(options)
     if scheme not in _ENDPOINTS:
         return dict(options)
     name, other = _ENDPOINTS[scheme]
@@ -58,11 +63,19 @@ def fsspec_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
         found = {**_oss_keys(options), **found}
     else:
         _move(found, "region", "client_kwargs", "region_name")
+        _move(found, "verify", "client_kwargs", "verify")
         if "addressing_style" in found:
             found["s3"] = {"addressing_style": found.pop("addressing_style")}
             _move(found, "s3", "config_kwargs", "s3")
     _check_names(scheme, found)
     return found
+
+
+def _web_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What fsspec hands to aiohttp with every request."""
+    headers = web_headers(options)
+    context = {} if options.get("verify") is None else {"ssl": tls_context(options, os.environ)}
+    return {**({"headers": headers} if headers else {}), **context}
 
 
 def _oss_keys(options: Mapping[str, Any]) -> dict[str, Any]:

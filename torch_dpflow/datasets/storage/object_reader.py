@@ -17,6 +17,7 @@ from torch_dpflow.datasets.storage.patience import Patience
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.datasets.storage.retrying import fetch_with_retries
 from torch_dpflow.datasets.storage.services import OSS_OPTIONS, S3_OPTIONS, OSSService, S3Service
+from torch_dpflow.datasets.storage.web_service import WebService
 from torch_dpflow.errors import (
     AccessDeniedError,
     DPFlowError,
@@ -32,7 +33,7 @@ _FAIL_ALIKE = (AccessDeniedError, ObjectMissingError, StorageTimeoutError, Stora
 class ObjectReader:
     """Reads objects of every storage alike: paths, `file://`, `s3://`, `oss://`, and whatever fsspec knows.
 
-    S3 and OSS are read with signed requests of our own over connections that stay open. Where
+    S3, OSS and web servers are read with requests of our own over connections that stay open. Where, for S3 and OSS,
     `storage_options` name what only the vendor's client knows, or a proxy is set, they are read through
     fsspec, as all others are.
 
@@ -185,4 +186,7 @@ def open_storage(scheme: str, storage_options: Mapping[str, Any], options: ReadO
         return HttpStorage(S3Service(storage_options), options)
     if scheme == "oss" and is_direct and storage_options.keys() <= OSS_OPTIONS:
         return HttpStorage(OSSService(storage_options), options)
+    if scheme in ("http", "https"):
+        # Always: fsspec's own takes whatever such a server answers for the range that was asked for.
+        return HttpStorage(WebService(storage_options), options)
     return FsspecStorage(scheme, storage_options, options.longest)

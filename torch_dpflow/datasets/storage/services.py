@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
+import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
+from torch_dpflow.datasets.storage.botocore_chain import BotocoreChain
 from torch_dpflow.datasets.storage.connections import Origin
 from torch_dpflow.datasets.storage.credentials import (
     Credentials,
@@ -20,37 +22,21 @@ from torch_dpflow.datasets.storage.credentials import (
     no_credentials,
     ossutil_settings,
 )
+from torch_dpflow.datasets.storage.exchanges import Refusal, Request
 from torch_dpflow.datasets.storage.fsspec_options import endpoint_of
 from torch_dpflow.datasets.storage.signing import encode_path, sign_oss_v1, sign_oss_v4, sign_s3
+from torch_dpflow.datasets.storage.tls import tls_context
 from torch_dpflow.errors import OptionError
 
-_COMMON_OPTIONS = frozenset({"key", "secret", "token", "anon", "endpoint", "endpoint_url", "region"})
+_COMMON_OPTIONS = frozenset(
+    {"key", "secret", "token", "anon", "endpoint", "endpoint_url", "region", "verify"}
+)
 #: Options that we understand, by the same names for both. With any other the vendor's own client must read.
-S3_OPTIONS = _COMMON_OPTIONS | {"addressing_style"}
+S3_OPTIONS = _COMMON_OPTIONS | {"addressing_style", "use_ssl"}
 OSS_OPTIONS = _COMMON_OPTIONS
-
-
-@dataclass(frozen=True)
-class Request:
-    """A GET, ready to be sent."""
-
-    origin: Origin
-    #: the path as it stands in the request line
-    target: str
-    headers: Mapping[str, str]
-
-
-class Service(Protocol):
-    """A vendor's way to name objects and to sign requests."""
-
-    def origin(self, url: str) -> Origin:
-        """The server to connect to."""
-
-    def request(self, url: str) -> Request:
-        """A signed request for the whole object, good for the next minutes. Raises AccessDeniedError."""
-
-    def renew(self) -> bool:
-        """Look for other credentials; whether there are any."""
+#: Statuses by which S3 says that a bucket lies in another region.
+_ELSEWHERE = frozenset({301, 307, 400, 403})
+_REGION = re.compile("[a-z0-9-]{1,40}")
 
 
 class S3Service:
@@ -61,10 +47,12 @@ class S3Service:
     """
 
     def __init__(self, options: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
-        self._credentials = CredentialSource(
-            lambda: None if options.get("anon") else find_s3_credentials(options, environ)
-        )
         self._is_anonymous = bool(options.get("anon"))
+        self._credentials = CredentialSource(
+            lambda: None if self._is_anonymous else find_s3_credentials(options, environ),
+            # It looks at the process's own environment.
+            BotocoreChain() if environ is os.environ and not self._is_anonymous else None,
+        )
         self._region: str = (
             options.get("region")
             or environ.get("AWS_REGION")
@@ -82,30 +70,50 @@ class S3Service:
         if style not in ("path", "virtual"):
             raise OptionError(f"addressing_style={style!r}: give 'path' or 'virtual'")
         self._is_virtual = style == "virtual"
-        self._endpoint = _parse_endpoint(endpoint or f"https://s3.{self._region}.amazonaws.com")
+        self._scheme = "https" if options.get("use_ssl", True) else "http"
+        self._endpoint = _parse_endpoint(endpoint, self._scheme) if endpoint else None
+        #: where buckets lie that were asked for in another region, as far as their servers have said so
+        self._regions: dict[str, str] = {}
+        self._options, self._environ = options, environ
 
     def origin(self, url: str) -> Origin:
-        return self._locate(split_url(url)[0])[0]
+        bucket = split_url(url)[0]
+        return self._locate(bucket, self._region_of(bucket))[0]
 
     def request(self, url: str) -> Request:
         bucket, key = split_url(url)
-        origin, prefix = self._locate(bucket)
+        region = self._region_of(bucket)
+        origin, prefix = self._locate(bucket, region)
         path = encode_path(f"{prefix}/{key}")
         if self._is_anonymous:
-            return Request(origin, path, {})
-        credentials = self._credentials.get()
+            return Request(origin, path, {}, region=region)
+        credentials = self._credentials.get() or self._credentials.renew(None)
         if credentials is None:
             raise no_credentials(url, "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile")
         now = datetime.now(timezone.utc)
-        return Request(origin, path, sign_s3(_host_header(origin), path, self._region, credentials, now))
+        headers = sign_s3(_host_header(origin), path, region, credentials, now)
+        return Request(origin, path, headers, credentials, region)
 
-    def renew(self) -> bool:
-        return not self._is_anonymous and self._credentials.renew()
+    def follow(self, url: str, request: Request, refusal: Refusal) -> Request | None:
+        region = refusal.headers.get("x-amz-bucket-region") or refusal.element("Region")
+        if refusal.status in _ELSEWHERE and region != request.region and _REGION.fullmatch(region):
+            self._regions[split_url(url)[0]] = region
+            return self.request(url)
+        return self.request(url) if _has_other_keys(self._credentials, request, refusal) else None
 
-    def _locate(self, bucket: str) -> tuple[Origin, str]:
+    def tls(self) -> ssl.SSLContext:
+        bundle = self._environ.get("AWS_CA_BUNDLE") or aws_setting("ca_bundle", self._environ)
+        return tls_context(self._options, self._environ, bundle)
+
+    def _region_of(self, bucket: str) -> str:
+        return self._regions.get(bucket, self._region)
+
+    def _locate(self, bucket: str, region: str) -> tuple[Origin, str]:
+        suffix = ".cn" if region.startswith("cn-") else ""
+        endpoint = self._endpoint or _parse_endpoint(f"s3.{region}.amazonaws.com{suffix}", self._scheme)
         # No certificate covers two labels below the endpoint, so a bucket with a dot goes into the path.
-        is_virtual = self._is_virtual and not ("." in bucket and self._endpoint.is_tls)
-        return _locate(self._endpoint, bucket, is_virtual=is_virtual)
+        is_virtual = self._is_virtual and not ("." in bucket and endpoint.is_tls)
+        return _locate(endpoint, bucket, is_virtual=is_virtual)
 
 
 class OSSService:
@@ -129,6 +137,7 @@ class OSSService:
             lambda: None if options.get("anon") else find_oss_credentials(options, environ)
         )
         self._is_virtual = not _is_address(self._endpoint.host)
+        self._options, self._environ = options, environ
 
     def origin(self, url: str) -> Origin:
         return _locate(self._endpoint, split_url(url)[0], is_virtual=self._is_virtual)[0]
@@ -139,19 +148,28 @@ class OSSService:
         path = encode_path(f"{prefix}/{key}")
         if self._is_anonymous:
             return Request(origin, path, {})
-        credentials = self._credentials.get()
+        credentials = self._credentials.get() or self._credentials.renew(None)
         if credentials is None:
             raise no_credentials(url, "OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET")
-        return Request(origin, path, self._sign(bucket, key, credentials))
+        return Request(origin, path, self._sign(bucket, key, credentials), credentials)
 
-    def renew(self) -> bool:
-        return not self._is_anonymous and self._credentials.renew()
+    def follow(self, url: str, request: Request, refusal: Refusal) -> Request | None:
+        return self.request(url) if _has_other_keys(self._credentials, request, refusal) else None
+
+    def tls(self) -> ssl.SSLContext:
+        return tls_context(self._options, self._environ)
 
     def _sign(self, bucket: str, key: str, credentials: Credentials) -> dict[str, str]:
         now = datetime.now(timezone.utc)
         if self._region is None:
             return sign_oss_v1(bucket, key, credentials, now)
         return sign_oss_v4(bucket, key, self._region, credentials, now)
+
+
+def _has_other_keys(source: CredentialSource, request: Request, refusal: Refusal) -> bool:
+    """Whether `request` was refused for its keys, and there are others by now."""
+    is_signed = request.credentials is not None
+    return is_signed and refusal.meaning in (401, 403) and source.renew(request.credentials) is not None
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -169,8 +187,8 @@ def _locate(endpoint: Origin, bucket: str, *, is_virtual: bool) -> tuple[Origin,
     return endpoint, f"/{bucket}"
 
 
-def _parse_endpoint(endpoint: str) -> Origin:
-    parts = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
+def _parse_endpoint(endpoint: str, scheme: str = "https") -> Origin:
+    parts = urlsplit(endpoint if "://" in endpoint else f"{scheme}://{endpoint}")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
         raise OptionError(f"endpoint {endpoint!r}: give http:// or https:// and a host, without a path")
     is_tls = parts.scheme == "https"

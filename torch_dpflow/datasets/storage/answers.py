@@ -1,0 +1,112 @@
+"""Takes the bytes of a range out of a server's answer, and nothing that is not them."""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import logging
+import re
+
+from torch_dpflow.datasets.storage.base import ByteRange
+from torch_dpflow.errors import StorageError, StorageUnavailableError, TruncatedObjectError
+
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
+#: Bytes taken at a time from a body that does not say how long it is, or of which a part is passed over.
+_PIECE = 1 << 20
+
+_LOG = logging.getLogger("torch_dpflow.datasets")
+
+
+def read_object(response: http.client.HTTPResponse, span: ByteRange, longest: int) -> bytes:
+    """The bytes of `span` from an answer with status 200 or 206.
+
+    Raises:
+        TruncatedObjectError: the object is shorter than the range.
+        StorageError: the answer is another range, or longer than `longest`.
+        StorageUnavailableError, http.client.IncompleteRead: the connection ended before the body did.
+    """
+    if response.status == 206:
+        return _read_range(response, span, longest)
+    if span.is_whole:
+        return _read_body(response, span, longest)
+    return _cut_out(response, span, longest)
+
+
+def _read_range(response: http.client.HTTPResponse, span: ByteRange, longest: int) -> bytes:
+    header = response.getheader("Content-Range", "")
+    match = _CONTENT_RANGE.fullmatch(header)
+    start, stop = (int(match[1]), int(match[2]) + 1) if match else (0, 0)
+    is_rest = match is not None and match[3] in ("*", str(stop))
+    is_asked = stop <= span.stop if span.stop is not None else is_rest
+    if start != span.start or stop <= start or not is_asked:
+        raise StorageError(f"{span}: the server answered with another range: {header[:100]!r}")
+    data = _read_body(response, span, longest)
+    if len(data) != stop - start:
+        raise StorageError(
+            f"{span}: the server answered with another range: {len(data)} bytes as {header[:100]!r}"
+        )
+    if span.stop is not None and stop < span.stop:
+        raise TruncatedObjectError(f"{span}: the object gave only {len(data)} bytes of {span.length}")
+    return data
+
+
+def _read_body(response: http.client.HTTPResponse, span: ByteRange, longest: int) -> bytes:
+    if response.length is None:
+        data = _take(response, longest + 1)
+        if len(data) > longest:
+            raise StorageError(f"{span}: the answer is longer than the limit of {longest} bytes")
+        return data
+    if response.length > longest:
+        raise StorageError(f"{span}: {response.length} bytes are above the limit of {longest}")
+    return response.read()
+
+
+def _cut_out(response: http.client.HTTPResponse, span: ByteRange, longest: int) -> bytes:
+    """The range from the whole object, which a server answers with that knows no ranges."""
+    size = response.length
+    if size is not None and max(span.start, span.stop or 0) > size:
+        raise TruncatedObjectError(f"{span}: the object has only {size} bytes")
+    stop = span.stop or size
+    if (stop or span.start) > longest:
+        raise StorageError(
+            f"{span}: the server knows no ranges, and the range ends above the limit of {longest} bytes; "
+            "serve the data by one that does"
+        )
+    _tell_of_cost("/".join(str(ByteRange(span.url)).split("/")[:3]))
+    skipped = 0
+    while skipped < span.start:
+        passed = len(response.read(min(span.start - skipped, _PIECE)))
+        if not passed:
+            raise _ended(span, skipped)
+        skipped += passed
+    data = _take(response, (longest + 1 if stop is None else stop) - span.start)
+    if span.length is not None and len(data) < span.length:
+        raise _ended(span, span.start + len(data))
+    if span.start + len(data) > longest:
+        raise StorageError(f"{span}: the answer is longer than the limit of {longest} bytes")
+    return data
+
+
+def _ended(span: ByteRange, count: int) -> StorageUnavailableError:
+    # Where no length was told a short object looks so too; that it is one is less likely.
+    return StorageUnavailableError(f"{span}: the connection ended after {count} bytes of the object")
+
+
+@functools.lru_cache(maxsize=64)
+def _tell_of_cost(server: str) -> None:
+    _LOG.warning(
+        "%s knows no ranges: for a part of an object everything before it is read too; serve data that lies in "
+        "packs by a server that knows them",
+        server,
+    )
+
+
+def _take(response: http.client.HTTPResponse, count: int) -> bytes:
+    """The next `count` bytes of a body, fewer where it ends."""
+    parts: list[bytes] = []
+    while count and (part := response.read(min(count, _PIECE))):
+        parts.append(part)
+        count -= len(part)
+    if count and response.length:
+        raise http.client.IncompleteRead(b"", response.length)
+    return b"".join(parts)

@@ -1,0 +1,65 @@
+"""Plain objects of web servers."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote, urljoin, urlsplit
+
+from torch_dpflow.datasets.storage.connections import Origin
+from torch_dpflow.datasets.storage.exchanges import Refusal, Request
+from torch_dpflow.datasets.storage.tls import tls_context
+from torch_dpflow.datasets.storage.web_headers import web_headers
+from torch_dpflow.errors import OptionError
+
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+
+
+class WebService:
+    """`http://` and `https://`. `options`: `headers` for every request, `username` and `password`, `verify`.
+
+    A URL is sent as it is given, its query too; what may not stand in one is escaped, "#" with it: nobody
+    means a fragment here, but names have it. Redirects are followed, to another server without the headers.
+
+    Raises:
+        OptionError, OptionTypeError: an option that is none of these.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._headers = web_headers(options)
+        self._options = options
+
+    def origin(self, url: str) -> Origin:
+        return _parse(url)[0]
+
+    def request(self, url: str) -> Request:
+        origin, target = _parse(url)
+        return Request(origin, target, self._headers)
+
+    def follow(self, url: str, request: Request, refusal: Refusal) -> Request | None:
+        location = refusal.headers.get("location")
+        if refusal.status not in _REDIRECTS or not location:
+            return None
+        here = request.origin
+        host = f"[{here.host}]" if ":" in here.host else here.host
+        base = f"{'https' if here.is_tls else 'http'}://{host}:{here.port}{request.target}"
+        try:
+            origin, target = _parse(urljoin(base, location))
+        except (OptionError, ValueError):
+            return None
+        return Request(origin, target, request.headers if origin == here else {})
+
+    def tls(self) -> ssl.SSLContext:
+        return tls_context(self._options, os.environ)
+
+
+def _parse(url: str) -> tuple[Origin, str]:
+    parts = urlsplit(url.replace("#", "%23"))
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise OptionError(f"{url}: give http:// or https://, a host and a path")
+    is_tls = parts.scheme == "https"
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    origin = Origin(is_tls, parts.hostname, parts.port or (443 if is_tls else 80))
+    return origin, quote(target, safe="/%?&=+,;:@!$'()*~[]")
