@@ -12,7 +12,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.deadlines import ask
+from torch_dpflow.datasets.storage.deadlines import ask, turn
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
 from torch_dpflow.errors import (
@@ -135,7 +135,8 @@ class Files:
             if isinstance(fs, LocalFileSystem):
                 os.replace(_written_beside(full, data), full)
             else:
-                fs.pipe_file(full, data)
+                with turn(fs):
+                    fs.pipe_file(full, data)
 
     def create(self, path: str, data: bytes) -> None:
         """Put a file where there is none. Raises FileExistsError; of several writers one succeeds.
@@ -168,7 +169,8 @@ class Files:
         fs = self.filesystem
         protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
         try:
-            fs.pipe_file(self._full(path), data, **_EXCLUSIVE_PUT.get(protocol, {}))
+            with turn(fs):
+                fs.pipe_file(self._full(path), data, **_EXCLUSIVE_PUT.get(protocol, {}))
         except Exception as error:
             if self.exists(path):
                 raise FileExistsError(f"{self.url}/{path} exists already") from error
@@ -198,7 +200,7 @@ class Files:
 
     def remove(self, path: str) -> None:
         """Remove a file or a directory with everything in it, if it is there."""
-        with suppress(FileNotFoundError), self._told(path):
+        with suppress(FileNotFoundError), self._told(path), turn(self.filesystem):
             self.filesystem.rm(self._full(path), recursive=True)
 
     def sweep(self, path: str) -> None:

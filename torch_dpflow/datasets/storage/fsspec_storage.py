@@ -9,9 +9,10 @@ from typing import Any
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
+from fsspec.implementations.dirfs import DirFileSystem
 
 from torch_dpflow.datasets.storage.base import ByteRange
-from torch_dpflow.datasets.storage.deadlines import call_within
+from torch_dpflow.datasets.storage.deadlines import ask
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
 from torch_dpflow.errors import MissingExtraError, OptionError, StorageError, TruncatedObjectError
@@ -44,19 +45,22 @@ class FsspecStorage:
             raise TruncatedObjectError(f"{span}: the object gave only {len(data)} bytes of {span.length}")
         if len(data) > self._longest:
             raise StorageError(f"{span}: {len(data)} bytes are above the limit of {self._longest}")
-        # ossfs counts the last byte in.
-        return data if span.length is None else data[: span.length]
+        if span.length is None or len(data) == span.length:
+            return data
+        if self._scheme == "oss":  # ossfs counts the last byte in
+            return data[: span.length]
+        raise StorageError(
+            f"{span}: the file system gave {len(data)} bytes where {span.length} were asked for"
+        )
 
     def _cat(self, span: ByteRange, deadline: float) -> bytes:
         path = self._files._strip_protocol(span.url)
         extent = {} if span.is_whole else {"start": span.start, "end": span.stop}
         left = deadline - time.monotonic()
-        if isinstance(self._files, AsyncFileSystem):
+        if isinstance(self._files, AsyncFileSystem) and not isinstance(self._files, DirFileSystem):
             reading = asyncio.wait_for(self._files._cat_file(path, **extent), max(left, 0.0))
             return bytes(asyncio.run_coroutine_threadsafe(reading, self._files.loop).result())
-        if self._scheme == "memory":
-            return bytes(self._files.cat_file(path, **extent))
-        return bytes(call_within(left, lambda: self._files.cat_file(path, **extent)))
+        return bytes(ask(self._files, left, lambda: self._files.cat_file(path, **extent)))
 
     def node(self, url: str) -> str:
         return self._scheme + "://" + url.partition("://")[2].partition("/")[0]
