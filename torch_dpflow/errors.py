@@ -39,6 +39,7 @@ Each also derives from what torch or Python raises there, so `except RuntimeErro
 keeps working. Every message shows what was given, what is allowed and what to do. All of them pickle.
 """
 
+import enum
 import pickle
 
 
@@ -174,15 +175,44 @@ class DeadlineError(TransportError, TimeoutError):
     """No answer within the deadline."""
 
 
+class ErrorKind(enum.IntEnum):
+    """Why a call was answered with an error, as it travels: what its caller does depends on this alone."""
+
+    #: The other side failed over a call that may be right; the text has its traceback.
+    INTERNAL = 0
+    #: The call is wrong: to be fixed by whoever makes it.
+    USAGE = 1
+    #: The call, or the answer to it, is no valid message or above a limit.
+    MALFORMED = 2
+    #: A stream's other side has gone.
+    LOST = 3
+    #: The answer had to make room for others, or too much is open: to be tried again.
+    FORGOTTEN = 4
+    OVERLOADED = 5
+    #: What the caller goes by is out of date: see `torch_dpflow.remote.refusals`.
+    STALE_JOB = 6
+    STALE_ROUTING = 7
+    STALE_SHARD = 8
+    OUT_OF_STEP = 9
+    MISDIRECTED = 10
+    UNKNOWN_FLOW = 11
+    #: To be waited for.
+    NAME_BUSY = 12
+    RANKS_AWAITED = 13
+
+
 class RemoteCallError(TransportError, RuntimeError):
     """The peer answered a call with an error."""
 
-    def __init__(self, text: str, kind: str = "") -> None:
+    def __init__(self, text: str, kind: ErrorKind = ErrorKind.INTERNAL) -> None:
         super().__init__(text, kind)
-        #: What the error on the other side said, and the name of its type.
+        #: What the error on the other side said, and why it was raised.
         self.text = text
         self.kind = kind
 
     def __str__(self) -> str:
-        text, kind = self.args
-        return f"{kind}: {text}" if kind else str(text)
+        if self.kind is ErrorKind.INTERNAL:
+            return (
+                f"a service failed over a call, which is a fault of its own and not of the call: {self.text}"
+            )
+        return self.text

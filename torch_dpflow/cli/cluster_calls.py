@@ -7,7 +7,7 @@ from typing import Any
 import click
 import msgspec
 
-from torch_dpflow.errors import DeadlineError, RemoteCallError, UsageError
+from torch_dpflow.errors import DeadlineError, ErrorKind, RemoteCallError, UsageError
 from torch_dpflow.remote.cluster_address import find_cluster, keys_hint
 from torch_dpflow.remote.protocol import FlowView, ProcessView
 from torch_dpflow.remote.rpc import RpcClient
@@ -53,7 +53,9 @@ def ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None) -> Any
     try:
         return coordinator.call(method, body, reply_type=kind).body
     except RemoteCallError as error:
-        raise UsageError(str(error.args[0])) from error
+        if error.kind is not ErrorKind.USAGE:
+            raise
+        raise UsageError(error.text) from error
     except DeadlineError as error:
         address = coordinator.address
         text = f"no cluster answers at {address}; is it up? {keys_hint(address)}"

@@ -16,6 +16,7 @@ from typing import Any
 from torch_dpflow.errors import (
     DeadlineError,
     DPFlowError,
+    ErrorKind,
     OptionError,
     PeerLostError,
     RemoteCallError,
@@ -30,11 +31,10 @@ from torch_dpflow.remote.flow_registration import describe, length_of, register,
 from torch_dpflow.remote.job_description import Home, JobDescription
 from torch_dpflow.remote.job_options import JobOptions, Replica
 from torch_dpflow.remote.protocol import MAX_SAMPLES, POISON_LIMIT, JobFigures, JobRank
-from torch_dpflow.remote.refusals import StaleJobError
 from torch_dpflow.remote.router_link import RouterLink
 from torch_dpflow.remote.samples import SampleAssignment
 from torch_dpflow.remote.shard_link import ShardLinks
-from torch_dpflow.remote.shared_iterator import CLOSE_S, PAUSE_S, Pipeline, SharedIterator
+from torch_dpflow.remote.shared_iterator import CLOSE_S, Pipeline, SharedIterator
 from torch_dpflow.remote.stop_signal import StopSignal
 from torch_dpflow.samplers.indices import Indices, check_indices
 
@@ -42,6 +42,8 @@ __all__ = ["JobOptions", "Replica", "SharedJob", "open_job"]
 
 #: How often a job says that it lives, seconds.
 BEAT_S = 2.0
+#: How long a thread that has been interrupted is waited for before it is interrupted again, seconds.
+JOIN_S = 0.05
 
 
 def open_job(
@@ -234,7 +236,7 @@ class SharedJob:
         while self._heart.is_alive():
             self._router.interrupt()
             self._links.interrupt()
-            self._heart.join(PAUSE_S)
+            self._heart.join(JOIN_S)
         self._links.close(self._router.id)
         self._router.close()
 
@@ -327,8 +329,10 @@ class SharedJob:
             try:
                 self._beat_once()
             except RemoteCallError as error:
-                if error.kind == StaleJobError.__name__:
+                if error.kind is ErrorKind.STALE_JOB:
                     self._recover(partial(self._router.rejoin, generation, self._closed))
+                elif error.kind in (ErrorKind.INTERNAL, ErrorKind.USAGE):
+                    LOADER.warning("flow %r, job %r: %s", self._job.flow, self._job.name, error)
             except DPFlowError:
                 self._recover(partial(self._router.refresh_routes, self._closed))
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from torch_dpflow.errors import DeadlineError, DPFlowError
 from torch_dpflow.log import LOADER
 
+#: How often in a row a service may fail over a call that may be made again, before its user hears of it.
+MOST_FAULTS = 5
 #: A job says that it waits for its services once they have been silent for so long, seconds.
 SILENCE_S = 3.0
 
@@ -86,6 +88,13 @@ class Contact:
                 self.patience_s,
                 reason,
             )
+
+    def failed(self, error: DPFlowError, times: int) -> None:
+        """One has failed over a call, so many times by now; raises the error where that is too often."""
+        if times >= MOST_FAULTS:
+            raise error
+        if times == 1 and not self._ended:
+            LOADER.warning("flow %r, job %r: it is asked again: %s", self._flow, self._job, error)
 
     def served(self) -> None:
         """They have done what was asked of them."""

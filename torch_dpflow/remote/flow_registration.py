@@ -9,7 +9,14 @@ from typing import Any
 
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.caches.capacity import parse_capacity
-from torch_dpflow.errors import DeadlineError, OptionError, OptionTypeError, RemoteCallError, UsageError
+from torch_dpflow.errors import (
+    DeadlineError,
+    ErrorKind,
+    OptionError,
+    OptionTypeError,
+    RemoteCallError,
+    UsageError,
+)
 from torch_dpflow.remote.cluster_address import Cluster, keys_hint
 from torch_dpflow.remote.fingerprint import SCRIPT, fingerprint
 from torch_dpflow.remote.flow_spec import FlowSpec
@@ -143,6 +150,8 @@ def register(cluster: Cluster, spec: FlowSpec, packed: bytes, *, patience_s: flo
                 if coordinator.call("store", spec.content, [packed], reply_type=bool).body:
                     return
         except RemoteCallError as error:
+            if error.kind is not ErrorKind.USAGE:
+                raise
             raise UsageError(error.text) from error
         except DeadlineError as error:
             raise DeadlineError(

@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from torch_dpflow.errors import MessageError
+from torch_dpflow.errors import ErrorKind, MessageError
 from torch_dpflow.remote.arena import BlockRef, ProbeRef
 from torch_dpflow.remote.parcel import ParcelTable
 
@@ -21,7 +21,7 @@ from torch_dpflow.remote.parcel import ParcelTable
 PROTOCOL_VERSION = 1
 #: Longest header frame, bytes. Whatever can be larger travels in payload frames.
 MAX_HEADER_BYTES = 8 * 1024 * 1024
-#: Longest name of a method or an error type, and longest text of an error, characters.
+#: Longest name of a method, and longest text of an error, characters.
 MAX_NAME, MAX_TEXT = 200, 32 * 1024
 #: Longest time that a header may name, seconds.
 MAX_SECONDS = 1e9
@@ -150,8 +150,7 @@ class Failure(_Header, tag=12):
     """Server to client: the call ended with an error."""
 
     call: Count
-    #: The error's type name.
-    kind: Name
+    kind: ErrorKind
     text: Text
 
 
@@ -214,7 +213,7 @@ class Abort(_Header, tag=24):
     """Either way: the stream is over in both directions, with an error."""
 
     stream: Count
-    kind: Name
+    kind: ErrorKind
     text: Text
 
 

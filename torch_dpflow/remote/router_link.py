@@ -12,7 +12,15 @@ from typing import TypeVar
 
 import numpy as np
 
-from torch_dpflow.errors import DeadlineError, OptionError, PeerLostError, RemoteCallError, UsageError
+from torch_dpflow.backoff import Backoff
+from torch_dpflow.errors import (
+    DeadlineError,
+    ErrorKind,
+    OptionError,
+    PeerLostError,
+    RemoteCallError,
+    UsageError,
+)
 from torch_dpflow.remote.cluster_address import Cluster
 from torch_dpflow.remote.contact import Contact
 from torch_dpflow.remote.delivered import Marks, mark
@@ -29,14 +37,6 @@ from torch_dpflow.remote.protocol import (
     RoutingTable,
     StartEpoch,
 )
-from torch_dpflow.remote.refusals import (
-    AwaitedRanksError,
-    MisdirectedError,
-    NameBusyError,
-    OutOfStepError,
-    StaleJobError,
-    UnknownFlowError,
-)
 from torch_dpflow.remote.routing import RouteMap
 from torch_dpflow.remote.rpc import RpcClient
 from torch_dpflow.remote.stop_signal import StopSignal
@@ -49,10 +49,10 @@ CALL_S = 5.0
 JOIN_S = 20.0
 #: The least that it may take, however little patience is left, seconds.
 LEAST_CALL_S = 0.5
-#: The pause between attempts, seconds.
-PAUSE_S = 0.1
-#: Refusals that time mends.
-_PASSING = (NameBusyError.__name__, AwaitedRanksError.__name__)
+#: The longest pauses between attempts, after the first and after many, seconds.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
+#: What time mends.
+_PASSING = (ErrorKind.NAME_BUSY, ErrorKind.RANKS_AWAITED, ErrorKind.FORGOTTEN, ErrorKind.OVERLOADED)
 
 
 @dataclass(slots=True)
@@ -83,6 +83,7 @@ class RouterLink:
 
     Raises:
         UsageError: the router or the coordinator refuses the job, and says why.
+        RemoteCallError: one of them fails over a call, again and again.
         DeadlineError: they do not answer.
     """
 
@@ -201,6 +202,8 @@ class RouterLink:
         """Make a call until it succeeds; what it finds out of date, the next attempt mends first."""
         deadline = time.monotonic() + self._patience_s if deadline is None else deadline
         self._deadline = deadline
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        faults = 0
         if self.contact.is_lost:
             self._disconnect()  # the router may be elsewhere: to ask it once more would take as long again
             self._look_for_cluster()
@@ -208,7 +211,8 @@ class RouterLink:
             try:
                 result = call()
             except RemoteCallError as error:
-                self._note(error, deadline)
+                faults += error.kind is ErrorKind.INTERNAL
+                self._note(error, deadline, faults)
             except (DeadlineError, PeerLostError) as error:
                 self.contact.missed(error)
                 if time.monotonic() >= deadline:
@@ -218,25 +222,34 @@ class RouterLink:
             else:
                 self.contact.served()
                 return result
-            time.sleep(PAUSE_S)
+            if given_up is None:
+                time.sleep(backoff.pause_s())
+            else:
+                given_up.wait(backoff.pause_s())
         raise PeerLostError("the epoch was given up while its router was asked")
 
-    def _note(self, error: RemoteCallError, deadline: float) -> None:
-        """Take down what a refusal finds out of date."""
+    def _note(self, error: RemoteCallError, deadline: float, faults: int) -> None:
+        """Take down what a refusal finds out of date; raise what nothing mends."""
         self.contact.heard()
-        if error.kind == StaleJobError.__name__:
-            self._generation = 0
-        elif error.kind == MisdirectedError.__name__:
-            self._leave_for_another()
-        elif error.kind == OutOfStepError.__name__:
-            self._told = False
-        elif error.kind == UnknownFlowError.__name__ and self._home is not None:
-            # A cluster has started anew where ours was, and kept nothing.
-            self._register_with(self.cluster)
-        elif error.kind not in _PASSING:
-            raise UsageError(error.text) from error
-        else:
-            self.contact.put_off(error.text)
+        match error.kind:
+            case ErrorKind.STALE_JOB:
+                self._generation = 0
+            case ErrorKind.MISDIRECTED:
+                self._leave_for_another()
+            case ErrorKind.OUT_OF_STEP:
+                self._told = False
+            case ErrorKind.UNKNOWN_FLOW if self._home is not None:
+                # A cluster has started anew where ours was, and kept nothing.
+                self._register_with(self.cluster)
+            case ErrorKind.INTERNAL:
+                # Every call of a job to its router or coordinator may be made twice.
+                self.contact.failed(error, faults)
+            case ErrorKind.USAGE | ErrorKind.UNKNOWN_FLOW:
+                raise UsageError(error.text) from error
+            case kind if kind in _PASSING:
+                self.contact.put_off(error.text)
+            case _:
+                raise error
         if time.monotonic() > deadline:
             raise UsageError(f"{error.text} (waited {self._patience_s:g} s)") from error
 
@@ -250,7 +263,7 @@ class RouterLink:
     def _register_with(self, cluster: Cluster) -> None:
         """Go on at this cluster, which does not know the flow."""
         assert self._home is not None
-        with suppress(DeadlineError, PeerLostError):  # else it is tried again
+        with suppress(DeadlineError, PeerLostError, RemoteCallError):  # else it is tried again
             self._home.register(cluster, self._call_s)
             self.cluster = cluster
             self._leave_for_another()

@@ -13,8 +13,10 @@ from typing import Any, TypeAlias
 
 from torch._utils import ExceptionWrapper
 
+from torch_dpflow.backoff import Backoff
 from torch_dpflow.errors import (
     DPFlowError,
+    ErrorKind,
     MessageError,
     PeerLostError,
     PoisonTaskError,
@@ -28,13 +30,12 @@ from torch_dpflow.remote.assemble import assemble_parcels
 from torch_dpflow.remote.parcel import Frame, ParcelTable, decode
 from torch_dpflow.remote.protocol import POISONED, ServedSample
 from torch_dpflow.remote.ready_batches import Ready, ReadyBatches
-from torch_dpflow.remote.refusals import OverloadedError, StaleJobError, StaleRoutingError
 from torch_dpflow.remote.router_link import RouterLink
 from torch_dpflow.remote.shard_link import Fetch, Outcome, ShardLinks, Wanted
 from torch_dpflow.remote.stop_signal import StopSignal
 
-#: The pause before a fetch that failed is tried again, seconds.
-PAUSE_S = 0.05
+#: The longest pauses before a fetch that failed is tried again, after the first time and after many, seconds.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
 #: How long `close` waits for what is under way before it breaks that off, seconds.
 CLOSE_S = 1.0
 
@@ -71,6 +72,8 @@ class _Batch:
     values: dict[int, _Came] = field(default_factory=dict)
     fetches: list[Fetch] = field(default_factory=list)
     nbytes: int = 0
+    #: How often a shard has failed over a call for it.
+    faults: int = 0
 
     @property
     def missing(self) -> list[Wanted]:
@@ -287,6 +290,7 @@ class SharedIterator:
     def _complete(self, batch: _Batch) -> _Batch:
         """Wait until every sample of a batch is here, asking again for what was lost on the way."""
         since = time.monotonic()
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             came = 0
             fetches, batch.fetches = batch.fetches, []
@@ -298,7 +302,7 @@ class SharedIterator:
                 if self._closed.is_set():
                     raise _Closed
                 if outcome.error is not None:
-                    self._mend(outcome.error, since)
+                    self._mend(outcome.error, batch, since, backoff)
             missing = batch.missing
             if batch.is_deadly:
                 self._links.give_back(missing, epoch=self._epoch, draw=self._draw)
@@ -307,6 +311,7 @@ class SharedIterator:
                 break
             if came:
                 since = time.monotonic()
+                backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
             batch.fetches = self._links.fetch(missing, epoch=self._epoch, draw=self._draw)
         self._asked.popleft()
         self._fetching -= 1
@@ -333,7 +338,7 @@ class SharedIterator:
         with suppress(DPFlowError):  # it is said with the next call
             self._links.give_back([], epoch=self._epoch, draw=self._draw)
 
-    def _mend(self, error: DPFlowError, since: float) -> None:
+    def _mend(self, error: DPFlowError, batch: _Batch, since: float, backoff: Backoff) -> None:
         """Find out what is out of date, so that the next attempt goes where it should.
 
         since: when something came last.
@@ -342,22 +347,25 @@ class SharedIterator:
         deadline = pipeline.patience_s + min(since + pipeline.loading_s, max(since, contact.heard_at))
         if time.monotonic() >= deadline:
             raise self._router.contact.given_up(error) from error
-        kind = error.kind if isinstance(error, RemoteCallError) else ""
-        if kind == StaleJobError.__name__:
-            self._router.rejoin(self._router.id.generation, self._closed, deadline)
-        elif kind == StaleRoutingError.__name__:
-            self._router.refresh_routes(self._closed, deadline)
-        elif isinstance(error, RemoteCallError) and kind not in (
-            OverloadedError.__name__,
-            "ForgottenReplyError",
-        ):
-            raise UsageError(error.text) from error
-        elif isinstance(error, MessageError):
-            raise error
-        else:
-            if not isinstance(error, RemoteCallError):
+        match error.kind if isinstance(error, RemoteCallError) else None:
+            case ErrorKind.STALE_JOB:
+                self._router.rejoin(self._router.id.generation, self._closed, deadline)
+                return
+            case ErrorKind.STALE_ROUTING:
+                self._router.refresh_routes(self._closed, deadline)
+                return
+            case ErrorKind.USAGE:
+                raise UsageError(str(error)) from error
+            case ErrorKind.OVERLOADED | ErrorKind.FORGOTTEN:
+                pass
+            case ErrorKind.INTERNAL:
+                batch.faults += 1
+                self._router.contact.failed(error, batch.faults)
+            case None if not isinstance(error, MessageError):
                 self._router.refresh_routes(self._closed, deadline)  # the shard is gone, or somewhere else
-            self._closed.wait(PAUSE_S)
+            case _:
+                raise error
+        self._closed.wait(backoff.pause_s())
 
     def _hand_out(self, batch: _Batch) -> None:
         came = [batch.values.get(one.ticket) for one in batch.wanted]

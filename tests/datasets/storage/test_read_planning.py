@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torch_dpflow.datasets.storage import ByteRange, ReadOptions
 from torch_dpflow.datasets.storage.merging import plan_reads
-from torch_dpflow.datasets.storage.retrying import fetch_with_retries, pause_s
+from torch_dpflow.datasets.storage.retrying import fetch_with_retries
 from torch_dpflow.errors import ObjectMissingError, StorageTimeoutError, StorageUnavailableError
 
 CONTENT = bytes(range(200))
@@ -109,9 +109,3 @@ def test_does_not_try_again_what_cannot_pass() -> None:
     with pytest.raises(ObjectMissingError, match=r"^x: gone$"):
         storage.read()
     assert storage.slept == []
-
-
-def test_pauses_double_up_to_the_longest() -> None:
-    options = ReadOptions(backoff_s=0.5, longest_backoff_s=3.0)
-    assert [pause_s(options, failures, 1.0) for failures in range(1, 6)] == [0.5, 1.0, 2.0, 3.0, 3.0]
-    assert pause_s(options, 3, 0.25) == 0.5

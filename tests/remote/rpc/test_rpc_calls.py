@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +14,14 @@ import pytest
 
 from torch_dpflow.errors import (
     DeadlineError,
+    ErrorKind,
     MessageError,
     OptionError,
     PeerLostError,
     RemoteCallError,
     StateError,
 )
+from torch_dpflow.remote.refusals import StaleRoutingError
 from torch_dpflow.remote.rpc import (
     LATER,
     ClientOptions,
@@ -49,8 +52,18 @@ def fail(call: IncomingCall) -> Result:
     raise KeyError(f"no sample {call.body}")
 
 
+def refuse(call: IncomingCall) -> Result:
+    raise OptionError("no")
+
+
+def find_stale(call: IncomingCall) -> Result:
+    raise StaleRoutingError("ask for the table")
+
+
 def prepare(server: RpcServer) -> None:
     server.register("echo", echo)
+    server.register("refuse", refuse)
+    server.register("stale", find_stale)
     server.register("fail", fail)
     server.register("typed", lambda call: Result(call.body.key), body_type=Query)
     server.register("nothing", lambda call: None)
@@ -96,27 +109,35 @@ def test_threads_share_a_client(client: RpcClient) -> None:
     assert results == [[[thread, number] for number in range(50)] for thread in range(6)]
 
 
-def test_error_of_a_method_arrives_with_its_type_and_text(client: RpcClient) -> None:
-    with pytest.raises(RemoteCallError, match="no sample 7") as caught:
+def test_a_servers_own_failure_is_told_apart_and_comes_with_its_traceback(client: RpcClient) -> None:
+    with pytest.raises(RemoteCallError, match=r"a fault of its own(?s:.*)KeyError: 'no sample 7'") as caught:
         client.call("fail", 7)
-    assert caught.value.kind == "KeyError"
+    assert caught.value.kind is ErrorKind.INTERNAL
+    assert "Traceback (most recent call last)" in caught.value.text
+    assert __file__ in caught.value.text
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (again.kind, str(again)) == (ErrorKind.INTERNAL, str(caught.value))
     assert client.call("echo", "still there").body == "still there"
 
 
 @pytest.mark.parametrize(
     ("method", "body", "kind"),
     [
-        ("absent", None, "LookupError"),
-        ("typed", {"key": "seven"}, "MessageError"),
-        ("typed", None, "MessageError"),
-        ("strange", None, "TypeError"),
-        ("unsendable", None, "TypeError"),
+        ("absent", None, ErrorKind.USAGE),
+        ("refuse", None, ErrorKind.USAGE),
+        ("stale", None, ErrorKind.STALE_ROUTING),
+        ("typed", {"key": "seven"}, ErrorKind.MALFORMED),
+        ("typed", None, ErrorKind.MALFORMED),
+        ("strange", None, ErrorKind.INTERNAL),
+        ("unsendable", None, ErrorKind.INTERNAL),
     ],
 )
-def test_call_that_cannot_be_served_is_answered(client: RpcClient, method: str, body: Any, kind: str) -> None:
+def test_call_that_cannot_be_served_is_answered(
+    client: RpcClient, method: str, body: Any, kind: ErrorKind
+) -> None:
     with pytest.raises(RemoteCallError) as caught:
         client.call(method, body)
-    assert caught.value.kind == kind
+    assert caught.value.kind is kind
 
 
 def test_bodies_are_typed_on_both_sides(client: RpcClient) -> None:
@@ -208,7 +229,7 @@ def test_answer_beyond_a_limit_is_answered_as_an_error(
     server = start_server(address, prepare_many, transport=TransportOptions(max_frames=4))
     with pytest.raises(RemoteCallError, match="max_frames") as caught:
         open_client(server.address).call("many")
-    assert caught.value.kind == "MessageError"
+    assert caught.value.kind is ErrorKind.MALFORMED
 
 
 def test_server_remembers_no_more_than_it_must(

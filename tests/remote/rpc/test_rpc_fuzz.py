@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from torch_dpflow.errors import ErrorKind
 from torch_dpflow.remote.messages import EMPTY_BODY, Hello, Packing, Reach, Request, encode, encode_body
 from torch_dpflow.remote.rpc import IncomingCall, Result, RpcClient, RpcServer
 from torch_dpflow.remote.transport import Connection, connect, listen
@@ -124,7 +125,7 @@ def test_payload_that_does_not_fit_its_packing_is_answered_as_an_error(
     fiend.send([encode(Request(1, "echo", 1, [], 10.0, EMPTY_BODY, packing)), *frames])
     answer = fiend.receive(20)
     assert answer is not None
-    assert msgspec.msgpack.decode(answer[0])[:3] == [12, 1, "MessageError"]
+    assert msgspec.msgpack.decode(answer[0])[:3] == [12, 1, ErrorKind.MALFORMED]
     still_serves(server, open_client)
 
 

@@ -13,11 +13,11 @@ from tests.new_process import interpreter
 from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from tests.workers import has_ended
-from torch_dpflow.errors import RemoteCallError
+from torch_dpflow.errors import ErrorKind, RemoteCallError
 from torch_dpflow.remote.client import SharedJob
 from torch_dpflow.remote.cluster_address import find_cluster
 from torch_dpflow.remote.protocol import Enlist, JobBeat, JobId, Join, ProcessView, Running
-from torch_dpflow.remote.refusals import MisdirectedError, StaleShardError
+from torch_dpflow.remote.refusals import StaleShardError
 from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
 from torch_dpflow.remote.transport import listen
 
@@ -78,7 +78,7 @@ def test_a_service_refuses_whom_it_does_not_serve(cluster: TestCluster, join: Jo
         ):
             with pytest.raises(RemoteCallError, match=f"the router of flow '{flow}@1', and not of") as caught:
                 client.call(method, body)
-            assert caught.value.kind == MisdirectedError.__name__
+            assert caught.value.kind == ErrorKind.MISDIRECTED
 
 
 #: A shard's place in its router's table, without the rest of the shard.

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
 
-from torch_dpflow.errors import MessageError
+from torch_dpflow.errors import ErrorKind, MessageError, UsageError
 from torch_dpflow.remote import messages
 from torch_dpflow.remote.messages import body_decoder, decode_body, encode_body
-from torch_dpflow.remote.rpc.incoming import Handler, IncomingCall, Later, Outcome, Result, describe
+from torch_dpflow.remote.rpc.describing import describe, kind_of
+from torch_dpflow.remote.rpc.incoming import Handler, IncomingCall, Later, Outcome, Result
 from torch_dpflow.remote.rpc.replies import ReplyMemory, Verdict
 from torch_dpflow.remote.rpc.sessions import ServerStats, Session, SessionTable
 from torch_dpflow.remote.transport.base import Frame
+
+logger = logging.getLogger(__name__)
 
 #: Has a function called in the server's thread, soon.
 Post: TypeAlias = Callable[[Callable[[], None]], None]
 
 _REFUSALS = {
     Verdict.FORGOTTEN: (
-        "ForgottenReplyError",
+        ErrorKind.FORGOTTEN,
         "the call was executed, but its reply had to make room for others",
     ),
-    Verdict.OVERLOADED: ("OverloadedError", "too many calls of this client are open; wait for some answers"),
+    Verdict.OVERLOADED: (
+        ErrorKind.OVERLOADED,
+        "too many calls of this client are open; wait for some answers",
+    ),
 }
 
 
@@ -41,7 +48,7 @@ class _Reply:
 
     body: msgspec.Raw
     frames: Sequence[Frame] = ()
-    failure: tuple[str, str] | None = None
+    failure: tuple[ErrorKind, str] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +121,7 @@ class CallService:
         try:
             payload = session.carrier.unpack(frames, header.packing)
             if method is None:
-                raise LookupError(f"no method {header.method!r} here, only {sorted(self._methods)}")
+                raise UsageError(f"no method {header.method!r} here, only {sorted(self._methods)}")
             call = IncomingCall(
                 session.client,
                 header.method,
@@ -125,6 +132,8 @@ class CallService:
             )
             result = method.handler(call)
         except Exception as error:
+            if kind_of(error) is ErrorKind.INTERNAL:
+                logger.exception("a call of %r failed", header.method)
             return error
         return Result() if result is None else result
 

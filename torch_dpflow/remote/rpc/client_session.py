@@ -25,6 +25,7 @@ from torch_dpflow.errors import (
 from torch_dpflow.remote import messages
 from torch_dpflow.remote.messages import Header, decode, decode_body, encode
 from torch_dpflow.remote.rpc.calls import CallTable, OpenCall
+from torch_dpflow.remote.rpc.describing import kind_of
 from torch_dpflow.remote.rpc.payload import Carrier
 from torch_dpflow.remote.rpc.streams import StreamState
 from torch_dpflow.remote.transport.base import Frame
@@ -190,7 +191,7 @@ class ClientSession:
     def abort_stream(self, stream: StreamEnd, error: DPFlowError, text: str) -> None:
         """Break the stream for both sides."""
         if stream.state.fail(error):
-            self.send(messages.Abort(stream.id, type(error).__name__, text[: messages.MAX_TEXT]))
+            self.send(messages.Abort(stream.id, kind_of(error), text[: messages.MAX_TEXT]))
             self._drop_if_over(stream)
 
     def inquire(self, now: float, patience_s: float) -> None:

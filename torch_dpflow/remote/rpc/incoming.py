@@ -12,6 +12,7 @@ import msgspec
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.remote import messages
 from torch_dpflow.remote.messages import Header, encode_body
+from torch_dpflow.remote.rpc.describing import describe
 from torch_dpflow.remote.rpc.streams import StreamState
 from torch_dpflow.remote.transport.base import Frame
 
@@ -65,7 +66,7 @@ class IncomingCall:
         self._finish(Result(body, frames))
 
     def fail(self, error: Exception) -> None:
-        """Answer the call with an error: the client gets its type's name and its text."""
+        """Answer the call with an error: the client gets its kind and its text."""
         self._finish(error)
 
 
@@ -154,7 +155,7 @@ class IncomingStream:
             self._leave_if_over()
 
     def abort(self, error: Exception) -> None:
-        """Break the stream for both sides; the client gets the error's type name and text."""
+        """Break the stream for both sides; the client gets the error's kind and text."""
         if self.state.fail(DPFlowError(f"this side has aborted the stream: {error!r}")):
             self._port.send(messages.Abort(self.id, *describe(error)))
             self._leave_if_over()
@@ -198,8 +199,3 @@ class IncomingStream:
     def _leave_if_over(self) -> None:
         if self.state.over:
             self._port.forget(self)
-
-
-def describe(error: Exception) -> tuple[str, str]:
-    """An error's type name and text, as short as a header takes them."""
-    return type(error).__name__[: messages.MAX_NAME], str(error)[: messages.MAX_TEXT]

@@ -8,10 +8,18 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from torch_dpflow.errors import DPFlowError, MessageError, PeerLostError, RemoteCallError
+from torch_dpflow.errors import (
+    DPFlowError,
+    ErrorKind,
+    MessageError,
+    PeerLostError,
+    RemoteCallError,
+    UsageError,
+)
 from torch_dpflow.remote import messages
 from torch_dpflow.remote.messages import body_decoder, decode_body
-from torch_dpflow.remote.rpc.incoming import IncomingStream, StreamHandler, describe
+from torch_dpflow.remote.rpc.describing import describe
+from torch_dpflow.remote.rpc.incoming import IncomingStream, StreamHandler
 from torch_dpflow.remote.rpc.sessions import ServerStats, Session
 
 #: Makes the handler of a stream that a client opens; what it raises refuses the stream.
@@ -100,7 +108,7 @@ class StreamService:
             stream = session.streams.get(report.stream)
             if stream is None:
                 unknown = "the server does not know this stream"
-                session.send(messages.Abort(report.stream, "PeerLostError", unknown))
+                session.send(messages.Abort(report.stream, ErrorKind.LOST, unknown))
             else:
                 self._on_report(session, stream, report)
 
@@ -124,7 +132,7 @@ class StreamService:
             )
         method = self._methods.get(header.method)
         if method is None:
-            raise LookupError(f"no stream method {header.method!r} here, only {sorted(self._methods)}")
+            raise UsageError(f"no stream method {header.method!r} here, only {sorted(self._methods)}")
         body = decode_body(header.body, method.decoder)
         stream = IncomingStream(
             session.client,

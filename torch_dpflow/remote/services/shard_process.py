@@ -7,10 +7,9 @@ import time
 
 import msgspec
 
-from torch_dpflow.errors import DPFlowError, RemoteCallError
+from torch_dpflow.errors import DPFlowError, ErrorKind, RemoteCallError
 from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.protocol import Enlist, RangeAssignment
-from torch_dpflow.remote.refusals import StaleShardError
 from torch_dpflow.remote.services.awake_clock import AwakeClock
 from torch_dpflow.remote.services.locate import locate
 from torch_dpflow.remote.services.post import SERVICE, ServicePost, serve
@@ -46,7 +45,7 @@ class Enlistment:
             try:
                 self._keep(locate(self._post.place, self._router))
             except DPFlowError as error:
-                if isinstance(error, RemoteCallError) and error.kind == StaleShardError.__name__:
+                if isinstance(error, RemoteCallError) and error.kind is ErrorKind.STALE_SHARD:
                     SERVICE.warning("another has taken its place (%s)", error)
                 else:
                     SERVICE.warning("its router does not answer (%s)", error)

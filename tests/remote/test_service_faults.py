@@ -1,0 +1,148 @@
+"""A service that fails over a call: asked again where that is safe, told of as its own fault where it lasts.
+
+Real servers in the places of coordinator, router and shard, whose methods fail as often as a test says.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torch_dpflow.errors import ErrorKind, RemoteCallError, UsageError
+from torch_dpflow.remote.client import JobOptions, SharedJob
+from torch_dpflow.remote.cluster_address import Cluster
+from torch_dpflow.remote.contact import MOST_FAULTS
+from torch_dpflow.remote.job_description import JobDescription
+from torch_dpflow.remote.parcel import encode
+from torch_dpflow.remote.protocol import (
+    SAMPLE,
+    Access,
+    Ask,
+    Draw,
+    JobBeat,
+    JobId,
+    Join,
+    Joined,
+    Route,
+    RoutingTable,
+    Served,
+    ServedSample,
+    StartEpoch,
+)
+from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
+from torch_dpflow.remote.transport import TransportOptions, listen
+
+SIZE = 6
+
+
+class FailingService:
+    """Coordinator, router and shard of one flow; fails over the first so many calls of a method."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.faults: defaultdict[str, float] = defaultdict(float)
+        self.calls: Counter[str] = Counter()
+        self.error: Exception = KeyError("a table has no such entry")
+        table = RoutingTable(1, [Route(0, SIZE, "shard-0", address)])
+        methods: list[tuple[str, Any, Callable[[Any], Result | None]]] = [
+            ("access", Access, lambda body: Result(address)),
+            ("join", Join, lambda body: Result(Joined(1, SIZE, table))),
+            ("table", None, lambda body: Result(table)),
+            ("start", StartEpoch, lambda body: None),
+            ("draw", Draw, self._draw),
+            ("want", Ask, lambda body: None),
+            ("fetch", Ask, self._fetch),
+            ("beat", JobBeat, lambda body: Result(1)),
+            ("leave", JobId, lambda body: None),
+        ]
+        self._server = RpcServer(listen(address))
+        for name, body_type, answer in methods:
+            self._server.register(name, self._failing(answer), body_type=body_type, remembered=False)
+        self._thread = threading.Thread(target=self._server.serve)
+        self._thread.start()
+
+    def _failing(self, answer: Callable[[Any], Result | None]) -> Callable[[IncomingCall], Result | None]:
+        def serve(call: IncomingCall) -> Result | None:
+            self.calls[call.method] += 1
+            if self.calls[call.method] <= self.faults[call.method]:
+                raise self.error
+            return answer(call.body)
+
+        return serve
+
+    def _draw(self, draw: Draw) -> Result:
+        keys = np.arange(draw.position, min(SIZE, draw.position + draw.count), dtype=np.int64)
+        return Result(None, [keys.tobytes()])
+
+    def _fetch(self, ask: Ask) -> Result:
+        samples, frames = [], []
+        for ticket, key in ask.awaited:
+            table, parcel = encode(key)
+            samples.append(ServedSample(ticket, SAMPLE, table))
+            frames += parcel
+        return Result(Served(samples), frames)
+
+    def close(self) -> None:
+        self._server.stop()
+        self._thread.join()
+        self._server.close()
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[FailingService]:
+    with closing(FailingService(f"ipc://{tmp_path}/all")) as service:
+        yield service
+
+
+@pytest.fixture
+def open_(service: FailingService) -> Iterator[Callable[[], SharedJob]]:
+    with ExitStack() as jobs:
+
+        def open_() -> SharedJob:
+            cluster = Cluster(address=service.address, transport=TransportOptions())
+            job = JobDescription(flow="f", version=1, name="job", seed=0, batch_size=2, indices=None)
+            return jobs.enter_context(
+                SharedJob(cluster, job, SIZE, False, list, JobOptions(ready=1, patience_s=30))
+            )
+
+        yield open_
+
+
+@pytest.mark.parametrize("method", ["access", "join", "start", "draw", "fetch"])
+def test_a_fault_that_passes_is_not_seen(
+    service: FailingService, open_: Callable[[], SharedJob], method: str
+) -> None:
+    service.faults[method] = 2
+    assert list(open_().traverse(0)) == [[0, 1], [2, 3], [4, 5]]
+    assert service.calls[method] >= 3
+
+
+@pytest.mark.parametrize("error", [KeyError("no entry"), MemoryError("none left")], ids=type)
+@pytest.mark.parametrize("method", ["join", "draw", "fetch"])
+def test_a_fault_that_lasts_is_the_services_and_not_the_callers(
+    service: FailingService, open_: Callable[[], SharedJob], method: str, error: Exception
+) -> None:
+    service.faults[method], service.error = float("inf"), error
+    with pytest.raises(RemoteCallError, match="which is a fault of its own") as caught:
+        list(open_().traverse(0))
+    assert caught.value.kind is ErrorKind.INTERNAL
+    assert "in serve" in caught.value.text  # where it happened
+    assert type(error).__name__ in caught.value.text
+    assert service.calls[method] == MOST_FAULTS
+
+
+@pytest.mark.parametrize("method", ["join", "draw", "fetch"])
+def test_a_refusal_is_the_callers_and_not_asked_again(
+    service: FailingService, open_: Callable[[], SharedJob], method: str
+) -> None:
+    service.faults[method], service.error = float("inf"), UsageError("there is no such sample")
+    with pytest.raises(UsageError, match=r"^there is no such sample$"):
+        list(open_().traverse(0))
+    assert service.calls[method] == 1

@@ -1,0 +1,34 @@
+"""Pauses between attempts at what may pass: they grow, with full jitter."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+# Not the global generator, whose seed belongs to the user, and whose state forked workers share.
+_RANDOM = random.SystemRandom()
+
+
+class Backoff:
+    """How long to wait after each failure in a row, so that many who failed together do not come back together.
+
+    Args:
+        first_s: the longest pause after the first failure, seconds; it doubles with each.
+        longest_s: the longest of all, seconds.
+        draw: gives the part of the longest pause that is waited, from 0 to below 1.
+    """
+
+    def __init__(
+        self, first_s: float, longest_s: float, *, draw: Callable[[], float] = _RANDOM.random
+    ) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._draw = draw
+        #: In a row.
+        self.failures = 0
+
+    def pause_s(self) -> float:
+        """Seconds to wait after one failure more."""
+        longest_s: float = min(self._longest_s, self._first_s * 2.0 ** min(self.failures, 100))
+        self.failures += 1
+        return self._draw() * longest_s
