@@ -66,6 +66,8 @@ def own_script(mark: str, directory: Path) -> str:
 def test_the_blocks_of_a_page_run_as_one_script(page: Path, tmp_path: Path) -> None:
     done = run(str(script(page, tmp_path)), directory=tmp_path)
     assert done.returncode == 0, done.stderr
+    if page == README:
+        assert "1 worker was replaced" in done.stdout
 
 
 def test_the_block_for_ddp_runs_under_torchrun(tmp_path: Path) -> None:
