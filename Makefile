@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 STAMP := $(VENV)/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -13,10 +14,10 @@ help:  ## show the targets
 # torch goes first: whatever follows finds its requirement met and brings no CUDA packages along.
 $(STAMP): setup.cfg constraints.txt tools/torchvision_cpu_ops/setup.cfg tools/torchvision_cpu_ops/torchvision_cpu_ops.py
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip setuptools
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check ./tools/torchvision_cpu_ops
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(INSTALL) --upgrade pip setuptools
+	$(INSTALL) -c constraints.txt torch torchvision
+	$(INSTALL) ./tools/torchvision_cpu_ops
+	$(INSTALL) -c constraints.txt -e '.[test]'
 	@touch $@
 
 demo: $(STAMP)  ## generate images, train with torch's loader and with ours, print one table

@@ -32,7 +32,7 @@ def test_a_suite_needs_two_packages_more_than_the_library_and_names_the_one_it_l
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [
         f"torch_dpflow.testing.{suite} needs pytest and hypothesis, and {missing} is not installed: "
-        "pip install pytest hypothesis"
+        "pip install 'torch_dpflow[testing]'"
         for missing in NEEDED
         for suite in SUITES
     ]

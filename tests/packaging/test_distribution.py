@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ BUILD = """
 from setuptools import build_meta
 build_meta.build_wheel("dist")
 build_meta.build_sdist("dist")
+build_meta.build_editable("editable")
 """
 
 
@@ -28,6 +30,7 @@ build_meta.build_sdist("dist")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what is packed, with a wheel and a source distribution in dist/."""
     copy = tmp_path_factory.mktemp("source")
+    (copy / "editable").mkdir()
     for name in NEEDED:
         shutil.copy(ROOT / name, copy)
     shutil.copytree(
@@ -61,9 +64,28 @@ def test_the_metadata_tells_what_a_user_needs(built: Path) -> None:
     assert metadata["Name"] == "torch_dpflow"
     assert metadata["Version"] == torch_dpflow.__version__
     assert metadata["Requires-Python"] == ">=3.10"
-    assert "torch>=2.4" in metadata.get_all("Requires-Dist")
+    assert "torch>=2.6" in metadata.get_all("Requires-Dist")
     assert "DPFlowDataLoader" in str(metadata.get_payload())
     assert "dpflow = torch_dpflow.cli:main" in entry_points
+
+
+def test_no_extra_brings_a_torch(built: Path) -> None:
+    """torchvision asks for one exact torch: pip would put it in the place of the one that is there."""
+    (wheel,) = (built / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(archive.read(name))
+    asked = [re.split(r"[^\w-]", line)[0] for line in metadata.get_all("Requires-Dist") if "extra ==" in line]
+    assert "torchdata" in asked
+    assert not {"torch", "torchvision", "torchaudio"} & set(asked)
+
+
+def test_an_editable_install_is_a_path(built: Path) -> None:
+    """mypy and editors follow one; a finder they do not see."""
+    (wheel,) = (built / "editable").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if ".dist-info/" not in name]
+        assert archive.read(name).decode().split() == [str(built)]
 
 
 def test_the_source_distribution_builds_the_same(built: Path) -> None:

@@ -143,7 +143,7 @@ class RedisStore:
             import redis
         except ImportError as error:
             raise OptionError(
-                f"state={_without_password(url)!r} needs the package redis: pip install torch_dpflow[redis]"
+                f"state={_without_password(url)!r} needs the package redis: pip install 'torch_dpflow[redis]'"
             ) from error
         self._url = _without_password(url)
         self._error: type[Exception] = redis.RedisError

@@ -31,7 +31,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"torch_dpflow.testing.policies needs pytest and hypothesis, and {error.name} is not installed: "
-        "pip install pytest hypothesis"
+        "pip install 'torch_dpflow[testing]'"
     ) from error
 
 from torch_dpflow.caches.policy import Policy

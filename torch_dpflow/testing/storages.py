@@ -19,7 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 try:
     import pytest
 except ImportError as error:
-    raise ImportError("torch_dpflow.testing.storages needs pytest: pip install pytest") from error
+    raise ImportError(
+        "torch_dpflow.testing.storages needs pytest: pip install 'torch_dpflow[testing]'"
+    ) from error
 
 from torch_dpflow.datasets.storage.base import ByteRange, Storage
 from torch_dpflow.errors import AccessDeniedError, ObjectMissingError, TruncatedObjectError

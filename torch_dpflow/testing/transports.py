@@ -23,7 +23,7 @@ try:
     import pytest
 except ImportError as error:
     raise ImportError(
-        "torch_dpflow.testing.transports needs pytest, and it is not installed: pip install pytest"
+        "torch_dpflow.testing.transports needs pytest, and it is not installed: pip install 'torch_dpflow[testing]'"
     ) from error
 
 from torch_dpflow.errors import MessageError, PeerLostError, StateError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.registry import _registry
 
 from tests.datasets.storage.servers import BUCKET, S3_KEYS, s3_client
 from torch_dpflow.datasets.storage import ByteRange, ReadOptions, Storage, open_storage
@@ -188,6 +190,20 @@ class TestS3ThroughS3fs(S3Contract):
 def test_names_the_schemes_that_nobody_knows() -> None:
     with pytest.raises(OptionError, match="nonsense://"):
         open_storage("nonsense", {}, _PATIENT)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "package", "extra"),
+    [("https", "aiohttp", "http"), ("s3", "s3fs", "s3"), ("oss", "ossfs", "oss")],
+)
+def test_names_our_extra_for_a_scheme(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, package: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.http", raising=False)
+    monkeypatch.delitem(_registry, scheme, raising=False)
+    with pytest.raises(MissingExtraError, match=rf"pip install 'torch_dpflow\[{extra}\]'"):
+        FsspecStorage(scheme, {}, 1)
 
 
 def test_says_how_to_install_what_a_scheme_needs() -> None:

@@ -17,7 +17,7 @@ from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
 from torch_dpflow.errors import MissingExtraError, OptionError, StorageError, TruncatedObjectError
 
-_EXTRAS = {"s3": "s3", "s3a": "s3", "oss": "oss"}
+_EXTRAS = {"s3": "s3", "s3a": "s3", "oss": "oss", "http": "http", "https": "http"}
 
 
 class FsspecStorage:
@@ -74,7 +74,7 @@ def _file_system(scheme: str, options: Mapping[str, Any]) -> Any:
         return fsspec.filesystem(scheme, **fsspec_options(scheme, options))
     except ImportError as error:
         extra = _EXTRAS.get(scheme)
-        how = f"pip install torch_dpflow[{extra}]" if extra else "install the package that it names"
+        how = f"pip install 'torch_dpflow[{extra}]'" if extra else "install the package that it names"
         raise MissingExtraError(f"{scheme}:// needs a package that is not there: {error}; {how}") from error
     except OptionError:
         raise
