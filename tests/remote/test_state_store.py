@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
-import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.new_process import interpreter
+from tests.redis_server import RedisServer
 from torch_dpflow.errors import OptionError, StateError
 from torch_dpflow.remote.state_store import MAX_KEY, SQLiteStore, StateStore, open_store
 
 
 @pytest.fixture
-def redis_socket(tmp_path: Path) -> Iterator[str]:
-    """The socket of a Redis server of our own."""
-    pytest.importorskip("redis", reason="the package redis is not installed")
-    program = shutil.which("redis-server")
-    if program is None:
-        pytest.skip("no redis-server on this machine")
-    socket = f"{tmp_path}/socket"
-    command = [program, "--port", "0", "--unixsocket", socket, "--dir", str(tmp_path), "--save", ""]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        assert any("eady to accept connections" in line for line in server.stdout)
-        yield f"unix://{socket}"
-        server.terminate()
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """A Redis server of our own."""
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.stop()
 
 
 @pytest.fixture(params=["sqlite", "redis"])
@@ -37,7 +31,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Where a store is: each kind in turn."""
     if request.param == "sqlite":
         return f"sqlite://{tmp_path}/state"
-    return request.getfixturevalue("redis_socket")
+    server: RedisServer = request.getfixturevalue("redis")
+    return server.url
 
 
 @pytest.fixture
@@ -138,7 +133,50 @@ def test_a_closed_store_says_so_and_its_file_is_the_owners(tmp_path: Path) -> No
 
 
 def test_a_server_that_is_not_there_is_told_without_its_password(tmp_path: Path) -> None:
-    pytest.importorskip("redis", reason="the package redis is not installed")
     with pytest.raises(StateError, match="is it up") as caught:
         open_store("redis://user:secret@127.0.0.1:1/0")
     assert "secret" not in str(caught.value)
+
+
+def test_a_server_is_one_owners_until_he_lets_go_or_is_silent(redis: RedisServer) -> None:
+    with closing(open_store(redis.url)) as one, closing(open_store(redis.url)) as two:
+        one.claim("one")
+        assert one.renew("one")
+        with pytest.raises(StateError, match="another cluster keeps its flows in the state store 'unix:"):
+            two.renew("two")
+        two.release("two")
+        with ThreadPoolExecutor() as pool:
+            # Who lives has renewed it before its lease, which the other watches, ends.
+            claim = pool.submit(two.claim, "two")
+            while not claim.done():
+                assert one.renew("one")
+        with pytest.raises(StateError, match=r"give another one, or another of its databases: redis://"):
+            claim.result()
+        one.release("one")
+        two.claim("two")
+        one.put("kept", b"")
+        two.delete("torch_dpflow-owner")  # no key of a user's
+        with pytest.raises(StateError, match="another cluster"):
+            one.renew("one")
+
+
+def test_a_server_whose_owner_was_killed_is_free_in_the_end(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_dpflow.remote.state_store._LEASE_MS", 300)
+    with closing(open_store(redis.url)) as one, closing(open_store(redis.url)) as two:
+        one.claim("one")
+        two.claim("two")
+        with pytest.raises(StateError, match="another cluster"):
+            one.renew("one")
+
+
+def test_a_store_that_was_emptied_is_claimed_anew(redis: RedisServer) -> None:
+    with closing(open_store(redis.url)) as store:
+        store.claim("one")
+        redis.stop()
+        with pytest.raises(StateError, match="is it up"):
+            store.renew("one")
+        redis.start()
+        assert not store.renew("one")
+        assert store.renew("one")

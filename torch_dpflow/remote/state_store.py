@@ -5,16 +5,27 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
+import time
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from torch_dpflow.errors import OptionError, StateError
+from torch_dpflow.log import SERVICE
 
 #: Longest key, characters, and longest value, bytes.
 MAX_KEY, MAX_VALUE_BYTES = 512, 1 << 30
 #: Put before every key in Redis, which others may use as well.
 _REDIS_PREFIX = "torch_dpflow:"
+#: Beside those keys: which cluster has the store to itself.
+_REDIS_OWNER = "torch_dpflow-owner"
+#: For how long a store is a cluster's after it has said so last, and how often it says so, seconds.
+LEASE_S, RENEW_S = 15.0, 3.0
+_LEASE_MS = int(LEASE_S * 1000)
+#: How often whoever waits for a store looks whether it is free, seconds.
+_LOOK_S = 0.2
+#: How long Redis may take to answer, seconds.
+_ANSWER_S = 5.0
 #: How many keys Redis is asked for at once.
 _REDIS_BATCH = 500
 
@@ -38,6 +49,21 @@ class StateStore(Protocol):
 
     def find(self, prefix: str = "") -> list[str]:
         """Every key that begins with `prefix`, sorted."""
+
+    def claim(self, owner: str) -> None:
+        """Have the store for this owner alone for `LEASE_S`. StateError where another has it and lives.
+
+        It waits for one that is silent, for up to `LEASE_S`.
+        """
+
+    def renew(self, owner: str) -> bool:
+        """Have it for another `LEASE_S`; False where nobody had it, as after somebody emptied it.
+
+        StateError where another has it.
+        """
+
+    def release(self, owner: str) -> None:
+        """Let another owner have it, if it is this one's."""
 
     def close(self) -> None:
         """Let go of the store. May be called twice."""
@@ -106,6 +132,15 @@ class SQLiteStore:
         )
         return [row[0] for row in rows]
 
+    def claim(self, owner: str) -> None:
+        pass  # whoever starts a cluster locks the file
+
+    def renew(self, owner: str) -> bool:
+        return True
+
+    def release(self, owner: str) -> None:
+        pass
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -141,13 +176,19 @@ class RedisStore:
     def __init__(self, url: str) -> None:
         try:
             import redis
+            import redis.backoff
+            import redis.retry
         except ImportError as error:
             raise OptionError(
                 f"state={_without_password(url)!r} needs the package redis: pip install 'torch_dpflow[redis]'"
             ) from error
         self._url = _without_password(url)
         self._error: type[Exception] = redis.RedisError
-        self._client: Any = redis.Redis.from_url(url, socket_timeout=10, socket_connect_timeout=10)
+        # Once more at once, for a connection that has gone since; else whoever asks decides how long he waits.
+        retry = redis.retry.Retry(redis.backoff.NoBackoff(), 1)
+        self._client: Any = redis.Redis.from_url(
+            url, socket_timeout=_ANSWER_S, socket_connect_timeout=_ANSWER_S, retry=retry
+        )
         try:
             self._ask(self._client.ping)
         except StateError:
@@ -169,6 +210,43 @@ class RedisStore:
         pattern = "".join(f"\\{letter}" if letter in "*?[]^-\\" else letter for letter in start) + "*"
         found = self._ask(lambda: set(self._client.scan_iter(match=pattern, count=_REDIS_BATCH)))
         return sorted(key.decode().removeprefix(_REDIS_PREFIX) for key in found)
+
+    def claim(self, owner: str) -> None:
+        left_ms = _LEASE_MS + 1
+        while not self._is_taken_over(owner):
+            before_ms, left_ms = left_ms, self._ask(self._client.pttl, _REDIS_OWNER)
+            if left_ms > before_ms or left_ms == -1:  # its owner has renewed it, or it has no end
+                raise self._taken()
+            if before_ms > _LEASE_MS:
+                SERVICE.warning(
+                    "%s may be another cluster's, which is silent; waiting for %d s", self._url, LEASE_S
+                )
+            time.sleep(_LOOK_S)
+
+    def renew(self, owner: str) -> bool:
+        if self._is_taken_over(owner):
+            return False
+        if self._owner() != owner:
+            raise self._taken()
+        self._ask(self._client.pexpire, _REDIS_OWNER, _LEASE_MS)
+        return True
+
+    def _is_taken_over(self, owner: str) -> bool:
+        return bool(self._ask(lambda: self._client.set(_REDIS_OWNER, owner, nx=True, px=_LEASE_MS)))
+
+    def _taken(self) -> StateError:
+        return StateError(
+            f"another cluster keeps its flows in the state store {self._url!r}; give another one, or another of its "
+            "databases: redis://HOST:PORT/NUMBER"
+        )
+
+    def release(self, owner: str) -> None:
+        if self._owner() == owner:
+            self._ask(self._client.delete, _REDIS_OWNER)
+
+    def _owner(self) -> str | None:
+        owner: bytes | None = self._ask(self._client.get, _REDIS_OWNER)
+        return None if owner is None else owner.decode(errors="replace")
 
     def close(self) -> None:
         self._client.close()

@@ -22,10 +22,11 @@ from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.protocol import Access, FlowView, Launch, Part, ProcessView, Scale
 from torch_dpflow.remote.refusals import UnknownFlowError
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
+from torch_dpflow.remote.services.kept_state import KeptState
 from torch_dpflow.remote.services.placement import launches_of
-from torch_dpflow.remote.services.post import SERVICE, ServicePost, ask_in, serve
+from torch_dpflow.remote.services.post import SERVICE, Heart, ServicePost, ask_in, serve
 from torch_dpflow.remote.services.reconciler import Reconciler
-from torch_dpflow.remote.state_store import StateStore, open_store
+from torch_dpflow.remote.state_store import open_store
 
 #: Most bytes of what the workers of one flow load, packed.
 MAX_CONTENT_BYTES = 1 << 30
@@ -39,6 +40,8 @@ class CoordinatorArguments(msgspec.Struct, frozen=True, array_like=True, forbid_
 
     #: A state store's address.
     state: str
+    #: Who has it to himself, as of `StateStore.renew`.
+    owner: str
     #: Where to listen; empty: where the node's place says.
     address: str = ""
     #: As of `ClusterLimits`.
@@ -74,7 +77,7 @@ class Coordinator:
     def __init__(
         self,
         server: RpcServer,
-        store: StateStore,
+        store: KeptState,
         limits: ClusterLimits,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -284,15 +287,18 @@ def run(post: ServicePost) -> None:
     """Be a coordinator: the role of a node's process."""
     arguments = msgspec.msgpack.decode(post.arguments, type=CoordinatorArguments)
     server = RpcServer(post.listen(arguments.address))
+    heart = Heart(post, server.address)
+    state = KeptState(lambda: open_store(arguments.state), arguments.owner)
+    state.load(heart.turned)
     changed = threading.Event()
-    coordinator = Coordinator(server, open_store(arguments.state), arguments.limits, changed=changed.set)
+    coordinator = Coordinator(server, state, arguments.limits, changed=changed.set)
     server.register("stop", lambda _: _stop_node(post), body_type=None)
     Reconciler(post, server, coordinator, changed)
     if arguments.metrics:
         from torch_dpflow.remote.services.metrics_server import serve_metrics
 
         serve_metrics(arguments.metrics, lambda: ask_in(server, coordinator.views))
-    serve(post, server, _status, lambda: None, turn_s=IDLE_TURN_S)
+    serve(post, server, _status, lambda: None, turn_s=IDLE_TURN_S, heart=heart)
 
 
 def _stop_node(post: ServicePost) -> None:

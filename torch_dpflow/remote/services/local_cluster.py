@@ -5,9 +5,11 @@ from __future__ import annotations
 import ipaddress
 import multiprocessing
 import os
+import secrets
 import socket
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from torch_dpflow.directory import PrivateDirectory
-from torch_dpflow.errors import OptionError, UsageError
+from torch_dpflow.errors import OptionError, StateError, UsageError
 from torch_dpflow.log import LogOptions, write_lines
 from torch_dpflow.remote.allotment import ClusterLimits
 from torch_dpflow.remote.cluster_address import default_connection_file
@@ -101,8 +103,10 @@ class LocalCluster:
         self.address = ""
         self._announcement: Announcement | None = None
         check_vacant(self._path)
-        #: Locked for as long as this process lives: whoever starts another cluster there sees it.
-        self._state_lock = None if options.state is None else _hold_state(options.state)
+        self._state = options.state
+        #: Who has the state store; where that is a file, it is locked for as long as this process lives.
+        self._owner = secrets.token_hex(16)
+        self._state_lock = None if options.state is None else _hold_state(options.state, self._owner)
         self._directory = _private_directory()
         try:
             self.node = self._prepare(options)
@@ -136,6 +140,7 @@ class LocalCluster:
         self._announcement = Announcement(self._path, msgspec.structs.replace(keys, address=self.address))
         arguments = CoordinatorArguments(
             options.state or f"{folder}/state",
+            self._owner,
             options.listen or "",
             options.limits.workers,
             options.limits.memory_bytes,
@@ -149,6 +154,9 @@ class LocalCluster:
         self._directory.remove()
         if self._state_lock is not None:
             os.close(self._state_lock)
+        if self._state is not None:
+            with suppress(StateError):  # else its lease lapses
+                _release_state(self._state, self._owner)
 
 
 def _keep_fork_server_in(directory: str) -> None:
@@ -167,18 +175,24 @@ def _check_installed(module: str) -> None:
         raise OptionError(f"preload={module!r}: no such module is installed; install it, or leave it out")
 
 
-def _hold_state(url: str) -> int | None:
+def _hold_state(url: str, owner: str) -> int | None:
     """Have a state store to oneself: a descriptor that locks its file, None for what is no file.
 
     Raises OptionError or StateError where it cannot be used, UsageError where another cluster does.
     """
-    open_store(url).close()
+    with closing(open_store(url)) as store:
+        store.claim(owner)
     if urlsplit(url).scheme not in ("", "sqlite"):
         return None
     lock = lock_file(Path(url.removeprefix("sqlite://")))
     if lock is None:
         raise UsageError(f"state={url!r}: another cluster keeps its flows there; give another path")
     return lock
+
+
+def _release_state(url: str, owner: str) -> None:
+    with closing(open_store(url)) as store:
+        store.release(owner)
 
 
 def _private_directory() -> PrivateDirectory:

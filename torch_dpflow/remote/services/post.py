@@ -177,18 +177,19 @@ def serve(
     *,
     settle: Callable[[bytes], None] | None = None,
     turn_s: float = TURN_S,
+    heart: Heart | None = None,
 ) -> None:
     """Serve until the process ends.
 
     turn: called between messages, at least every `turn_s` seconds. settle: called with settings that have changed.
-    Both in this thread, as `status`, whose figures are for people.
+    Both in this thread, as `status`, whose figures are for people. heart: of a process that has one already.
     """
 
     def hear(settings: bytes) -> None:
         if settle is not None:
             server.post(lambda: settle(settings))
 
-    heart = Heart(post, server.address, hear=hear)
+    heart = heart or Heart(post, server.address, hear=hear)
     due = status_due = 0.0
     while True:
         server.step(turn_s)

