@@ -71,11 +71,12 @@ class LoaderMeter:
 
     def delivered(self, samples: int, size: int) -> None:
         """A batch of so many samples and bytes goes to the training loop."""
+        if self.time_to_first_batch_s is None:
+            self.time_to_first_batch_s = time.perf_counter() - self._began_s
+        # Behind these nothing is called: an interruption finds all counted, or nothing.
         self.batches += 1
         self.samples += samples
         self.bytes += size
-        if self.time_to_first_batch_s is None:
-            self.time_to_first_batch_s = time.perf_counter() - self._began_s
 
     def count(self, duplicates: int, steals: int) -> None:
         """So many more results were dropped, and batches moved."""

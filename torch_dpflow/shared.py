@@ -18,6 +18,7 @@ from torch_dpflow.pinning import Pin
 from torch_dpflow.plan import generator_state
 from torch_dpflow.progress import OPENING_ALONE, Makeup, Progress, Run
 from torch_dpflow.remote.job_options import MAX_NAME, JobOptions
+from torch_dpflow.remote.ready_batches import TAKEN, Ready
 from torch_dpflow.rng import restore_generator
 from torch_dpflow.state import LoaderState
 
@@ -66,6 +67,8 @@ class SharedLoaderIterator(_BaseDataLoaderIter):
     def __init__(self, loader: Any) -> None:
         self._run: Run = loader._run
         self._progress: Progress | Traversal
+        #: Whose turn it is.
+        self._head: Ready
         #: Batches that have been counted.
         self._counted = 0
         epoch, pending, progress = self._run.epoch, self._run.pending, self._run.progress
@@ -141,20 +144,20 @@ class SharedLoaderIterator(_BaseDataLoaderIter):
 
     def __next__(self) -> Any:
         batch = super().__next__()
-        # A batch that Control-C has kept from getting here is still the next one.
-        self._batches.handed_out()
+        # One that Control-C has kept from getting here is still the next one: see `ready_batches`.
+        self._head.value = TAKEN
         return batch
 
     def _next_data(self) -> Any:
         with self._run.meter.waiting():
             try:
-                ready = self._batches.head(self._timeout or None)
+                ready = self._head = self._batches.head(self._timeout or None)
             except StopIteration:
                 self._progress.finished = True
                 raise
         if ready.number >= self._counted:
-            self._counted = ready.number + 1
             self._run.meter.delivered(len(ready.keys), 0)
+            self._counted = ready.number + 1
         return ready.value if self._pin is None else self._pin(ready.value)
 
 

@@ -1,8 +1,8 @@
 """Batches on their way from the thread that puts them together to the training loop, in order.
 
 Control-C may come between any two steps of the training loop's thread. So a batch stays the next one until it has
-been handed out, and what says that it has is set without a call: Python looks for signals at calls, and at jumps
-backwards, only.
+been taken, which is one assignment, `ready.value = TAKEN`, behind which nothing is called before the batch is returned:
+Python looks for signals at calls, and at jumps backwards, only.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch._utils import ExceptionWrapper
 from torch_dpflow.errors import LoaderTimeoutError
 from torch_dpflow.remote.stop_signal import StopSignal
 
+#: In place of a batch that the training loop has.
+TAKEN: Any = object()
 #: How long either side waits without a look around, seconds.
 LOOK_S, IDLE_S = 1.0, 0.1
 
@@ -55,7 +57,7 @@ class ReadyBatches:
         # Only to wake who waits. Two of these take an eighth of the time of one `queue.Queue` with a bound.
         self._came: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._went: queue.SimpleQueue[None] = queue.SimpleQueue()
-        #: The next one, until it has been handed out.
+        #: The next one, until `done`.
         self.in_hand: Ready | None = None
 
     def put(self, ready: Ready, idle: Callable[[], None]) -> None:
@@ -72,7 +74,7 @@ class ReadyBatches:
             self._came.put(None)
 
     def next(self, timeout_s: float | None = None) -> Ready | None:
-        """Wait for the next batch and have it in hand; None once closed. The same one again until it is handed out.
+        """Wait for the next batch and have it in hand; None once closed. The same one again until `done`.
 
         Raises LoaderTimeoutError where none comes within `timeout_s` seconds; None: as long as it takes.
         """
@@ -100,6 +102,10 @@ class ReadyBatches:
             if self._came.qsize():
                 self._came.get()
         return self.in_hand
+
+    def done(self) -> None:
+        """The one in hand was taken, and is noted."""
+        self.in_hand = None
 
     def wake(self) -> None:
         """Have both sides look around. Any thread may call, a finalizer too."""

@@ -29,7 +29,7 @@ from torch_dpflow.remote.assemble import assemble as assemble_samples
 from torch_dpflow.remote.assemble import assemble_parcels
 from torch_dpflow.remote.parcel import Frame, ParcelTable, decode
 from torch_dpflow.remote.protocol import POISONED, ServedSample
-from torch_dpflow.remote.ready_batches import Ready, ReadyBatches
+from torch_dpflow.remote.ready_batches import TAKEN, Ready, ReadyBatches
 from torch_dpflow.remote.router_link import RouterLink
 from torch_dpflow.remote.shard_link import Fetch, Outcome, ShardLinks, Wanted
 from torch_dpflow.remote.stop_signal import StopSignal
@@ -131,9 +131,7 @@ class SharedIterator:
         self._pipeline = pipeline
         self._closed = closed
         self._ready = ReadyBatches(pipeline.ready, closed)
-        #: What was handed out last and is not noted yet.
-        self._handed: Ready | None = None
-        #: Batches that were read of the plan, handed out and counted, and samples handed out.
+        #: Batches that were read of the plan, taken and counted, and samples that were put together.
         self._planned = self._given = self._counted = self._samples = 0
         #: What has ended the epoch before its end.
         self._failure = ""
@@ -149,15 +147,16 @@ class SharedIterator:
         return self
 
     def __next__(self) -> Any:
-        value = self.head().value
-        self.handed_out()
+        ready = self.head()
+        value = ready.value
+        ready.value = TAKEN
         return value
 
     def head(self, timeout_s: float | None = None) -> Ready:
-        """Wait for the batch whose turn it is; it stays that until `handed_out` is called.
+        """Wait for the batch whose turn it is; it stays that until its value is set to `TAKEN`.
 
         Raises StopIteration at the end, what has ended the epoch before that, WorkerError from then on, and what came
-        in the batch's place, which is handed out then. LoaderTimeoutError where nothing comes within `timeout_s`.
+        in the batch's place, which is taken then. LoaderTimeoutError where nothing comes within `timeout_s`.
         """
         self.settle()
         with self._meter.waiting():
@@ -166,32 +165,24 @@ class SharedIterator:
             self.close()
             raise self._end(ready)
         if ready.number >= self._counted:
-            self._counted = ready.number + 1
             self._meter.delivered(len(ready.keys), ready.nbytes)
+            self._counted = ready.number + 1
         error = ready.error
         if error is None:
             return ready
-        self.handed_out()
+        ready.value = TAKEN
         if isinstance(error, BaseException):
             raise error
         error.reraise()
         raise AssertionError("an ExceptionWrapper has raised nothing")
 
-    def handed_out(self) -> None:
-        """What was `head` goes to the training loop. Nothing is called in here: see `ready_batches`."""
-        ready = self._ready.in_hand
-        assert ready is not None
-        ready.value = None  # it is the training loop's alone
-        self._handed = ready
-        self._given = ready.number + 1
-        self._ready.in_hand = None
-
     def settle(self) -> None:
-        """Have noted what was handed out."""
-        handed = self._handed
-        if handed is not None:
-            self._delivered(handed.number, handed.keys, handed.end)
-            self._handed = None
+        """Have noted what was taken."""
+        ready = self._ready.in_hand
+        if ready is not None and ready.value is TAKEN:
+            self._delivered(ready.number, ready.keys, ready.end)
+            self._given = ready.number + 1
+            self._ready.done()
 
     @property
     def is_over(self) -> bool:
@@ -200,6 +191,7 @@ class SharedIterator:
 
     @property
     def _is_complete(self) -> bool:
+        self.settle()
         return self._exhausted and self._given == self._planned
 
     def _end(self, last: Ready | None) -> BaseException:
