@@ -72,11 +72,12 @@ class ForesightPolicy(RankedPolicy):
         self._outlook.advance(reader)
 
     def _read_many(self, keys: Keys, job: Job) -> None:
-        reader = self._table.readers.get(job)
-        if reader is None or (reader.position >= reader.length and reader.turns):
-            reader = self._ready(job)
-        self._table.read_many(reader, keys)
-        self._outlook.advance(reader)
+        while len(keys):
+            reader = self._table.readers.get(job)
+            if reader is None or (reader.position >= reader.length and reader.turns):
+                reader = self._ready(job)
+            keys = keys[self._table.read_many(reader, keys) :]
+            self._outlook.advance(reader)
 
     def _grow(self, span: int) -> None:
         self._outlook.grow(span)

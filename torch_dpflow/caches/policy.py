@@ -134,14 +134,15 @@ class Policy(ABC):
         """The job is gone: drop all that is known of it. A job never seen is ignored."""
 
     def access_many(self, keys: Keys, job: Job) -> Mask:
-        """`job` reads all of `keys` at one moment; returns which were resident, shape as `keys`."""
+        """`job` reads `keys`, one after the other; returns which are resident, shape as `keys`."""
         check_keys(keys)
         return np.fromiter((self.access(key, job) for key in keys.tolist()), dtype=np.bool_, count=len(keys))
 
     def admit_many(self, keys: Keys, sizes: Sizes | None = None) -> npt.NDArray[np.int64]:
         """Offer loaded keys together; returns those that must go, some of `keys` among them perhaps.
 
-        `sizes`: bytes of each key, None for 1 each. A key that is there twice counts once.
+        `sizes`: bytes of each key, None for 1 each. A key that is there twice counts once, by the
+        size that came last.
         """
         check_keys(keys)
         if sizes is not None:

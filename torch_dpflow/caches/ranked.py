@@ -63,7 +63,7 @@ class RankedPolicy(Policy):
 
     @abstractmethod
     def _read_many(self, keys: Keys, job: Job) -> None:
-        """The same for many keys at one moment."""
+        """The same for many keys, one after the other."""
 
     @abstractmethod
     def _grow(self, span: int) -> None:
@@ -103,7 +103,12 @@ class RankedPolicy(Policy):
             self._expect_sizes(size)
         residents = self._residents
         if residents.load_of[key]:
-            return self._resize(key, size)
+            gone = self._resize(key, size)
+            if self._is_over():
+                evicted = self._shrink_many().tolist()
+                self._evicted += len(evicted)
+                gone += evicted
+            return gone
         self._offered += 1
         if self.max_bytes is not None and size > self.max_bytes:
             self._refused += 1
@@ -120,12 +125,11 @@ class RankedPolicy(Policy):
             check_sizes(keys, sizes)
             self._expect_sizes()
         keys, sizes, gone = self._sort_out(keys, sizes)
-        if not len(keys):
-            return gone
-        if self._sizes is not None:
-            self._sizes[keys] = 1 if sizes is None else sizes
-        self._bytes += len(keys) if sizes is None else int(sizes.sum())
-        self._residents.add_many(keys, self._ranking.renew_many(keys))
+        if len(keys):
+            if self._sizes is not None:
+                self._sizes[keys] = 1 if sizes is None else sizes
+            self._bytes += len(keys) if sizes is None else int(sizes.sum())
+            self._residents.add_many(keys, self._ranking.renew_many(keys))
         if not self._is_over():
             return gone
         evicted = self._shrink_many()
@@ -200,36 +204,28 @@ class RankedPolicy(Policy):
         return gone
 
     def _resize(self, key: int, size: int) -> list[int]:
-        """A resident key has another size now; too large a one goes itself."""
+        """A resident key has another size now; returns it if it is too large to stay."""
         self._bytes += size - self._size_of(key)
         if self._sizes is not None:
             self._sizes[key] = size
-        gone: list[int] = []
-        if self._is_too_large(size):
-            self._residents.remove(key)
-            self._bytes -= size
-            gone.append(key)
-        while self._is_over():
-            gone.append(self._pop())
-        self._evicted += len(gone)
-        return gone
+        if not self._is_too_large(size):
+            return []
+        self._residents.remove(key)
+        self._bytes -= size
+        self._evicted += 1
+        return [key]
 
     def _sort_out(
         self, keys: Keys, sizes: Sizes | None
     ) -> tuple[npt.NDArray[np.int64], Sizes | None, npt.NDArray[np.int64]]:
         """Of keys offered together: those to add, each once, with their sizes; those that must go at once."""
+        if len(keys) > 1:
+            keys, sizes = _once(keys, sizes)
         gone: list[int] = []
         wanted = self._residents.loads.take(keys) == 0
         if not wanted.all():
             for place in np.flatnonzero(~wanted).tolist():
-                key = int(keys[place])
-                if self._residents.load_of[key]:
-                    gone += self._resize(key, 1 if sizes is None else int(sizes[place]))
-        ordered = np.sort(keys)
-        if (ordered[1:] == ordered[:-1]).any():
-            once = np.zeros(len(keys), dtype=np.bool_)
-            once[np.unique(keys, return_index=True)[1]] = True
-            wanted &= once
+                gone += self._resize(int(keys[place]), 1 if sizes is None else int(sizes[place]))
         self._offered += int(np.count_nonzero(wanted))
         if sizes is not None and self.max_bytes is not None:
             large = wanted & (sizes > self.max_bytes)
@@ -263,3 +259,16 @@ class RankedPolicy(Policy):
             self._sizes = sizes
         self._grow(span)
         self._span = span
+
+
+def _once(keys: Keys, sizes: Sizes | None) -> tuple[Keys, Sizes | None]:
+    """Each key once, where it came first, with the size that came last."""
+    ordered = np.sort(keys)
+    if not (ordered[1:] == ordered[:-1]).any():
+        return keys, sizes
+    unique, first = np.unique(keys, return_index=True)
+    order = first.argsort()
+    if sizes is not None:
+        last = len(keys) - 1 - np.unique(keys[::-1], return_index=True)[1]
+        sizes = sizes[last[order]]
+    return unique[order], sizes

@@ -100,11 +100,14 @@ class RefCnt(RankedPolicy):
         claim.position += 1
 
     def _read_many(self, keys: Keys, job: Job) -> None:
-        claim = self._ready(job)
-        # A key that is there twice must be counted once: assignment does, subtraction from a slice would too.
-        self._needs.counts[keys] -= claim.needs.take(keys)
-        claim.needs[keys] = False
-        claim.position += len(keys)
+        while len(keys):
+            claim = self._ready(job)
+            read = keys[: claim.length - claim.position] if claim.length else keys
+            # A key that is there twice must be counted once: assignment does, subtraction from a slice would too.
+            self._needs.counts[read] -= claim.needs.take(read)
+            claim.needs[read] = False
+            claim.position += len(read)
+            keys = keys[len(read) :]
 
     def _grow(self, span: int) -> None:
         added = span - len(self._needs.counts)

@@ -187,16 +187,18 @@ class Timetable:
         codes, shift = self.code_of[reader.plane], 2 * reader.place
         codes[key] = (codes[key] & ~(3 << shift)) | (code << shift)
 
-    def read_many(self, reader: Reader, keys: Keys) -> None:
-        """A job reads keys at one moment, the certain ones in order before any others."""
+    def read_many(self, reader: Reader, keys: Keys) -> int:
+        """A job reads keys one after the other; returns how many, for it stops where the job's epoch ends."""
         at = keys * self.width
         at += reader.column
         flat = self.cells.reshape(-1)
         cells = flat.take(at)
-        if cells.min() >= 0 and (last := int(cells.max())) < reader.length:
+        last = int(cells[-1])
+        if cells[0] >= 0 and last < reader.length and bool((cells[1:] > cells[:-1]).all()):
             reader.position = max(reader.position, last + 1)
         else:
-            self._read_unexpected(reader, cells)
+            count = self._read_unexpected(reader, keys, cells)
+            keys, at = keys[:count], at[:count]
         reader.reads += len(keys)
         if reader.following is None:
             flat[at] = READ
@@ -208,14 +210,25 @@ class Timetable:
         else:
             flat[at] = reader.following.take(keys)
             self._encode(reader, keys)
+        return len(keys)
 
-    def _read_unexpected(self, reader: Reader, cells: npt.NDArray[np.int32]) -> None:
-        """Move a job on over keys some of which it had not announced."""
-        due = cells[(cells >= 0) & (cells < reader.length)]
-        if len(due):
-            reader.position = max(reader.position, int(due.max()) + 1)
-        reader.position += len(cells) - len(due)
-        reader.likely_left -= int(np.count_nonzero(cells == LIKELY))
+    def _read_unexpected(self, reader: Reader, keys: Keys, cells: npt.NDArray[np.int32]) -> int:
+        """Move a job on over keys some of which it had not announced; returns how many, up to its epoch's end.
+
+        What was announced for place c moves it to c + 1 at least, anything else on by one.
+        """
+        first = np.zeros(len(keys), dtype=np.bool_)
+        first[np.unique(keys, return_index=True)[1]] = True
+        due = first & (cells >= 0) & (cells < reader.length)
+        others = np.cumsum(~due)
+        furthest = np.maximum.accumulate(np.where(due, cells + 1 - others, reader.position))
+        positions = others + np.maximum(furthest, reader.position)
+        count = len(keys)
+        if reader.turns and positions[-1] >= reader.length:
+            count = int(positions.searchsorted(reader.length)) + 1
+        reader.position = int(positions[count - 1])
+        reader.likely_left -= int(np.count_nonzero(first[:count] & (cells[:count] == LIKELY)))
+        return count
 
     # -- cells -----------------------------------------------------------------------------------------------
 

@@ -37,6 +37,8 @@ except ImportError as error:
 from torch_dpflow.caches.policy import Policy
 from torch_dpflow.errors import OptionError
 from torch_dpflow.lookahead import Lookahead
+from torch_dpflow.testing.exact_policies import ExactPolicy
+from torch_dpflow.testing.exact_traces import ExactTrace
 
 _KEYS = 20
 _JOBS = st.sampled_from(["a", "b", "c"])
@@ -49,6 +51,8 @@ class PolicyContract:
     #: How many histories of calls are tried, and how long each is.
     examples = 40
     calls = 50
+    #: How many traces are compared with the policy's definition, where it has one.
+    traces = 25
 
     def make_policy(
         self,
@@ -73,6 +77,26 @@ class PolicyContract:
                 suppress_health_check=list(HealthCheck),
             ),
         )
+
+    def make_definition(
+        self, *, keys: int, max_items: int | None = None, max_bytes: int | None = None
+    ) -> ExactPolicy | None:
+        """What the policy's victims must equal, key for key; None: nothing is compared."""
+        return None
+
+    def test_evicts_what_its_definition_says(self) -> None:
+        nothing = np.empty(0, dtype=np.int64)
+        for seed in range(self.traces):
+            rng = np.random.default_rng(seed)
+            items, size = int(rng.integers(1, 24)), int(rng.integers(3, 72))
+            budgets = [{"max_items": items}, {"max_bytes": size}, {"max_items": items, "max_bytes": size}]
+            budget: dict[str, int] = budgets[seed % 3]
+            exact = self.make_definition(keys=24, **budget)
+            if exact is None:
+                pytest.skip("the policy names no definition")
+            trace = ExactTrace(rng, self.make_policy(stream=nothing, keys=24, **budget), exact)
+            for _ in range(120):
+                trace.step()
 
     def test_fills_up_before_anything_goes(self) -> None:
         policy = self._reading(range(8), max_items=8)

@@ -1,0 +1,291 @@
+"""Policies as the papers write them: every distance of every resident key worked out at every eviction.
+
+A policy that claims to be one of these names it to `PolicyContract`, which compares them key for key.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from torch_dpflow.lookahead import Lookahead
+
+
+class ExactPolicy(ABC):
+    """Gives up the resident key of the greatest distance, the oldest load among equals.
+
+    What is offered together is admitted together before anything goes.
+    """
+
+    def __init__(self, keys: int, *, max_items: int | None = None, max_bytes: int | None = None) -> None:
+        self.keys, self.max_items, self.max_bytes = keys, max_items, max_bytes
+        #: what is known of each; they have an epoch, a length, a position, and keys that are unread
+        self.jobs: dict[object, Any] = {}
+        #: key -> number of its load, size
+        self.resident: dict[int, tuple[int, int]] = {}
+        self.loads = 0
+
+    @abstractmethod
+    def distance(self, key: int) -> float: ...
+
+    @abstractmethod
+    def read(self, key: int, name: object) -> None: ...
+
+    @abstractmethod
+    def join(self, name: object, weight: float) -> None: ...
+
+    @abstractmethod
+    def foresee(self, name: object, told: Lookahead) -> None: ...
+
+    @abstractmethod
+    def forget(self, name: object) -> None: ...
+
+    @abstractmethod
+    def due(self, name: object) -> list[int]:
+        """Keys that the job is next expected to read, in order."""
+
+    def access(self, key: int, name: object) -> bool:
+        self.read(key, name)
+        return key in self.resident
+
+    def admit_many(self, keys: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        gone = []
+        for key, size in dict(zip(keys, sizes)).items():
+            if self.max_bytes is not None and size > self.max_bytes:
+                self.resident.pop(key, None)
+                gone.append(key)
+            elif key in self.resident:
+                self.resident[key] = (self.resident[key][0], size)
+            else:
+                self.loads += 1
+                self.resident[key] = (self.loads, size)
+        while self._is_over():
+            gone.append(self.evict())
+        return gone
+
+    def evict(self) -> int:
+        key = max(self.resident, key=lambda key: (self.distance(key), -self.resident[key][0]))
+        del self.resident[key]
+        return key
+
+    def _is_over(self) -> bool:
+        size = sum(size for _, size in self.resident.values())
+        return (self.max_items is not None and len(self.resident) > self.max_items) or (
+            self.max_bytes is not None and size > self.max_bytes
+        )
+
+
+@dataclass
+class _Job:
+    """A position, and what is known of each key: S_v, S_c, S_uc, and S_uk for the rest of the members."""
+
+    weight: float
+    epoch: int | None = None
+    length: int = 0
+    position: int = 0
+    members: set[int] = field(default_factory=set)
+    visited: set[int] = field(default_factory=set)
+    certain: dict[int, int] = field(default_factory=dict)
+    certain_end: int = 0
+    likely: set[int] = field(default_factory=set)
+    likely_rank: float = 1.0
+    following: list[int] | None = None
+    pace: float = 1.0
+    base: float = 0.0
+    began: float = 0.0
+    reads: int = 0
+
+    @property
+    def unread(self) -> set[int]:
+        return self.members - self.visited
+
+    def place(self, key: int) -> int | None:
+        """The position at which the job certainly reads `key`, if there is one."""
+        if key in self.visited:
+            if self.following is not None and key in self.following:
+                return self.length + self.following.index(key)
+            return None
+        return self.certain.get(key)
+
+    def estimate(self, key: int) -> float:
+        """Eq. 3-4 for a member without a certain position."""
+        left = max(0, self.certain_end - self.position)
+        if key in self.visited:
+            return self.length
+        if key in self.likely:
+            return left + self.likely_rank * max(0, self.length - self.position - left)
+        told = left + len(self.likely)
+        return told + max(0, self.length - self.position - told) / 2
+
+
+class ExactALSD(ExactPolicy):
+    """By `aggregate`: "min", "mean" (thesis, eq. 3-1 to 3-5), or "certain", the mean without estimates."""
+
+    def __init__(
+        self, keys: int, *, max_items: int | None = None, max_bytes: int | None = None, aggregate: str = "min"
+    ) -> None:
+        super().__init__(keys, max_items=max_items, max_bytes=max_bytes)
+        self.aggregate = aggregate
+        self.now = 0.0
+
+    def due(self, name: object) -> list[int]:
+        job = self.jobs.get(name, _Job(1.0))
+        return sorted((key for key in job.certain if key not in job.visited), key=job.certain.__getitem__)
+
+    # -- distances -------------------------------------------------------------------------------------------
+
+    def distance(self, key: int) -> float:
+        if self.aggregate == "min":
+            times: list[float] = [self.time(job, key) for job in self.jobs.values()]
+            return min(times, default=float("inf"))
+        return float(sum(job.weight * self.samples(job, key) for job in self.jobs.values()))
+
+    def time(self, job: _Job, key: int) -> float:
+        place = job.place(key)
+        if place is not None:
+            return job.base + place * job.pace - self.now
+        return job.estimate(key) * job.pace if key in job.members else float("inf")
+
+    def samples(self, job: _Job, key: int) -> float:
+        place = job.place(key)
+        if place is not None:
+            return place - job.position
+        if key not in job.members or self.aggregate == "certain":
+            return job.length
+        return job.estimate(key)
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def read(self, key: int, name: object) -> None:
+        job = self.ready(name)
+        place = job.certain.get(key) if key not in job.visited else None
+        job.position = job.position + 1 if place is None else max(job.position, place + 1)
+        job.likely.discard(key)
+        job.visited.add(key)
+        job.members.add(key)
+        job.reads += 1
+        if self.aggregate == "min":
+            self.now = max(self.now, job.base + job.position * job.pace)
+
+    # -- jobs and epochs -------------------------------------------------------------------------------------
+
+    def join(self, name: object, weight: float) -> None:
+        if name in self.jobs:
+            self.jobs[name].weight = weight
+        else:
+            job = self.jobs[name] = _Job(weight)
+            self.begin(job, Lookahead.unknown(self.keys, epoch=0))
+            job.epoch = None
+
+    def forget(self, name: object) -> None:
+        self.jobs.pop(name, None)
+
+    def foresee(self, name: object, told: Lookahead) -> None:
+        job = self.jobs.setdefault(name, _Job(1.0))
+        goes_on = (job.epoch, job.length) == (told.epoch, told.length) and told.position >= job.position
+        if not goes_on:
+            self.begin(job, told)
+            return
+        job.certain = {k: p for k, p in job.certain.items() if p < told.position or k in job.visited}
+        self.hear(job, told)
+        if told.speed is not None and not 1 / 1.25 < told.speed * job.pace < 1.25:
+            job.pace = 1 / told.speed
+            job.base = self.now - job.position * job.pace
+        if told.following is not None and job.following is None:
+            job.following = told.following.tolist()
+
+    def ready(self, name: object) -> _Job:
+        if name not in self.jobs:
+            self.join(name, 1.0)
+        job: _Job = self.jobs[name]
+        if job.position >= job.length:
+            epoch = job.epoch
+            if job.following is not None and epoch is not None:
+                self.begin(job, Lookahead.of_order(np.array(job.following), epoch=epoch + 1))
+            else:
+                members = np.array(sorted(job.members))
+                self.begin(job, Lookahead.unknown(job.length, epoch=0, members=members))
+                job.epoch = None if epoch is None else epoch + 1
+        return job
+
+    def begin(self, job: _Job, told: Lookahead) -> None:
+        others = [other.pace for other in self.jobs.values() if other is not job]
+        if told.speed is not None:
+            job.pace = 1 / told.speed
+        elif job.reads and self.now > job.began:
+            job.pace = (self.now - job.began) / job.reads
+        else:
+            job.pace = sum(others) / len(others) if others else 1.0
+        certain = set(told.certain.tolist())
+        everyone = certain if told.complete and told.position == 0 else set(range(self.keys))
+        job.members = everyone if told.members is None else set(told.members.tolist())
+        job.epoch, job.length, job.position = told.epoch, told.length, told.position
+        job.visited = job.members - certain if told.complete else set()
+        job.certain = {}
+        job.following = None if told.following is None else told.following.tolist()
+        job.began, job.reads = self.now, 0
+        job.base = job.began - job.position * job.pace
+        self.hear(job, told)
+
+    def hear(self, job: _Job, told: Lookahead) -> None:
+        for place in reversed(range(len(told.certain))):
+            job.certain[int(told.certain[place])] = told.position + place
+        job.likely = set(told.likely.tolist()) - job.visited - set(job.certain)
+        job.members |= job.likely | set(job.certain)
+        job.certain_end = told.position + len(told.certain)
+        count = len(told.likely)
+        weights = told.weights if len(told.weights) else np.ones(count)
+        ranks = np.arange(1, count + 1) / max(1, count)
+        job.likely_rank = float((weights * ranks).sum() / weights.sum()) if count else 1.0
+
+
+class ExactRefCnt(ExactPolicy):
+    """The fewer jobs still need a key in their epoch, the farther it is (JOADER, 3.2)."""
+
+    def distance(self, key: int) -> float:
+        return -sum(key in claim.unread for claim in self.jobs.values())
+
+    def due(self, name: object) -> list[int]:
+        return sorted(self.jobs[name].unread) if name in self.jobs else []
+
+    def read(self, key: int, name: object) -> None:
+        self.join(name, 1.0)
+        claim = self.jobs[name]
+        if claim.position >= claim.length:
+            claim.unread, claim.position = set(claim.members), 0
+            claim.epoch = None if claim.epoch is None else claim.epoch + 1
+        claim.unread.discard(key)
+        claim.position += 1
+
+    def join(self, name: object, weight: float) -> None:
+        everything = set(range(self.keys))
+        self.jobs.setdefault(name, _Claim(everything, set(everything), self.keys))
+
+    def forget(self, name: object) -> None:
+        self.jobs.pop(name, None)
+
+    def foresee(self, name: object, told: Lookahead) -> None:
+        old = self.jobs.get(name)
+        if old is not None and old.epoch == told.epoch and told.position >= old.position:
+            return
+        everything = set(range(self.keys)) if told.members is None else set(told.members.tolist())
+        certain = set(told.certain.tolist())
+        if told.members is None and told.complete and told.position == 0:
+            everything = certain
+        needs = set(certain if told.complete else everything)
+        self.jobs[name] = _Claim(everything, needs, told.length, told.position, told.epoch)
+
+
+@dataclass
+class _Claim:
+    """What a job reads in an epoch, what it still needs of it, and where it is."""
+
+    members: set[int]
+    unread: set[int]
+    length: int
+    position: int = 0
+    epoch: int | None = None
