@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,10 +22,14 @@ from torch_dpflow.remote.cluster_address import Cluster, keys_hint
 from torch_dpflow.remote.fingerprint import SCRIPT, fingerprint
 from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.job_options import DEFAULT_MEMORY_BYTES, JobOptions
+from torch_dpflow.remote.protocol import CONTENT_PIECE_BYTES, MAX_CONTENT_BYTES, ContentPiece
+from torch_dpflow.remote.rpc import RpcClient
 from torch_dpflow.remote.samples import Parts, SampleAssignment, Transformed
 
 #: Room for what is on its way, beside what a cache around the dataset may hold, bytes.
 UNDER_WAY_BYTES = 256 << 20
+#: The pause before a piece of a content is sent again to a coordinator that has too many, seconds.
+PAUSE_S = 0.1
 #: How often a flow is registered again because nobody knew of it any more when its content came.
 _ATTEMPTS = 5
 
@@ -83,6 +88,11 @@ def describe(
     options: JobOptions,
 ) -> FlowSpec:
     """The description under which a job registers its flow. Raises OptionError where it is not possible."""
+    if len(packed) > MAX_CONTENT_BYTES:
+        raise OptionError(
+            f"flow {flow!r}: the dataset and what else its workers need take {len(packed):,} bytes when they are "
+            f"packed; {MAX_CONTENT_BYTES:,} are allowed. Have the dataset read its samples from files, not hold them"
+        )
     kind = type(source.parts.first)
     module = SCRIPT[0] if kind.__module__ in SCRIPT else kind.__module__
     spec = FlowSpec(
@@ -147,7 +157,7 @@ def register(cluster: Cluster, spec: FlowSpec, packed: bytes, *, patience_s: flo
             for _ in range(_ATTEMPTS):
                 if coordinator.call("register", spec, reply_type=bool).body:
                     return
-                if coordinator.call("store", spec.content, [packed], reply_type=bool).body:
+                if _bring(coordinator, spec.content, packed):
                     return
         except RemoteCallError as error:
             if error.kind is not ErrorKind.USAGE:
@@ -162,3 +172,23 @@ def register(cluster: Cluster, spec: FlowSpec, packed: bytes, *, patience_s: flo
         f"flow {spec.name!r} was deleted, or its coordinator restarted, {_ATTEMPTS} times while what its workers load "
         "was under way; try again"
     )
+
+
+def _bring(coordinator: RpcClient, digest: str, packed: bytes) -> bool:
+    """Bring a content, piece by piece; False where no flow is known any more that loads it."""
+    whole, held = memoryview(packed), 0
+    while held < len(packed):
+        piece = ContentPiece(digest, held, len(packed))
+        try:
+            answer = coordinator.call(
+                "store", piece, [whole[held : held + CONTENT_PIECE_BYTES]], reply_type=int | None
+            )
+        except RemoteCallError as error:
+            if error.kind is not ErrorKind.OVERLOADED:
+                raise
+            time.sleep(PAUSE_S)
+            continue
+        if answer.body is None:
+            return False
+        held = answer.body
+    return True

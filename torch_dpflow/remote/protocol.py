@@ -14,6 +14,8 @@ from torch_dpflow.remote.parcel import ParcelTable
 MAX_SAMPLES = 1 << 14
 #: Workers that a sample may take down before it is given up.
 POISON_LIMIT = 3
+#: Most bytes of what the workers of one flow load, packed, and of one piece of that.
+MAX_CONTENT_BYTES, CONTENT_PIECE_BYTES = 1 << 30, 4 << 20
 #: Most ranks of one job.
 MAX_RANKS = 1024
 #: Most processes of one node.
@@ -95,6 +97,30 @@ class Running(Body):
 
 
 # --- to a coordinator ---------------------------------------------------------------------------------------
+
+
+Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class ContentPiece(Body):
+    """To a coordinator: a piece of what a flow's workers load, which is its frame.
+
+    Answered with how many bytes of it are there: from where to go on, all of them at the end. None: no flow is known
+    that loads it.
+    """
+
+    #: SHA-256 of the whole.
+    digest: Digest
+    offset: Count
+    #: Bytes of the whole.
+    size: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+
+
+class ContentRequest(Body):
+    """To a coordinator: the piece at `offset` is wanted. Answered with the bytes of the whole, and the piece."""
+
+    digest: Digest
+    offset: Count
 
 
 class Access(Body):

@@ -8,7 +8,9 @@ import struct
 import threading
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import IO, Any
 
 import msgspec
 
@@ -30,8 +32,10 @@ from torch_dpflow.remote.result_outbox import ResultOutbox
 from torch_dpflow.remote.running_task import RunningTask
 from torch_dpflow.remote.sample_parcel import encode_sample
 from torch_dpflow.remote.samples import SampleSource
+from torch_dpflow.remote.services.contents import open_content
 from torch_dpflow.remote.services.locate import locate
 from torch_dpflow.remote.services.post import Heart, ServicePost
+from torch_dpflow.remote.services.roles import COORDINATOR
 from torch_dpflow.remote.time_slices import take_long_slices
 from torch_dpflow.remote.transport import Connection, connect
 
@@ -42,7 +46,8 @@ HELLO_S = 1.0
 #: How often a worker that has tasks looks whether its shard has said anything, seconds: a look that finds nothing
 #: costs up to a twentieth of a small sample, and what is taken back or added can wait half as long as a result may.
 LOOK_S = 0.03
-#: What a shard says first of all: its process, and how many workers it is to have.
+#: What a shard says first of all, before the digest of what is to be loaded: its process, and how many workers it is to
+#: have.
 GREETING = struct.Struct("<QQ")
 
 
@@ -56,9 +61,16 @@ class WorkerArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
 
 class SampleWorker:
-    """Holds a window of its shard's tasks and loads the oldest."""
+    """Holds a window of its shard's tasks and loads the oldest.
 
-    def __init__(self, connection: Connection, number: int, incarnation: int) -> None:
+    Args:
+        content: opens what is to be loaded, packed, by its digest.
+    """
+
+    def __init__(
+        self, connection: Connection, number: int, incarnation: int, content: Callable[[str], IO[bytes]]
+    ) -> None:
+        self._content = content
         self._connection = connection
         self._number = number
         self._incarnation = incarnation
@@ -127,7 +139,9 @@ class SampleWorker:
             self._arena, self._running = None, RunningTask(None)
         pid, workers = GREETING.unpack_from(greeting)
         _end_with(pid)
-        self._source = SampleSource(bytes(greeting[GREETING.size :]), self._number, workers)
+        #: Open to the end of this process: it is kept on the host for as long.
+        self._packed = self._content(bytes(greeting[GREETING.size :]).decode())
+        self._source = SampleSource(self._packed, self._number, workers)
         self._connection.send([encode(WorkerReady())])
 
     def _load_oldest(self) -> None:
@@ -173,6 +187,7 @@ def run(post: ServicePost) -> None:
         identity=f"{arguments.number}/{post.incarnation}/{post.place.token}".encode(),
         options=post.place.client_transport(),
     )
-    worker = SampleWorker(connection, arguments.number, post.incarnation)
+    content = partial(open_content, post.place, coordinator=COORDINATOR)
+    worker = SampleWorker(connection, arguments.number, post.incarnation, content)
     take_long_slices()  # not before: the threads that speak with the shard are to be quick
     worker.work()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -80,11 +80,11 @@ class SampleSource:
     What fails here, in unpacking or in `worker_init_fn` too, is told in answer to every task.
 
     Args:
-        packed: a `SampleAssignment`.
+        packed: a `SampleAssignment`, in a file.
         worker: its number among the `workers` of its shard.
     """
 
-    def __init__(self, packed: bytes, worker: int, workers: int) -> None:
+    def __init__(self, packed: IO[bytes], worker: int, workers: int) -> None:
         self._worker = worker
         self._broken: Any = None
         self._parts = Parts(None)

@@ -13,7 +13,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 import cloudpickle
 
@@ -30,9 +30,9 @@ def pack(obj: Any) -> bytes:
     return out.getvalue()
 
 
-def unpack(packed: bytes) -> Any:
-    """What was packed. What the script defines of it is in this process's `__main__` from now on."""
-    unpickler = pickle.Unpickler(io.BytesIO(packed))
+def unpack(packed: IO[bytes]) -> Any:
+    """What was packed, from a file. What the script defines of it is in this process's `__main__` from now on."""
+    unpickler = pickle.Unpickler(packed)
     obj, own = unpickler.load(), unpickler.load()
     for name, value in sorted(own.items()):
         value.__qualname__ = name  # cloudpickle forgets what a class is inside of

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from torch_dpflow.errors import OptionError, StateError
 from torch_dpflow.log import SERVICE
 
-#: Longest key, characters, and longest value, bytes.
-MAX_KEY, MAX_VALUE_BYTES = 512, 1 << 30
+#: Longest key, characters, and longest value, bytes: a flow's description is the largest.
+MAX_KEY, MAX_VALUE_BYTES = 512, 16 << 20
 #: Put before every key in Redis, which others may use as well.
 _REDIS_PREFIX = "torch_dpflow:"
 #: Beside those keys: which cluster has the store to itself.
@@ -84,6 +84,11 @@ def open_store(url: str) -> StateStore:
         f"state={url!r}: give a path, sqlite:///PATH, redis://HOST:PORT/NUMBER or unix://PATH of a Redis "
         "socket"
     )
+
+
+def state_path(url: str) -> Path | None:
+    """The file of the store at `url`; None where it is none."""
+    return Path(url.removeprefix("sqlite://")) if urlsplit(url).scheme in ("", "sqlite") else None
 
 
 class SQLiteStore:

@@ -20,6 +20,8 @@ from torch_dpflow.remote.protocol import (
     Access,
     Ask,
     Beat,
+    ContentPiece,
+    ContentRequest,
     Draw,
     Enlist,
     EpochPlace,
@@ -66,8 +68,8 @@ class Fuzzer:
         self._bodies: dict[str, list[tuple[str, Any]]] = {
             "coordinator": [
                 ("register", other),
-                ("store", "a" * 64),
-                ("content", "b" * 64),
+                ("store", ContentPiece("a" * 64, 0, 9)),
+                ("content", ContentRequest("b" * 64, 0)),
                 ("access", Access("fuzz/flow", 1)),
                 ("scale", Scale("fuzz/flow", 2, 4)),
                 ("delete", "fuzz/flow"),

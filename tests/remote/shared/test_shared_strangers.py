@@ -15,7 +15,7 @@ from torch_dpflow.errors import DeadlineError, OptionError, PeerLostError, Remot
 from torch_dpflow.remote.client import JobOptions, open_job
 from torch_dpflow.remote.cluster_address import find_cluster
 from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.protocol import Ask, JobId
+from torch_dpflow.remote.protocol import Ask, ContentPiece, ContentRequest, JobId
 from torch_dpflow.remote.rpc import ClientOptions, RpcClient
 from torch_dpflow.remote.transport import TransportOptions
 from torch_dpflow.remote.transport.curve import create_cluster
@@ -77,12 +77,18 @@ def test_wrong_numbers_and_names_get_a_clear_error(cluster: TestCluster, flow: s
             fields = {name: getattr(good, name) for name in FlowSpec.__struct_fields__}
             with pytest.raises(RemoteCallError, match=message):
                 client.call("register", FlowSpec(**{**fields, **wrong}))
-        unasked = hashlib.sha256(b"x").hexdigest()
-        assert client.call("store", unasked, [b"x"], reply_type=bool).body is False
+        unasked = ContentPiece(hashlib.sha256(b"x").hexdigest(), 0, 1)
+        assert client.call("store", unasked, [b"x"], reply_type=int | None).body is None
         with pytest.raises(RemoteCallError, match=r"no content .* is stored"):
-            client.call("content", unasked)
-        with pytest.raises(RemoteCallError, match="what came is not the content"):
-            client.call("store", "a" * 64, [b"x"])
+            client.call("content", ContentRequest(unasked.digest, 0))
+        for wrong_piece, frames, told in (
+            (ContentPiece("../state", 0, 1), [b"x"], "not a valid message"),
+            (ContentPiece("a" * 64, 0, 1 << 40), [b"x"], "1099511627776 bytes; 1073741824 are allowed"),
+            (ContentPiece("a" * 64, 0, 1), [], "is one frame of 1 to 4194304 bytes"),
+            (ContentPiece("a" * 64, 0, 5 << 20), [bytes(5 << 20)], "is one frame of 1 to 4194304 bytes"),
+        ):
+            with pytest.raises(RemoteCallError, match=told):
+                client.call("store", wrong_piece, frames)
         with pytest.raises(RemoteCallError, match="is not in force"):
             client.call("access", ["unknown", 1])
 

@@ -6,30 +6,40 @@ the life of their flows. What it knows is in a state store, and what runs it hea
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from torch_dpflow.errors import UsageError
+from torch_dpflow.errors import DPFlowError, UsageError
 from torch_dpflow.remote.allotment import ClusterLimits, parts_of
 from torch_dpflow.remote.flow_registry import Flow, FlowRegistry, Forget, Instruction, Save, Start, Stop
 from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.protocol import Access, FlowView, Launch, Part, ProcessView, Scale
-from torch_dpflow.remote.refusals import UnknownFlowError
+from torch_dpflow.remote.protocol import (
+    CONTENT_PIECE_BYTES,
+    MAX_CONTENT_BYTES,
+    Access,
+    ContentPiece,
+    ContentRequest,
+    FlowView,
+    Launch,
+    Part,
+    ProcessView,
+    Scale,
+)
+from torch_dpflow.remote.refusals import OverloadedError, UnknownFlowError
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
+from torch_dpflow.remote.services.contents import Contents
 from torch_dpflow.remote.services.kept_state import KeptState
 from torch_dpflow.remote.services.placement import launches_of
 from torch_dpflow.remote.services.post import SERVICE, Heart, ServicePost, ask_in, serve
 from torch_dpflow.remote.services.reconciler import Reconciler
-from torch_dpflow.remote.state_store import open_store
+from torch_dpflow.remote.state_store import open_store, state_path
 
-#: Most bytes of what the workers of one flow load, packed.
-MAX_CONTENT_BYTES = 1 << 30
 #: How long it waits for a message where nothing else is due, seconds.
 IDLE_TURN_S = 0.5
 _encode = msgspec.msgpack.encode
@@ -69,7 +79,8 @@ class Coordinator:
 
     Args:
         server: methods are registered with it; the caller serves.
-        store: where flows and contents are kept.
+        store: where flows are kept.
+        contents: what their workers load.
         limits: what all flows have together at most.
         changed: called when other processes are to run than before.
     """
@@ -78,13 +89,16 @@ class Coordinator:
         self,
         server: RpcServer,
         store: KeptState,
+        contents: Contents,
         limits: ClusterLimits,
         *,
         clock: Callable[[], float] = time.monotonic,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self._changed = changed
+        self._post = server.post
         self._store = store
+        self._contents = contents
         self._limits = limits
         self._clock = clock
         self._registry = FlowRegistry()
@@ -97,8 +111,8 @@ class Coordinator:
         self._restore()
         for name, handler, body, remembered in (
             ("register", self._on_register, FlowSpec, True),
-            ("store", self._on_store, str, True),
-            ("content", self._on_content, str, False),
+            ("store", self._on_store, ContentPiece, True),
+            ("content", self._on_content, ContentRequest, False),
             ("access", self._on_access, Access, False),
             ("scale", self._on_scale, Scale, True),
             ("delete", self._on_delete, str, True),
@@ -188,27 +202,60 @@ class Coordinator:
         return Result(self._is_stored(flow))
 
     def _is_stored(self, flow: Flow) -> bool:
-        return bool(self._store.find(f"content/{flow.spec.content}"))
+        return flow.spec.content in self._contents.digests
 
-    def _on_store(self, call: IncomingCall) -> Result:
-        digest: str = call.body
-        if len(call.frames) != 1 or call.frames[0].nbytes > MAX_CONTENT_BYTES:
-            raise UsageError(f"the content of a flow is one frame of at most {MAX_CONTENT_BYTES} bytes")
-        if hashlib.sha256(call.frames[0]).hexdigest() != digest:
-            raise UsageError(f"what came is not the content {digest}")
-        flow = self._registry.offered(digest)
-        if flow is None:
-            return Result(False)
-        if not self._is_stored(flow):
-            self._store.put(f"content/{digest}", bytes(call.frames[0]))
-            self._obey(self._registry.settle(flow, digest))
-        return Result(True)
+    def _on_store(self, call: IncomingCall) -> Result | Later:
+        piece: ContentPiece = call.body
+        if piece.size > MAX_CONTENT_BYTES:
+            raise UsageError(f"the content of a flow has {piece.size} bytes; {MAX_CONTENT_BYTES} are allowed")
+        if len(call.frames) != 1 or not 1 <= call.frames[0].nbytes <= CONTENT_PIECE_BYTES:
+            raise UsageError(f"a piece of a content is one frame of 1 to {CONTENT_PIECE_BYTES} bytes")
+        flow = self._registry.offered(piece.digest)
+        if flow is None or self._is_stored(flow):
+            return Result(None if flow is None else piece.size)
+        self._refuse_if_busy()
 
-    def _on_content(self, call: IncomingCall) -> Result:
-        content = self._store.get(f"content/{call.body}"[:512])
-        if content is None:
-            raise UsageError(f"no content {call.body!r} is stored")
-        return Result(None, [content])
+        def done(held: int | Exception) -> None:
+            if isinstance(held, Exception):
+                call.fail(held)
+            elif held < piece.size:
+                call.answer(held)
+            else:
+                self._post(lambda: self._finish_store(call, piece))
+
+        self._contents.receive(piece, call.frames[0], done)
+        return LATER
+
+    def _finish_store(self, call: IncomingCall, piece: ContentPiece) -> None:
+        """A content is whole."""
+        flow = self._registry.offered(piece.digest)
+        try:
+            if flow is not None and (flow.spec.content == piece.digest or not self._is_stored(flow)):
+                self._obey(self._registry.settle(flow, piece.digest))
+        except DPFlowError as error:
+            call.fail(error)
+            return
+        self._drop_content(piece.digest)  # unless it is the one of a flow
+        call.answer(None if flow is None else piece.size)
+
+    def _on_content(self, call: IncomingCall) -> Later:
+        request: ContentRequest = call.body
+        if request.digest not in self._contents.digests:
+            raise UsageError(f"no content {request.digest!r} is stored")
+        self._refuse_if_busy()
+
+        def done(read: tuple[int, bytes] | Exception) -> None:
+            if isinstance(read, Exception):
+                call.fail(read)
+            else:
+                call.answer(read[0], [read[1]])
+
+        self._contents.read(request, done)
+        return LATER
+
+    def _refuse_if_busy(self) -> None:
+        if self._contents.is_busy:
+            raise OverloadedError("many contents are on their way already; come again")
 
     def _on_access(self, call: IncomingCall) -> Result | Later:
         access: Access = call.body
@@ -277,10 +324,12 @@ class Coordinator:
                 SERVICE.error("%s in the state store cannot be read and is left alone: %s", key, error)
         for spec in sorted(specs, key=lambda spec: spec.version):
             self._registry.restore(spec, self._clock())
+        for digest in self._contents.digests - {flow.spec.content for flow in self._registry.flows}:
+            self._contents.drop(digest)
 
     def _drop_content(self, digest: str) -> None:
         if not any(flow.spec.content == digest for flow in self._registry.flows):
-            self._store.delete(f"content/{digest}")
+            self._contents.drop(digest)
 
 
 def run(post: ServicePost) -> None:
@@ -291,7 +340,8 @@ def run(post: ServicePost) -> None:
     state = KeptState(lambda: open_store(arguments.state), arguments.owner)
     state.load(heart.turned)
     changed = threading.Event()
-    coordinator = Coordinator(server, state, arguments.limits, changed=changed.set)
+    contents = Contents(_contents_path(arguments.state, post.place.directory))
+    coordinator = Coordinator(server, state, contents, arguments.limits, changed=changed.set)
     server.register("stop", lambda _: _stop_node(post), body_type=None)
     Reconciler(post, server, coordinator, changed)
     if arguments.metrics:
@@ -299,6 +349,12 @@ def run(post: ServicePost) -> None:
 
         serve_metrics(arguments.metrics, lambda: ask_in(server, coordinator.views))
     serve(post, server, _status, lambda: None, turn_s=IDLE_TURN_S, heart=heart)
+
+
+def _contents_path(state: str, directory: str) -> Path:
+    """Where what flows load is kept: beside a store that is a file, else with the cluster, which ends with it."""
+    path = state_path(state)
+    return Path(directory, "state.contents") if path is None else path.with_name(f"{path.name}.contents")
 
 
 def _stop_node(post: ServicePost) -> None:

@@ -26,8 +26,9 @@ from torch_dpflow.remote.cluster_address import default_connection_file
 from torch_dpflow.remote.services.announcement import Announcement, check_vacant, lock_file
 from torch_dpflow.remote.services.coordinator import CoordinatorArguments
 from torch_dpflow.remote.services.metrics_server import check_metrics_address
-from torch_dpflow.remote.services.node import COORDINATOR, Node
+from torch_dpflow.remote.services.node import Node
 from torch_dpflow.remote.services.post import ClusterPlace
+from torch_dpflow.remote.services.roles import COORDINATOR
 from torch_dpflow.remote.state_store import open_store
 from torch_dpflow.remote.transport.curve import create_cluster, read_key_file
 

@@ -17,7 +17,7 @@ from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServe
 from torch_dpflow.remote.services.awake_clock import AwakeClock
 from torch_dpflow.remote.services.child_watch import ChildWatch
 from torch_dpflow.remote.services.post import SERVICE, ClusterPlace, ServicePost, subjects_of
-from torch_dpflow.remote.services.roles import PRELOAD, ROLES, main
+from torch_dpflow.remote.services.roles import COORDINATOR, PRELOAD, ROLES, main
 from torch_dpflow.remote.supervision import Forget, Instruction, Kill, Spawn, Supervisor
 from torch_dpflow.remote.transport import listen
 
@@ -31,8 +31,6 @@ HOLD_S = 0.5
 IDLE_CLIENT_S = 30.0
 #: How long processes that were killed may take to go, seconds.
 END_S = 5.0
-#: The one process that a node keeps of its own accord.
-COORDINATOR = "coordinator"
 
 
 class Node:

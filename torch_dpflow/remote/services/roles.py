@@ -13,6 +13,8 @@ from torch_dpflow.log import write_lines
 from torch_dpflow.remote.orphan import end_with
 from torch_dpflow.remote.services.post import ServicePost, subjects_of
 
+#: The id of the one process that a node keeps of its own accord.
+COORDINATOR = "coordinator"
 #: The function that is the role, by name.
 ROLES = {
     "coordinator": "torch_dpflow.remote.services.coordinator:run",

@@ -57,7 +57,6 @@ class SampleShard:
         listener: where jobs and workers connect; owned from now on.
         spec: the flow.
         settings: its part of the flow's workers and memory.
-        assignment: what its workers load, packed; it is not looked into.
         token: of the node that starts its workers.
     """
 
@@ -66,7 +65,6 @@ class SampleShard:
         listener: Listener,
         spec: FlowSpec,
         settings: ShardSettings,
-        assignment: bytes,
         *,
         token: str,
         clock: Callable[[], float] = time.monotonic,
@@ -75,7 +73,7 @@ class SampleShard:
         self._clock = clock
         self._workers = ShardWorkers(
             listener,
-            assignment,
+            spec.content,
             settings.workers,
             self._on_loaded,
             task_timeout_s=spec.task_timeout_s,

@@ -17,8 +17,6 @@ from torch_dpflow.remote.services.sample_shard import SampleShard, ShardSettings
 
 #: How often a shard tells its router that it serves, seconds.
 ENLIST_S = 1.0
-#: How long a shard waits for what its workers are to load, seconds.
-CONTENT_S = 60.0
 
 
 class ShardArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -69,25 +67,14 @@ class Enlistment:
                 time.sleep(ENLIST_S)
 
 
-def fetch_content(post: ServicePost, digest: str) -> bytes:
-    """What the flow's workers load, from the coordinator, packed."""
-    from torch_dpflow.remote.services.node import COORDINATOR
-
-    with post.place.connect(locate(post.place, COORDINATOR), timeout_s=CONTENT_S) as coordinator:
-        answer = coordinator.call("content", digest)
-        return bytes(answer.frames[0])
-
-
 def run(post: ServicePost) -> None:
     """Be a shard: the role of a node's process."""
     decoder = msgspec.msgpack.Decoder(ShardSettings)
     arguments = msgspec.msgpack.decode(post.arguments, type=ShardArguments)
-    assignment = fetch_content(post, arguments.spec.content)
     shard = SampleShard(
         post.listen(),
         arguments.spec,
         decoder.decode(post.settings),
-        assignment,
         token=post.place.token,
         clock=AwakeClock(),
     )

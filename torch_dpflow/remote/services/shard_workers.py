@@ -47,7 +47,7 @@ class ShardWorkers:
 
     Args:
         listener: where workers connect; the caller receives, and hands on what comes from them to `hear`.
-        assignment: what they load, packed.
+        content: the digest of what they load, which they fetch themselves.
         workers: how many there are to be.
         loaded: called with the numbers of loads and what each came to. Not while `hear` is at work: `flush` calls.
         task_timeout_s: as of `FlowSpec`.
@@ -57,7 +57,7 @@ class ShardWorkers:
     def __init__(
         self,
         listener: Listener,
-        assignment: bytes,
+        content: str,
         workers: int,
         loaded: Callable[[list[tuple[int, Settled]]], None],
         *,
@@ -74,7 +74,7 @@ class ShardWorkers:
         self._shard = Shard(listener, self._scheduler, self, clock=clock, start_timeout_s=task_timeout_s)
         #: How many there are to be; workers that come are told so.
         self.expected = workers
-        self._assignment = assignment
+        self._content = content
         self._loaded = loaded
         self._workers: dict[int, _Worker] = {}
         self._arrived: list[tuple[int, Settled]] = []
@@ -179,7 +179,7 @@ class ShardWorkers:
         return shares
 
     def epoch_for(self, worker: int) -> bytes:
-        return GREETING.pack(os.getpid(), self.expected) + self._assignment
+        return GREETING.pack(os.getpid(), self.expected) + self._content.encode()
 
     def open(self, worker: int, finished: Finished, frames: list[memoryview]) -> Settled:
         known = self._workers.get(worker)

@@ -1,0 +1,136 @@
+"""What a flow's workers load travels in pieces, once to a host, and no service holds it in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.shared_cluster import TestCluster, wait
+from tests.shared_datasets import Numbers
+from tests.workers import has_ended
+from torch_dpflow.errors import DPFlowError, OptionError, StateError, UsageError
+from torch_dpflow.remote import flow_registration
+from torch_dpflow.remote.client import SharedJob
+from torch_dpflow.remote.cluster_address import find_cluster
+from torch_dpflow.remote.flow_spec import FlowSpec
+from torch_dpflow.remote.protocol import ContentPiece, ContentRequest
+from torch_dpflow.remote.rpc import RpcClient
+from torch_dpflow.remote.services.contents import ContentFiles
+
+Join = Callable[..., SharedJob]
+
+
+class InMemory(Numbers):
+    """Sample `i` is a byte of what the dataset holds, and `i`."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(64)
+        self.held = np.random.default_rng(0).integers(0, 256, nbytes, dtype=np.uint8)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.held[index * len(self.held) // 64], index
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that a process has had."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) << 10
+
+
+def peaks(cluster: TestCluster, flow: str) -> dict[str, int]:
+    found = {
+        view.role: view.pid for view in cluster.processes() if view.id.startswith(("coord", f"{flow}@1/s"))
+    }
+    return {role: peak_bytes(found[role]) for role in ("coordinator", "shard")}
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "workers"), [(64 << 20, 2), pytest.param(400 << 20, 4, marks=pytest.mark.slow)]
+)
+def test_a_dataset_that_holds_much_is_in_no_services_memory(
+    cluster: TestCluster, join: Join, flow: str, nbytes: int, workers: int
+) -> None:
+    small = join(f"{flow}/small", InMemory(64), batch_size=64)
+    assert len(list(small.traverse(0))) == 1
+    before = peaks(cluster, f"{flow}/small")
+    dataset = InMemory(nbytes)
+    ((values, keys),) = join(flow, dataset, batch_size=64, workers=workers, idle_s=60.0).traverse(0)
+    assert [int(value) for value in values] == [dataset[int(key)][0] for key in keys]
+    wait(lambda: len(cluster.processes(f"{flow}@1/shard-000/worker")) == workers, what="all workers")
+    after = peaks(cluster, flow)
+    for role in before:
+        assert after[role] - before[role] < 32 << 20, role
+    folder = Path(find_cluster(cluster.address).address.removeprefix("ipc://")).parent
+    held = [path for path in (folder / "contents").iterdir() if path.stat().st_size > nbytes]
+    assert len(held) == 1, "one copy for all workers of a host"
+
+
+def test_what_is_too_large_is_told_before_anything_is_sent(
+    join: Join, flow: str, cluster: TestCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flow_registration, "MAX_CONTENT_BYTES", 1 << 20)
+    with pytest.raises(
+        OptionError, match=r"take 2,\d+,\d+ bytes when they are packed; 1,048,576 are allowed"
+    ):
+        join(flow, InMemory(2 << 20))
+    assert f"{flow}@1" not in cluster.flows()
+
+
+def registered(client: RpcClient, flow: str, content: bytes) -> str:
+    digest = hashlib.sha256(content).hexdigest()
+    spec = FlowSpec(name=flow, version=1, size=10, content=digest, fingerprint={})
+    assert client.call("register", spec, reply_type=bool).body is False
+    return digest
+
+
+def test_pieces_come_from_several_and_through_the_death_of_the_coordinator(
+    cluster: TestCluster, flow: str
+) -> None:
+    content = os.urandom(10_000)
+
+    def store(client: RpcClient, begin: int, end: int) -> int:
+        piece = ContentPiece(digest, begin, len(content))
+        held: int = client.call("store", piece, [content[begin:end]], reply_type=int).body
+        return held
+
+    with cluster.coordinator() as client:
+        digest = registered(client, flow, content)
+        assert store(client, 0, 4000) == 4000
+        assert store(client, 0, 3000) == 4000, "another brings the same, and is told where to go on"
+        assert store(client, 5000, 6000) == 4000, "a piece is missing"
+        killed = cluster.kill("coordinator")
+        wait(lambda: has_ended(killed), what="the coordinator's end")
+        assert store(client, 4000, 8000) == 0, "from the beginning"
+        assert [store(client, begin, begin + 5000) for begin in (0, 5000, 0)] == [5000, 10_000, 10_000]
+        answer = client.call("content", ContentRequest(digest, 2500), reply_type=int)
+        assert (answer.body, bytes(answer.frames[0])) == (10_000, content[2500:])
+        client.call("delete", flow)
+        with pytest.raises(DPFlowError, match="no content"):
+            client.call("content", ContentRequest(digest, 0))
+
+
+def test_what_came_is_kept_whole_and_under_its_own_digest_only(tmp_path: Path) -> None:
+    content = os.urandom(1000)
+    digest = hashlib.sha256(content).hexdigest()
+    files = ContentFiles(tmp_path / "contents")
+    for wrong in (bytes(1000), content + b"x"):
+        with pytest.raises(UsageError, match=f"is not the content {digest}"):
+            files.receive(ContentPiece(digest, 0, 1000), memoryview(wrong))
+    assert not files.digests
+    (tmp_path / "contents" / f"{digest}.part").write_bytes(content[:600])
+    files = ContentFiles(tmp_path / "contents")
+    assert not list((tmp_path / "contents").iterdir()), "what is left of a process that died half-way goes"
+    assert files.receive(ContentPiece(digest, 0, 1000), memoryview(content)) == 1000
+    assert ContentFiles(tmp_path / "contents").digests == {digest}
+    files.drop(digest)
+    assert not ContentFiles(tmp_path / "contents").digests
+    (tmp_path / "contents").rmdir()
+    with pytest.raises(StateError, match=r"cannot be kept in .*contents': No such file or directory"):
+        files.receive(ContentPiece(digest, 0, 1000), memoryview(content))
