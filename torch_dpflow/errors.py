@@ -21,6 +21,7 @@
     │   ├── WorkerStartError       workers end before they load anything
     │   └── PoisonTaskError        a batch that took down every worker it was given to
     ├── LoaderTimeoutError         (RuntimeError, TimeoutError)  no batch within `timeout`
+    ├── DescriptorLimitError       (RuntimeError, OSError)  too many open files
     ├── StorageError               (OSError)  a storage, an object in it, or the way there
     │   ├── ObjectMissingError     (FileNotFoundError)  there is no such object, bucket or file
     │   ├── AccessDeniedError      (PermissionError)  the storage knows us and says no, or does not know us
@@ -125,6 +126,10 @@ class PoisonTaskError(WorkerError):
 
 class LoaderTimeoutError(DPFlowError, RuntimeError, TimeoutError):
     """No batch came within the loader's `timeout`."""
+
+
+class DescriptorLimitError(DPFlowError, RuntimeError, OSError):
+    """The process has too many files open; the message names the limit, the need and how to raise it."""
 
 
 class StorageError(DPFlowError, OSError):

@@ -21,8 +21,9 @@ from typing import Any
 
 from torch._utils import ExceptionWrapper
 
+from torch_dpflow import descriptors
 from torch_dpflow.directory import PrivateDirectory
-from torch_dpflow.errors import LifetimeError, MessageError
+from torch_dpflow.errors import DescriptorLimitError, LifetimeError, MessageError
 from torch_dpflow.platforms.base import Platform, WorkerHandle
 from torch_dpflow.platforms.local import end_all
 from torch_dpflow.remote.arena import ArenaReader
@@ -45,6 +46,9 @@ WINDOW = 2
 GRACE_S = 5.0
 #: How often the shard's thread looks at time limits, seconds, where there are any.
 TICK_S = 0.5
+#: Descriptors that a worker takes here: two pipes, one for its process and one for its connection; and what is needed
+#: beside: a directory's lock, sockets, mappings, and a worker's own where it inherits all of these.
+WORKER_DESCRIPTORS, OWN_DESCRIPTORS = 4, descriptors.SPARE + 16
 #: How long the training thread waits without a look at signals, seconds.
 SIGNALS_S = 1.0
 
@@ -61,6 +65,9 @@ class PrivateShard:
         streams: per worker, or empty.
         poison_limit, task_timeout_s: see `LoaderOptions`.
         pin: applied to each batch in the shard's thread (copies it to pinned memory), or None.
+
+    Raises:
+        DescriptorLimitError: this process may not have as many files open as the workers take.
     """
 
     def __init__(
@@ -74,6 +81,8 @@ class PrivateShard:
         task_timeout_s: float | None,
         pin: Callable[[Any], Any] | None,
     ) -> None:
+        needed = workers * WORKER_DESCRIPTORS + OWN_DESCRIPTORS
+        descriptors.require(needed, f"a loader with {workers} workers")
         self._platform = platform
         self._pin = pin
         self._order = order
@@ -141,6 +150,7 @@ class PrivateShard:
 
         Raises:
             LifetimeError: this process was forked from the one that made the shard; nothing would ever come.
+            DescriptorLimitError: this process has too many files open for a worker to connect.
         """
         self._check_owner()
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -153,6 +163,8 @@ class PrivateShard:
                 self._signs.get(timeout=slice_s)
             if time.monotonic() >= deadline and not self._events:
                 return None
+            if not self._events and len(self._shard.connected) < len(self._incarnations):
+                descriptors.require(descriptors.SPARE, "a worker's connection")
 
     def poll(self) -> Event | None:
         """The next event if it has happened already. As `wait`, and raises as it does."""
@@ -176,12 +188,16 @@ class PrivateShard:
         self._command(begin)
 
     def replace_worker(self, worker: int, dead: WorkerHandle) -> str:
-        """Start another process in place of one that died; returns how it died. Starts none where one has been."""
+        """Start another process in place of one that died; returns how it died. Starts none where one has been.
+
+        Raises DescriptorLimitError where this process has too many files open; it can be called again.
+        """
         obituary = "has ended"
         handle = self._handles.get(worker)
         if handle is None or handle is dead:
             obituary = self.bury(worker)
             self._incarnations[worker] += 1
+            descriptors.require(WORKER_DESCRIPTORS + OWN_DESCRIPTORS, f"another process for worker {worker}")
             handle = self._start(worker)
         successor = handle
         self._command(lambda: self._employ(worker, successor))
@@ -350,6 +366,10 @@ class PrivateShard:
             cause = error.__cause__ or error
             where = f"while opening a batch of DataLoader worker process {worker}"
             return ExceptionWrapper((type(cause), cause, cause.__traceback__), where), stream
+        except DescriptorLimitError as error:
+            return ExceptionWrapper(
+                (type(error), error, None), f"while opening a batch of worker {worker}"
+            ), stream
 
     def delivered(self, task: int, worker: int, finished: Finished, opened: Any) -> None:
         value, stream = opened

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from torch_dpflow import descriptors
 from torch_dpflow.errors import NotPicklableError
 from torch_dpflow.platforms.base import WorkerHandle
 from torch_dpflow.remote import worker
@@ -49,6 +50,10 @@ class LocalPlatform:
                 "module (no lambda, no local class), leave out open files and locks, or pass "
                 "multiprocessing_context='fork'"
             ) from error
+        except OSError as error:
+            if descriptors.is_exhausted(error):
+                raise descriptors.exhausted(f"worker {post.worker} cannot be started") from error
+            raise
         return LocalWorker(process, post)
 
     @contextlib.contextmanager

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from weakref import ref as weakref
 
-from torch_dpflow.errors import MessageError, TransportError
+from torch_dpflow.errors import DescriptorLimitError, MessageError, TransportError
 from torch_dpflow.remote import segment as segments
 from torch_dpflow.remote.memory import Memory
-from torch_dpflow.remote.segment import FREE, PUBLISHED, RETIRED, BlockRef, ProbeRef, Segment
+from torch_dpflow.remote.segment import FREE, PUBLISHED, RETIRED, TOKEN_BYTES, BlockRef, ProbeRef, Segment
 
 #: Most segments that are mapped for one writer, which is not trusted to keep to its own limit.
 _MAX_MAPPED = 1024
@@ -48,6 +50,7 @@ class ArenaReader:
         Raises:
             SegmentLostError: the writer is dead and the segment was never mapped.
             MessageError: the reference does not fit what is there, or has been opened before.
+            DescriptorLimitError: this process has too many files open to map the segment.
         """
         segment = self._take(ref)
         memory = segment.payload(ref.nbytes)
@@ -60,9 +63,11 @@ class ArenaReader:
 
     def probe(self, ref: ProbeRef) -> bool:
         """Whether this process can read what the writer shares."""
+        if ref.block.nbytes != TOKEN_BYTES:  # before it is copied: it may be as large as its writer likes
+            return False
         try:
             return bytes(self.view(ref.block)) == ref.token
-        except TransportError:
+        except (TransportError, DescriptorLimitError):
             return False
 
     def close(self) -> None:
@@ -88,14 +93,21 @@ class ArenaReader:
             raise MessageError(f"{ref}: more than {_MAX_MAPPED} segments of process {self._pid} are mapped")
         if not (0 <= ref.segment < 1 << 64 and 0 <= ref.capacity < 1 << 48):
             raise MessageError(f"{ref}: no segment has such a number or size")
-        if self._directory is not None:
-            path = segments.file_path(self._directory, self._pid, ref.segment)
-            segment, token = segments.open_file(path, ref.segment, ref.capacity, self._token)
-        else:
-            segment, token = segments.open_memfd(self._pid, ref.fd, ref.segment, ref.capacity, self._token)
-        self._token = token
+        opened = None
+        with suppress(DescriptorLimitError):
+            opened = self._open(ref)
+        if opened is None:
+            gc.collect()  # what is garbage may hold some
+            opened = self._open(ref)
+        segment, self._token = opened
         self._segments[ref.segment] = segment
         return segment
+
+    def _open(self, ref: BlockRef) -> tuple[Segment, bytes]:
+        if self._directory is not None:
+            path = segments.file_path(self._directory, self._pid, ref.segment)
+            return segments.open_file(path, ref.segment, ref.capacity, self._token)
+        return segments.open_memfd(self._pid, ref.fd, ref.segment, ref.capacity, self._token)
 
     def _unmap_retired(self) -> None:
         retired = [number for number, segment in self._segments.items() if segment.memory[0] == RETIRED]

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import torch
 
-from torch_dpflow.errors import MessageError, TransportError
+from torch_dpflow.errors import DescriptorLimitError, MessageError, TransportError
 from torch_dpflow.remote.arena import Arena, ArenaReader, Block, BlockRef
 from torch_dpflow.remote.memory import (
     ALIGNMENT,
@@ -111,6 +111,7 @@ def decode(table: ParcelTable, frames: Sequence[Frame], *, reader: ArenaReader |
     Raises:
         MessageError: the table does not fit the frames, or the head cannot be unpickled.
         SegmentLostError: the worker died and its shared memory with it.
+        DescriptorLimitError: this process has too many files open to map it.
     """
     try:
         buffers = _whole_frames(table, frames)
@@ -143,7 +144,8 @@ def discard(table: ParcelTable, *, reader: ArenaReader | None = None) -> None:
     if reader is None:
         return
     for block in table.blocks:
-        with suppress(TransportError):  # it has been opened already, or the worker is gone
+        # It has been opened already, or the worker is gone, or there is no descriptor left.
+        with suppress(TransportError, DescriptorLimitError):
             reader.release(block)
 
 

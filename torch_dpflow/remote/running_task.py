@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 
-from torch_dpflow.errors import TransportError
+from torch_dpflow.errors import DescriptorLimitError, TransportError
 from torch_dpflow.remote.arena import Arena, ArenaReader, BlockRef
 
 #: The task's number and one; 0: none.
@@ -55,7 +55,7 @@ class RunningTaskReader:
             return None
         try:
             return cls(reader.view(ref).data)
-        except TransportError:
+        except (TransportError, DescriptorLimitError):
             return None
 
     def tasks(self) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 import torch
 
+from torch_dpflow import descriptors
 from torch_dpflow.errors import MessageError, SegmentLostError
 from torch_dpflow.remote.memory import Memory, memory_of
 
@@ -156,14 +157,16 @@ def open_memfd(pid: int, fd: int, number: int, capacity: int, token: bytes | Non
 
     Raises:
         SegmentLostError: the process, or its descriptor, is gone or out of reach.
-        MessageError: the descriptor is something else than what is claimed.
+        MessageError: the descriptor is something else than what is claimed, or larger than can be mapped.
+        DescriptorLimitError: this process has too many files open.
     """
     claim = f"segment {number} (descriptor {fd} of process {pid}, {capacity} bytes)"
     own = _open(f"/proc/{pid}/fd/{fd}", claim)
     try:
         _check_size(own, capacity, claim)
         _check_seals(own, claim)
-        memory, address = _map(f"/proc/self/fd/{own}", HEADER_BYTES + capacity)
+        _check_reserved(own, capacity, claim)
+        memory, address = _map_theirs(f"/proc/self/fd/{own}", HEADER_BYTES + capacity, claim)
     finally:
         os.close(own)
     return _check_header(memory, address, number, capacity, token, claim)
@@ -174,7 +177,7 @@ def open_file(path: str, number: int, capacity: int, token: bytes | None) -> tup
     own = _open(path, path)
     try:
         _check_size(own, capacity, path)
-        memory, address = _map(path, HEADER_BYTES + capacity)
+        memory, address = _map_theirs(path, HEADER_BYTES + capacity, path)
     finally:
         os.close(own)
     opened = _check_header(memory, address, number, capacity, token, path)
@@ -206,11 +209,22 @@ def _map(path: str, size: int) -> tuple[memoryview, int]:
     return memory_of(storage).data, storage.data_ptr() + HEADER_BYTES
 
 
+def _map_theirs(path: str, size: int, claim: str) -> tuple[memoryview, int]:
+    try:
+        return _map(path, size)
+    except RuntimeError as error:  # torch's only word for whatever the system refuses
+        if descriptors.is_exhausted(error):
+            raise descriptors.exhausted(f"{claim} cannot be mapped") from None
+        raise MessageError(f"{claim} cannot be mapped: {error}") from error
+
+
 def _open(path: str, claim: str) -> int:
     try:
         # A descriptor of something else (a pipe, a terminal) must neither block nor become our terminal.
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
+        if descriptors.is_exhausted(error):
+            raise descriptors.exhausted(f"{claim} cannot be opened") from None
         raise SegmentLostError(
             f"{claim} cannot be opened: {error}. Its process has ended, or runs in another container or "
             "under another user; what it held has to be loaded again"
@@ -221,6 +235,14 @@ def _check_size(fd: int, capacity: int, claim: str) -> None:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_size != HEADER_BYTES + capacity:
         raise MessageError(f"{claim}: not a segment of that size, but {status.st_size} bytes")
+
+
+def _check_reserved(fd: int, capacity: int, claim: str) -> None:
+    # A file of any size costs its maker nothing, but whoever reads it the memory.
+    if os.fstat(fd).st_blocks * 512 < HEADER_BYTES + capacity:
+        raise MessageError(
+            f"{claim}: its pages are not reserved, so that reading could take any amount of memory"
+        )
 
 
 def _check_seals(fd: int, claim: str) -> None:

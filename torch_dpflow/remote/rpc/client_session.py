@@ -16,6 +16,7 @@ import msgspec
 
 from torch_dpflow.errors import (
     DeadlineError,
+    DescriptorLimitError,
     DPFlowError,
     MessageError,
     PeerLostError,
@@ -287,18 +288,18 @@ class ClientSession:
                 self._settle(stream, error)
 
     def _on_reply(self, header: messages.Reply, frames: list[memoryview], now: float) -> None:
-        answer: Answer | MessageError
+        answer: Answer | DPFlowError
         try:
             # Unpacked also where it is late: shared memory is given back by whoever has opened it.
             payload = self._carrier.unpack(frames, header.packing)
             awaited = self.waiting.get(header.call)
             answer = Answer(None if awaited is None else decode_body(header.body, awaited.decoder), payload)
-        except MessageError as error:
+        except (MessageError, DescriptorLimitError) as error:
             answer = error
         awaited = self._finish(header.call)
         if awaited is None:
             return
-        if isinstance(answer, MessageError):
+        if isinstance(answer, DPFlowError):
             awaited.error = answer
         else:
             awaited.answer = answer

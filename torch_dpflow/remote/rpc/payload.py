@@ -30,7 +30,7 @@ class Carrier:
     """Packs frames for one peer and unpacks that peer's. Belongs to one thread.
 
     Args:
-        max_bytes: most bytes that one message's frames may hold once they are decompressed.
+        max_bytes: most bytes that one message's frames may hold once they are decompressed, or in shared memory.
         shared_bytes: most shared memory to lend this peer, bytes; 0 for a peer that may be on another host.
         compress: whether this side asks for compressed payload.
     """
@@ -76,7 +76,7 @@ class Carrier:
         """The frames that the peer packed.
 
         Raises MessageError where they do not fit the packing, SegmentLostError where the peer died and its
-        shared memory with it.
+        shared memory with it, DescriptorLimitError where this process has too many files open to map it.
         """
         if packing is None:
             return frames
@@ -127,8 +127,10 @@ class Carrier:
         block = self._open(packing)
         sizes = [-size for size in packing.frames if size < 0]
         offsets, end = _places(sizes)
-        if end > block.nbytes:
-            raise MessageError(f"a shared block of {block.nbytes} bytes has no {sizes}")
+        if end > min(block.nbytes, self._max_bytes):
+            raise MessageError(
+                f"a shared block of {block.nbytes} bytes, of which {self._max_bytes} may be used, has no {sizes}"
+            )
         return [
             block[offset : offset + size]
             if size >= SHARED_BYTES

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch_dpflow.descriptors import is_exhausted
 from torch_dpflow.errors import MessageError, OptionError, TransportError
 from torch_dpflow.remote import messages
 from torch_dpflow.remote.messages import decode, encode
@@ -203,6 +204,10 @@ class RpcServer:
                 raise MessageError(f"a client does not send {type(header).__name__}")
         except TransportError:  # malformed, or in the shared memory of a client that has died
             self._stats.malformed += 1
+        except OSError as error:
+            if not is_exhausted(error):
+                raise
+            logger.error("a message at %s was dropped: %s", self.address, error)
 
     def _on_hello(self, client: bytes, session: Session | None, header: messages.Hello, now: float) -> None:
         carrier = Carrier(

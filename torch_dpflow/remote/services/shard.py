@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch_dpflow.errors import MessageError, SegmentLostError
+from torch_dpflow.errors import DescriptorLimitError, MessageError, SegmentLostError
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.remote.messages import (
     EpochBegin,
@@ -55,7 +55,7 @@ class Requester(Protocol):
         """Whether this is a worker that was started for this shard and has not been replaced."""
 
     def shares_memory(self, hello: WorkerHello) -> bool:
-        """Whether this worker's shared memory can be read here."""
+        """Whether this worker's shared memory can be read here. Raises DescriptorLimitError: it is not welcome yet."""
 
     def epoch_for(self, worker: int) -> bytes:
         """What this worker must know of the running epoch; opaque to the shard."""
@@ -195,6 +195,8 @@ class Shard:
             if self.counters.malformed <= MALFORMED_LOGGED:
                 TRANSPORT.warning("a message from connection %r was dropped: %s", peer[:8], error)
             self._distrust(peer)
+        except DescriptorLimitError as error:
+            TRANSPORT.error("a message from connection %r was dropped: %s", peer[:8], error)
 
     def _distrust(self, peer: bytes) -> None:
         """Have a worker replaced that talks nonsense: the task that it is at would never be answered."""

@@ -9,11 +9,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from torch._utils import ExceptionWrapper
+
+from torch_dpflow.descriptors import exhausted, is_exhausted
+from torch_dpflow.errors import DescriptorLimitError
 from torch_dpflow.remote.arena import ArenaReader
 from torch_dpflow.remote.messages import Finished, WorkerHello
 from torch_dpflow.remote.pool_objects import Load
 from torch_dpflow.remote.protocol import FAILED, POISON_LIMIT, POISONED, SAMPLE
 from torch_dpflow.remote.running_task import RunningTaskReader
+from torch_dpflow.remote.sample_parcel import encode_sample
 from torch_dpflow.remote.sample_task import pack_task
 from torch_dpflow.remote.sample_worker import GREETING
 from torch_dpflow.remote.scheduler import Scheduler
@@ -172,10 +177,14 @@ class ShardWorkers:
         reader = ArenaReader(hello.pid)
         shares = hello.probe is not None and reader.probe(hello.probe)
         running = RunningTaskReader.open(reader, hello.running) if shares else None
-        with suppress(OSError):  # it has ended already, and another is on its way
+        try:
             descriptor = os.pidfd_open(hello.pid)
-            self._poller.register(descriptor, select.POLLIN)
-            self._workers[hello.worker] = _Worker(hello.pid, reader, descriptor, running)
+        except OSError as error:
+            if is_exhausted(error):  # it says hello again until there is one
+                raise exhausted(f"worker {hello.worker} cannot be watched") from error
+            return shares  # it has ended already, and another is on its way
+        self._poller.register(descriptor, select.POLLIN)
+        self._workers[hello.worker] = _Worker(hello.pid, reader, descriptor, running)
         return shares
 
     def epoch_for(self, worker: int) -> bytes:
@@ -184,7 +193,12 @@ class ShardWorkers:
     def open(self, worker: int, finished: Finished, frames: list[memoryview]) -> Settled:
         known = self._workers.get(worker)
         kind = SAMPLE if finished.kind == SAMPLE else FAILED
-        return settle(kind, finished.parcel, frames, None if known is None else known.reader)
+        try:
+            return settle(kind, finished.parcel, frames, None if known is None else known.reader)
+        except DescriptorLimitError as error:
+            failure = ExceptionWrapper((type(error), error, None), "in a shard")
+            table, own = encode_sample(failure, arena=None)
+            return settle(FAILED, table, [memoryview(frame) for frame in own], None)
 
     def delivered(self, task: int, worker: int, finished: Finished, opened: Settled) -> None:
         if task in self._rests:

@@ -12,8 +12,11 @@ from typing import Protocol
 import zmq
 from zmq.utils import z85
 
+from torch_dpflow.descriptors import require
 from torch_dpflow.remote.transport.curve import ServerKeys
 
+#: What a context, its two threads and its first socket have open.
+DESCRIPTORS = 12
 ZAP_DOMAIN = b"dpflow"
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 #: Just below the size from which on glibc always gives freed memory back at once (32 MiB), bytes.
@@ -29,11 +32,10 @@ class SharedContext:
         self._users = 0
 
     def take(self) -> zmq.SyncContext:
-        """The context, for one more user, who gives it back."""
+        """The context, for one more user, who gives it back. Raises DescriptorLimitError."""
         with self._lock:
             if self._context is None:
-                keep_freed_memory()
-                self._context = zmq.Context(io_threads=1)
+                self._context = _new_context()
             self._users += 1
             return self._context
 
@@ -77,13 +79,19 @@ def guarded_context(keys: ServerKeys) -> zmq.SyncContext:
 
     libzmq has one authenticator for each context, hence a context of its own for each listener with keys.
     """
-    keep_freed_memory()
-    context = zmq.Context(io_threads=1)
+    context = _new_context()
     gate = context.socket(zmq.REP)
     gate.bind(_ZAP_ADDRESS)
     admitted = z85.decode(keys.client_public)
     threading.Thread(target=_guard, args=(gate, admitted), name="dpflow-zap", daemon=True).start()
     return context
+
+
+def _new_context() -> zmq.SyncContext:
+    # libzmq aborts where it cannot make what its threads wait with.
+    require(DESCRIPTORS, "a connection")
+    keep_freed_memory()
+    return zmq.Context(io_threads=1)
 
 
 def draw_key_pair() -> tuple[bytes, bytes]:

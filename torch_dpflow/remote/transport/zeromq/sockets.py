@@ -14,13 +14,16 @@ import stat
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from socket import AF_UNIX
 from socket import socket as kernel_socket
 from typing import Any
 
 import zmq
 
+from torch_dpflow import descriptors
 from torch_dpflow.errors import OptionError, PeerLostError, StateError, TransportError
+from torch_dpflow.log import TRANSPORT
 from torch_dpflow.remote.transport.base import (
     Frame,
     TransportOptions,
@@ -40,10 +43,15 @@ DETACH_BYTES = 8 * 1024
 #: Kernel buffers of a socket on one host, bytes: what is in flight stays in the processor's cache, which is a
 #: fifth faster than what the kernel chooses. Between hosts its choice is better.
 LOCAL_KERNEL_BYTES = 256 * 1024
-
-
+#: What a socket has open: itself or its first connection, and what wakes it.
+SOCKET_DESCRIPTORS = 4
+#: How often a listener on one host looks whether there are descriptors for connections, seconds; and how often one that
+#: takes none says so.
+LOOK_S, COMPLAIN_S = 0.002, 10.0
 #: How long a new listener waits for an address that is taken, seconds: libzmq closes in its own time.
 REBIND_S = 0.2
+#: Added to the path of a listener that takes no connections for now.
+_ASIDE = "~"
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
@@ -62,6 +70,7 @@ class _Endpoint:
         self._wake_lock = threading.Lock()
         #: A context of its own, or None for the shared one.
         self._own_context = context
+        descriptors.require(SOCKET_DESCRIPTORS, f"a socket for {address}")
         self._context = context or contexts.shared.take()
         self._socket: zmq.SyncSocket = self._context.socket(kind)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -194,7 +203,12 @@ class ZeroMQListener(_Endpoint):
         context = None
         if address.startswith("tcp://") and isinstance(options.keys, ServerKeys):
             context = contexts.guarded_context(options.keys)
+        #: Whether it takes no connections, for lack of descriptors, and when to look again, seconds; over tcp libzmq
+        #: waits by itself.
+        self._refuses = False
         super().__init__(zmq.ROUTER, address, options, context)
+        self._complain_at = 0.0
+        self._look_at = 0.0 if address.startswith("ipc://") else math.inf
         try:
             self._bind()
         except (zmq.ZMQError, OSError) as error:
@@ -247,12 +261,39 @@ class ZeroMQListener(_Endpoint):
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, list[memoryview]] | None:
         while True:
+            if time.monotonic() >= self._look_at:
+                self._check_usable()
+                self._look_after_descriptors()
+            if self._refuses:
+                timeout_s = LOOK_S if timeout_s is None else min(timeout_s, LOOK_S)
             frames = self._receive(timeout_s)
             if frames is None:
                 return None
             if len(frames) > 1:
                 return bytes(frames[0]), frames[1:]
             self.dropped += 1  # an identity and nothing else: no connection of ours sends that
+
+    def _look_after_descriptors(self) -> None:
+        self._look_at = time.monotonic() + LOOK_S
+        path = self.address.removeprefix("ipc://")
+        if descriptors.has_spare(descriptors.SPARE, self._wake_fd):
+            if self._refuses:
+                os.replace(path + _ASIDE, path)
+                self._refuses = False
+        elif not self._refuses:
+            # libzmq aborts the process where there is none for a connection. Who is connected stays so, which an
+            # unbinding would end; others try again.
+            os.replace(path, path + _ASIDE)
+            self._refuses = True
+            if self._look_at >= self._complain_at:
+                self._complain_at = self._look_at + COMPLAIN_S
+                TRANSPORT.error("%s", descriptors.exhausted(f"{path} takes no more connections for now"))
+
+    def close(self) -> None:
+        super().close()
+        if self._refuses and not self._foreign:
+            with suppress(OSError):
+                os.unlink(self.address.removeprefix("ipc://") + _ASIDE)
 
     def send(self, peer: bytes, frames: Sequence[Frame]) -> bool:
         self._check_usable()

@@ -1,0 +1,138 @@
+"""A training process without descriptors: an error that names the limit; no worker is blamed, nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.loader_cases import Samples
+from tests.new_process import in_fork
+from tests.workers import kill, worker_pids
+from torch_dpflow import descriptors
+from torch_dpflow.errors import DescriptorLimitError
+
+
+@contextmanager
+def limited(left: int) -> Iterator[None]:
+    """With so many descriptors left."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    listed = {int(number) for number in os.listdir("/proc/self/fd")}
+    numbers = {
+        number for number in listed if os.path.exists(f"/proc/self/fd/{number}")
+    }  # the listing's own has gone
+    limit = max(limit for limit in range(soft) if limit - sum(number < limit for number in numbers) == left)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def growing(count: int) -> Samples:
+    """Samples that take more and more memory, so that segments are mapped throughout."""
+    return Samples([torch.full((30_000 * (1 + i),), float(i)) for i in range(count)])
+
+
+def read_with(left: int, loader_class: Any) -> tuple[list[int], list[str], int]:
+    """Read while there are so few left, and on to the end when there are more."""
+    loader = loader_class(growing(16), batch_size=None, num_workers=1, prefetch_factor=1)
+    iterator = iter(loader)
+    seen, errors = [int(next(iterator)[0])], []
+    with limited(left):
+        while not errors:
+            try:
+                seen.append(int(next(iterator)[0]))
+            except DescriptorLimitError as error:
+                errors.append(str(error))
+    seen += [int(tensor[0]) for tensor in iterator]
+    return seen, errors, loader.stats().restarts
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_batch_that_cannot_be_mapped_raises_and_its_worker_lives(OurLoader: Any, left: int) -> None:
+    seen, errors, restarts = in_fork(read_with, left, OurLoader)
+    assert "ulimit -n" in errors[0]
+    assert restarts == 0
+    (lost,) = set(range(16)) - set(seen)  # of which the error told
+    assert seen == [number for number in range(16) if number != lost]
+
+
+def start_without(loader_class: Any) -> str:
+    with limited(21):
+        try:
+            iter(loader_class(growing(4), batch_size=None, num_workers=3))
+        except DescriptorLimitError as error:
+            return str(error)
+    return ""
+
+
+def test_too_many_workers_for_the_limit_are_not_started(OurLoader: Any) -> None:
+    text = in_fork(start_without, OurLoader)
+    assert "3 workers needs 44 more" in text
+    assert "ulimit -n" in text
+
+
+def replace_without(loader_class: Any) -> tuple[list[int], str]:
+    iterator = iter(loader_class(growing(12), batch_size=None, num_workers=1))
+    seen, text = [int(next(iterator)[0])], ""
+    with limited(6):
+        kill(worker_pids()[0])
+        try:
+            seen.extend(int(tensor[0]) for tensor in iterator)
+        except DescriptorLimitError as error:
+            text = str(error)
+    return seen + [int(tensor[0]) for tensor in iterator], text
+
+
+def test_a_worker_that_cannot_be_replaced_is_told_of_and_the_loader_can_go_on(OurLoader: Any) -> None:
+    seen, text = in_fork(replace_without, OurLoader)
+    assert seen == list(range(12))
+    assert "worker 0" in text
+    assert "ulimit -n" in text
+
+
+class Cycle:
+    """Holds a descriptor until it is collected."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        self.file = os.fdopen(os.open(os.devnull, os.O_RDONLY))
+
+
+def start_with_garbage(loader_class: Any) -> list[int]:
+    import gc
+    import warnings
+
+    warnings.simplefilter("ignore", ResourceWarning)
+    gc.disable()
+    for _ in range(100):
+        Cycle()
+    with limited(6):
+        return [int(tensor[0]) for tensor in loader_class(growing(4), batch_size=None, num_workers=1)]
+
+
+def test_descriptors_that_only_garbage_holds_are_given_back(OurLoader: Any) -> None:
+    assert in_fork(start_with_garbage, OurLoader) == list(range(4))
+
+
+def count_available() -> tuple[int | None, bool, bool]:
+    with limited(10):
+        return descriptors.available(), descriptors.has_spare(10, 0), descriptors.has_spare(11, 0)
+
+
+def test_what_is_left_is_counted() -> None:
+    assert in_fork(count_available) == (10, True, False)
+
+
+def test_the_error_pickles() -> None:
+    error = descriptors.exhausted("nothing works")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert isinstance(error, RuntimeError)  # torch's kind
+    assert isinstance(error, OSError)

@@ -1,0 +1,95 @@
+"""How many descriptors this process may still open, and what to say where there are too few.
+
+Some of what uses them cannot fail in good order: libzmq aborts its process where it cannot accept a connection or
+make what a thread waits with. So who is about to need some asks first.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import os
+import resource
+import sys
+
+from torch_dpflow.errors import DescriptorLimitError
+
+#: A listener takes no connection while fewer than this are left: room for those that come before it looks again.
+SPARE = 16
+_OWN = "/proc/self/fd"
+
+
+def available() -> int | None:
+    """How many more this process may open; None where the system does not tell."""
+    limit = soft_limit()
+    try:
+        # A limit that was lowered counts numbers: what is open above it takes nothing away.
+        return limit - sum(int(number) < limit for number in os.listdir(_OWN)) + 1  # the listing's own
+    except OSError as error:
+        return 0 if is_exhausted(error) else None
+
+
+def require(count: int, what: str) -> None:
+    """Raise DescriptorLimitError unless so many more can be opened, at the latest once garbage that holds some is gone.
+
+    what: needs them; the subject of the error's sentence.
+    """
+    left = available()
+    if left is not None and left < count:
+        gc.collect()
+        left = available()
+    if left is not None and left < count:
+        raise exhausted(f"{what} needs {count} more, of which {left} are left")
+
+
+def has_spare(count: int, descriptor: int) -> bool:
+    """Whether so many more can be opened; quick where many can. descriptor: any that is open."""
+    first = soft_limit() - count
+    if first == sys.maxsize - count:
+        return True
+    try:
+        found = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, first)
+    except OSError:
+        found = -1
+    else:
+        os.close(found)
+    # The system gives the lowest number, so that the first of the last ones is free as long as all of them are.
+    return found == first or (left := available()) is None or left >= count
+
+
+def exhausted(what: str) -> DescriptorLimitError:
+    """The error that says so: what cannot be done, the limit, and how to raise it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    shown = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+    advice = (
+        f"Raise it by `ulimit -n` in the shell that starts this process, up to the hard limit of {shown}"
+        if hard == resource.RLIM_INFINITY or soft < hard
+        else "The hard limit is the same: raise that one first (limits.conf, LimitNOFILE= of a unit, --ulimit nofile= "
+        "of a container)"
+    )
+    return DescriptorLimitError(
+        f"too many open files: {what}. The limit of process {os.getpid()} is {soft} (`ulimit -n`). {advice}; or have "
+        "fewer files, sockets and workers open"
+    )
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Whether an error came of there being none left."""
+    if isinstance(error, OSError):
+        return isinstance(error, DescriptorLimitError) or error.errno in (errno.EMFILE, errno.ENFILE)
+    # torch has no other words for it.
+    return isinstance(error, RuntimeError) and os.strerror(errno.EMFILE) in str(error)
+
+
+def soft_limit() -> int:
+    """How many this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+def raise_limit() -> int:
+    """Let this process, and those that it starts, have as many open as the hard limit allows; returns how many."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return soft_limit()
