@@ -30,7 +30,8 @@ class LocalDataLoadFlowReader:
             which a loader seeds for each batch.
         storage_options: what fsspec needs to open the data, where it is other than for the store.
         read_options: timeouts, retries and concurrency of reads.
-        check: compare each sample's bytes with its checksum, where the dataset has one.
+        check: compare each sample's bytes with its checksum, where the dataset has one; None: those that do not
+            come from local files.
 
     Raises:
         OptionError, OptionTypeError: an argument is not what it should be.
@@ -45,7 +46,7 @@ class LocalDataLoadFlowReader:
         seed: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
         read_options: ReadOptions | None = None,
-        check: bool = False,
+        check: bool | None = None,
     ) -> None:
         if cache is not None:
             _check_capacity(cache)

@@ -8,6 +8,7 @@ import os
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -237,14 +238,20 @@ def test_damage_is_left_out_and_counted_when_asked(
     reader.close()
 
 
-def test_a_checksum_is_compared_when_asked(any_store: DatasetStore) -> None:
+def test_a_checksum_is_compared_when_asked_and_always_over_a_network(any_store: DatasetStore) -> None:
     stored = publish(any_store, Numbered(COUNT))
     pack = next(iter(stored.samples())).path
     path = stored.data_url(next(iter(stored.samples()))).removeprefix(stored.url + "/")
     data = stored.files.read(path)
     stored.files.write(path, data.replace(b"1-", b"7-", 1))
-    unchecked, checked = DatasetReader(stored), DatasetReader(stored, check=True)
+    unchecked, checked = DatasetReader(stored, check=False), DatasetReader(stored, check=True)
     assert unchecked[1][0] != numbers(2)[1][0]
+    with closing(DatasetReader(stored)) as usual:
+        if stored.url.startswith("file://"):
+            assert usual[1] == unchecked[1]
+        else:
+            with pytest.raises(ChecksumError):
+                usual[1]
     with pytest.raises(ChecksumError, match=pack.rpartition("/")[2]):
         checked[1]
     assert checked[0] == numbers(1)[0]
@@ -275,7 +282,7 @@ def test_a_fault_of_the_server_ends_in_an_error(
 ) -> None:
     store = DatasetStore.create(f"oss://{BUCKET}/datasets", **oss.storage_options())
     stored = publish(store, Numbered(8))
-    reader = DatasetReader(stored, read_options=impatient, check=True)
+    reader = DatasetReader(stored, read_options=impatient)
     assert reader[0] == numbers(1)[0]
     oss.faults.add(fault)
     with pytest.raises(kind, match=f"{BUCKET}/datasets/core/numbers/data/"):

@@ -127,6 +127,10 @@ class ObjectReader:
         patience.renew()
         return data
 
+    def is_remote(self, url: str) -> bool:
+        """Whether an object's bytes come from elsewhere than from a local file."""
+        return self._opened.get().storage(url).is_remote
+
     def close(self) -> None:
         """Close this process's connections and end its threads. The reader may be used again."""
         opened = self._opened.drop()
