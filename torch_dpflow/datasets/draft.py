@@ -14,6 +14,7 @@ from torch_dpflow.datasets.packing import remove_packs
 from torch_dpflow.datasets.progress import DraftRecord, Progress
 from torch_dpflow.datasets.spec import Dataset, Variant, encode_file, sealed
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset, now
+from torch_dpflow.datasets.urls import without_login
 from torch_dpflow.datasets.writer import ProgressCallback, VariantWriter
 from torch_dpflow.errors import DatasetError, OptionError, OptionTypeError, PublishedError, SourceError
 
@@ -197,7 +198,7 @@ class Draft:
     ) -> DraftRecord:
         if shard_size is not None and shard_size < 1:
             raise OptionError(f"shard_size={shard_size} is out of range; give at least 1 sample")
-        root = "data" if importer.root is None else importer.root
+        root = "data" if importer.root is None else without_login(importer.root)
         if base is not None:
             shard_size, root = base.variant.shard_size, base.variant.data
         return DraftRecord(

@@ -14,7 +14,8 @@ from fsspec.implementations.local import LocalFileSystem
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.deadlines import ask, turn
 from torch_dpflow.datasets.storage.failures import storage_error
-from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
+from torch_dpflow.datasets.storage.file_systems import open_file_system
+from torch_dpflow.datasets.urls import join_url, split_chain, split_login
 from torch_dpflow.errors import (
     DPFlowError,
     ObjectMissingError,
@@ -69,32 +70,29 @@ class Files:
         options: Mapping[str, Any] | None = None,
         read_options: ReadOptions | None = None,
     ) -> None:
-        self.options = dict(options or {})
+        address, login = split_login(str(url))
+        #: what opens the directory: those given, and the user and password that stood in the URL
+        self.options = {**(options or {}), **login}
         if not isinstance(read_options, ReadOptions | None):
             raise OptionTypeError(f"read_options={read_options!r}: give ReadOptions(...) or None")
         self.read_options = read_options or ReadOptions()
         self._reader = ObjectReader(self.options, options=self.read_options)
         self._pid = -1
-        self._connect(str(url))
+        self._connect(address)
         local = isinstance(self._fs, LocalFileSystem)
         #: the directory's URL, absolute, without a slash at the end
-        self.url: str = self._fs.unstrip_protocol(self._root) if local else str(url).rstrip("/")
+        self.url: str = self._fs.unstrip_protocol(self._root) if local else _trimmed(address)
 
     def _connect(self, url: str) -> None:
         if not url or url.endswith("://"):
             raise OptionError(
                 f"{url!r} names no directory; give a path, or a URL such as s3://bucket/datasets"
             )
-        try:
-            options = fsspec_options(url.partition("://")[0], self.options)
-            self._fs, self._root = fsspec.url_to_fs(url, **options)
-        except OptionError:
-            raise
-        except (ValueError, ImportError) as error:
-            raise OptionError(
-                f"{url!r} cannot be opened: {error}; give a local path or a URL that fsspec can open, and "
-                "install the package for its protocol (s3fs for s3://, ossfs for oss://)"
-            ) from error
+        if "://" in url or "::" in url:
+            seconds = self.read_options.deadline_s
+            self._fs, self._root = open_file_system(url, self.options, seconds)
+        else:
+            self._fs, self._root = fsspec.url_to_fs(url, **self.options)
         self._pid = os.getpid()
 
     @property
@@ -106,11 +104,11 @@ class Files:
 
     def at(self, path: str) -> Files:
         """The directory `path` below this one."""
-        return Files(f"{self.url}/{path}", self.options, self.read_options)
+        return Files(self._url(path), self.options, self.read_options)
 
     def read(self, path: str) -> bytes:
         """All bytes of a file. Raises ObjectMissingError, which is a FileNotFoundError."""
-        return self._reader.read(f"{self.url}/{path}")
+        return self._reader.read(self._url(path))
 
     @contextmanager
     def open(self, path: str) -> Iterator[IO[bytes]]:
@@ -145,7 +143,7 @@ class Files:
         both succeed, and the later one's file stays.
         """
         if self.exists(path):
-            raise FileExistsError(f"{self.url}/{path} exists already")
+            raise FileExistsError(f"{self._url(path)} exists already")
         fs, full = self.filesystem, self._full(path)
         with self._told(path), self._placed(path):
             if isinstance(fs, LocalFileSystem):
@@ -173,7 +171,7 @@ class Files:
                 fs.pipe_file(self._full(path), data, **_EXCLUSIVE_PUT.get(protocol, {}))
         except Exception as error:
             if self.exists(path):
-                raise FileExistsError(f"{self.url}/{path} exists already") from error
+                raise FileExistsError(f"{self._url(path)} exists already") from error
             raise
 
     def children(self, path: str = "") -> list[Child]:
@@ -223,7 +221,7 @@ class Files:
         except (FileNotFoundError, FileExistsError, DPFlowError):
             raise
         except Exception as error:
-            url = f"{self.url}/{path}"
+            url = self._url(path)
             if isinstance(self._fs, LocalFileSystem) and not isinstance(error, PermissionError):
                 raise StorageError(f"{url}: {type(error).__name__}: {error}") from error
             raise storage_error(ByteRange(url), error) from error
@@ -235,12 +233,17 @@ class Files:
             yield
         except FileNotFoundError as error:
             raise ObjectMissingError(
-                f"{self.url}/{path} cannot be written: {' '.join(str(error).split())}; there is no such bucket, or no "
+                f"{self._url(path)} cannot be written: {' '.join(str(error).split())}; there is no such bucket, or no "
                 "directory can be made there"
             ) from error
 
+    def _url(self, path: str) -> str:
+        return join_url(self.url, path) if path else self.url
+
     def _full(self, path: str) -> str:
-        return f"{self._root}/{path}" if path else self._root
+        if not path or not self._root:
+            return path or self._root
+        return f"{self._root.rstrip('/')}/{path}"
 
     def __getstate__(self) -> dict[str, Any]:
         return {"url": self.url, "options": self.options, "read_options": self.read_options}
@@ -250,6 +253,12 @@ class Files:
 
 
 _UNFINISHED = ".unfinished"
+
+
+def _trimmed(url: str) -> str:
+    """Without a slash at the end of its path."""
+    inner, outer = split_chain(url)
+    return (inner if inner.endswith("://") else inner.rstrip("/")) + outer
 
 
 def _is_directory(fs: Any, entry: Mapping[str, Any]) -> bool:

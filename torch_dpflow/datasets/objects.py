@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import fsspec
-
 from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
 from torch_dpflow.datasets.storage.deadlines import ask
 from torch_dpflow.datasets.storage.failures import storage_error
-from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
+from torch_dpflow.datasets.storage.file_systems import open_file_system, path_of
+from torch_dpflow.datasets.urls import file_system_of
 from torch_dpflow.errors import DPFlowError, ObjectMissingError
 
 #: Samples whose bytes are in memory at a time, and sizes that are asked for at a time.
@@ -47,7 +46,7 @@ class Objects:
     def _size(self, url: str) -> int | DPFlowError | None:
         fs = self._file_system(url)
         try:
-            entry = ask(fs, self._reader.options.deadline_s, lambda: fs.info(fs._strip_protocol(url)))
+            entry = ask(fs, self._reader.options.deadline_s, lambda: fs.info(path_of(fs, url)))
         except FileNotFoundError:
             return ObjectMissingError(f"{url}: there is no such object")
         except Exception as error:
@@ -58,13 +57,11 @@ class Objects:
         return None if size is None else int(size)
 
     def _file_system(self, url: str) -> Any:
-        protocol, separator, _ = url.partition("://")
-        protocol = protocol if separator else "file"
-        if protocol not in self._file_systems:
-            self._file_systems[protocol] = fsspec.filesystem(
-                protocol, **fsspec_options(protocol, self._options)
-            )
-        return self._file_systems[protocol]
+        address = file_system_of(url)
+        if address not in self._file_systems:
+            seconds = self._reader.options.deadline_s
+            self._file_systems[address] = open_file_system(address, self._options, seconds)[0]
+        return self._file_systems[address]
 
     def __enter__(self) -> Objects:
         return self

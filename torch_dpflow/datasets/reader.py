@@ -18,6 +18,7 @@ from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.datasets.store import StoredDataset
+from torch_dpflow.datasets.urls import join_url
 from torch_dpflow.errors import (
     ChecksumError,
     DamagedStoreError,
@@ -244,7 +245,7 @@ class _Opened:
 
     def _load(self, numbers: Sequence[int]) -> list[Loaded]:
         dataset, name = self._stored.dataset, self._stored.variant_name
-        urls = [f"{self._stored.url}/{dataset.shard_path(name, number)}" for number in numbers]
+        urls = [join_url(self._stored.url, dataset.shard_path(name, number)) for number in numbers]
         contents = self._metadata.read_each([ByteRange(url) for url in urls])
         return [self._decode(number, url, data) for number, url, data in zip(numbers, urls, contents)]
 

@@ -18,13 +18,13 @@ belongs elsewhere or was written by a later release is named in an error and nev
 
 from __future__ import annotations
 
-import posixpath
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from torch_dpflow.datasets.checksums import CHECKSUM_PATTERN, sha256_of
 from torch_dpflow.datasets.names import ID_PATTERN, LABEL_PATTERN
+from torch_dpflow.datasets.urls import join_url
 from torch_dpflow.errors import DamagedStoreError, DatasetNotFoundError, NewerFormatError
 
 #: The format that this release writes, and the newest that it reads.
@@ -229,7 +229,7 @@ def data_url(dataset_url: str, root: str, path: str) -> str:
         elif part.startswith("/") or ".." in part.split("/"):
             raise DamagedStoreError(f"the path {part!r} leads out of {url}; only a URL may lie elsewhere")
         else:
-            url = posixpath.join(url, part)
+            url = join_url(url, part)
     return url
 
 

@@ -22,6 +22,7 @@ from torch_dpflow.datasets.spec import (
     encode_file,
 )
 from torch_dpflow.datasets.storage import ReadOptions
+from torch_dpflow.datasets.urls import join_url
 from torch_dpflow.errors import AccessDeniedError, DamagedStoreError, DatasetNotFoundError
 
 _RECORD = "store.json"
@@ -51,9 +52,9 @@ class DatasetStore:
         except FileNotFoundError as error:
             raise DatasetNotFoundError(
                 f"there is no dataset store at {self.files.url} ({error}); check the address, or make one "
-                f"with DatasetStore.create({str(url)!r})"
+                f"with DatasetStore.create({self.files.url!r})"
             ) from error
-        self.record = decode_file(data, StoreRecord, f"{self.files.url}/{_RECORD}")
+        self.record = decode_file(data, StoreRecord, join_url(self.files.url, _RECORD))
 
     @classmethod
     def create(
@@ -114,7 +115,7 @@ class DatasetStore:
             data = self.files.read(path)
         except FileNotFoundError as error:
             raise self._not_found(ref) from error
-        name = f"{self.url}/{path}"
+        name = join_url(self.url, path)
         dataset = decode_dataset(data, name)
         if (dataset.id, dataset.version) != (ref.id, ref.version):
             raise DamagedStoreError(
@@ -204,8 +205,10 @@ class StoredDataset:
         try:
             data = self.files.read(path)
         except FileNotFoundError as error:
-            raise DamagedStoreError(f"{self.url}/{path} is missing; restore it from a copy") from error
-        return self.dataset.decode_shard(self.variant_name, number, data, url=f"{self.url}/{path}")
+            raise DamagedStoreError(
+                f"{join_url(self.url, path)} is missing; restore it from a copy"
+            ) from error
+        return self.dataset.decode_shard(self.variant_name, number, data, url=join_url(self.url, path))
 
     def sample(self, index: int) -> SampleMeta:
         """The metadata of one sample: reads its shard. Raises IndexError outside."""

@@ -180,7 +180,7 @@ class TestS3ThroughS3fs(S3Contract):
     @pytest.fixture
     def storage(self, s3_endpoint: str) -> Iterator[Storage]:
         options = S3_KEYS | {"endpoint_url": s3_endpoint, "skip_instance_cache": True}
-        storage = FsspecStorage("s3", options, _PATIENT.longest)
+        storage = FsspecStorage("s3", options, _PATIENT)
         yield storage
         files = storage._files
         if files._s3 is not None:

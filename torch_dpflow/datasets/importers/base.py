@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch_dpflow.datasets.checksums import CHECKSUM_PATTERN
+from torch_dpflow.datasets.urls import without_login
 from torch_dpflow.errors import SourceError
 
 #: What 64 bits with a sign hold: more than any object has bytes.
@@ -51,6 +52,10 @@ class Item:
 def _check_path(path: Any) -> None:
     if not isinstance(path, str) or not path:
         raise SourceError(f"path={path!r:.80}: give a path or a URL, as text that is not empty")
+    if without_login(path) != path:
+        raise SourceError(
+            f"path={without_login(path)!r} was given with a user or a password; give those as options"
+        )
     if not path.isascii():
         try:
             path.encode()

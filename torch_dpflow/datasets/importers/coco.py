@@ -16,6 +16,7 @@ from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.json_arrays import read_arrays
 from torch_dpflow.datasets.importers.tree import check_folder
+from torch_dpflow.datasets.urls import join_url, split_name
 from torch_dpflow.errors import SourceError
 
 #: What is kept of an image and of an annotation; the rest of COCO's fields serve other tasks.
@@ -58,19 +59,19 @@ class CocoImporter:
         segmentation: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.options = dict(options or {})
-        folder, _, self._name = str(annotations).rstrip("/").rpartition("/")
-        self._files = Files(folder or ".", self.options)
+        folder, self._name = split_name(str(annotations))
+        self._files = Files(folder, options)
         self._kept = (*_ANNOTATION_FIELDS, "segmentation") if segmentation else _ANNOTATION_FIELDS
         self._categories: list[Any] = []
         #: number → the first annotation that has it
         self._used_categories: dict[Any, int] = {}
         self._total: int | None = None
-        self._images = Files(images, self.options)
+        self._images = Files(images, options)
+        self.options = self._images.options
         self.root: str | None = self._images.url
         self.source = {
             "importer": "coco",
-            "annotations": f"{self._files.url}/{self._name}",
+            "annotations": join_url(self._files.url, self._name),
             "root": self.root,
             "segmentation": segmentation,
         }

@@ -36,8 +36,8 @@ class ImageFolderImporter:
         classes: Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.options = dict(options or {})
-        self._files = Files(root, self.options)
+        self._files = Files(root, options)
+        self.options = self._files.options
         self._endings = endings_of(endings)
         self._known = list(classes or [])
         self._labels: dict[str, int] = {}

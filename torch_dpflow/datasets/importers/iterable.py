@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.datasets.urls import split_login
 from torch_dpflow.errors import OptionError, SourceError
 
 #: What an iterable may give: the bytes of a sample and its annotations, or a whole Item.
@@ -39,7 +40,8 @@ class IterableImporter:
     ) -> None:
         self._iterable = iterable
         self._info = dict(info or {})
-        self.options = dict(options or {})
+        root, login = (None, {}) if root is None else split_login(root)
+        self.options = {**(options or {}), **login}
         self.root = root
         self.source = {"importer": "iterable", "name": name, "root": root}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.datasets.urls import join_url, split_name, without_login
 from torch_dpflow.errors import MissingExtraError, OptionError, SourceError, StorageError
 
 #: Rows that are in memory at a time (of a CSV file: as many as fit into a block of bytes).
@@ -45,14 +46,13 @@ class ListingImporter:
         checksum_column: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        folder, _, self._name = str(listing).rstrip("/").rpartition("/")
+        folder, self._name = split_name(str(listing))
         self._ending = "." + self._name.rpartition(".")[2].lower()
         if self._ending not in {*_SEPARATORS, ".parquet"}:
             raise OptionError(
-                f"listing={listing!r} ends with {self._ending}; give a .csv, .tsv or .parquet file"
+                f"listing={without_login(str(listing))!r} ends with {self._ending}; give a .csv, .tsv or .parquet file"
             )
-        self.options = dict(options or {})
-        self._files = Files(folder or ".", self.options)
+        self._files = Files(folder, options)
         self._columns = {
             "path": path_column,
             "offset": offset_column,
@@ -60,10 +60,12 @@ class ListingImporter:
             "checksum": checksum_column,
         }
         self._total: int | None = None
-        self.root: str | None = self._files.url if root is None else Files(root, self.options).url
+        data = self._files if root is None else Files(root, options)
+        self.root: str | None = data.url
+        self.options = data.options
         self.source = {
             "importer": "listing",
-            "listing": f"{self._files.url}/{self._name}",
+            "listing": join_url(self._files.url, self._name),
             "root": self.root,
             "columns": self._columns,
         }

@@ -34,8 +34,8 @@ class SpeechImporter:
         endings: Sequence[str] = AUDIO_ENDINGS,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.options = dict(options or {})
-        self._files = Files(root, self.options)
+        self._files = Files(root, options)
+        self.options = self._files.options
         self._endings = endings_of(endings)
         self.root: str | None = self._files.url
         self.source = {"importer": "speech", "root": self.root, "endings": list(self._endings)}

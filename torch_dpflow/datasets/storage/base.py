@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch_dpflow.datasets.urls import without_login
 from torch_dpflow.errors import OptionError
 
 
@@ -22,7 +23,7 @@ class ByteRange:
     def __post_init__(self) -> None:
         if self.start < 0 or (self.stop is not None and self.stop < self.start):
             raise OptionError(
-                f"{self.url}: bytes {self.start} to {self.stop} are no range; "
+                f"{without_login(self.url)}: bytes {self.start} to {self.stop} are no range; "
                 "give 0 <= start <= stop, and stop=None for the rest of the object"
             )
 
@@ -36,9 +37,10 @@ class ByteRange:
         return None if self.stop is None else self.stop - self.start
 
     def __str__(self) -> str:
+        url = without_login(self.url)
         if self.is_whole:
-            return self.url
-        return f"{self.url} (bytes {self.start} to {'the end' if self.stop is None else self.stop})"
+            return url
+        return f"{url} (bytes {self.start} to {'the end' if self.stop is None else self.stop})"
 
 
 class Storage(Protocol):

@@ -7,21 +7,20 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import fsspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
 
 from torch_dpflow.datasets.storage.base import ByteRange
 from torch_dpflow.datasets.storage.deadlines import ask
 from torch_dpflow.datasets.storage.failures import storage_error
-from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
-from torch_dpflow.errors import MissingExtraError, OptionError, StorageError, TruncatedObjectError
-
-_EXTRAS = {"s3": "s3", "s3a": "s3", "oss": "oss", "http": "http", "https": "http"}
+from torch_dpflow.datasets.storage.file_systems import open_file_system, path_of
+from torch_dpflow.datasets.storage.options import ReadOptions
+from torch_dpflow.datasets.urls import split_chain
+from torch_dpflow.errors import StorageError, TruncatedObjectError
 
 
 class FsspecStorage:
-    """Reads through one fsspec file system; `options` are its own.
+    """Reads through one fsspec file system, that of `address`; `options` are its own.
 
     The length of a whole object is looked at when it is there: most file systems tell it only then, or at the
     price of another request.
@@ -29,10 +28,10 @@ class FsspecStorage:
 
     is_remote = True
 
-    def __init__(self, scheme: str, options: Mapping[str, Any], longest: int) -> None:
-        self._scheme = scheme
-        self._longest = longest
-        self._files = _file_system(scheme, options)
+    def __init__(self, address: str, options: Mapping[str, Any], limits: ReadOptions) -> None:
+        self._scheme = address.partition("://")[0]
+        self._longest = limits.longest
+        self._files = open_file_system(address, options, limits.deadline_s)[0]
 
     def fetch(self, span: ByteRange, deadline: float) -> bytes:
         if span.length is not None and span.length > self._longest:
@@ -54,7 +53,7 @@ class FsspecStorage:
         )
 
     def _cat(self, span: ByteRange, deadline: float) -> bytes:
-        path = self._files._strip_protocol(span.url)
+        path = path_of(self._files, span.url)
         extent = {} if span.is_whole else {"start": span.start, "end": span.stop}
         left = deadline - time.monotonic()
         if isinstance(self._files, AsyncFileSystem) and not isinstance(self._files, DirFileSystem):
@@ -63,20 +62,8 @@ class FsspecStorage:
         return bytes(ask(self._files, left, lambda: self._files.cat_file(path, **extent)))
 
     def node(self, url: str) -> str:
-        return self._scheme + "://" + url.partition("://")[2].partition("/")[0]
+        inner, outer = split_chain(url)
+        return outer or "/".join(inner.split("/", 3)[:3])
 
     def close(self) -> None:
         """Connections belong to fsspec, which shares its file systems among all who ask for them."""
-
-
-def _file_system(scheme: str, options: Mapping[str, Any]) -> Any:
-    try:
-        return fsspec.filesystem(scheme, **fsspec_options(scheme, options))
-    except ImportError as error:
-        extra = _EXTRAS.get(scheme)
-        how = f"pip install 'torch_dpflow[{extra}]'" if extra else "install the package that it names"
-        raise MissingExtraError(f"{scheme}:// needs a package that is not there: {error}; {how}") from error
-    except OptionError:
-        raise
-    except ValueError as error:
-        raise OptionError(f"{scheme}:// is no storage that fsspec knows or can set up: {error}") from error

@@ -18,6 +18,7 @@ from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.datasets.storage.retrying import fetch_with_retries
 from torch_dpflow.datasets.storage.services import OSS_OPTIONS, S3_OPTIONS, OSSService, S3Service
 from torch_dpflow.datasets.storage.web_service import WebService
+from torch_dpflow.datasets.urls import file_system_of, split_login
 from torch_dpflow.errors import (
     AccessDeniedError,
     DPFlowError,
@@ -164,13 +165,23 @@ class _Opened:
         self.overlap = Overlap(options.concurrency)
 
     def storage(self, url: str) -> Storage:
-        scheme = url.partition("://")[0] if "://" in url else "file"
+        address = file_system_of(url)
+        if "@" in url:
+            address = self._address_with_login(url)
         try:
-            return self._storages[scheme]
+            return self._storages[address]
         except KeyError:
             return self._storages.setdefault(
-                scheme, open_storage(scheme, self._storage_options, self._options)
+                address, open_storage(address, self._storage_options, self._options)
             )
+
+    @staticmethod
+    def _address_with_login(url: str) -> str:
+        """As `file_system_of`, but another for each user."""
+        clean, login = split_login(url)
+        if not login or "::" in clean:
+            return file_system_of(url)
+        return "/".join(url.split("/", 3)[:3])
 
     def node(self, url: str) -> str:
         return self.storage(url).node(url)
@@ -181,8 +192,14 @@ class _Opened:
             storage.close()
 
 
-def open_storage(scheme: str, storage_options: Mapping[str, Any], options: ReadOptions) -> Storage:
-    """The storage that reads URLs of `scheme`. Raises OptionError or MissingExtraError if there is none."""
+def open_storage(address: str, storage_options: Mapping[str, Any], options: ReadOptions) -> Storage:
+    """The storage for what `file_system_of` gives, such as "s3", or for a URL.
+
+    Raises:
+        OptionError, MissingExtraError: there is none.
+        StorageError: it cannot be reached.
+    """
+    scheme = address.partition("://")[0]
     if scheme in ("file", "local"):
         return LocalStorage(options.longest)
     is_direct = not urllib.request.getproxies().keys() & {"http", "https", "all"}
@@ -192,5 +209,5 @@ def open_storage(scheme: str, storage_options: Mapping[str, Any], options: ReadO
         return HttpStorage(OSSService(storage_options), options)
     if scheme in ("http", "https"):
         # Always: fsspec's own takes whatever such a server answers for the range that was asked for.
-        return HttpStorage(WebService(storage_options), options)
-    return FsspecStorage(scheme, storage_options, options.longest)
+        return HttpStorage(WebService({**storage_options, **split_login(address)[1]}), options)
+    return FsspecStorage(address, storage_options, options)

@@ -1,0 +1,89 @@
+"""Opens fsspec's file systems: those that need a host, and those inside archives, by their URLs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import fsspec
+
+from torch_dpflow.datasets.storage.base import ByteRange
+from torch_dpflow.datasets.storage.deadlines import call_within
+from torch_dpflow.datasets.storage.failures import storage_error
+from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
+from torch_dpflow.datasets.urls import ONE_FILE_SYSTEM, split_chain, split_login
+from torch_dpflow.errors import DPFlowError, MissingExtraError, OptionError
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "oss": "oss", "http": "http", "https": "http"}
+
+
+def open_file_system(address: str, options: Mapping[str, Any], seconds: float) -> tuple[Any, str]:
+    """The file system that serves `address`, a URL or what `file_system_of` gives, and the path there.
+
+    Raises:
+        OptionError: there is no such storage, or it has no such option.
+        MissingExtraError: its package is not installed.
+        StorageError: it could not be reached within `seconds`.
+    """
+    url, login = split_login(address if "://" in address else f"{address}://")
+    scheme = url.partition("://")[0]
+    try:
+        given = _options_of(url, {**options, **login})
+        _check_host(url, given)
+        if scheme in ONE_FILE_SYSTEM:
+            file_system, path = fsspec.url_to_fs(url, **given)
+        else:  # it may connect at once
+            file_system, path = call_within(seconds, lambda: fsspec.url_to_fs(url, **given))
+        return file_system, path
+    except ImportError as error:
+        extra = _EXTRAS.get(scheme)
+        how = f"pip install 'torch_dpflow[{extra}]'" if extra else "install the package that it names"
+        raise MissingExtraError(f"{scheme}:// needs a package that is not there: {error}; {how}") from error
+    except DPFlowError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise OptionError(
+            f"{url} cannot be opened: {error}; give a local path "
+            "or a URL that fsspec can open, and the options that it needs"
+        ) from error
+    except Exception as error:
+        raise storage_error(ByteRange(url), error) from error
+
+
+def path_of(file_system: Any, url: str) -> str:
+    """The path by which a file system knows the object at `url`, which is taken literally."""
+    inner, _ = split_chain(url) if "::" in url else (url, "")
+    scheme, _, rest = inner.partition("://")
+    if scheme not in ONE_FILE_SYSTEM and "host" in type(file_system)._get_kwargs_from_urls(
+        f"{scheme}://host/"
+    ):
+        return "/" + rest.partition("/")[2]  # fsspec would take "?" for a query
+    return str(file_system._strip_protocol(inner))
+
+
+def _options_of(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` as fsspec takes them; in a chain they are for its last storage, but for those under a scheme."""
+    schemes = [link.partition("://")[0] if "://" in link else "file" for link in _links(url)]
+    if len(schemes) == 1:
+        return fsspec_options(schemes[0], options)
+    own = {name: value for name, value in options.items() if name in schemes}
+    rest = {name: value for name, value in options.items() if name not in schemes}
+    return {**own, schemes[-1]: {**fsspec_options(schemes[-1], rest), **own.get(schemes[-1], {})}}
+
+
+def _check_host(url: str, options: Mapping[str, Any]) -> None:
+    kind = fsspec.get_filesystem_class(url.partition("://")[0])
+    parameter = inspect.signature(kind.__init__).parameters.get("host")
+    is_needed = parameter is not None and parameter.default is parameter.empty
+    if is_needed and not (options.get("host") or kind._get_kwargs_from_urls(url).get("host")):
+        raise OptionError(f"{url} names no host; give one, as in sftp://host/folder")
+
+
+def _links(url: str) -> list[str]:
+    links: list[str] = []
+    while url:
+        inner, outer = split_chain(url)
+        links.append(inner)
+        url = outer.removeprefix("::")
+    return links
