@@ -88,11 +88,12 @@ class Files:
             raise OptionError(
                 f"{url!r} names no directory; give a path, or a URL such as s3://bucket/datasets"
             )
-        if "://" in url or "::" in url:
+        if "://" in url:
             seconds = self.read_options.deadline_s
             self._fs, self._root = open_file_system(url, self.options, seconds)
         else:
-            self._fs, self._root = fsspec.url_to_fs(url, **self.options)
+            self._fs = fsspec.filesystem("file", **self.options)
+            self._root = self._fs._strip_protocol(url)
         self._pid = os.getpid()
 
     @property

@@ -229,6 +229,13 @@ def test_a_store_that_was_copied_into_an_archive_is_read(tmp_path: Path) -> None
         DatasetStore.create(f"zip://new::file://{tmp_path}/all.zip")
 
 
+def test_a_path_with_colons_is_a_path(tmp_path: Path) -> None:
+    store = DatasetStore.create(str(tmp_path / "a::b"))
+    reader = DatasetReader(publish(store, Numbered(3)))
+    assert reader.__getitems__([2, 0]) == [numbers(3)[2], numbers(3)[0]]
+    reader.close()
+
+
 def test_an_archive_behind_a_web_server_with_a_password(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
         archive.writestr("a.bin", b"inside")

@@ -203,7 +203,7 @@ def test_names_our_extra_for_a_scheme(
     monkeypatch.delitem(sys.modules, "fsspec.implementations.http", raising=False)
     monkeypatch.delitem(_registry, scheme, raising=False)
     with pytest.raises(MissingExtraError, match=rf"pip install 'torch_dpflow\[{extra}\]'"):
-        FsspecStorage(scheme, {}, 1)
+        FsspecStorage(scheme, {}, _PATIENT)
 
 
 def test_says_how_to_install_what_a_scheme_needs() -> None:

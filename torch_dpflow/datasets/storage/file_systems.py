@@ -32,7 +32,8 @@ def open_file_system(address: str, options: Mapping[str, Any], seconds: float) -
         given = _options_of(url, {**options, **login})
         _check_host(url, given)
         if scheme in ONE_FILE_SYSTEM:
-            file_system, path = fsspec.url_to_fs(url, **given)
+            file_system = fsspec.filesystem(scheme, **given)
+            path = file_system._strip_protocol(url)  # url_to_fs would take "::" in a name for a chain
         else:  # it may connect at once
             file_system, path = call_within(seconds, lambda: fsspec.url_to_fs(url, **given))
         return file_system, path
