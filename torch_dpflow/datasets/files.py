@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.deadlines import ask, turn
 from torch_dpflow.datasets.storage.failures import storage_error
-from torch_dpflow.datasets.storage.file_systems import open_file_system
+from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system
 from torch_dpflow.datasets.urls import join_url, split_chain, split_login
 from torch_dpflow.errors import (
     DPFlowError,
@@ -134,8 +134,7 @@ class Files:
             if isinstance(fs, LocalFileSystem):
                 os.replace(_written_beside(full, data), full)
             else:
-                with turn(fs):
-                    fs.pipe_file(full, data)
+                self._put(path, data)
 
     def create(self, path: str, data: bytes) -> None:
         """Put a file where there is none. Raises FileExistsError; of several writers one succeeds.
@@ -168,12 +167,18 @@ class Files:
         fs = self.filesystem
         protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
         try:
-            with turn(fs):
-                fs.pipe_file(self._full(path), data, **_EXCLUSIVE_PUT.get(protocol, {}))
+            self._put(path, data, **_EXCLUSIVE_PUT.get(protocol, {}))
         except Exception as error:
             if self.exists(path):
                 raise FileExistsError(f"{self._url(path)} exists already") from error
             raise
+
+    def _put(self, path: str, data: bytes, **options: Any) -> None:
+        fs, full = self.filesystem, self._full(path)
+        with turn(fs):
+            if needs_host(type(fs)):
+                fs.makedirs(full.rpartition("/")[0], exist_ok=True)
+            fs.pipe_file(full, data, **options)
 
     def children(self, path: str = "") -> list[Child]:
         """What a directory holds but hidden entries, sorted by name; nothing when there is none such."""

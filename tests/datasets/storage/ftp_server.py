@@ -15,6 +15,7 @@ class FTPServer:
     def __init__(self, user: str, password: str) -> None:
         self.login = (user, password)
         self.files: dict[str, bytes] = {}
+        self.folders: set[str] = {"/"}
         self._tcp = _Server(("127.0.0.1", 0), _Session)
         self._tcp.owner = self
         self._thread = threading.Thread(target=self._tcp.serve_forever, args=(0.02,), name="ftp-server")
@@ -100,7 +101,9 @@ class _Session(socketserver.StreamRequestHandler):
         below = {
             name[len(folder.rstrip("/")) + 1 :] for name in files if name.startswith(folder.rstrip("/") + "/")
         }
-        lines += [f"type=dir; {name}\r\n" for name in {rest.split("/")[0] for rest in below if "/" in rest}]
+        made = {basename(name) for name in self.server.owner.folders - {"/"} if dirname(name) == folder}
+        made |= {rest.split("/")[0] for rest in below if "/" in rest}
+        lines += [f"type=dir; {name}\r\n" for name in made]
         return self._transfer("".join(lines).encode())
 
     def do_retr(self, path: str) -> str:
@@ -110,6 +113,8 @@ class _Session(socketserver.StreamRequestHandler):
 
     def do_stor(self, path: str) -> str:
         self.start = 0
+        if dirname("/" + path.strip("/")) not in self.server.owner.folders:
+            return "553 there is no such directory"
         self._say("150 go on")
         connection = self._connection()
         with connection, connection.makefile("rb") as file:
@@ -117,6 +122,7 @@ class _Session(socketserver.StreamRequestHandler):
         return "226 done"
 
     def do_mkd(self, path: str) -> str:
+        self.server.owner.folders.add("/" + path.strip("/"))
         return f'257 "{path}"'
 
     def do_abor(self, _: str) -> str:

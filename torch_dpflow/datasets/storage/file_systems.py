@@ -63,6 +63,12 @@ def path_of(file_system: Any, url: str) -> str:
     return str(file_system._strip_protocol(inner))
 
 
+def needs_host(kind: type) -> bool:
+    """Whether a class of file systems stands for a host with disks, where a file needs its directory first."""
+    parameter = inspect.signature(kind.__init__).parameters.get("host")  # type: ignore[misc]
+    return parameter is not None and parameter.default is parameter.empty
+
+
 def _options_of(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """`options` as fsspec takes them; in a chain they are for its last storage, but for those under a scheme."""
     schemes = [link.partition("://")[0] if "://" in link else "file" for link in _links(url)]
@@ -75,9 +81,7 @@ def _options_of(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_host(url: str, options: Mapping[str, Any]) -> None:
     kind = fsspec.get_filesystem_class(url.partition("://")[0])
-    parameter = inspect.signature(kind.__init__).parameters.get("host")
-    is_needed = parameter is not None and parameter.default is parameter.empty
-    if is_needed and not (options.get("host") or kind._get_kwargs_from_urls(url).get("host")):
+    if needs_host(kind) and not (options.get("host") or kind._get_kwargs_from_urls(url).get("host")):
         raise OptionError(f"{url} names no host; give one, as in sftp://host/folder")
 
 
