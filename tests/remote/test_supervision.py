@@ -34,6 +34,21 @@ def test_what_ends_is_started_again_where_it_was() -> None:
     assert [(view.incarnation, view.status) for view in supervisor.views()] == [(2, {"jobs": 2})]
 
 
+def test_where_a_process_listens_is_told_once_it_has_said_so_itself() -> None:
+    """The one before it may have listened elsewhere: somebody else may have the port now."""
+    supervisor = running(ROUTER)
+    supervisor.beat(ROUTER.id, 1, "tcp://127.0.0.1:99", {}, 1.0)
+    assert supervisor.address_of(ROUTER.id) == "tcp://127.0.0.1:99"
+    supervisor.ended(ROUTER.id, 1, 20.0)
+    assert [view.address for view in supervisor.views()] == [""]
+    assert supervisor.address_of(ROUTER.id) == ""
+    seen = supervisor.revision
+    supervisor.beat(ROUTER.id, 2, "tcp://127.0.0.1:99", {}, 21.0)
+    assert supervisor.revision > seen
+    assert [view.address for view in supervisor.views()] == ["tcp://127.0.0.1:99"]
+    assert supervisor.address_of("other") == ""
+
+
 def test_what_ends_at_once_again_and_again_is_started_later_and_later() -> None:
     supervisor = running(ROUTER)
     now, pauses = 0.0, []

@@ -61,7 +61,14 @@ class _Process:
     failures: int = 0
     restarts: int = 0
     address: str = ""
+    #: Whether the one that runs has said so itself: before that it may be elsewhere than the one before.
+    listens: bool = False
     status: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def told_address(self) -> str:
+        """Where the one that runs listens; empty until it has said so."""
+        return self.address if self.listens else ""
 
 
 class Supervisor:
@@ -127,8 +134,8 @@ class Supervisor:
         if not self.wants(id, incarnation):
             return False
         process = self._processes[id]
-        self.revision += process.address != address
-        process.address, process.status = address, status
+        self.revision += not process.listens or process.address != address
+        process.address, process.status, process.listens = address, status, True
         self._membership.handle(Heard(id, incarnation, now))
         return True
 
@@ -153,10 +160,17 @@ class Supervisor:
     def views(self) -> list[ProcessView]:
         """What is desired, and how it does."""
         return [
-            ProcessView(id, one.launch.role, one.incarnation, one.pid, one.address, one.status, one.restarts)
+            ProcessView(
+                id, one.launch.role, one.incarnation, one.pid, one.told_address, one.status, one.restarts
+            )
             for id, one in self._processes.items()
             if one.desired
         ]
+
+    def address_of(self, id: str) -> str:
+        """Where a process has said that it listens; empty where it has not. Any thread may call."""
+        process = self._processes.get(id)
+        return "" if process is None else process.told_address
 
     @property
     def next_due(self) -> float | None:
@@ -177,7 +191,7 @@ class Supervisor:
                 process.due = None
                 self._spawns += 1
                 process.restarts += process.incarnation > 0
-                process.incarnation = self._spawns
+                process.incarnation, process.listens = self._spawns, False
                 out.append(Spawn(process.launch, process.incarnation, process.address))
         return out
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+import msgspec
 
 from torch_dpflow.errors import DPFlowError, OptionError, UsageError
 from torch_dpflow.remote.transport.curve import ConnectionFile, draft_connection_file, read_connection_file
@@ -33,26 +36,48 @@ class Announcement:
             self._lock = _claim(path, connection)
         except OSError as error:
             raise OptionError(f"connection file {os.fspath(path)!r}: {error.strerror}") from error
+        self._where: Callable[[], str] = lambda: ""
         self._ended = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="dpflow-announce", daemon=True)
         self._keeper.start()
+
+    def follow(self, where: Callable[[], str]) -> None:
+        """From now on the cluster is where `where` says, if it says anything; asked in another thread."""
+        self._where = where
 
     def remove(self) -> None:
         """The cluster ends. Another's file that has come in the place of this one stays."""
         self._ended.set()
         self._keeper.join()
         with suppress(OSError):
-            if os.path.samestat(os.fstat(self._lock), self._path.stat()):
+            if self._is_ours():
                 self._path.unlink()
         os.close(self._lock)
 
     def _keep(self) -> None:
         while not self._ended.wait(LOOK_S):
-            if not self._path.exists():
-                with suppress(OSError, DPFlowError):  # no folder yet, or another cluster was quicker
-                    lock = _claim(self._path, self._connection)
-                    os.close(self._lock)
-                    self._lock = lock
+            with suppress(OSError, DPFlowError):  # no folder yet, or another cluster was quicker
+                if not self._path.exists():
+                    self._hold(_claim(self._path, self._connection))
+                address = self._where()
+                if address not in ("", self._connection.address) and self._is_ours():
+                    self._move(address)
+
+    def _move(self, address: str) -> None:
+        connection = msgspec.structs.replace(self._connection, address=address)
+        draft = draft_connection_file(self._path, connection)
+        lock = lock_file(draft)
+        assert lock is not None
+        draft.replace(self._path)
+        self._connection = connection
+        self._hold(lock)
+
+    def _hold(self, lock: int) -> None:
+        os.close(self._lock)
+        self._lock = lock
+
+    def _is_ours(self) -> bool:
+        return os.path.samestat(os.fstat(self._lock), self._path.stat())
 
 
 def check_vacant(path: Path) -> None:

@@ -147,7 +147,9 @@ class LocalCluster:
             options.limits.memory_bytes,
             options.metrics or "",
         )
-        return Node(place, msgspec.msgpack.encode(arguments), preload=options.preload)
+        node = Node(place, msgspec.msgpack.encode(arguments), preload=options.preload)
+        self._announcement.follow(lambda: node.address_of(COORDINATOR))
+        return node
 
     def _clean_up(self) -> None:
         if self._announcement is not None:

@@ -100,6 +100,10 @@ class Node:
             self._end_all()
             self._server.close()
 
+    def address_of(self, id: str) -> str:
+        """Where a process has said that it listens; empty before. Any thread may call."""
+        return self._supervisor.address_of(id)
+
     def stop(self) -> None:
         """Make `serve` end everything and return. Any thread may call, and a signal handler."""
         self._stopped = True

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch_dpflow.errors import DPFlowError
+from torch_dpflow.errors import DPFlowError, TransportError
 from torch_dpflow.log import SERVICE, LogOptions
 from torch_dpflow.remote.protocol import Beat, Standing
 from torch_dpflow.remote.rpc import ClientOptions, RpcClient, RpcServer
@@ -105,9 +105,17 @@ class ServicePost:
     owner: int
 
     def listen(self, address: str = "") -> Listener:
-        """Listen where the process before this one did, if there was one; else at `address`, if given."""
-        chosen = self.address or address or self.place.address_for(self.id)
-        return listen(chosen, options=self.place.server_transport())
+        """Listen where the process before this one did, if there was one; else at `address`, if given.
+
+        Where somebody else has a port by now it takes another: the node hears of it, and tells who needs it.
+        """
+        options = self.place.server_transport()
+        for chosen in filter(None, (self.address, address)):
+            try:
+                return listen(chosen, options=options)
+            except TransportError as error:
+                SERVICE.warning("%s listens elsewhere: %s", self.id, error, extra=subjects_of(self.id))
+        return listen(self.place.address_for(self.id), options=options)
 
 
 def subjects_of(id: str) -> dict[str, str | None]:
