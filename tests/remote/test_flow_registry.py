@@ -270,6 +270,10 @@ def test_a_registry_that_starts_anew_takes_up_what_runs() -> None:
         ({"idle_s": 1.0}, "idle_s=1.0; at least 3.0 is allowed"),
         ({"cache_samples": 101}, "cache_samples=101; 0 to 100 are allowed"),
         ({"content": "../../x"}, "is no SHA-256"),
+        ({"strategy": "none"}, "strategy='none' is unknown; choose one of"),
+        ({"policy": "shared-log"}, "policy='shared-log' is not one of"),
+        ({"policy": "opt"}, "policy='opt' is not one of"),
+        ({"task_timeout_s": 0.0}, "task_timeout_s=0.0; above 0 is allowed, or None"),
     ],
 )
 def test_what_is_not_possible_is_refused_whole(changes: dict[str, Any], message: str) -> None:

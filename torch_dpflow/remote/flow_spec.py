@@ -67,7 +67,10 @@ class FlowSpec(
         return f"{self.name}@{self.version}"
 
     def check(self) -> None:
-        """Raise OptionError unless every number is possible and the name is one."""
+        """Raise OptionError unless all that it names is there and every number is possible.
+
+        Services that were made of anything else would end as soon as they begin, and be started for ever.
+        """
         check_flow_name(self.name)
         for name, value, least, most in (
             ("version", self.version, 1, 2**53),
@@ -84,6 +87,11 @@ class FlowSpec(
                 raise OptionError(f"flow {self.name!r}: {name}={value}; {least} to {most} are allowed{why}")
         if self.idle_s < MIN_IDLE_S:
             raise OptionError(f"flow {self.name!r}: idle_s={self.idle_s}; at least {MIN_IDLE_S} is allowed")
+        if self.task_timeout_s is not None and not self.task_timeout_s > 0:
+            raise OptionError(
+                f"flow {self.name!r}: task_timeout_s={self.task_timeout_s}; above 0 is allowed, or None"
+            )
+        check_algorithms(self.policy, self.strategy)
         if not _DIGEST.fullmatch(self.content):
             raise OptionError(f"flow {self.name!r}: content={self.content!r} is no SHA-256 in hexadecimal")
 
@@ -95,6 +103,17 @@ class FlowSpec(
             if here != there:
                 differing.append(f"{name} is {here}, registered is {there}")
         return "; ".join(differing)
+
+
+def check_algorithms(policy: str, strategy: str) -> None:
+    """Raise OptionError unless there are such a cache policy, or "none", and such a sampling strategy."""
+    # Imported here: a loader of one job alone, which imports this module, has no use for samplers and caches.
+    from torch_dpflow.caches.registry import POLICIES
+    from torch_dpflow.samplers.registry import check_strategy
+
+    if policy not in (*POLICIES, "none") or policy == "opt":
+        raise OptionError(f"policy={policy!r} is not one of {[*sorted(set(POLICIES) - {'opt'}), 'none']}")
+    check_strategy(strategy)
 
 
 def check_flow_name(name: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.options import check_seconds, check_whole_number
-from torch_dpflow.remote.flow_spec import MAX_SHARDS, MAX_SIZE, MIN_MEMORY
+from torch_dpflow.remote.flow_spec import MAX_SHARDS, MAX_SIZE, MIN_MEMORY, check_algorithms
 from torch_dpflow.remote.protocol import MAX_RANKS
 
 #: Room for samples where nothing says how much, bytes.
@@ -125,13 +125,7 @@ def _check_algorithms(policy: str | None, strategy: str) -> None:
     for name, value in (("policy", policy), ("strategy", strategy)):
         if not isinstance(value, str) and (name, value) != ("policy", None):
             raise OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give its name")
-    # Imported here: a loader of one job alone, which imports this class, has no use for samplers and caches.
-    from torch_dpflow.caches.registry import POLICIES
-    from torch_dpflow.samplers.registry import check_strategy
-
-    if policy not in (*POLICIES, "none", None) or policy == "opt":
-        raise OptionError(f"policy={policy!r} is not one of {[*sorted(set(POLICIES) - {'opt'}), 'none']}")
-    check_strategy(strategy)
+    check_algorithms(policy or "none", strategy)
 
 
 def _check_between(name: str, value: Any, least: int, most: int) -> None:
