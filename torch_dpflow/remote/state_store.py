@@ -86,11 +86,6 @@ def open_store(url: str) -> StateStore:
     )
 
 
-def state_path(url: str) -> Path | None:
-    """The file of the store at `url`; None where it is none."""
-    return Path(url.removeprefix("sqlite://")) if urlsplit(url).scheme in ("", "sqlite") else None
-
-
 class SQLiteStore:
     """A store in one file that only its owner may read. One process at a time writes to it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from itertools import islice
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch_dpflow.remote.client import JobOptions, open_job
 from torch_dpflow.remote.cluster_address import find_cluster
 from torch_dpflow.remote.transport.curve import create_cluster, write_connection_file
 
+SECRET = "wJalrXUtnFEMI-bPxRfiCYEXAMPLEKEY"
 OPTIONS = JobOptions(patience_s=60.0, ready=1, asked=2)
 
 
@@ -49,3 +51,38 @@ def test_a_job_of_a_version_that_was_replaced_reads_on_when_its_router_dies(
             killed = cluster.kill(f"{flow}@1/router")
             wait(lambda: has_ended(killed), what="the router's end")
             assert sorted(seen + keys(batches)) == list(range(400))
+
+
+class WithKey(Numbers):
+    """A dataset that holds the key of its storage."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.storage_options = {"secret": SECRET}
+
+
+def files_with_key(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+def test_what_a_dataset_holds_is_not_kept_with_the_state(tmp_path: Path, flow: str) -> None:
+    for directory in ("run", "kept"):
+        (tmp_path / directory).mkdir()
+    for _ in range(
+        2
+    ):  # what the second one knows of the state is not enough to read: the job brings it again
+        cluster = TestCluster.start(tmp_path / "run", state=f"{tmp_path}/kept/state")
+        try:
+            with open_job(flow, WithKey(40), address=cluster.address, batch_size=4, options=OPTIONS) as job:
+                assert sorted(keys(job.traverse(0))) == list(range(40))
+            (path, *others) = files_with_key(tmp_path)
+            assert all(private(path, tmp_path / "run") for path in (path, *others))
+        finally:
+            cluster.stop()
+        assert not files_with_key(tmp_path)
+
+
+def private(path: Path, folder: Path) -> bool:
+    """Whether it lies in a directory below `folder` that only its owner may enter."""
+    directory = folder / path.relative_to(folder).parts[0]
+    return stat.S_IMODE(directory.stat().st_mode) == 0o700

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow.errors import DPFlowError, UsageError
+from torch_dpflow.errors import DPFlowError, OptionError, UsageError
 from torch_dpflow.remote.allotment import ClusterLimits, parts_of
 from torch_dpflow.remote.flow_registry import Flow, FlowRegistry, Forget, Instruction, Save, Start, Stop
 from torch_dpflow.remote.flow_spec import FlowSpec
@@ -38,7 +38,7 @@ from torch_dpflow.remote.services.kept_state import KeptState
 from torch_dpflow.remote.services.placement import launches_of
 from torch_dpflow.remote.services.post import SERVICE, Heart, ServicePost, ask_in, serve
 from torch_dpflow.remote.services.reconciler import Reconciler
-from torch_dpflow.remote.state_store import open_store, state_path
+from torch_dpflow.remote.state_store import open_store
 
 #: How long it waits for a message where nothing else is due, seconds.
 IDLE_TURN_S = 0.5
@@ -319,8 +319,10 @@ class Coordinator:
         specs: list[FlowSpec] = []
         for key in self._store.find("flow/"):
             try:
-                specs.append(msgspec.msgpack.decode(self._store.get(key) or b"", type=FlowSpec))
-            except msgspec.MsgspecError as error:
+                spec = msgspec.msgpack.decode(self._store.get(key) or b"", type=FlowSpec)
+                spec.check()
+                specs.append(spec)
+            except (msgspec.MsgspecError, OptionError) as error:
                 SERVICE.error("%s in the state store cannot be read and is left alone: %s", key, error)
         for spec in sorted(specs, key=lambda spec: spec.version):
             self._registry.restore(spec, self._clock())
@@ -340,7 +342,8 @@ def run(post: ServicePost) -> None:
     state = KeptState(lambda: open_store(arguments.state), arguments.owner)
     state.load(heart.turned)
     changed = threading.Event()
-    contents = Contents(_contents_path(arguments.state, post.place.directory))
+    # With the cluster, and not with its state: keys of a storage may be in it, and a job that comes brings it again.
+    contents = Contents(Path(post.place.directory, "state.contents"))
     coordinator = Coordinator(server, state, contents, arguments.limits, changed=changed.set)
     server.register("stop", lambda _: _stop_node(post), body_type=None)
     Reconciler(post, server, coordinator, changed)
@@ -349,12 +352,6 @@ def run(post: ServicePost) -> None:
 
         serve_metrics(arguments.metrics, lambda: ask_in(server, coordinator.views))
     serve(post, server, _status, lambda: None, turn_s=IDLE_TURN_S, heart=heart)
-
-
-def _contents_path(state: str, directory: str) -> Path:
-    """Where what flows load is kept: beside a store that is a file, else with the cluster, which ends with it."""
-    path = state_path(state)
-    return Path(directory, "state.contents") if path is None else path.with_name(f"{path.name}.contents")
 
 
 def _stop_node(post: ServicePost) -> None:
