@@ -254,7 +254,7 @@ def job_of(
             del jobs[number]
     number = next(free for free in itertools.count(1) if free not in jobs)
     job = jobs[number] = _open(loader, seed, order, number)
-    weakref.finalize(run, job.close)
+    job.close_with(run)
     return job
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -78,7 +77,6 @@ class RemoteSamples(Dataset[Any]):
     def __init__(self, shared: SharedFlow) -> None:
         self._shared = shared
         self._opened = PerProcess(_Opened)
-        weakref.finalize(self, _leave, self._opened)
 
     def __len__(self) -> int:
         return len(self._shared.dataset)
@@ -103,6 +101,7 @@ class RemoteSamples(Dataset[Any]):
         with opened.lock:
             if opened.job is None:
                 opened.job = self._shared.open()
+                opened.job.close_with(self)
             batches = opened.job.read([indices], 0)
             try:
                 samples: list[Any] = next(batches)
@@ -120,12 +119,6 @@ class _Opened:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.job: SharedJob | None = None
-
-
-def _leave(opened: PerProcess[_Opened]) -> None:
-    mine = opened.drop()
-    if mine is not None and mine.job is not None:
-        mine.job.close()
 
 
 class _Order(Sized, Protocol):

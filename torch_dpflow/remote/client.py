@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import itertools
 import os
 import secrets
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
@@ -161,7 +163,9 @@ class SharedJob:
         self._iterator: SharedIterator | None = None
         self._delivered = self._nothing_of(0)
         self._closed = StopSignal()
-        self._heart = threading.Thread(target=self._beat, name="dpflow-beat", daemon=True)
+        #: Whether its thread says no more than that it goes.
+        self._leaving = False
+        self._heart = threading.Thread(target=self._live, name="dpflow-beat", daemon=True)
         self._heart.start()
 
     @property
@@ -224,21 +228,37 @@ class SharedJob:
             self._iterator.settle()
         return self._delivered.state()
 
-    def close(self) -> None:
-        """Leave the flow; threads end. May be called twice."""
-        if os.getpid() != self._pid:
-            return
+    def close_with(self, owner: object) -> None:
+        """Have the job closed when `owner` is collected, or at the interpreter's end."""
+        weakref.finalize(owner, self.abandon).atexit = False
+        atexit.register(self.close)
+
+    def abandon(self) -> None:
+        """Have the job's own thread leave the flow and end; nothing is waited for, and no lock taken.
+
+        A finalizer may call, which runs in any thread, between any two of its steps: with a lock held that leaving
+        takes, or in a thread that leaving waits for.
+        """
         self._closed.set()
         self._router.contact.end()
         if self._iterator is not None:
-            self._iterator.close()
+            self._iterator.abandon()
+
+    def close(self) -> None:
+        """Leave the flow; threads end. Any thread may call, again too; the job's own threads do not wait for it."""
+        if os.getpid() != self._pid:
+            return
+        self.abandon()
+        if threading.current_thread() is self._heart:
+            return
+        if self._iterator is not None and not self._iterator.close():
+            return
         self._heart.join(0.0 if self._router.contact.is_lost else CLOSE_S)
-        while self._heart.is_alive():
+        while self._heart.is_alive() and not self._leaving:
             self._router.interrupt()
             self._links.interrupt()
             self._heart.join(JOIN_S)
-        self._links.close(self._router.id)
-        self._router.close()
+        self._heart.join()
 
     def __enter__(self) -> SharedJob:
         return self
@@ -323,6 +343,15 @@ class SharedJob:
                 raise OptionError(f"the plan has sample {key}: the flow has samples 0 to {self._size - 1}")
         return [int(key) for key in keys]
 
+    def _live(self) -> None:
+        self._beat()
+        self._leaving = True
+        if self._iterator is not None:
+            self._iterator.close()
+        self._links.close(self._router.id)
+        self._router.close()
+        atexit.unregister(self.close)
+
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_S):
             generation = self._router.id.generation
@@ -335,6 +364,8 @@ class SharedJob:
                     LOADER.warning("flow %r, job %r: %s", self._job.flow, self._job.name, error)
             except DPFlowError:
                 self._recover(partial(self._router.refresh_routes, self._closed))
+            except Exception:
+                LOADER.exception("flow %r, job %r: its heartbeat failed", self._job.flow, self._job.name)
 
     def _beat_once(self) -> None:
         self._router.beat(self._figures())

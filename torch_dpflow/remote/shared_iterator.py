@@ -218,11 +218,14 @@ class SharedIterator:
         self._closed.set()
         self._ready.wake()
 
-    def close(self) -> None:
-        """Stop reading; what was asked for is given back. Any thread may call, again too; its own waits for nothing."""
+    def close(self) -> bool:
+        """Stop reading; what was asked for is given back. Any thread may call, again too.
+
+        Returns whether it has stopped: its own thread, in which `assemble` and the plan run, cannot wait for that.
+        """
         self.abandon()
         if threading.current_thread() is self._thread:
-            return
+            return False
         self.settle()
         deadline = time.monotonic() + (0.0 if self._router.contact.is_lost else CLOSE_S)
         while self._thread.is_alive():
@@ -232,6 +235,7 @@ class SharedIterator:
                 deadline = time.monotonic() + CLOSE_S  # what is given back then is to arrive
             self._thread.join(0.01)
         self._ready.clear()
+        return True
 
     # -- the iterator's thread -----------------------------------------------------------------------------
 

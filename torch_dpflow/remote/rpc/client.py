@@ -104,7 +104,9 @@ class RpcClient:
         self._closed = False
         #: How many threads wait for something.
         self._waiters = 0
-        self._session = ClientSession(address, self._make_carrier)
+        # Not a method of this object's: with one that knows it, a client that nobody closed would wait for the garbage
+        # collector, and its socket be closed wherever that runs.
+        self._session = ClientSession(address, functools.partial(_make_carrier, address, self.options))
         self._heard = self._inquire_at = clock()
 
     def call(
@@ -275,12 +277,13 @@ class RpcClient:
             )
         self._session.inquire(now, self.options.inquire_s)
 
-    def _make_carrier(self) -> Carrier:
-        return Carrier(
-            max_bytes=self.options.max_payload_bytes,
-            shared_bytes=self.options.shared_bytes if self.address.startswith("ipc://") else 0,
-            compress=self.address.startswith("tcp://") and not is_loopback(self.address),
-        )
+
+def _make_carrier(address: str, options: ClientOptions) -> Carrier:
+    return Carrier(
+        max_bytes=options.max_payload_bytes,
+        shared_bytes=options.shared_bytes if address.startswith("ipc://") else 0,
+        compress=address.startswith("tcp://") and not is_loopback(address),
+    )
 
 
 @functools.lru_cache(maxsize=256)

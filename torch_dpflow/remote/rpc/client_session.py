@@ -107,20 +107,6 @@ class ClientSession:
         self._make_carrier = make_carrier
         self._carrier = make_carrier()
         self._greeted = False
-        self._handlers: dict[type, Callable[[Any, list[memoryview], float], None]] = {
-            messages.Welcome: self._on_welcome,
-            messages.Stranger: self._on_stranger,
-            messages.Reading: self._on_reading,
-            messages.Ping: self._on_ping,
-            messages.Pong: self._on_pong,
-            messages.Reply: self._on_reply,
-            messages.Failure: self._on_failure,
-            messages.Missing: self._on_missing,
-            messages.Item: self._on_item,
-            messages.Credit: self._on_credit,
-            messages.End: self._on_end,
-            messages.Abort: self._on_abort,
-        }
         self._say_hello()
 
     # --- what the caller does ---
@@ -240,10 +226,10 @@ class ClientSession:
         """Take in one message, whatever it is. What is not valid is counted and dropped."""
         try:
             header = decode(frames[0])
-            handler = self._handlers.get(type(header))
+            handler = _HANDLERS.get(type(header))
             if handler is None:
                 raise MessageError(f"a server does not send {type(header).__name__}")
-            handler(header, frames[1:], now)
+            handler(self, header, frames[1:], now)
         except TransportError:  # malformed, or in the shared memory of a server that has died
             self.stats.malformed += 1
 
@@ -379,3 +365,20 @@ class ClientSession:
     def _drop_if_over(self, stream: StreamEnd) -> None:
         if stream.state.over:
             self.streams.pop(stream.id, None)
+
+
+#: By header. Of the class's, because a session that knows methods of its own would wait for the garbage collector.
+_HANDLERS: dict[type, Callable[[ClientSession, Any, list[memoryview], float], None]] = {
+    messages.Welcome: ClientSession._on_welcome,
+    messages.Stranger: ClientSession._on_stranger,
+    messages.Reading: ClientSession._on_reading,
+    messages.Ping: ClientSession._on_ping,
+    messages.Pong: ClientSession._on_pong,
+    messages.Reply: ClientSession._on_reply,
+    messages.Failure: ClientSession._on_failure,
+    messages.Missing: ClientSession._on_missing,
+    messages.Item: ClientSession._on_item,
+    messages.Credit: ClientSession._on_credit,
+    messages.End: ClientSession._on_end,
+    messages.Abort: ClientSession._on_abort,
+}

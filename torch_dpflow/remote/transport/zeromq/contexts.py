@@ -27,16 +27,21 @@ class SharedContext:
     """One zmq context, alive while something uses it. Thread-safe; a forked child starts from nothing."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # A socket may be collected, and give the context back, between any two steps of whoever holds the lock.
+        self._lock = threading.RLock()
         self._context: zmq.SyncContext | None = None
         self._users = 0
 
     def take(self) -> zmq.SyncContext:
         """The context, for one more user, who gives it back. Raises DescriptorLimitError."""
         with self._lock:
-            if self._context is None:
-                self._context = _new_context()
-            self._users += 1
+            self._users += 1  # before all else: what is given back meanwhile must not end the context
+            try:
+                if self._context is None:
+                    self._context = _new_context()
+            except BaseException:
+                self._users -= 1
+                raise
             return self._context
 
     def give_back(self) -> None:
@@ -51,7 +56,7 @@ class SharedContext:
     def leave_behind(self) -> zmq.SyncContext | None:
         """In a forked child: the parent's context, which nobody uses here."""
         context, self._context = self._context, None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._users = 0
         return context
 

@@ -1,0 +1,51 @@
+"""Clients and sockets that nobody closed: what becomes of them, and where."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from torch_dpflow.remote.rpc import RpcClient
+from torch_dpflow.remote.transport import connect
+from torch_dpflow.remote.transport.zeromq import contexts
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Garbage stays until a test has it collected."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_client_that_is_dropped_waits_for_no_collector(ipc_address: str, uncollected: None) -> None:
+    client = RpcClient(ipc_address)
+    client.begin("unanswered")
+    gone = weakref.ref(client._connection)
+    del client
+    assert gone() is None
+
+
+def test_a_socket_is_collected_by_whoever_holds_the_contexts_lock(
+    ipc_address: str, uncollected: None
+) -> None:
+    users = contexts.shared._users
+    circle: list[object] = [connect(ipc_address)]
+    circle.append(circle)
+    assert contexts.shared._users == users + 1
+    del circle
+
+    def collect() -> None:
+        with contexts.shared._lock:
+            gc.collect()
+
+    collector = threading.Thread(target=collect, daemon=True)
+    collector.start()
+    collector.join(20)
+    assert not collector.is_alive()
+    assert contexts.shared._users == users
