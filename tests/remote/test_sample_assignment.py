@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import threading
 from collections.abc import Callable
@@ -50,7 +51,7 @@ class Outer:
 
 def found(packed: bytes) -> bool:
     """Whether a sample of what the unpacked stage makes can be pickled by its name, and its class is that there."""
-    sample = unpack(packed).apply(None)
+    sample = unpack(io.BytesIO(packed)).apply(None)
     return type(sample).__qualname__ == "Outer.Inner" and type(pickle.loads(pickle.dumps(sample))) is type(
         sample
     )
@@ -87,7 +88,7 @@ def test_what_cannot_travel_to_the_workers_is_named(parts: Parts, init: Any, mes
 
 def test_functions_of_a_script_travel() -> None:
     packed = SampleAssignment(parts=Parts([1]), worker_init_fn=taking("along")).pack()
-    assert unpack(packed).worker_init_fn(0) == "along"
+    assert unpack(io.BytesIO(packed)).worker_init_fn(0) == "along"
 
 
 def test_a_stage_takes_along_what_the_script_defines(monkeypatch: pytest.MonkeyPatch) -> None:
