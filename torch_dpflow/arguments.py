@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -24,6 +25,14 @@ def check_types(loader: Any, address: object) -> None:
             raise _wrong(name, function, "a callable or None")
     if address is not None and not isinstance(address, str):
         raise _wrong("address", address, "'auto', an address, a connection file's path as text, or None")
+
+
+def has_processes(context: Any) -> bool:
+    """Whether workers that a multiprocessing context starts are processes; None is torch's own context.
+
+    Some, such as MONAI's for `use_thread_workers=True`, start threads that look like them to torch's iterator.
+    """
+    return context is None or (isinstance(context.Process, type) and issubclass(context.Process, BaseProcess))
 
 
 def _wrong(name: str, value: object, allowed: str) -> OptionTypeError:

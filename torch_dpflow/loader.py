@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from torch_dpflow.arguments import check_types
+from torch_dpflow.arguments import check_types, has_processes
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.iterator import WorkerIterator
 from torch_dpflow.metrics import LoaderStats
@@ -124,6 +124,8 @@ class DPFlowDataLoader(DataLoader[T]):
     def _get_iterator(self) -> Any:
         if self.num_workers == 0:
             return SingleProcessIterator(self)
+        if not has_processes(self.multiprocessing_context):
+            return super()._get_iterator()
         self.check_worker_number_rationality()
         return WorkerIterator(self)
 
@@ -141,7 +143,11 @@ class DPFlowDataLoader(DataLoader[T]):
         It holds the state of the loader's `generator`, but of the process's generators only what this epoch was
         drawn from. So the rest of the epoch is exact in any case; later epochs are where a `generator` was given,
         or where the training script restores torch's random state, as its checkpoint should.
+
+        Raises:
+            StateError: the workers are threads.
         """
+        self._check_workers()
         run = self._run
         if run.pending is not None:
             return run.pending.as_dict()
@@ -165,8 +171,9 @@ class DPFlowDataLoader(DataLoader[T]):
 
         Raises:
             StateError: it is no such state, is damaged, or was taken with other data or of a shared flow that this
-                loader does not read. Nothing is changed then.
+                loader does not read; or the workers are threads. Nothing is changed then.
         """
+        self._check_workers()
         state = LoaderState.from_dict(state_dict)
         self._check_fits(state)
         self._run.pending = state
@@ -174,6 +181,13 @@ class DPFlowDataLoader(DataLoader[T]):
     def stats(self) -> LoaderStats:
         """What this loader has done so far, over all its iterations."""
         return self._run.meter.snapshot()
+
+    def _check_workers(self) -> None:
+        if self.flow is None and self.num_workers and not has_processes(self.multiprocessing_context):
+            raise StateError(
+                f"workers of multiprocessing_context={self.multiprocessing_context!r} are threads, which torch's own "
+                "iterator drives; it has no position: use processes, or num_workers=0"
+            )
 
     def _check_sharing(self) -> None:
         if self.job is not None and not isinstance(self.job, JobOptions):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
+import threading
+from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from tests.loader_cases import Gated, Indices, Rows, WhoLoads, assert_same, epochs
+from tests.new_process import in_fork
 from tests.shared_cluster import wait
 from tests.workers import worker_pids
+from torch_dpflow.errors import StateError
 
 FORK = multiprocessing.get_context("fork")
 
@@ -264,3 +269,54 @@ def test_with_worker_init_fn_batches_go_round_robin(Loader: Any, num_workers: in
 
     loader = Loader(WhoLoads(12), batch_size=2, num_workers=num_workers, worker_init_fn=remember)
     assert [set(workers.tolist()) for _, workers, _ in loader] == [{n % num_workers} for n in range(6)]
+
+
+class ThreadWorker(threading.Thread):
+    """Looks like a process to torch's iterator, as libraries make them whose transforms share memory."""
+
+    @property
+    def pid(self) -> int:
+        return id(self)
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            torch.utils.data._utils.worker._worker_info = None
+
+
+class ThreadQueue(queue.Queue[Any]):
+    """Looks like a queue between processes."""
+
+    def close(self) -> None:
+        """Nothing is to be closed."""
+
+    def cancel_join_thread(self) -> None:
+        """No thread is there to be joined."""
+
+
+class ThreadContext(SpawnContext):
+    """Starts threads."""
+
+    Process: Any = ThreadWorker
+    Queue: Any = ThreadQueue
+
+
+def read_by_threads(loader_class: Any) -> list[int]:
+    loader = loader_class(Indices(20), batch_size=4, num_workers=2, multiprocessing_context=ThreadContext())
+    iterator = iter(loader)
+    assert sum(type(thread) is ThreadWorker for thread in threading.enumerate()) == 2
+    return [index for batch in iterator for index in batch.tolist()]
+
+
+def test_workers_that_are_threads(Loader: Any) -> None:
+    """In a process of its own: torch's worker takes the process's generators and signals for its own."""
+    assert in_fork(read_by_threads, Loader) == list(range(20))
+
+
+def test_workers_that_are_threads_have_no_state(OurLoader: Any) -> None:
+    loader = OurLoader(Indices(20), num_workers=2, multiprocessing_context=ThreadContext())
+    state = OurLoader(Indices(20)).state_dict()
+    for ask in (loader.state_dict, lambda: loader.load_state_dict(state)):
+        with pytest.raises(StateError, match="are threads"):
+            ask()
