@@ -229,7 +229,7 @@ class PrivateShard:
         return Totals(duplicates=counters.duplicates, steals=counters.steals)
 
     def close(self, *, grace_s: float = GRACE_S) -> None:
-        """End the workers and the thread and leave nothing behind. May be called twice."""
+        """End the workers and the thread and leave nothing behind. Any thread may call, again too."""
         if not self.is_own:
             return
         if threading.current_thread() is self._thread:
@@ -241,7 +241,7 @@ class PrivateShard:
         if self._thread.is_alive():
             self._listener.wake()
             self._thread.join()
-        else:
+        elif self._thread.ident is None:  # a worker could not be started, so it never was
             self._shut_down()
         handles, self._handles = list(self._handles.values()), {}
         end_all(handles)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -81,4 +82,15 @@ def test_the_workers_are_gone_as_soon_as_the_epoch_is_over(OurLoader: Any) -> No
     pids = worker_pids()
     assert len(pids) == 2
     consume(iterator)
+    assert all(map(has_ended, pids))
+
+
+def test_a_shard_is_closed_twice_and_by_several_threads(OurLoader: Any) -> None:
+    iterator = iter(OurLoader(Indices(40), num_workers=2))
+    next(iterator)
+    pids = worker_pids()
+    with ThreadPoolExecutor(3) as pool:
+        for closed in [pool.submit(iterator._shard.close) for _ in range(3)]:
+            closed.result(30)
+    iterator._shard.close()
     assert all(map(has_ended, pids))
