@@ -29,6 +29,8 @@ class NotingShard:
     def __init__(self, address: str) -> None:
         #: Method, tickets that are waited for, tickets that are not, and tickets that are taken.
         self.heard: Heard = []
+        #: Of each message, the routing generation, and the keys.
+        self.routed: list[tuple[int, list[int]]] = []
         self._server = RpcServer(listen(address))
         self._server.register("want", self._note, body_type=Ask)
         self._server.register("fetch", self._note, body_type=Ask, remembered=False)
@@ -39,6 +41,7 @@ class NotingShard:
     def _note(self, call: IncomingCall) -> Result | None:
         ask: Ask = call.body
         awaited = [ticket for ticket, _ in ask.awaited] if call.method == "fetch" else []
+        self.routed.append((ask.routing, ask.keys))
         self.heard.append((call.method, awaited, ask.tickets[len(awaited) :], ask.taken))
         return Result(Served([]), []) if call.method == "fetch" else None
 
@@ -127,3 +130,39 @@ def test_what_is_given_back_is_not_asked_for_any_more(
     links.give_back(of(2, 3), **SAID)
     finish(links, links.fetch(of(4), **SAID))
     assert shards[0].heard == [("want", [], [], [2, 3]), ("fetch", [4], [1], [])]
+
+
+class ChangingRouter(SimpleNamespace):
+    """Has another table each time it is looked at: the shards change places."""
+
+    @property
+    def routes(self) -> RouteMap:
+        self.generation += 1
+        routes = [
+            Route(SHARE * n, SHARE * (n + 1), f"shard-{n}", self.addresses[(n + self.generation) % 2])
+            for n in range(2)
+        ]
+        return RouteMap(RoutingTable(self.generation, routes))
+
+
+def test_a_shard_is_chosen_by_the_table_that_it_is_told(shards: list[NotingShard], tmp_path: Path) -> None:
+    addresses = [f"ipc://{tmp_path}/{n}" for n in range(2)]
+    router: Any = ChangingRouter(
+        generation=0,
+        addresses=addresses,
+        cluster=Cluster(address=addresses[0], transport=TransportOptions()),
+        id=JobId("job", 1, "f@1"),
+        contact=SimpleNamespace(patience_s=30.0, is_lost=False, heard=lambda: None),
+    )
+    links = ShardLinks(router)
+    keys = [*range(3), *range(SHARE, SHARE + 3)]
+    for start in (0, 1000, 2000):
+        links.want([Wanted(start + key, key) for key in keys])
+        finish(links, links.fetch([Wanted(start + key, key) for key in keys[::2]], **SAID))
+        links.say(**SAID)
+    links.give_back([], **SAID)
+    links.close(router.id)
+    asked = [(n, *routed) for n, shard in enumerate(shards) for routed in shard.routed]
+    assert sum(len(keys) for *_, keys in asked) == 18
+    for shard, generation, of_it in asked:
+        assert {(key // SHARE + generation) % 2 for key in of_it} <= {shard}

@@ -1,10 +1,11 @@
 """What a sampling group knows of one job, whatever the strategy."""
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
 
-from torch_dpflow.samplers.indices import CompactArray, permutation
+from torch_dpflow.samplers.indices import CompactArray, compact, permutation
 
 #: Weight of the latest interval in a job's measured speed; one batch alone says little.
 _SPEED_WEIGHT = 0.2
@@ -48,5 +49,16 @@ class Member:
 
     def order(self, epoch: int) -> CompactArray:
         """The private permutation of its set in an epoch: that of torch's RandomSampler for its seed."""
-        drawn = permutation(self.length, self.seed, epoch)
-        return drawn if self.indices is None else self.indices[drawn]
+        return self._taken(permutation(self.length, self.seed, epoch))
+
+    def own_order(self, epoch: int) -> CompactArray:
+        """A private permutation that no other job has, whatever its seed: the name decides it too."""
+        return self._taken(self.own_chance(epoch).permutation(self.length).astype(compact(self.length)))
+
+    def own_chance(self, *what: int) -> np.random.Generator:
+        """A generator of the job's own: decided by its seed, its name and `what` it draws for."""
+        key = hashlib.blake2b(repr((self.seed, self.name, *what)).encode(), digest_size=16).digest()
+        return np.random.default_rng(int.from_bytes(key, "little"))
+
+    def _taken(self, places: CompactArray) -> CompactArray:
+        return places if self.indices is None else self.indices[places]

@@ -57,8 +57,7 @@ class DynaGCSSampler(Sampler[int]):
         num_replicas: number of ranks; by default torch.distributed's, if it is initialised, else 1.
         rank: which of them this is; by default torch.distributed's, if it is initialised, else 0.
         shuffle: False reads the indices in the order given; not in a group.
-        seed: decides the order. In one group give all jobs the same seed, or seeds that lie far apart:
-            seed 1 in epoch 0 is seed 0 in epoch 1.
+        seed: decides the order; in a group together with the job's name. Seeds of one group may be equal.
         drop_last: leave out the tail that does not divide evenly among the ranks, instead of repeating
             samples.
         strategy: how the group shares; must be the group's. Without a group nothing is shared.

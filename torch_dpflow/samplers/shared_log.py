@@ -29,8 +29,9 @@ class SharedLogGroup(SamplingGroup):
     the same calls (or with ``independence=1``); the jobs' orders are correlated with each other; and with a
     periodic stagger so are one job's epochs, the less the higher `independence` is.
 
-    A draw's `led` and `evicted` are the directory of what the caches hold. A job that is alone leads all the
-    way: its order is then its private permutation.
+    A draw's `led` and `evicted` are the directory of what the caches hold. A job that is alone in the group
+    from the beginning of its epoch leads all the way: its order is then torch's for its seed. Beside others its
+    private permutation follows from its seed and its name, so jobs may have equal seeds.
 
     Cost: O(n) for a draw of n, for any number of classes; O(size) for the start of an epoch and for a new
     set. About 20 bytes for each sample of each job's set.
@@ -63,7 +64,7 @@ class SharedLogGroup(SamplingGroup):
         self._drop_epoch(member)
         begun = SharedEpoch(self._order(member, epoch, done), self._partition, self.size)
         self._epochs[member.name] = begun
-        self._chance[member.name] = np.random.default_rng((member.seed, epoch))
+        self._chance[member.name] = member.own_chance(epoch, 0)
         self._directory.needed += begun.need != 0
         self._directory.needs_changed()
 
@@ -126,7 +127,9 @@ class SharedLogGroup(SamplingGroup):
         A resumed job that has read just the head of its permutation goes on in it. Otherwise the rest is
         shuffled anew: in the order of the permutation, what others made it skip would come first.
         """
-        order = member.order(epoch)
+        # Beside others whose seed may be the same, or another's of an epoch before: orders that agree place by place
+        # put the same samples of partly overlapping sets side by side.
+        order = member.order(epoch) if len(self._members) == 1 else member.own_order(epoch)
         if not len(done):
             return order
         read = np.zeros(self.size, np.bool_)
@@ -134,7 +137,7 @@ class SharedLogGroup(SamplingGroup):
         if read[order[: len(done)]].all():
             return order[len(done) :]
         rest = order[~read[order]]
-        return np.random.default_rng((member.seed, epoch, len(done))).permutation(rest)
+        return member.own_chance(epoch, len(done)).permutation(rest)
 
     def _drop_epoch(self, member: Member) -> None:
         self._chance.pop(member.name, None)
