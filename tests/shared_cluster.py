@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.new_process import interpreter
+from tests.new_process import ROOT, interpreter
 from tests.workers import has_ended
 from torch_dpflow.remote.cluster_address import find_cluster
 from torch_dpflow.remote.protocol import FlowView, ProcessView
@@ -62,10 +62,14 @@ class TestCluster:
         connection: Path | None = None,
         keys: Path | None = None,
         state: str = "",
+        path: Path | None = None,
     ) -> TestCluster:
+        """path: a folder of modules that its processes find before all others."""
         connection, log = connection or folder / "connection", folder / "log"
         # Its directory lies beside the test's own temporary files, which are watched for leftovers.
         env = {"TMPDIR": str(folder)}
+        if path is not None:
+            env["PYTHONPATH"] = f"{path}{os.pathsep}{ROOT}"
         arguments = (str(connection), listen, str(log), str(keys or ""), state)
         with interpreter(PROGRAM, *arguments, env=env) as process:
             assert process.stdout is not None

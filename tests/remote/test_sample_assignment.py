@@ -14,8 +14,11 @@ from tests.new_process import in_fork
 from torch_dpflow.errors import NotPicklableError
 from torch_dpflow.flows.stage import Stage
 from torch_dpflow.flows.transforms import SampleTransform
-from torch_dpflow.remote.samples import Parts, SampleAssignment, Transformed
+from torch_dpflow.remote.protocol import FAILED, SAMPLE
+from torch_dpflow.remote.sample_task import pack_task
+from torch_dpflow.remote.samples import Parts, SampleAssignment, SampleSource, Transformed
 from torch_dpflow.remote.script import pack, unpack
+from torch_dpflow.remote.settled import plain
 
 
 class Locked:
@@ -55,6 +58,20 @@ def found(packed: bytes) -> bool:
     return type(sample).__qualname__ == "Outer.Inner" and type(pickle.loads(pickle.dumps(sample))) is type(
         sample
     )
+
+
+def test_a_task_that_its_flow_cannot_have_is_told_of_as_such() -> None:
+    """Also where Python leaves assertions out."""
+    packed = io.BytesIO(SampleAssignment(parts=Parts([1, 2]), worker_init_fn=None).pack())
+    value = plain(SAMPLE, "of a first part")
+
+    def load() -> tuple[int, str]:
+        kind, wrapped = SampleSource(packed, 0, 1).load(memoryview(pack_task(0, 0, value)))
+        return kind, wrapped.exc_msg
+
+    kind, text = in_fork(load)
+    assert kind == FAILED
+    assert "MessageError: an input came to a flow that has no second part" in text
 
 
 UNPICKLABLE: dict[str, tuple[Parts, Any, str]] = {

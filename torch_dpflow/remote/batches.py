@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterDataPipe, _DatasetKind, _utils, graph_settings
 
+from torch_dpflow.errors import MessageError
 from torch_dpflow.own_state import Unsaved, opened, sealed
 from torch_dpflow.remote.fetching import ThreadedFetcher, failure
 from torch_dpflow.remote.messages import BATCH, END, FAILURE
@@ -100,7 +101,8 @@ class BatchSource:
         """Load the batch of these indices, which has this position in the plan. Never raises an Exception."""
         if self._broken is not None:
             return Loaded(FAILURE, self._broken, None)
-        assert self._order is not None, "a task came before its epoch"
+        if self._order is None:
+            raise MessageError("a task came before its epoch")
         if not self._assignment.own_stream:
             seed_batch(self._order.base_seed, self._order.epoch, position)
         try:

@@ -42,12 +42,13 @@ def _let_the_kernel_end_us() -> None:
 
 
 def _watch(pid: int, directory: str) -> None:
-    _wait_for_end(pid)
+    wait_for_end(pid)
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 
 
-def _wait_for_end(pid: int) -> None:
+def wait_for_end(pid: int) -> None:
+    """Wait until a process of this host and of the same namespace has ended."""
     if hasattr(os, "pidfd_open"):
         try:
             descriptor = os.pidfd_open(pid)

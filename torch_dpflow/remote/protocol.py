@@ -52,6 +52,13 @@ class Desire(Body):
     launches: Annotated[list[Launch], msgspec.Meta(max_length=MAX_PROCESSES)]
 
 
+class Ending(Body):
+    """To a node: kill this worker. Where it is desired still, another takes its place."""
+
+    id: Name
+    incarnation: Count
+
+
 class Beat(Body):
     """From a process of a node: it lives. Answered with `Standing`."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import struct
 import threading
 import time
@@ -14,7 +13,7 @@ from typing import IO, Any
 
 import msgspec
 
-from torch_dpflow.errors import NotPicklableError
+from torch_dpflow.errors import MessageError, NotPicklableError
 from torch_dpflow.remote.arena import Arena
 from torch_dpflow.remote.fetching import unpicklable_failure
 from torch_dpflow.remote.messages import (
@@ -27,6 +26,7 @@ from torch_dpflow.remote.messages import (
     decode,
     encode,
 )
+from torch_dpflow.remote.orphan import wait_for_end
 from torch_dpflow.remote.protocol import FAILED
 from torch_dpflow.remote.result_outbox import ResultOutbox
 from torch_dpflow.remote.running_task import RunningTask
@@ -46,9 +46,12 @@ HELLO_S = 1.0
 #: How often a worker that has tasks looks whether its shard has said anything, seconds: a look that finds nothing
 #: costs up to a twentieth of a small sample, and what is taken back or added can wait half as long as a result may.
 LOOK_S = 0.03
-#: What a shard says first of all, before the digest of what is to be loaded: its process, and how many workers it is to
-#: have.
-GREETING = struct.Struct("<QQ")
+#: What a shard says first, before the digest of what is to be loaded: what tells it from others, its process, and
+#: how many workers it is to have.
+SHARD_ID_BYTES = 8
+GREETING = struct.Struct(f"<{SHARD_ID_BYTES}sQQ")
+#: How long a worker that cannot see its shard's end has nothing to do before it asks whether it is the same, seconds.
+IDLE_S = 10.0
 
 
 class WorkerArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -81,6 +84,9 @@ class SampleWorker:
         self._tasks: deque[tuple[int, memoryview]] = deque()
         self._looked_at = 0.0
         self._stopped = False
+        self._shard = b""
+        #: Whether the end of the shard's process ends this one.
+        self._watches = False
 
     def work(self) -> None:
         """Load samples until told to stop."""
@@ -95,8 +101,12 @@ class SampleWorker:
     def _received(self) -> list[list[memoryview]]:
         """What the shard has said; waits for something where there is nothing to do, when no result waits either."""
         received: list[list[memoryview]] = []
-        if not self._tasks and (frames := self._connection.receive(None)) is not None:
-            received.append(frames)
+        if not self._tasks:
+            frames = self._connection.receive(None if self._watches else IDLE_S)
+            if frames is None:
+                self._connection.send([encode(self._hello())])
+            else:
+                received.append(frames)
         now = time.monotonic()
         if received or now - self._looked_at >= LOOK_S:
             self._looked_at = now
@@ -108,13 +118,15 @@ class SampleWorker:
     def _say_hello(self) -> None:
         """Until it is heard: the shard that it was meant for may have died over it, and another taken its place."""
         while self._source is None:
-            probe = self._arena.probe_ref() if self._arena is not None else None
-            self._running = RunningTask(self._arena)  # a reference to one can be opened once
-            hello = WorkerHello(self._number, self._incarnation, os.getpid(), probe, self._running.ref)
-            self._connection.send([encode(hello)])
+            self._connection.send([encode(self._hello())])
             frames = self._connection.receive(HELLO_S)
             if frames is not None:
                 self._obey(decode(frames[0]), frames[1:])
+
+    def _hello(self) -> WorkerHello:
+        probe = self._arena.probe_ref() if self._arena is not None else None
+        self._running = RunningTask(self._arena)  # a reference to one can be opened once
+        return WorkerHello(self._number, self._incarnation, os.getpid(), probe, self._running.ref)
 
     def _obey(self, header: Any, frames: list[memoryview]) -> None:
         match header:
@@ -128,8 +140,11 @@ class SampleWorker:
                     # The shard cannot know that nothing of a window was begun when it was taken back.
                     self._outbox.flush()
             case WorkerWelcome(shared_memory=shared_memory):
-                if self._source is None:  # else it answers a hello that was said again
+                if self._source is None:
                     self._begin(shared_memory, frames[0])
+                elif self._shard != GREETING.unpack_from(frames[0])[0]:
+                    # Another, which numbers its tasks from the first on: nothing of this process may reach it.
+                    self._stopped = True
             case Stop():
                 self._stopped = True
 
@@ -137,15 +152,18 @@ class SampleWorker:
         """The shard knows this worker: take up what is to be loaded."""
         if not shared_memory:
             self._arena, self._running = None, RunningTask(None)
-        pid, workers = GREETING.unpack_from(greeting)
-        _end_with(pid)
+        self._shard, pid, workers = GREETING.unpack_from(greeting)
+        self._watches = shared_memory  # which proves that the process of this number is the shard
+        if shared_memory:
+            _end_with(pid)
         #: Open to the end of this process: it is kept on the host for as long.
         self._packed = self._content(bytes(greeting[GREETING.size :]).decode())
         self._source = SampleSource(self._packed, self._number, workers)
         self._connection.send([encode(WorkerReady())])
 
     def _load_oldest(self) -> None:
-        assert self._source is not None, "a task came before the welcome"
+        if self._source is None:
+            raise MessageError("a task came before the welcome")
         task, payload = self._tasks.popleft()
         self._running.note(task)
         kind, value = self._source.load(payload)
@@ -165,13 +183,7 @@ def _end_with(pid: int) -> None:
     """End this process when its shard does: the next shard does not know it, and its node starts another."""
 
     def watch() -> None:
-        try:
-            descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
-            os._exit(0)
-        poller = select.poll()
-        poller.register(descriptor, select.POLLIN)
-        poller.poll()
+        wait_for_end(pid)
         os._exit(0)
 
     threading.Thread(target=watch, name="dpflow-orphan", daemon=True).start()

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, _utils
 
+from torch_dpflow.errors import MessageError
 from torch_dpflow.remote.fetching import failure
 from torch_dpflow.remote.parcel import decode
 from torch_dpflow.remote.protocol import FAILED, SAMPLE
@@ -109,7 +110,8 @@ class SampleSource:
         try:
             if task.input is None:
                 return SAMPLE, parts.first[task.key]
-            assert parts.rest is not None, "an input came to a flow that has no rest"
+            if parts.rest is None:
+                raise MessageError("an input came to a flow that has no second part")
             return SAMPLE, parts.rest(decode(*task.input), task.key)
         except Exception as error:
             if parts.stand_in is not None:

@@ -35,6 +35,8 @@ HEADER_BYTES = 64
 FREE, PUBLISHED, RETIRED = 0, 1, 2
 
 TOKEN_BYTES = 16
+#: What the system shows segments as.
+_NAME = "torch_dpflow"
 _MAGIC = b"dpflow1\n"
 #: State, magic, number of the segment, capacity in bytes, token of the arena.
 _HEADER = struct.Struct(f"<B7x8sQQ{TOKEN_BYTES}s")
@@ -118,10 +120,18 @@ class Segment:
         self.close()
 
 
+def _check_kind(path: str, claim: str) -> None:
+    """Look what a descriptor is of before it is opened: the process may be another's than who tells of it."""
+    with contextlib.suppress(OSError):  # it is gone, or out of reach, as opening it will tell
+        kind = os.readlink(path)
+        if not kind.startswith(f"/memfd:{_NAME}"):
+            raise MessageError(f"{claim}: not a segment, but {kind!r}")
+
+
 def create_memfd(number: int, capacity: int, token: bytes) -> Segment:
     """Make an anonymous segment. Raises OSError where memory or descriptors are exhausted."""
     size = HEADER_BYTES + capacity
-    fd = os.memfd_create("torch_dpflow", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
@@ -161,7 +171,9 @@ def open_memfd(pid: int, fd: int, number: int, capacity: int, token: bytes | Non
         DescriptorLimitError: this process has too many files open.
     """
     claim = f"segment {number} (descriptor {fd} of process {pid}, {capacity} bytes)"
-    own = _open(f"/proc/{pid}/fd/{fd}", claim)
+    path = f"/proc/{pid}/fd/{fd}"
+    _check_kind(path, claim)
+    own = _open(path, claim)
     try:
         _check_size(own, capacity, claim)
         _check_seals(own, claim)

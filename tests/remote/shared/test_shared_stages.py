@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +15,10 @@ import torch
 from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Failing, Numbers
 from torch_dpflow import ALSDCache, DPFlowDataLoader, JobOptions
+from torch_dpflow.errors import RemoteCallError
 from torch_dpflow.remote.client import SharedJob
+from torch_dpflow.remote.cluster_address import find_cluster
+from torch_dpflow.remote.protocol import Ask, JobId
 
 Join = Callable[..., SharedJob]
 SIZE = 60
@@ -29,6 +33,24 @@ def jittered(sample: Any) -> Any:
 
 def draws(batches: Any) -> dict[int, tuple[float, ...]]:
     return {int(key): tuple(row.tolist()) for values, keys in batches for row, key in zip(values, keys)}
+
+
+def test_what_is_refused_does_not_count_as_asked_for(cluster: TestCluster, join: Join, flow: str) -> None:
+    next(join(flow, ALSDCache(Numbers(SIZE), "64MiB", transform=jittered)).traverse(0))
+    (address,) = [view.address for view in cluster.processes(f"{flow}@1/shard-000") if view.role == "shard"]
+    tickets = itertools.count(1)
+
+    def want(count: int, draw: int | None) -> None:
+        asked = list(itertools.islice(tickets, count))
+        shard.call("want", Ask(JobId("other", 1, f"{flow}@1"), 2**40, 0, draw, asked, [0] * count, []))
+
+    with find_cluster(cluster.address).connect(address) as shard:
+        want(1, 0)
+        for _ in range(5):  # more in all than a job may ask for
+            with pytest.raises(RemoteCallError, match="join as two jobs"):
+                want(1 << 14, None)
+        want(1, 0)
+        shard.call("leave", JobId("other", 1, f"{flow}@1"))
 
 
 def read_together(jobs: list[SharedJob], epoch: int) -> list[dict[int, tuple[float, ...]]]:

@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 
 from torch_dpflow.errors import UsageError
 from torch_dpflow.remote.messages import Count
-from torch_dpflow.remote.protocol import Beat, Desire, Launch, ProcessView, Running, Standing
+from torch_dpflow.remote.protocol import Beat, Desire, Ending, Launch, ProcessView, Running, Standing
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
 from torch_dpflow.remote.services.awake_clock import AwakeClock
 from torch_dpflow.remote.services.child_watch import ChildWatch
@@ -77,6 +77,7 @@ class Node:
         self._server.register("desire", self._on_desire, body_type=Desire)
         self._server.register("processes", self._on_processes, body_type=None, remembered=False)
         self._server.register("changes", self._on_changes, body_type=Count, remembered=False)
+        self._server.register("end", self._on_end, body_type=Ending)
         self._server.register("stop", self._on_stop, body_type=None)
 
     def serve(self, ready: Callable[[], None] | None = None) -> None:
@@ -221,6 +222,15 @@ class Node:
                 call.answer(Running(revision, self._supervisor.views()))
             else:
                 self._asking.append((until, seen, call))
+
+    def _on_end(self, call: IncomingCall) -> None:
+        ending: Ending = call.body
+        running = self._children.get(ending.id)
+        if subjects_of(ending.id).get("worker") is None:
+            raise UsageError(f"{ending.id!r} is no worker; nothing else is ended so")
+        if running is not None and running[0] == ending.incarnation:
+            SERVICE.warning("%s is killed, as its shard asks", ending.id, extra=subjects_of(ending.id))
+            running[1].kill()
 
     def _on_stop(self, call: IncomingCall) -> None:
         self._stopped = True

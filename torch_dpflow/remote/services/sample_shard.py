@@ -58,6 +58,7 @@ class SampleShard:
         spec: the flow.
         settings: its part of the flow's workers and memory.
         token: of the node that starts its workers.
+        end_worker: as `end` of `ShardWorkers`.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class SampleShard:
         settings: ShardSettings,
         *,
         token: str,
+        end_worker: Callable[[int, int], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec = spec
@@ -76,6 +78,7 @@ class SampleShard:
             spec.content,
             settings.workers,
             self._on_loaded,
+            end=end_worker,
             task_timeout_s=spec.task_timeout_s,
             clock=clock,
         )
@@ -115,6 +118,11 @@ class SampleShard:
         self._workers.expected = settings.workers
         self._pool.concurrency = _concurrency(settings)
         self._obey(self._pool.resize(settings.memory_bytes))
+
+    @property
+    def workers(self) -> ShardWorkers:
+        """Who loads. For the server's thread."""
+        return self._workers
 
     @property
     def room(self) -> int:
@@ -208,7 +216,6 @@ class SampleShard:
         self._obey(self._pool.release(job, ask.taken))
         if len(opened) + len(ask.tickets) > MAX_WANTS:
             raise OverloadedError(f"job {job!r} has asked for {len(opened)} samples; {MAX_WANTS} are allowed")
-        opened.update(ask.tickets)
 
     def _want(self, ask: Ask) -> list[Instruction]:
         job = ask.job.name
@@ -217,8 +224,13 @@ class SampleShard:
             self._pool.foresee(job, self._lookahead(ask.epoch))
         wants = zip(ask.tickets, ask.keys)
         if isinstance(self._pool, StagedPool):
-            return self._pool.want(job, wants, ask.draw)
-        return self._pool.want(job, wants, ask.draw or 0)
+            out = self._pool.want(job, wants, ask.draw)
+        else:
+            out = self._pool.want(job, wants, ask.draw or 0)
+        self._open[job].update(
+            ask.tickets
+        )  # not what was refused: it would count for as long as the job lives
+        return out
 
     def _lookahead(self, epoch: int) -> Lookahead:
         """All that is known of a job at the start of its epoch: it reads what this shard owns, once."""

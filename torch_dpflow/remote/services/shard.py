@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch_dpflow.errors import DescriptorLimitError, MessageError, SegmentLostError
@@ -46,6 +47,8 @@ from torch_dpflow.remote.transport import Frame, Listener
 
 #: Malformed messages that are logged; a peer can send any number, and all are counted.
 MALFORMED_LOGGED = 10
+
+_NO_RESULTS: Mapping[int, tuple[Finished, Any]] = MappingProxyType({})
 
 
 class Requester(Protocol):
@@ -209,8 +212,9 @@ class Shard:
             raise MessageError(f"there is no worker {hello.worker}, incarnation {hello.incarnation}, here")
         # It may take the place of one that has not been seen to end, which is lost first.
         shared = self._requester.shares_memory(hello)
+        if self._peers.get(hello.worker) != peer:  # else it says hello again
+            self._starting[hello.worker] = self._clock()
         self._peers[hello.worker] = peer
-        self._starting.setdefault(hello.worker, self._clock())
         self._listener.send(peer, [encode(WorkerWelcome(shared)), self._requester.epoch_for(hello.worker)])
 
     def _employ(self, peer: bytes) -> None:
@@ -239,13 +243,12 @@ class Shard:
         self._follow(self._scheduler.handle(event), results)
 
     def _follow(
-        self, instructions: Sequence[Instruction], results: dict[int, tuple[Finished, Any]] | None = None
+        self, instructions: Sequence[Instruction], results: Mapping[int, tuple[Finished, Any]] = _NO_RESULTS
     ) -> None:
         windows: dict[int, Window] = {}
         for instruction in instructions:
             match instruction:
                 case Deliver(task, worker):
-                    assert results is not None
                     self._payloads.pop(task, None)
                     self._requester.delivered(task, worker, *results[task])
                 case Assign(worker, tasks):

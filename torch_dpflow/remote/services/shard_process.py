@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
+from functools import partial
 
 import msgspec
 
 from torch_dpflow.errors import DPFlowError, ErrorKind, RemoteCallError
 from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.protocol import Enlist, RangeAssignment
+from torch_dpflow.remote.protocol import Ending, Enlist, ProcessView, RangeAssignment
+from torch_dpflow.remote.rpc import RpcClient
 from torch_dpflow.remote.services.awake_clock import AwakeClock
 from torch_dpflow.remote.services.locate import locate
-from torch_dpflow.remote.services.post import SERVICE, ServicePost, serve
+from torch_dpflow.remote.services.post import SERVICE, ServicePost, ask_in, serve
 from torch_dpflow.remote.services.sample_shard import SampleShard, ShardSettings
 
 #: How often a shard tells its router that it serves, seconds.
 ENLIST_S = 1.0
+#: How often a shard asks its node after workers whose end it does not see, seconds.
+WATCH_S = 1.0
 
 
 class ShardArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -67,17 +72,66 @@ class Enlistment:
                 time.sleep(ENLIST_S)
 
 
+class WorkerWatch:
+    """A thread that has the node end workers which the shard cannot, and tells it of the end of those it cannot see."""
+
+    def __init__(self, post: ServicePost) -> None:
+        self._post = post
+        self._orders: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+
+    def end(self, worker: int, incarnation: int) -> None:
+        """Have the node end a worker; it is not waited for."""
+        self._orders.put((worker, incarnation))
+
+    def watch(self, shard: SampleShard) -> None:
+        """Begin. To be called once."""
+        threading.Thread(target=self._run, args=(shard,), name="dpflow-workers", daemon=True).start()
+
+    def _run(self, shard: SampleShard) -> None:
+        with self._post.place.connect(self._post.place.node_address, timeout_s=10.0) as node:
+            while True:
+                try:
+                    order = self._orders.get(timeout=WATCH_S)
+                except queue.Empty:
+                    order = None
+                try:
+                    if order is not None:
+                        node.call("end", Ending(self._id_of(order[0]), order[1]))
+                    self._look(node, shard)
+                except DPFlowError as error:
+                    SERVICE.warning("the node does not answer (%s)", error)
+                    if order is not None:
+                        self._orders.put(order)
+                    time.sleep(WATCH_S)
+
+    def _look(self, node: RpcClient, shard: SampleShard) -> None:
+        unwatched = ask_in(shard.server, lambda: shard.workers.unwatched)
+        if not unwatched:
+            return
+        views: list[ProcessView] = node.call("processes", reply_type=list[ProcessView]).body
+        running = {view.id: view.incarnation for view in views if view.pid}
+        for worker, incarnation in unwatched.items():
+            if running.get(self._id_of(worker)) != incarnation:
+                shard.server.post(partial(shard.workers.ended, worker, incarnation))
+
+    def _id_of(self, worker: int) -> str:
+        return f"{self._post.id}/worker-{worker}"
+
+
 def run(post: ServicePost) -> None:
     """Be a shard: the role of a node's process."""
     decoder = msgspec.msgpack.Decoder(ShardSettings)
     arguments = msgspec.msgpack.decode(post.arguments, type=ShardArguments)
+    watch = WorkerWatch(post)
     shard = SampleShard(
         post.listen(),
         arguments.spec,
         decoder.decode(post.settings),
         token=post.place.token,
+        end_worker=watch.end,
         clock=AwakeClock(),
     )
+    watch.watch(shard)
     Enlistment(post, shard, arguments.router)
     serve(
         post,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import signal
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from torch_dpflow.remote.protocol import FAILED, POISON_LIMIT, POISONED, SAMPLE
 from torch_dpflow.remote.running_task import RunningTaskReader
 from torch_dpflow.remote.sample_parcel import encode_sample
 from torch_dpflow.remote.sample_task import pack_task
-from torch_dpflow.remote.sample_worker import GREETING
+from torch_dpflow.remote.sample_worker import GREETING, SHARD_ID_BYTES
 from torch_dpflow.remote.scheduler import Scheduler
 from torch_dpflow.remote.services.post import SERVICE
 from torch_dpflow.remote.services.shard import Shard
@@ -39,10 +40,13 @@ OVERTAKE_S = 1.0
 
 @dataclass
 class _Worker:
-    pid: int
-    reader: ArenaReader
-    #: Readable when the process has ended.
-    descriptor: int
+    #: Which of the processes under its number.
+    incarnation: int
+    #: Of its shared memory; None where that cannot be read here.
+    reader: ArenaReader | None
+    #: Readable when the process has ended. None where the kernel has no such descriptors, or where nothing has proved
+    #: that the process of the number that it tells of is the worker: it may run on another host or in a container.
+    descriptor: int | None
     #: Where it writes which task it is at; None where it does not, or cannot be read.
     running: RunningTaskReader | None
 
@@ -55,6 +59,7 @@ class ShardWorkers:
         content: the digest of what they load, which they fetch themselves.
         workers: how many there are to be.
         loaded: called with the numbers of loads and what each came to. Not while `hear` is at work: `flush` calls.
+        end: called with the number and incarnation of a worker that is to be ended and cannot be from here.
         task_timeout_s: as of `FlowSpec`.
         clock: seconds; should stand still while this process does, or workers pay for its pauses.
     """
@@ -66,6 +71,7 @@ class ShardWorkers:
         workers: int,
         loaded: Callable[[list[tuple[int, Settled]]], None],
         *,
+        end: Callable[[int, int], None],
         task_timeout_s: float | None,
         clock: Callable[[], float],
     ) -> None:
@@ -79,7 +85,10 @@ class ShardWorkers:
         self._shard = Shard(listener, self._scheduler, self, clock=clock, start_timeout_s=task_timeout_s)
         #: How many there are to be; workers that come are told so.
         self.expected = workers
+        #: By which a worker tells it from the shard before or after it.
+        self._id = secrets.token_bytes(SHARD_ID_BYTES)
         self._content = content
+        self._end = end
         self._loaded = loaded
         self._workers: dict[int, _Worker] = {}
         self._arrived: list[tuple[int, Settled]] = []
@@ -94,6 +103,21 @@ class ShardWorkers:
     def count(self) -> int:
         """Workers that are there."""
         return len(self._workers)
+
+    @property
+    def unwatched(self) -> dict[int, int]:
+        """The incarnations of workers whose end is not seen here, by number: `ended` is to tell of it."""
+        return {
+            number: worker.incarnation
+            for number, worker in self._workers.items()
+            if worker.descriptor is None
+        }
+
+    def ended(self, number: int, incarnation: int) -> None:
+        """A worker has ended, or another has taken its place."""
+        worker = self._workers.get(number)
+        if worker is not None and worker.incarnation == incarnation:
+            self._lose(number, worker)
 
     def load(self, loads: Sequence[Load]) -> None:
         """Have these loaded, in this order."""
@@ -140,9 +164,8 @@ class ShardWorkers:
         }
 
     def _lose(self, number: int, worker: _Worker) -> None:
-        SERVICE.warning(
-            "it has ended (pid %d); its samples go to others", worker.pid, extra={"worker": number}
-        )
+        text = "it has ended (incarnation %d); its samples go to others"
+        SERVICE.warning(text, worker.incarnation, extra={"worker": number})
         self._dismiss(number)
         self._false_starts += self._shard.is_starting(number)
         self._shard.lose(number, None if worker.running is None else worker.running.tasks())
@@ -160,7 +183,7 @@ class ShardWorkers:
 
     def _dismiss(self, number: int) -> None:
         worker = self._workers.pop(number, None)
-        if worker is not None:
+        if worker is not None and worker.descriptor is not None:
             self._poller.unregister(worker.descriptor)
             os.close(worker.descriptor)
 
@@ -171,24 +194,22 @@ class ShardWorkers:
 
     def shares_memory(self, hello: WorkerHello) -> bool:
         before = self._workers.get(hello.worker)
-        if before is not None and before.pid != hello.pid:
+        if before is not None and before.incarnation != hello.incarnation:
             self._lose(hello.worker, before)  # another has taken its place before that was seen
         self._dismiss(hello.worker)
         reader = ArenaReader(hello.pid)
         shares = hello.probe is not None and reader.probe(hello.probe)
-        running = RunningTaskReader.open(reader, hello.running) if shares else None
-        try:
-            descriptor = os.pidfd_open(hello.pid)
-        except OSError as error:
-            if is_exhausted(error):  # it says hello again until there is one
-                raise exhausted(f"worker {hello.worker} cannot be watched") from error
-            return shares  # it has ended already, and another is on its way
-        self._poller.register(descriptor, select.POLLIN)
-        self._workers[hello.worker] = _Worker(hello.pid, reader, descriptor, running)
+        worker = _Worker(hello.incarnation, None, None, None)
+        if shares:  # and only then the process of this number here is the worker
+            worker.running = RunningTaskReader.open(reader, hello.running)
+            worker.reader, worker.descriptor = reader, _descriptor_of(hello)
+        if worker.descriptor is not None:
+            self._poller.register(worker.descriptor, select.POLLIN)
+        self._workers[hello.worker] = worker
         return shares
 
     def epoch_for(self, worker: int) -> bytes:
-        return GREETING.pack(os.getpid(), self.expected) + self._content.encode()
+        return GREETING.pack(self._id, os.getpid(), self.expected) + self._content.encode()
 
     def open(self, worker: int, finished: Finished, frames: list[memoryview]) -> Settled:
         known = self._workers.get(worker)
@@ -220,11 +241,25 @@ class ShardWorkers:
 
     def failed(self, worker: int) -> None:
         known = self._workers.get(worker)
-        if known is not None:
+        if known is None:
+            return
+        if known.descriptor is None:
+            self._end(worker, known.incarnation)
+        else:
             with suppress(ProcessLookupError):
-                os.kill(known.pid, signal.SIGKILL)
+                signal.pidfd_send_signal(known.descriptor, signal.SIGKILL)
 
     def overdue(self, worker: int) -> None:
         text = "it has been at one sample, or at its start, for more than task_timeout_s=%g s and is killed"
         SERVICE.warning(text, self._task_timeout_s, extra={"worker": worker})
         self.failed(worker)
+
+
+def _descriptor_of(hello: WorkerHello) -> int | None:
+    """A descriptor of a worker's process; None where there are no such. DescriptorLimitError: there are too many."""
+    try:
+        return os.pidfd_open(hello.pid)
+    except OSError as error:
+        if is_exhausted(error):  # it says hello again until there is one
+            raise exhausted(f"worker {hello.worker} cannot be watched") from error
+        return None

@@ -13,8 +13,8 @@ _BURST = 64
 class WorkerGate:
     """A listener that keeps back the messages of workers, whose identities end with the node's token.
 
-    What a worker says is believed, down to which process it is and may be killed as; so only who was started by
-    the node counts as one. Everybody else is a client of the RPC server.
+    What a worker says it has loaded is believed, so only who was started by the node counts as one. Everybody else is a
+    client of the RPC server.
 
     Args:
         listener: the socket; closed with the gate.

@@ -1,0 +1,184 @@
+"""A process number that a worker tells of is its process only where shared memory has proved it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.new_process import interpreter
+from tests.shared_cluster import TestCluster, wait
+from tests.shared_datasets import Hanging
+from torch_dpflow.errors import MessageError, PoisonTaskError
+from torch_dpflow.remote.arena import ArenaReader, BlockRef
+from torch_dpflow.remote.client import JobOptions, open_job
+from torch_dpflow.remote.messages import Ping, WorkerHello, encode
+from torch_dpflow.remote.pool_objects import Load
+from torch_dpflow.remote.protocol import SAMPLE
+from torch_dpflow.remote.samples import Parts, SampleAssignment
+from torch_dpflow.remote.services.shard_workers import ShardWorkers
+from torch_dpflow.remote.settled import Settled
+from torch_dpflow.remote.transport import Listener, listen
+
+
+class Workers:
+    """The workers of a shard, driven by hand."""
+
+    def __init__(self, address: str) -> None:
+        self.listener: Listener = listen(address)
+        #: Who is to be ended by somebody else, and what has been loaded.
+        self.to_end: list[tuple[int, int]] = []
+        self.loaded: dict[int, Settled] = {}
+        self.shard = ShardWorkers(
+            self.listener,
+            "",
+            1,
+            lambda arrived: self.loaded.update(arrived),
+            end=lambda worker, incarnation: self.to_end.append((worker, incarnation)),
+            task_timeout_s=None,
+            clock=time.monotonic,
+        )
+
+    def turn(self) -> None:
+        message = self.listener.receive(0.02)
+        if message is not None:
+            self.shard.hear(*message)
+        self.shard.look()
+        self.shard.flush()
+
+    def until(self, condition: Callable[[], object]) -> None:
+        def holds() -> object:
+            self.turn()
+            return condition()
+
+        wait(holds)
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Workers]:
+    driven = Workers(f"ipc://{tmp_path}/shard")
+    with closing(driven.listener):
+        yield driven
+
+
+def test_a_number_that_is_not_proved_is_neither_watched_nor_killed(workers: Workers) -> None:
+    with subprocess.Popen(["sleep", "60"]) as bystander:
+        peer = b"0/7/token"
+        workers.shard.hear(peer, [encode(WorkerHello(0, 7, bystander.pid, None))])
+        assert workers.shard.count == 1
+        assert workers.shard.unwatched == {0: 7}
+        workers.shard.hear(peer, [encode(Ping())])  # which no worker says: it is to be replaced
+        assert workers.to_end == [(0, 7)]
+        assert bystander.poll() is None
+        bystander.kill()
+        bystander.wait()
+        workers.turn()
+        assert workers.shard.count == 1, "the end of a process that may be any is nobody's"
+    workers.shard.ended(0, 6)
+    assert workers.shard.count == 1
+    workers.shard.ended(0, 7)
+    assert workers.shard.count == 0
+
+
+def test_nothing_but_a_segment_is_opened_of_a_process_that_is_told_of(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    descriptor = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        reader = ArenaReader(os.getpid())
+        with pytest.raises(MessageError, match=r"not a segment, but .*pipe"):
+            reader.view(BlockRef(0, descriptor, 64, 16, 1, 0))
+    finally:
+        os.close(descriptor)
+
+
+#: A worker whose process has another number here than it knows of.
+ELSEWHERE = """
+import sys
+from functools import partial
+from torch_dpflow.remote import sample_worker
+from torch_dpflow.remote.sample_worker import SampleWorker
+from torch_dpflow.remote.transport import connect
+sample_worker.IDLE_S = 0.2
+number, incarnation = 0, int(sys.argv[2])
+connection = connect(sys.argv[1], identity=f"{number}/{incarnation}/token".encode())
+SampleWorker(connection, number, incarnation, lambda digest: open(sys.argv[3], "rb")).work()
+"""
+
+
+def test_a_worker_in_another_pid_namespace_loads_and_is_replaced(workers: Workers, tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "-fp", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no namespace for processes can be made here")
+    packed = tmp_path / "packed"
+    packed.write_bytes(SampleAssignment(parts=Parts(Hanging(9, sleeps=1)), worker_init_fn=None).pack())
+
+    def start(incarnation: int) -> subprocess.Popen[str]:
+        command = (workers.listener.address, str(incarnation), str(packed))
+        return interpreter(ELSEWHERE, *command, prefix=("unshare", "-fp", "--kill-child"))
+
+    def end(worker: subprocess.Popen[str]) -> None:
+        worker.kill()
+        worker.communicate()
+
+    first = start(1)
+    try:
+        workers.shard.load([Load(0, 0, 0)])
+        workers.until(lambda: 0 in workers.loaded)
+        assert workers.loaded[0].kind == SAMPLE
+        assert workers.shard.unwatched == {0: 1}
+        workers.shard.load([Load(1, 1, 0)])
+        workers.turn()
+        workers.shard.failed(0)
+        assert workers.to_end == [(0, 1)], "it is for its node to end"
+    finally:
+        end(first)
+    workers.shard.ended(0, 1)
+    assert workers.shard.count == 0
+    workers.shard.cancel([1])
+    second = start(2)
+    try:
+        workers.shard.load([Load(2, 2, 0)])
+        workers.until(lambda: 2 in workers.loaded)
+        assert workers.shard.unwatched == {0: 2}
+        # Another shard takes the place of this one, at the same address: the worker is not to send it what it has.
+        workers.listener.close()
+        other = Workers(workers.listener.address)
+        with closing(other.listener):
+            other.until(lambda: second.poll() is not None)
+        assert second.returncode == 0
+    finally:
+        end(second)
+
+
+def test_a_cluster_whose_kernel_has_no_descriptors_of_processes_loses_nothing(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import errno, os\n"
+        "def pidfd_open(pid, flags=0):\n"
+        "    raise OSError(errno.ENOSYS, 'Function not implemented')\n"
+        "os.pidfd_open = pidfd_open\n"
+    )
+    cluster = TestCluster.start(tmp_path, path=tmp_path)
+    try:
+        options = JobOptions(idle_s=30.0, task_timeout_s=1.0)
+        dataset = Hanging(200, sleeps=150)
+        with open_job("a", dataset, address=cluster.address, workers=2, options=options) as job:
+            batches: Any = job.read([[key] for key in range(200)], 0)
+            seen = [int(key) for _ in range(3) for key in next(batches)[1]]
+            killed = cluster.kill("/worker-0")
+            with pytest.raises(PoisonTaskError, match="sample 150"):
+                seen.extend(int(key) for _, keys in batches for key in keys)
+            seen += [int(key) for _, keys in batches for key in keys]
+            assert seen == [key for key in range(200) if key != 150]
+            assert killed not in {view.pid for view in cluster.processes("/worker-0")}
+            shard = next(view.pid for view in cluster.processes("/shard-000") if view.role == "shard")
+            os.kill(shard, signal.SIGKILL)
+            again = [int(key) for _, keys in job.read([[key] for key in range(100)], 1) for key in keys]
+            assert again == list(range(100))
+    finally:
+        cluster.stop()
