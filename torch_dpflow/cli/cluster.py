@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +19,16 @@ from torch_dpflow.cli.cluster_calls import (
     json_option,
     seconds_of,
     size_of,
+    stop_node,
     to_json,
 )
 from torch_dpflow.cli.cluster_printing import print_flows, print_processes, print_top
-from torch_dpflow.errors import OptionError, UsageError
+from torch_dpflow.errors import DeadlineError, OptionError, UsageError
 from torch_dpflow.log import FORMATS, LEVELS, LogOptions
 from torch_dpflow.remote.cluster_figures import ClusterFigures, figures_of
 
 if TYPE_CHECKING:
+    from torch_dpflow.remote.rpc import RpcClient
     from torch_dpflow.remote.services.local_cluster import ClusterOptions
 
 Command = Callable[..., Any]
@@ -114,7 +117,11 @@ def _say_up(address: str, options: ClusterOptions, *, as_json: bool) -> None:
 def down(address: str, as_json: bool) -> None:
     """End a cluster and everything that it runs."""
     with connect(address) as coordinator:
-        ask(coordinator, "stop", None)
+        try:
+            ask(coordinator, "stop", None, doubt="To end what is left of it, end the process of `dpflow up`.")
+        except UsageError as error:
+            if not isinstance(error.__cause__, DeadlineError) or not stop_node(coordinator):
+                raise
         if as_json:
             click.echo(to_json({"stopped": coordinator.address}))
         else:
@@ -152,18 +159,22 @@ def top(address: str, as_json: bool, interval: float, count: int | None) -> None
 
     With --json, one line for each look.
     """
+    with suppress(KeyboardInterrupt), connect(address) as coordinator:  # that is how it ends
+        _look(coordinator, interval, count, as_json=as_json)
+
+
+def _look(coordinator: RpcClient, interval: float, count: int | None, *, as_json: bool) -> None:
     looks = 0
     earlier: ClusterFigures | None = None
-    with connect(address) as coordinator:
-        while count is None or looks < count:
-            if looks:
-                time.sleep(interval)
-            figures = figures_of(*ask_views(coordinator))
-            if as_json:
-                click.echo(to_json(_with_rates(figures)))
-            else:
-                print_top(figures, earlier, clear=looks > 0)
-            looks, earlier = looks + 1, figures
+    while count is None or looks < count:
+        if looks:
+            time.sleep(interval)
+        figures = figures_of(*ask_views(coordinator))
+        if as_json:
+            click.echo(to_json(_with_rates(figures)))
+        else:
+            print_top(figures, earlier, clear=looks > 0)
+        looks, earlier = looks + 1, figures
 
 
 @click.command()

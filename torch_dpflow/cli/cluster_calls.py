@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
-from torch_dpflow.errors import DeadlineError, ErrorKind, RemoteCallError, UsageError
-from torch_dpflow.remote.cluster_address import find_cluster, keys_hint
+from torch_dpflow.errors import DeadlineError, DPFlowError, ErrorKind, RemoteCallError, UsageError
+from torch_dpflow.remote.cluster_address import NODE_SOCKET, find_cluster, keys_hint
 from torch_dpflow.remote.protocol import FlowView, ProcessView
-from torch_dpflow.remote.rpc import RpcClient
+from torch_dpflow.remote.rpc import ClientOptions, RpcClient
 
 #: How long a coordinator may take to answer, seconds.
 ANSWER_S = 10.0
@@ -48,18 +49,25 @@ def connect(address: str) -> RpcClient:
     return find_cluster(address).connect(timeout_s=ANSWER_S)
 
 
-def ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None) -> Any:
-    """The answer to one call. UsageError where it is refused, or the cluster does not answer."""
+def ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None, *, doubt: str = "") -> Any:
+    """The answer to one call, within `ANSWER_S`. UsageError where it is refused, or the cluster does not answer.
+
+    doubt: what is not known where it does not, because what was asked for may be done all the same.
+    """
     try:
-        return coordinator.call(method, body, reply_type=kind).body
+        return coordinator.call(method, body, reply_type=kind, timeout_s=ANSWER_S).body
     except RemoteCallError as error:
         if error.kind is not ErrorKind.USAGE:
             raise
         raise UsageError(error.text) from error
     except DeadlineError as error:
         address = coordinator.address
-        text = f"no cluster answers at {address}; is it up? {keys_hint(address)}"
-        raise UsageError(text.rstrip()) from error
+        parts = [
+            f"no cluster answers at {address} within {ANSWER_S:g} s; is it up?",
+            keys_hint(address),
+            doubt,
+        ]
+        raise UsageError(" ".join(filter(None, parts))) from error
 
 
 def ask_views(coordinator: RpcClient) -> tuple[list[FlowView], list[ProcessView]]:
@@ -67,6 +75,20 @@ def ask_views(coordinator: RpcClient) -> tuple[list[FlowView], list[ProcessView]
     flows: list[FlowView] = ask(coordinator, "flows", list[FlowView])
     processes: list[ProcessView] = ask(coordinator, "processes", list[ProcessView])
     return flows, processes
+
+
+def stop_node(coordinator: RpcClient) -> bool:
+    """Tell the node of a coordinator that does not answer to stop; False where it does not either, or is elsewhere."""
+    scheme, _, path = coordinator.address.partition("://")
+    if scheme != "ipc":
+        return False
+    address = f"ipc://{Path(path).parent}/{NODE_SOCKET}"
+    try:
+        with RpcClient(address, options=ClientOptions(timeout_s=ANSWER_S)) as node:
+            node.call("stop")
+    except DPFlowError:
+        return False
+    return True
 
 
 def to_json(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from torch_dpflow.cli.cluster_calls import address_option, ask, ask_views, connect, json_option, to_json
-from torch_dpflow.cli.cluster_printing import print_flow, print_flows
+from torch_dpflow.cli.cluster_printing import print_flow, print_flows, print_scaled
 from torch_dpflow.errors import UsageError
 from torch_dpflow.remote.cluster_figures import figures_of
 from torch_dpflow.remote.protocol import FlowView, Scale
@@ -68,12 +68,14 @@ def scale(name: str, shards: int, workers: int | None, address: str, as_json: bo
     Jobs read on: each key gets another owner once, and a shard that is to go ends when its jobs have gone over.
     """
     with connect(address) as coordinator:
-        scaled: FlowView = ask(coordinator, "scale", FlowView, Scale(name, shards, workers))
+        scaled: FlowView = ask(
+            coordinator, "scale", FlowView, Scale(name, shards, workers), doubt=_doubt(name)
+        )
+        _, processes = ask_views(coordinator)
     if as_json:
         click.echo(to_json(scaled))
     else:
-        spec = scaled.spec
-        click.echo(f"{spec.instance} is to have {spec.shards} shards and {spec.workers} workers")
+        print_scaled(scaled, figures_of([scaled], processes))
 
 
 @flow.command()
@@ -83,8 +85,12 @@ def scale(name: str, shards: int, workers: int | None, address: str, as_json: bo
 def delete(name: str, address: str, as_json: bool) -> None:
     """Delete a flow that nobody reads."""
     with connect(address) as coordinator:
-        ask(coordinator, "delete", None, name)
+        ask(coordinator, "delete", None, name, doubt=_doubt(name))
     if as_json:
         click.echo(to_json({"deleted": name}))
     else:
         click.echo(f"deleted {name}")
+
+
+def _doubt(name: str) -> str:
+    return f"Whether it was done is not known; `dpflow flow show {name}` says so once the cluster answers."

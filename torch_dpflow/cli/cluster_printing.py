@@ -78,6 +78,20 @@ def print_flow(flow: FlowView, figures: ClusterFigures) -> None:
         _print_jobs(console, figures, None)
 
 
+def print_scaled(flow: FlowView, figures: ClusterFigures) -> None:
+    """What a flow is to have from now on, and what of that is still under way."""
+    spec, (row,) = flow.spec, figures.flows
+    stdout_console(highlight=False).print(
+        f"{spec.instance} is to have {spec.shards} shards and {spec.workers} workers"
+        + (
+            f"; {row.shards} shards own keys and {row.figures.workers} workers are there now: "
+            f"`dpflow flow show {spec.name}` says when it has come about"
+            if flow.part is not None
+            else "; its services do not run"
+        )
+    )
+
+
 def _life_now(flow: FlowView) -> str:
     if flow.state == FlowState.ACCESSED.value:
         return f"read by {flow.jobs} jobs"

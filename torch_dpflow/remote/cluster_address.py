@@ -15,6 +15,8 @@ from torch_dpflow.remote.transport.curve import read_connection_file
 
 #: Names a cluster for every program that is not told of one: as `address` in `find_cluster`.
 ADDRESS_VARIABLE = "DPFLOW_ADDRESS"
+#: What a node's socket is called, in the directory of its cluster.
+NODE_SOCKET = "node"
 #: The kernel's limit for the path of a socket, bytes.
 LONGEST_SOCKET_PATH = 107
 

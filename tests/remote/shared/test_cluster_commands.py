@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.new_process import interpreter
 from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from tests.workers import has_ended
@@ -38,6 +41,8 @@ def test_status_top_and_flow_tell_of_a_job(
     assert "shard-000" in looks
     shown = json.loads(run("flow", "show", flow, "--json", "--address", cluster.address).output)
     assert shown[0]["spec"]["size"] == 40
+    scaled = run("flow", "scale", flow, "--shards", "2", "--address", cluster.address)
+    assert f"{flow}@1 is to have 2 shards and 2 workers; " in scaled.output
     refused = run("flow", "delete", flow, "--address", cluster.address)
     assert refused.exit_code == 1
     assert "is read by 1 jobs; end them first" in refused.output
@@ -62,10 +67,47 @@ def test_a_cluster_that_is_not_there_is_told_so(tmp_path: Path) -> None:
     assert "is the cluster up?" in refused.output
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_top_ends_quietly_by_control_c(cluster: TestCluster, as_json: bool) -> None:
+    program = "import sys; from torch_dpflow.cli.main import root; root(sys.argv[1:])"
+    arguments = ["top", "--address", cluster.address, "--interval", "60", *(["--json"] if as_json else [])]
+    with interpreter(program, *arguments) as top:
+        assert top.stdout is not None
+        assert top.stdout.readline()
+        top.send_signal(signal.SIGINT)
+        _, said = top.communicate(timeout=60)
+    assert (top.returncode, said) == (0, "")
+
+
 @pytest.fixture
 def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> TestCluster:
     """A cluster that the test ends itself."""
     return TestCluster.start(tmp_path_factory.mktemp("c"))
+
+
+def test_commands_end_while_nothing_answers_and_down_does_without_a_coordinator(
+    own_cluster: TestCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_dpflow.cli.cluster_calls.ANSWER_S", 1.0)
+    (coordinator,) = own_cluster.processes("coordinator")
+    os.kill(own_cluster.pid, signal.SIGSTOP)
+    try:
+        os.kill(coordinator.pid, signal.SIGKILL)
+        for arguments in (["flow", "scale", "images", "--shards", "2"], ["flow", "delete", "images"]):
+            refused = run(*arguments, "--address", own_cluster.address)
+            assert refused.exit_code == 1
+            assert "within 1 s; is it up? Whether it was done is not known; `dpflow flow show images`" in (
+                refused.output
+            )
+        refused = run("down", "--address", own_cluster.address)
+        assert refused.exit_code == 1
+        assert "end the process of `dpflow up`" in refused.output
+    finally:
+        os.kill(own_cluster.pid, signal.SIGCONT)
+    wait(lambda: own_cluster.processes("coordinator"), what="the next coordinator")
+    own_cluster.kill("coordinator", signal.SIGSTOP)
+    assert run("down", "--address", own_cluster.address).exit_code == 0
+    wait(lambda: has_ended(own_cluster.pid), what="the node's end")
 
 
 def test_down_ends_everything(own_cluster: TestCluster) -> None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from torch_dpflow.errors import DPFlowError, TransportError
 from torch_dpflow.log import SERVICE, LogOptions
+from torch_dpflow.remote.cluster_address import NODE_SOCKET
 from torch_dpflow.remote.protocol import Beat, Standing
 from torch_dpflow.remote.rpc import ClientOptions, RpcClient, RpcServer
 from torch_dpflow.remote.transport import Listener, TransportOptions, listen
@@ -59,7 +60,7 @@ class ClusterPlace:
     @property
     def node_address(self) -> str:
         """Where the node listens; always on this host."""
-        return f"ipc://{self.directory}/node"
+        return f"ipc://{self.directory}/{NODE_SOCKET}"
 
     def address_for(self, id: str) -> str:
         """Where a process of this id is to listen."""
