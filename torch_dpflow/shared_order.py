@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from torch_dpflow.errors import DeadlineError
-from torch_dpflow.remote.job_options import JobOptions, Replica
+from torch_dpflow.remote.job_options import JobOptions, Replica, draw_name
 from torch_dpflow.samplers import DynaGCSSampler
 from torch_dpflow.samplers.indices import IndexArray
 
@@ -114,7 +113,7 @@ def common_name(flow: str, *, patience_s: float) -> str:
     store = dist.distributed_c10d._get_default_store()
     key = f"torch_dpflow/{flow}/{next(_opened[flow])}"
     if dist.get_rank() == 0:
-        store.set(key, secrets.token_hex(8))
+        store.set(key, draw_name())
     try:
         store.wait([key], timedelta(seconds=patience_s))
     except RuntimeError as error:

@@ -6,7 +6,6 @@ import atexit
 import hashlib
 import itertools
 import os
-import secrets
 import struct
 import threading
 import weakref
@@ -31,7 +30,7 @@ from torch_dpflow.remote.cluster_address import Cluster, find_cluster
 from torch_dpflow.remote.delivered import Delivered
 from torch_dpflow.remote.flow_registration import describe, length_of, register, source_of
 from torch_dpflow.remote.job_description import Home, JobDescription
-from torch_dpflow.remote.job_options import JobOptions, Replica
+from torch_dpflow.remote.job_options import JobOptions, Replica, draw_name
 from torch_dpflow.remote.protocol import MAX_SAMPLES, POISON_LIMIT, JobFigures, JobRank
 from torch_dpflow.remote.router_link import RouterLink
 from torch_dpflow.remote.samples import SampleAssignment
@@ -114,7 +113,7 @@ def open_job(
 
     register_with(cluster, options.patience_s)
     home = Home(find=partial(_found, address), register=register_with)
-    name = options.name or secrets.token_hex(8)
+    name = options.name or draw_name()
     job = JobDescription(
         flow=flow,
         version=version,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,14 @@ DEFAULT_MEMORY_BYTES = 1 << 30
 MAX_BYTES = 2**53
 #: Longest name of a job, characters.
 MAX_NAME = 100
+
+#: What the name of a job begins with that was given none; chance decides the rest.
+UNNAMED = "unnamed-"
+
+
+def draw_name() -> str:
+    """A name for a job that was given none."""
+    return UNNAMED + secrets.token_hex(8)
 
 
 @dataclass(frozen=True, kw_only=True)

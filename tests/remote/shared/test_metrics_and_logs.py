@@ -21,6 +21,9 @@ from tests.shared_datasets import Numbers
 from torch_dpflow import ALSDCache
 from torch_dpflow.cli.main import root
 from torch_dpflow.remote.client import SharedJob
+from torch_dpflow.remote.cluster_figures import JobRow
+from torch_dpflow.remote.job_options import draw_name
+from torch_dpflow.remote.services.metrics_server import UnnamedJobs
 
 SAMPLES = 90
 
@@ -77,7 +80,7 @@ def test_a_scrape_says_what_happened(
 
     def told() -> bool:
         scrape, loads = Scrape(cluster), len(log.read_text().split())
-        job_has = scrape("dpflow_job_samples_total", job="mine", **own)
+        job_has = scrape("dpflow_job_samples_total", job_name="mine", **own)
         return job_has == 2 * SAMPLES and scrape("dpflow_shard_decodes_total", **own) == loads
 
     wait(told, what="the job's samples and the workers' loads in the metrics")
@@ -105,6 +108,30 @@ def test_a_scrape_says_what_happened(
     assert scrape("dpflow_shard_pool_capacity_bytes", **own) == 8 << 20
     assert scrape("dpflow_flow_state", state="accessed", **own) == 1
     assert scrape("dpflow_process_restarts_total", role="worker") == 0
+
+
+def test_jobs_without_a_name_are_one_series_whose_counts_never_fall() -> None:
+    unnamed = UnnamedJobs()
+
+    def row(job: str, samples: int, flow: str = "images@1") -> JobRow:
+        return JobRow(
+            flow=flow, job=job, stall_s=1.0, reading_s=2.0, batches=1, samples=samples, bytes=samples
+        )
+
+    def told(*rows: JobRow) -> dict[tuple[str, str], int]:
+        return {(one.flow, one.job): one.samples for one in unnamed.together(rows)}
+
+    first, second, ranked = draw_name(), draw_name(), f"{draw_name()}/1"
+    assert told(row("mine", 5), row(first, 10), row(second, 1)) == {
+        ("images@1", "mine"): 5,
+        ("images@1", "unnamed"): 11,
+    }
+    assert told(row(second, 2), row(ranked, 1)) == {("images@1", "unnamed"): 13}
+    assert told(row(ranked, 4), row(first, 7, "other@1")) == {
+        ("images@1", "unnamed"): 16,
+        ("other@1", "unnamed"): 7,
+    }
+    assert told() == {("images@1", "unnamed"): 16, ("other@1", "unnamed"): 7}
 
 
 def jittered(sample: Any) -> Any:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch_dpflow.errors import MissingExtraError, OptionError
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.cluster_figures import ClusterFigures, ShardFigures, count_of, figures_of
+from torch_dpflow.remote.cluster_figures import ClusterFigures, JobRow, ShardFigures, count_of, figures_of
+from torch_dpflow.remote.job_options import UNNAMED
 from torch_dpflow.remote.protocol import FlowView, ProcessView
 
 #: What is known of a cluster, for people.
@@ -85,11 +87,42 @@ def serve_metrics(address: str, views: Callable[[], Views]) -> None:
         SERVICE.error("there are no metrics at %s: %s", address, error.strerror or error)
 
 
+class UnnamedJobs:
+    """Tells of all jobs of a flow that were given no name as one: their own would be a new series for each run."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: By flow and job, as they were last; and what those that have gone had read, by flow.
+        self._seen: dict[tuple[str, str], JobRow] = {}
+        self._gone: dict[str, JobRow] = {}
+
+    def together(self, rows: Sequence[JobRow]) -> list[JobRow]:
+        """The rows of jobs with names, and one for each flow of the others, whose counts never fall."""
+        unnamed = {(row.flow, row.job): row for row in rows if row.job.startswith(UNNAMED)}
+        with self._lock:
+            for key in self._seen.keys() - unnamed.keys():
+                gone = self._seen[key]
+                self._gone[gone.flow] = _sum_of(gone.flow, [gone, *filter(None, [self._gone.get(gone.flow)])])
+            self._seen = unnamed
+            by_flow = {flow: [row] for flow, row in self._gone.items()}
+        for row in unnamed.values():
+            by_flow.setdefault(row.flow, []).append(row)
+        named = [row for row in rows if not row.job.startswith(UNNAMED)]
+        return named + [_sum_of(flow, same) for flow, same in by_flow.items()]
+
+
+def _sum_of(flow: str, rows: Sequence[JobRow]) -> JobRow:
+    counts = [name for name in JobRow.__struct_fields__ if name not in ("flow", "job")]
+    sums = {name: sum(getattr(row, name) for row in rows) for name in counts}
+    return JobRow(flow=flow, job=UNNAMED.rstrip("-"), **sums)
+
+
 class _Collector:
     """Makes Prometheus' metric families of a cluster's figures."""
 
     def __init__(self, views: Callable[[], Views]) -> None:
         self._views = views
+        self._unnamed = UnnamedJobs()
 
     def collect(self) -> Iterable[Any]:
         flows, processes = self._views()
@@ -98,9 +131,10 @@ class _Collector:
         shards = [((row.flow, row.shard), row.figures) for row in figures.shards]
         for name, grows, field, text in _SHARD_METRICS:
             yield _family(f"dpflow_shard_{name}", grows, text, ("flow", "shard"), _read(shards, field))
-        jobs = [((row.flow, row.job), row) for row in figures.jobs]
+        # Not "job": Prometheus calls what it scrapes that.
+        jobs = [((row.flow, row.job), row) for row in self._unnamed.together(figures.jobs)]
         for name, grows, field, text in _JOB_METRICS:
-            yield _family(f"dpflow_job_{name}", grows, text, ("flow", "job"), _read(jobs, field))
+            yield _family(f"dpflow_job_{name}", grows, text, ("flow", "job_name"), _read(jobs, field))
         yield from _of_processes(processes)
 
 
