@@ -63,6 +63,7 @@ class TestCluster:
         keys: Path | None = None,
         state: str = "",
         path: Path | None = None,
+        descriptors: int = 0,
     ) -> TestCluster:
         """path: a folder of modules that its processes find before all others."""
         connection, log = connection or folder / "connection", folder / "log"
@@ -71,7 +72,8 @@ class TestCluster:
         if path is not None:
             env["PYTHONPATH"] = f"{path}{os.pathsep}{ROOT}"
         arguments = (str(connection), listen, str(log), str(keys or ""), state)
-        with interpreter(PROGRAM, *arguments, env=env) as process:
+        prefix = ["prlimit", f"--nofile={descriptors}:{descriptors}"] if descriptors else []
+        with interpreter(PROGRAM, *arguments, env=env, prefix=prefix) as process:
             assert process.stdout is not None
             assert process.stderr is not None
             line = process.stdout.readline()

@@ -88,8 +88,9 @@ def soft_limit() -> int:
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
-def raise_limit() -> int:
-    """Let this process, and those that it starts, have as many open as the hard limit allows; returns how many."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return soft_limit()
+def raise_limit(wished: int) -> None:
+    """Let this process, and those that it starts, have so many open, or as many as the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wished if hard == resource.RLIM_INFINITY else min(wished, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -12,7 +12,7 @@ from multiprocessing.resource_tracker import ensure_running
 
 import pytest
 
-from torch_dpflow.remote.services.child_watch import ChildWatch
+from torch_dpflow.remote.services.child_watch import Child, ChildWatch
 
 CONTEXT = multiprocessing.get_context("spawn")
 
@@ -29,9 +29,10 @@ def watch(told: queue.Queue[str]) -> Iterator[ChildWatch]:
     watch.close()
 
 
-def sleeper(watch: ChildWatch) -> multiprocessing.process.BaseProcess:
-    child = CONTEXT.Process(target=time.sleep, args=(600.0,), daemon=True)
-    child.start()
+def sleeper(watch: ChildWatch) -> Child:
+    process = CONTEXT.Process(target=time.sleep, args=(600.0,), daemon=True)
+    process.start()
+    child = Child(process)
     watch.add(child)
     return child
 
@@ -40,10 +41,9 @@ def test_every_end_is_told_of_once(told: queue.Queue[str]) -> None:
     watch = ChildWatch(lambda: told.put("ended"))
     children = [sleeper(watch) for _ in range(3)]
     for child in children:
-        assert child.pid is not None
         os.kill(child.pid, signal.SIGKILL)
         assert told.get(timeout=30.0) == "ended"
-        child.join()
+        assert child.bury() == -signal.SIGKILL
     watch.close()  # whatever else it has to tell it has told then
     assert told.empty()
 
@@ -54,12 +54,11 @@ def test_a_process_that_was_closed_since_takes_nothing_from_the_others(
     first = sleeper(watch)
     first.kill()
     assert told.get(timeout=30.0) == "ended"
-    first.join()
-    first.close()
+    first.bury()
     second = sleeper(watch)  # whose descriptor may have the number of the first one's
     second.kill()
     assert told.get(timeout=30.0) == "ended"
-    second.join()
+    second.bury()
 
 
 def test_nothing_is_told_and_nothing_stays_open_after_the_end(told: queue.Queue[str]) -> None:
@@ -69,7 +68,7 @@ def test_nothing_is_told_and_nothing_stays_open_after_the_end(told: queue.Queue[
     child = sleeper(watch)
     watch.close()
     child.kill()
-    child.join()
-    child.close()
+    assert child.has_ended(30.0)
+    child.bury()
     assert told.empty()
     assert set(os.listdir("/proc/self/fd")) <= before

@@ -5,9 +5,21 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torch_dpflow.remote.protocol import Launch
-from torch_dpflow.remote.supervision import LONGEST_PAUSE_S, SETTLED_S, Forget, Kill, Spawn, Supervisor
+from torch_dpflow.remote.supervision import (
+    LONGEST_PAUSE_S,
+    MOST_LENIENT,
+    PACE_S,
+    SETTLED_S,
+    START_S,
+    Forget,
+    Kill,
+    Spawn,
+    Supervisor,
+)
 
 ROUTER, SHARD = Launch("flow@1/router", "router", b"a"), Launch("flow@1/shard-0", "shard", b"b")
 
@@ -87,7 +99,8 @@ def test_a_revision_is_of_what_runs_and_not_of_what_it_says() -> None:
 
 def test_what_falls_silent_is_killed_and_then_started_again() -> None:
     supervisor = running(ROUTER, SHARD)
-    supervisor.beat(SHARD.id, 2, "", {}, 5.0)
+    supervisor.beat(ROUTER.id, 1, "", {}, 0.0)
+    supervisor.beat(SHARD.id, 2, "", {}, 9.0)
     assert supervisor.tick(9.0) == []
     assert supervisor.tick(10.0) == [Kill(ROUTER.id, 1)]
     assert supervisor.tick(11.0) == []
@@ -151,3 +164,108 @@ def test_strangers_are_told_that_nobody_wants_them() -> None:
     supervisor = running(ROUTER)
     assert not supervisor.beat("unknown", 1, "", {}, 0.0)
     assert not supervisor.beat(ROUTER.id, 7, "", {}, 0.0)
+
+
+def workers(count: int) -> list[Launch]:
+    return [Launch(f"{SHARD.id}/worker-{number}", "worker", b"w") for number in range(count)]
+
+
+def spawned(told: list[object], supervisor: Supervisor, now: float) -> list[Spawn]:
+    """Have these started."""
+    spawns = [one for one in told if isinstance(one, Spawn)]
+    for spawn in spawns:
+        supervisor.started(spawn.launch.id, spawn.incarnation, 100 + spawn.incarnation, now)
+    return spawns
+
+
+def test_who_is_starting_is_not_silent() -> None:
+    supervisor = running(ROUTER)
+    assert supervisor.tick(START_S - 1.0) == []
+    assert supervisor.tick(START_S) == [Kill(ROUTER.id, 1)]
+
+
+def test_workers_are_started_as_those_before_have_come_up_and_services_at_once() -> None:
+    supervisor = Supervisor(lease_s=10.0, most_starting=2)
+    begun = spawned(supervisor.desire([*workers(5), ROUTER, SHARD], 0.0), supervisor, 0.0)
+    assert [spawn.launch.role for spawn in begun] == ["router", "shard", "worker", "worker"]
+    assert supervisor.next_due is None
+    supervisor.beat(begun[2].launch.id, begun[2].incarnation, "", {}, 1.0)
+    assert supervisor.tick(1.0) == []  # it is heard, and has not loaded its dataset
+    supervisor.beat(begun[2].launch.id, begun[2].incarnation, "", {"up": True}, 2.0)
+    assert supervisor.next_due == 0.0
+    assert len(spawned(supervisor.tick(2.0), supervisor, 2.0)) == 1
+    # One that does not come up keeps the others waiting for so long and no longer.
+    assert len(spawned(supervisor.tick(PACE_S), supervisor, PACE_S)) == 1
+
+
+def test_no_more_are_started_than_there_may_be_and_services_come_first() -> None:
+    supervisor = Supervisor(lease_s=10.0, most=4)
+    begun = spawned(supervisor.desire([*workers(5), ROUTER, SHARD], 0.0), supervisor, 0.0)
+    assert [spawn.launch.role for spawn in begun] == ["router", "shard", "worker", "worker"]
+    assert supervisor.refused == 3
+    assert supervisor.next_due is None
+    assert supervisor.ended(begun[2].launch.id, begun[2].incarnation, 5.0) != []
+    supervisor.desire([*workers(2), ROUTER, SHARD], 6.0)
+    assert supervisor.refused == 0
+
+
+def test_nobody_is_killed_where_all_are_late() -> None:
+    supervisor = Supervisor(lease_s=10.0)
+    launches = [ROUTER, SHARD, *workers(6)]
+    begun = spawned(supervisor.desire(launches, 0.0), supervisor, 0.0)
+    for now in range(0, 90, 9):
+        for spawn in begun:
+            assert supervisor.beat(spawn.launch.id, spawn.incarnation, "", {"up": True}, float(now))
+    frozen, *others = begun
+    killed: list[float] = []
+    for now in range(82, 160):
+        if now % 9 == 0:
+            for spawn in others:
+                assert supervisor.beat(spawn.launch.id, spawn.incarnation, "", {"up": True}, float(now))
+        if (told := supervisor.tick(float(now))) != []:
+            assert told == [Kill(frozen.launch.id, frozen.incarnation)]
+            killed.append(now - 81.0)
+    # Not at the end of its lease; but it has hung all along, and is not waited for for ever.
+    assert len(killed) == 1
+    assert 20.0 < killed[0] <= 10.0 * MOST_LENIENT
+
+
+@given(data=st.data())
+def test_paces_and_leases_hold_whatever_happens(data: st.DataObject) -> None:
+    most, starting = data.draw(st.integers(2, 8)), data.draw(st.integers(1, 3))
+    supervisor = Supervisor(lease_s=10.0, most=most, most_starting=starting)
+    #: By id: the incarnation, when it was started, when it was heard, and whether it has come up.
+    running: dict[str, tuple[int, float, float | None, bool]] = {}
+    now = 0.0
+    for _ in range(data.draw(st.integers(1, 40))):
+        now += data.draw(st.sampled_from([0.0, 0.5, 1.0, 4.0]))
+        action = data.draw(st.sampled_from(["desire", "end", "beat", "up", "tick"]))
+        told: list[object] = []
+        if action == "desire":
+            told = [*supervisor.desire([ROUTER, SHARD, *workers(data.draw(st.integers(0, 9)))], now)]
+        elif action == "tick":
+            told = [*supervisor.tick(now)]
+        elif running:
+            id = data.draw(st.sampled_from(sorted(running)))
+            incarnation, began, heard, up = running[id]
+            if action == "end":
+                del running[id]
+                told = [*supervisor.ended(id, incarnation, now)]
+            elif supervisor.beat(id, incarnation, "", {"up": action == "up"}, now):
+                running[id] = (incarnation, began, now, up or action == "up")
+        for one in told:
+            if isinstance(one, Kill) and supervisor.wants(one.id, one.incarnation):
+                _, began, heard, _ = running[one.id]
+                assert now - (began if heard is None else heard) >= (START_S if heard is None else 10.0)
+            elif isinstance(one, Spawn):
+                assert one.launch.id not in running, "it is started while it runs"
+                running[one.launch.id] = (one.incarnation, now, None, False)
+                supervisor.started(one.launch.id, one.incarnation, 1, now)
+        assert len(running) <= most
+        assert (
+            sum(
+                "worker" in id and not up and now - began < PACE_S
+                for id, (_, began, _, up) in running.items()
+            )
+            <= starting
+        )

@@ -23,13 +23,14 @@ from torch_dpflow.cli.cluster_calls import (
     to_json,
 )
 from torch_dpflow.cli.cluster_printing import print_flows, print_processes, print_top
+from torch_dpflow.descriptors import soft_limit
 from torch_dpflow.errors import DeadlineError, OptionError, UsageError
 from torch_dpflow.log import FORMATS, LEVELS, LogOptions
 from torch_dpflow.remote.cluster_figures import ClusterFigures, figures_of
 
 if TYPE_CHECKING:
     from torch_dpflow.remote.rpc import RpcClient
-    from torch_dpflow.remote.services.local_cluster import ClusterOptions
+    from torch_dpflow.remote.services.local_cluster import ClusterOptions, LocalCluster
 
 Command = Callable[..., Any]
 
@@ -96,17 +97,19 @@ def up(
     )
     cluster = LocalCluster(options)
     with stopped_by_signals(cluster.node):
-        cluster.serve(ready=lambda: _say_up(cluster.address, options, as_json=as_json))
+        cluster.serve(ready=lambda: _say_up(cluster, options, as_json=as_json))
     if not as_json:
         click.echo("dpflow is down")
 
 
-def _say_up(address: str, options: ClusterOptions, *, as_json: bool) -> None:
+def _say_up(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) -> None:
     if as_json:
-        facts = {"address": address, "connection_file": str(options.path), "metrics": options.metrics}
-        click.echo(to_json({**facts, "pid": os.getpid()}))
+        facts = {"address": cluster.address, "connection_file": str(options.path), "metrics": options.metrics}
+        click.echo(to_json({**facts, "pid": os.getpid(), "most_workers": cluster.workers}))
         return
-    click.echo(f"dpflow is up at {address}\njobs find it by {options.path}")
+    click.echo(f"dpflow is up at {cluster.address}\njobs find it by {options.path}")
+    limit = soft_limit()
+    click.echo(f"it may run {cluster.workers} workers (its limit of open files, `ulimit -Hn`, is {limit})")
     if options.metrics:
         click.echo(f"metrics are at http://{options.metrics}/metrics")
 

@@ -36,6 +36,7 @@ from torch_dpflow.remote.services.contents import open_content
 from torch_dpflow.remote.services.locate import locate
 from torch_dpflow.remote.services.post import Heart, ServicePost
 from torch_dpflow.remote.services.roles import COORDINATOR
+from torch_dpflow.remote.supervision import UP
 from torch_dpflow.remote.time_slices import take_long_slices
 from torch_dpflow.remote.transport import Connection, connect
 
@@ -68,12 +69,19 @@ class SampleWorker:
 
     Args:
         content: opens what is to be loaded, packed, by its digest.
+        up: called when it has what it is to load.
     """
 
     def __init__(
-        self, connection: Connection, number: int, incarnation: int, content: Callable[[str], IO[bytes]]
+        self,
+        connection: Connection,
+        number: int,
+        incarnation: int,
+        content: Callable[[str], IO[bytes]],
+        up: Callable[[], None] = lambda: None,
     ) -> None:
         self._content = content
+        self._up = up
         self._connection = connection
         self._number = number
         self._incarnation = incarnation
@@ -160,6 +168,7 @@ class SampleWorker:
         self._packed = self._content(bytes(greeting[GREETING.size :]).decode())
         self._source = SampleSource(self._packed, self._number, workers)
         self._connection.send([encode(WorkerReady())])
+        self._up()
 
     def _load_oldest(self) -> None:
         if self._source is None:
@@ -192,7 +201,7 @@ def _end_with(pid: int) -> None:
 def run(post: ServicePost) -> None:
     """Be a worker: the role of a node's process."""
     arguments = msgspec.msgpack.decode(post.arguments, type=WorkerArguments)
-    Heart(post, "", patience_s=float("inf"))
+    heart = Heart(post, "", patience_s=float("inf"))
     address = locate(post.place, arguments.shard)
     connection = connect(
         address,
@@ -200,6 +209,8 @@ def run(post: ServicePost) -> None:
         options=post.place.client_transport(),
     )
     content = partial(open_content, post.place, coordinator=COORDINATOR)
-    worker = SampleWorker(connection, arguments.number, post.incarnation, content)
+    worker = SampleWorker(
+        connection, arguments.number, post.incarnation, content, lambda: heart.say({UP: True})
+    )
     take_long_slices()  # not before: the threads that speak with the shard are to be quick
     worker.work()

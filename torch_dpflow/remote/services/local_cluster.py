@@ -18,15 +18,17 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from torch_dpflow.descriptors import raise_limit
 from torch_dpflow.directory import PrivateDirectory
 from torch_dpflow.errors import OptionError, StateError, UsageError
 from torch_dpflow.log import LogOptions, write_lines
 from torch_dpflow.remote.allotment import ClusterLimits
 from torch_dpflow.remote.cluster_address import default_connection_file
+from torch_dpflow.remote.flow_spec import MAX_WORKERS
 from torch_dpflow.remote.services.announcement import Announcement, check_vacant, lock_file
 from torch_dpflow.remote.services.coordinator import CoordinatorArguments
 from torch_dpflow.remote.services.metrics_server import check_metrics_address
-from torch_dpflow.remote.services.node import Node
+from torch_dpflow.remote.services.node import WISHED_DESCRIPTORS, Node, most_workers
 from torch_dpflow.remote.services.post import ClusterPlace
 from torch_dpflow.remote.services.roles import COORDINATOR
 from torch_dpflow.remote.state_store import open_store
@@ -104,6 +106,9 @@ class LocalCluster:
         self.address = ""
         self._announcement: Announcement | None = None
         check_vacant(self._path)
+        raise_limit(WISHED_DESCRIPTORS)
+        #: How many workers the flows may have, by what was given and by the limit of open files.
+        self.workers = min(options.limits.workers or MAX_WORKERS, most_workers())
         self._state = options.state
         #: Who has the state store; where that is a file, it is locked for as long as this process lives.
         self._owner = secrets.token_hex(16)
@@ -143,7 +148,7 @@ class LocalCluster:
             options.state or f"{folder}/state",
             self._owner,
             options.listen or "",
-            options.limits.workers,
+            None if options.limits.workers is None and self.workers == MAX_WORKERS else self.workers,
             options.limits.memory_bytes,
             options.metrics or "",
         )

@@ -8,14 +8,14 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing.process import BaseProcess
 
+from torch_dpflow.descriptors import exhausted, soft_limit
 from torch_dpflow.errors import UsageError
 from torch_dpflow.remote.messages import Count
 from torch_dpflow.remote.protocol import Beat, Desire, Ending, Launch, ProcessView, Running, Standing
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
 from torch_dpflow.remote.services.awake_clock import AwakeClock
-from torch_dpflow.remote.services.child_watch import ChildWatch
+from torch_dpflow.remote.services.child_watch import DESCRIPTORS, Child, ChildWatch
 from torch_dpflow.remote.services.post import SERVICE, ClusterPlace, ServicePost, subjects_of
 from torch_dpflow.remote.services.roles import COORDINATOR, PRELOAD, ROLES, main
 from torch_dpflow.remote.supervision import Forget, Instruction, Kill, Spawn, Supervisor
@@ -31,6 +31,21 @@ HOLD_S = 0.5
 IDLE_CLIENT_S = 30.0
 #: How long processes that were killed may take to go, seconds.
 END_S = 5.0
+#: Most messages that are taken in before a node looks after its processes.
+BURST = 1024
+#: Of a node's descriptors, how many are not for its processes, and how many it asks for: more than any cluster needs.
+OWN_DESCRIPTORS, WISHED_DESCRIPTORS = 64, 65536
+
+
+def most_processes() -> int:
+    """How many processes this one may keep, by its limit of open files."""
+    return max(0, soft_limit() - OWN_DESCRIPTORS) // DESCRIPTORS
+
+
+def most_workers() -> int:
+    """How many workers all flows may have together beside a service or more for each ten of them, by the same limit."""
+    most = most_processes()
+    return max(1, most - 1 - 2 * (1 + most // 10))
 
 
 class Node:
@@ -55,11 +70,15 @@ class Node:
     ) -> None:
         self._place = place
         self._lease_s = lease_s
-        self._supervisor = Supervisor(lease_s=lease_s)
+        self._supervisor = Supervisor(
+            lease_s=lease_s, most=most_processes(), most_starting=max(2, len(os.sched_getaffinity(0)))
+        )
+        #: How many processes were refused when that was told of.
+        self._refused = 0
         self._clock = AwakeClock()
         self._own = Launch(COORDINATOR, COORDINATOR, coordinator)
         self._desired: list[Launch] = []
-        self._children: dict[str, tuple[int, BaseProcess]] = {}
+        self._children: dict[str, tuple[int, Child]] = {}
         self._watch: ChildWatch | None = None
         #: Who waits for changes: until when, and what it has seen.
         self._asking: list[tuple[float, int, IncomingCall]] = []
@@ -91,6 +110,10 @@ class Node:
             self._obey(self._supervisor.desire([self._own], self._clock()))
             while not self._stopped:
                 self._server.step(self._until_due())
+                # First what others have said: a node that was held up must not take them for silent.
+                heard = 0
+                while heard < BURST and self._server.step(0.0):
+                    heard += 1
                 if time.monotonic() >= self._look_at or self._is_spawn_due():
                     self._look()
                     self._look_at = time.monotonic() + LOOK_S
@@ -129,10 +152,9 @@ class Node:
     def _look(self) -> None:
         now = self._clock()
         for id, (incarnation, child) in list(self._children.items()):
-            if not child.is_alive():
+            if child.has_ended():
                 del self._children[id]
-                code = child.exitcode
-                child.close()
+                code = child.bury()
                 if self._supervisor.wants(id, incarnation):
                     text = "%s has ended unexpectedly with code %s; another takes its place"
                     SERVICE.warning(text, id, code, extra=subjects_of(id))
@@ -140,6 +162,14 @@ class Node:
                     SERVICE.info("%s has ended", id, extra=subjects_of(id))
                 self._obey(self._supervisor.ended(id, incarnation, now))
         self._obey(self._supervisor.tick(now))
+        self._tell_refused()
+
+    def _tell_refused(self) -> None:
+        refused = self._supervisor.refused
+        if refused and refused != self._refused:
+            what = f"{refused} of the processes that are to run are not started: there is room for {most_processes()}"
+            SERVICE.error("%s", exhausted(what))
+        self._refused = refused
 
     def _obey(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -162,9 +192,15 @@ class Node:
             place=self._place,
             owner=os.getpid(),
         )
-        child = self._context.Process(target=main, args=(post,), name=f"dpflow-{post.id}", daemon=True)
-        child.start()
-        assert child.pid is not None
+        process = self._context.Process(target=main, args=(post,), name=f"dpflow-{post.id}", daemon=True)
+        try:
+            process.start()
+        except (OSError, EOFError) as error:
+            # The fork server has been killed: the next start begins with another.
+            SERVICE.warning("%s could not be started (%r)", post.id, error, extra=subjects_of(post.id))
+            self._obey(self._supervisor.ended(post.id, post.incarnation, self._clock()))
+            return
+        child = Child(process)
         self._children[post.id] = (post.incarnation, child)
         assert self._watch is not None
         self._watch.add(child)
@@ -182,11 +218,13 @@ class Node:
             running[1].kill()
 
     def _end_all(self) -> None:
-        for _, child in self._children.values():
+        children = [child for _, child in self._children.values()]
+        for child in children:
             child.kill()
         deadline = time.monotonic() + END_S
-        for _, child in self._children.values():
-            child.join(max(0.0, deadline - time.monotonic()))
+        for child in children:
+            if child.has_ended(deadline - time.monotonic()):
+                child.bury()
         self._children.clear()
 
     def _on_beat(self, call: IncomingCall) -> Result:

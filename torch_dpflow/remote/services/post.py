@@ -152,7 +152,13 @@ class Heart:
         self.status: dict[str, Any] = {}
         self._patience_s = patience_s
         self._turned = time.monotonic()
+        self._news = threading.Event()
         threading.Thread(target=self._run, name="dpflow-heart", daemon=True).start()
+
+    def say(self, status: dict[str, Any]) -> None:
+        """Tell the node of this at once. Any thread may call."""
+        self.status = status
+        self._news.set()
 
     def turned(self) -> None:
         """The main thread has come round."""
@@ -167,7 +173,8 @@ class Heart:
                     # Else the node is busy; where it is gone this process ends of itself.
                     with suppress(DPFlowError):
                         self._obey(node.call("beat", beat, reply_type=Standing, timeout_s=BEAT_S).body)
-                time.sleep(BEAT_S)
+                self._news.wait(BEAT_S)
+                self._news.clear()
 
     def _obey(self, standing: Standing) -> None:
         if not standing.wanted:

@@ -1,0 +1,94 @@
+"""What befalls a node itself: its fork server is killed, or it may have only so many files open."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.chaos.chaos_jobs import ChaosJob, Nursery
+from tests.shared_cluster import TestCluster, wait
+from tests.workers import has_ended
+from torch_dpflow.remote.protocol import ProcessView
+
+
+def fork_server_of(cluster: TestCluster) -> int:
+    (found,) = [
+        child.pid
+        for child in psutil.Process(cluster.pid).children()
+        if "multiprocessing.forkserver" in " ".join(child.cmdline())
+    ]
+    return int(found)
+
+
+def worker(cluster: TestCluster) -> ProcessView:
+    (found,) = cluster.processes("/worker-0")
+    return found
+
+
+def test_a_fork_server_that_is_killed_takes_nobody_along(
+    cluster: TestCluster, nursery: Nursery, tmp_path: Path
+) -> None:
+    job = ChaosJob.start(
+        nursery, cluster, tmp_path, flow="chaos/flow", number=0, size=400, epochs=1, endless=True
+    )
+    wait(lambda: job.batches() >= 5, within_s=60, what="the first batches")
+    before = {view.id: view for view in cluster.processes()}
+    os.kill(fork_server_of(cluster), signal.SIGKILL)
+    killed = cluster.kill("/worker-0")
+    wait(lambda: has_ended(killed), what="the worker's end")
+    wait(lambda: worker(cluster).pid != killed, within_s=60, what="another worker, from another fork server")
+    after = {view.id: view for view in cluster.processes()}
+    (replaced,) = [id for id in before if after[id].pid != before[id].pid]
+    assert replaced.endswith("/worker-0")
+    assert [id for id in after if after[id].restarts > before[id].restarts] == [replaced]
+    (tmp_path / "enough").touch()
+    job.finish()
+
+
+def test_a_node_runs_no_more_workers_than_its_limit_of_open_files_allows(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    cluster = TestCluster.start(tmp_path, descriptors=112)
+    try:
+        job = ChaosJob.start(
+            nursery, cluster, tmp_path, flow="chaos/flow", number=0, size=160, epochs=1, workers=40
+        )
+        job.finish()
+        assert 2 <= len(cluster.processes("/worker-")) <= 6
+    finally:
+        cluster.stop()
+
+
+def service_of(cluster: TestCluster, part: str) -> ProcessView:
+    """As the node knows it: others may not reach a coordinator that takes no connections."""
+    return next(view for view in cluster.running() if part in view.id and view.role != "worker")
+
+
+@pytest.mark.parametrize("part", ["/shard-000", "/router", "coordinator"])
+def test_a_service_without_descriptors_lives_on(
+    cluster: TestCluster, nursery: Nursery, tmp_path: Path, part: str
+) -> None:
+    job = ChaosJob.start(
+        nursery, cluster, tmp_path, flow="chaos/flow", number=0, size=400, epochs=1, endless=True
+    )
+    wait(lambda: job.batches() >= 5, within_s=60, what="the first batches")
+    service = service_of(cluster, part)
+    descriptors = len(os.listdir(f"/proc/{service.pid}/fd"))
+    limits = resource.prlimit(service.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(service.pid, resource.RLIMIT_NOFILE, (descriptors, limits[1]))
+    # Its successor cannot connect to the shard for now; nor can other jobs to the others.
+    (killed,) = [view.pid for view in cluster.running() if view.id.endswith("/worker-0")]
+    os.kill(killed, signal.SIGKILL)
+    wait(lambda: has_ended(killed), what="the worker's end")
+    wait(lambda: "too many open files" in cluster.log.read_text(), what="a line that says so")
+    seen = job.batches()
+    wait(lambda: job.batches() > seen, within_s=60, what="further batches")
+    resource.prlimit(service.pid, resource.RLIMIT_NOFILE, limits)
+    (tmp_path / "enough").touch()
+    job.finish()
+    assert service_of(cluster, part).pid == service.pid
