@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+import weakref
 from multiprocessing.util import Finalize
 from typing import Any
 
-import psutil
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data import IterDataPipe, MapDataPipe, _DatasetKind
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from torch_dpflow.assignment import assignment_of, has_own_streams
 from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError, WorkerError, WorkerStartError
 from torch_dpflow.in_flight import Flight, InFlight, Rotation
 from torch_dpflow.log import LOADER
@@ -23,14 +22,12 @@ from torch_dpflow.platforms.base import WorkerHandle
 from torch_dpflow.platforms.local import LocalPlatform, LocalWorker
 from torch_dpflow.private import PrivateShard
 from torch_dpflow.progress import OPENING_AGAIN, OPENING_WORKERS
-from torch_dpflow.remote.batches import Assignment, EpochOrder
+from torch_dpflow.remote.batches import Begun, EpochOrder
 from torch_dpflow.remote.messages import END, FAILURE
 from torch_dpflow.remote.worker import POSITION_BITS, POSITION_MASK
-from torch_dpflow.shard_events import Arrived, Broken, Died, Event, Poisoned, Starved, Totals
+from torch_dpflow.shard_events import Arrived, Broken, Died, Event, Poisoned, Started, Starved, Totals
 from torch_dpflow.state import StreamState
 
-#: Of the machine's memory, how much all workers together may share with the training process.
-SHARED_FRACTION = 4
 #: How many more workers than there are may end one after the other while none has ever loaded anything.
 FALSE_STARTS = 2
 RAISE_THE_LIMIT = " Raise LoaderOptions(restart_limit=...) if they are killed from outside."
@@ -49,7 +46,7 @@ class WorkerIterator(_BaseDataLoaderIter):
     def __init__(self, loader: Any) -> None:
         self._run = loader._run
         self._options: LoaderOptions = loader.options or LoaderOptions()
-        self._own_stream = _has_own_streams(loader, self._options)
+        self._own_stream = has_own_streams(loader, self._options)
         self._in_order = loader.in_order
         self._most = loader.prefetch_factor * loader.num_workers
         if self._most <= 0:  # torch's constructor lets 0 pass, and its iterator stops here, with these words
@@ -63,11 +60,12 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._shard: PrivateShard | None = None
         epoch, pending, progress = self._run.epoch, self._run.pending, self._run.progress
         self._progress = begin(self, loader, OPENING_WORKERS, self._start_as_torch)
-        self._begin_epoch(loader)
+        self._begin_epoch(loader, resumes=pending is not None)
         try:
             self._shard = PrivateShard(
                 LocalPlatform(
-                    self._assignment(loader), loader.multiprocessing_context or torch.multiprocessing
+                    assignment_of(self, loader, self._options, own_stream=self._own_stream),
+                    loader.multiprocessing_context or torch.multiprocessing,
                 ),
                 workers=self._num_workers,
                 order=self._order(),
@@ -83,6 +81,7 @@ class WorkerIterator(_BaseDataLoaderIter):
         # the workers, which could not clear away any more.
         self._close = Finalize(self, self._shard.close, exitpriority=0)
         self._prime()
+        self._take_up(epoch, pending, progress)
 
     @property
     def closed(self) -> bool:
@@ -109,17 +108,27 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin another epoch with the workers that are there (torch's name and arguments)."""
         assert self._shard is not None
-        again = self._progress.streams_of_next()
+        epoch, pending, progress = self._run.epoch, self._run.pending, self._progress
+        again = progress.streams_of_next()
         self._progress = begin(self, loader, OPENING_AGAIN, super()._reset)
         if self._own_stream and not self._progress.streams:
             self._progress.streams = again
         self._generation += 1
-        self._begin_epoch(loader)
+        self._begin_epoch(loader, resumes=pending is not None)
         self._shard.begin_epoch(self._order(), self._progress.streams)
         self._prime()
+        self._take_up(epoch, pending, progress)
 
-    def _begin_epoch(self, loader: Any) -> None:
+    def _begin_epoch(self, loader: Any, *, resumes: bool) -> None:
         progress = self._progress
+        self._resumes = resumes
+        #: Workers that have not said yet where their streams begin.
+        self._unbegun = set(range(self._num_workers)) if self._own_stream else set()
+        #: What the first of them has failed with that could not begin.
+        self._refusal: ExceptionWrapper | None = None
+        if self._own_stream:
+            # Not by a reference: the workers go with the last one to this iterator.
+            progress.await_streams = weakref.WeakMethod(self._await_beginnings)
         if len(progress.streams) != self._num_workers:
             if progress.streams:
                 LOADER.warning(
@@ -147,6 +156,30 @@ class WorkerIterator(_BaseDataLoaderIter):
         grows = self._in_order and not self._own_stream and is_drawn_at_start(loader._index_sampler)
         self._limit = int(self._most * self._options.window_growth) if grows else self._most
         self._run.meter.begin_epoch()
+
+    def _take_up(self, epoch: int, pending: Any, progress: Any) -> None:
+        """See that the datasets of all workers took the states that they were given, where they were given any.
+
+        Raises:
+            StateError, or what a dataset raised instead: one did not. The loader is as before, without the state.
+        """
+        if not self._resumes or all(stream.dataset is None for stream in self._progress.streams):
+            return
+        try:
+            self._await_beginnings()
+            if self._refusal is not None:
+                self._refusal.reraise()
+        except BaseException:
+            self._run.epoch, self._run.progress = epoch, progress
+            self._run.pending = pending if self._refusal is None else None
+            self._shutdown_workers()
+            raise
+
+    def _await_beginnings(self) -> None:
+        """Wait until every worker has said where its stream begins."""
+        while self._unbegun and not self.closed and self._shard is not None:
+            if (event := self._shard.wait(None)) is not None:
+                self._take_in(event)
 
     def _prime(self) -> None:
         for _ in range(max(self._most, len(self._due))):
@@ -305,6 +338,8 @@ class WorkerIterator(_BaseDataLoaderIter):
                 self._has_loaded = True
                 if event.task >> POSITION_BITS == self._generation:
                     self._flights.arrive(event.task & POSITION_MASK, event)
+            case Started(worker, begun):
+                self._note_beginning(worker, begun)
             case Starved():
                 self._starved = True
             case Died(worker, handle):
@@ -314,6 +349,12 @@ class WorkerIterator(_BaseDataLoaderIter):
                 raise error
         assert self._shard is not None
         self._shard.taken()
+
+    def _note_beginning(self, worker: int, begun: Begun) -> None:
+        if begun.generation == self._generation and worker in self._unbegun:
+            self._progress.streams[worker] = begun.stream or self._progress.streams[worker]
+            self._refusal = self._refusal or begun.failure
+            self._unbegun.discard(worker)
 
     def _replace(self, worker: int, dead: WorkerHandle) -> None:
         assert self._shard is not None
@@ -353,43 +394,15 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     # -- what workers are told -----------------------------------------------------------------------------
 
-    def _assignment(self, loader: Any) -> Assignment:
-        worker_init_fn = loader.worker_init_fn
-        if isinstance(self._dataset, IterDataPipe | MapDataPipe):
-            worker_init_fn = functools.partial(
-                _sharding_worker_init_fn, worker_init_fn, self._world_size, self._rank
-            )
-        shared_memory = self._options.shared_memory
-        if shared_memory is None:
-            shared_memory = psutil.virtual_memory().total // SHARED_FRACTION // self._num_workers
-        return Assignment(
-            dataset=self._dataset,
-            dataset_kind=self._dataset_kind,
-            auto_collation=self._auto_collation,
-            collate_fn=self._collate_fn,
-            drop_last=self._drop_last,
-            batch_size=loader.batch_size,
-            worker_init_fn=worker_init_fn,
-            num_workers=int(self._num_workers),
-            base_seed=int(self._base_seed),
-            own_stream=self._own_stream,
-            read_threads=self._options.read_threads,
-            shared_memory=shared_memory,
-        )
-
     def _order(self) -> EpochOrder:
         return EpochOrder(
             epoch=self._progress.epoch,
             base_seed=int(self._base_seed),
             shared_seed=self._shared_seed,
             stream=None,
+            generation=self._generation,
+            resumes=self._resumes,
         )
-
-
-def _has_own_streams(loader: Any, options: LoaderOptions) -> bool:
-    if loader._dataset_kind == _DatasetKind.Iterable or options.seeding == "worker":
-        return True
-    return options.seeding == "auto" and loader.worker_init_fn is not None
 
 
 def _named(index: Any) -> str:

@@ -12,13 +12,15 @@ from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.iterator import WorkerIterator
 from torch_dpflow.metrics import LoaderStats
 from torch_dpflow.options import LoaderOptions
-from torch_dpflow.plan import generator_state
+from torch_dpflow.own_state import Unsaved
+from torch_dpflow.plan import generator_state, sampler_before
 from torch_dpflow.progress import Makeup, Run
 from torch_dpflow.rebuilding import keep_class_under_accelerate
 from torch_dpflow.remote.job_options import JobOptions
 from torch_dpflow.shared import SharedLoaderIterator, check_shareable
 from torch_dpflow.single import SingleProcessIterator
 from torch_dpflow.state import LoaderState
+from torch_dpflow.streams import at_rest
 
 T = TypeVar("T", covariant=True)
 
@@ -145,7 +147,8 @@ class DPFlowDataLoader(DataLoader[T]):
         or where the training script restores torch's random state, as its checkpoint should.
 
         Raises:
-            StateError: the workers are threads.
+            StateError: a dataset or sampler has a `state_dict` of its own, and that failed; the error is the cause.
+                Or the workers are threads.
         """
         self._check_workers()
         run = self._run
@@ -159,6 +162,8 @@ class DPFlowDataLoader(DataLoader[T]):
             generator=generator_state(self.generator),
             length=makeup.length(),
             made_of=makeup.parts(),
+            sampler=None if self.flow is not None else sampler_before(self._index_sampler, self.sampler),
+            dataset=None if self.num_workers or self.flow is not None else _dataset_before(self.dataset),
         )
         return state.as_dict()
 
@@ -167,7 +172,8 @@ class DPFlowDataLoader(DataLoader[T]):
 
         Indices are drawn again up to the position (or the sampler is asked, if it has a state), samples are not
         loaded. An iterable dataset continues with as many workers as it had, from its own `state_dict` if it has
-        one, else by passing over what was delivered.
+        one, else by passing over what was delivered. A dataset or sampler that cannot take its own state back
+        raises at the next `iter`.
 
         Raises:
             StateError: it is no such state, is damaged, or was taken with other data or of a shared flow that this
@@ -177,6 +183,7 @@ class DPFlowDataLoader(DataLoader[T]):
         state = LoaderState.from_dict(state_dict)
         self._check_fits(state)
         self._run.pending = state
+        self._iterator = None  # kept workers have read on, and begun epochs otherwise than a new loader does
 
     def stats(self) -> LoaderStats:
         """What this loader has done so far, over all its iterations."""
@@ -228,11 +235,19 @@ class DPFlowDataLoader(DataLoader[T]):
                     "dataset and the arguments that it was taken with, or begin an epoch afresh"
                 )
         workers = max(1, self.num_workers)
-        if kind == "iterable" and not state.fresh and len(state.streams) != workers:
+        keep = any(stream.dataset is not None for stream in state.streams)
+        if (keep or (kind == "iterable" and not state.fresh)) and len(state.streams) != workers:
             raise StateError(
                 f"the state is of a loader with {len(state.streams)} workers, this one has {self.num_workers}; each "
-                "worker reads a share of an iterable dataset, so resume with as many, or begin an epoch afresh"
+                "worker reads a share of an iterable dataset, or keeps the state of its own copy of the dataset, so "
+                "resume with as many, or begin an epoch afresh"
             )
+
+
+def _dataset_before(dataset: Any) -> Any:
+    """What the dataset keeps itself before any iteration; there is nothing to say where it cannot."""
+    kept = at_rest(dataset)
+    return None if isinstance(kept, Unsaved) else kept
 
 
 keep_class_under_accelerate(DPFlowDataLoader)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from torch_dpflow.errors import StateError
-from torch_dpflow.plan import open_order
+from torch_dpflow.plan import open_order, repeat_draws, return_sampler
 from torch_dpflow.progress import OPENING_AGAIN, Makeup, Origin, Progress, new_plan
-from torch_dpflow.rng import restore_generator
+from torch_dpflow.rng import fingerprints, following_rng, restore_generator, standing_at
 from torch_dpflow.state import LoaderState, OpeningStep, StreamState
+from torch_dpflow.streams import return_dataset
 
 
 class LoaderView:
@@ -43,8 +44,12 @@ def begin(
     run = loader._run
     epoch = run.epoch
     state = run.take_pending()
-    if state is not None and state.fresh and state.generator is not None and loader.generator is not None:
-        restore_generator(loader.generator, state.generator)
+    try:
+        if state is not None and state.fresh:
+            _return_to_rest(loader, state)
+    except StateError:
+        run.epoch = epoch
+        raise
     if state is None or (state.fresh and state.base_seed is None):
         progress = _afresh(iterator, loader, opening, start)
     else:
@@ -59,6 +64,20 @@ def begin(
     run.epoch = progress.epoch + 1
     run.progress = progress
     return progress
+
+
+def _return_to_rest(loader: Any, state: LoaderState) -> None:
+    """Have everything stand where it stood between the epochs."""
+    if state.plan_rng is not None and (names := standing_at(state.plan_rng, state.began)):
+        # The script was begun again as the first time: what the epochs before drew is not to come once more.
+        with following_rng(names):
+            repeat_draws(state, loader._index_sampler, loader.generator)
+    if state.generator is not None and loader.generator is not None:
+        restore_generator(loader.generator, state.generator)
+    if state.sampler is not None:
+        return_sampler(state.sampler, loader._index_sampler, loader.sampler)
+    if state.dataset is not None:
+        return_dataset(loader.dataset, state.dataset)
 
 
 def _afresh(
@@ -85,13 +104,16 @@ def _progress(
     base_seed: int,
     streams: Sequence[StreamState] = (),
 ) -> Progress:
+    run = loader._run
+    run.began = run.began or fingerprints(origin.rng)
     return Progress(
         makeup=Makeup(loader),
-        epoch=loader._run.epoch,
+        epoch=run.epoch,
         base_seed=base_seed,
         keeps_seed=loader.persistent_workers,
         opening=opening,
         origin=origin,
+        began=run.began,
         plan=new_plan(batches, loader._index_sampler, loader.sampler),
         generator=loader.generator,
         streams=streams,

@@ -1,6 +1,7 @@
 """The plan of one epoch: its index batches, drawn as they are needed, and what it takes to draw them again."""
 
 import operator
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.data import (
 )
 
 from torch_dpflow.errors import StateError
-from torch_dpflow.own_state import ask, give_back, has_state, opened, takes
+from torch_dpflow.own_state import Unsaved, ask, give_back, has_state, opened, takes
 from torch_dpflow.rng import encode_generator, restore_generator, restore_rng
 from torch_dpflow.state import LoaderState, OpeningStep
 
@@ -26,7 +27,7 @@ class Plan:
 
     Args:
         batches: the running iteration of the loader's index sampler.
-        sampler: what keeps the order's state itself, or None; see `stateful_part`.
+        sampler: what keeps the order's state itself beside `batches`, or None; see `stateful_part`.
         position: the batches that were drawn before this plan began.
         ended_at: the epoch's length, where the sampler is known to have come to its end.
     """
@@ -42,7 +43,8 @@ class Plan:
         self._batches = batches
         #: The position after the last batch, once the sampler has said that there is no other.
         self.ended_at = ended_at
-        self._sampler = sampler
+        self._sampler = sampler if sampler is not batches else None
+        self._iterator = batches if has_state(batches) else None
         self._by_count = takes(sampler, "consumed")
         #: The position that the next drawn batch will have.
         self.drawn = position
@@ -95,29 +97,75 @@ class Plan:
         Raises:
             StateError: the sampler could not say.
         """
-        if self._sampler is None:
+        if self._sampler is None and self._iterator is None:
             return None
         if position == self.drawn == length and not self._held:
             # Whether a sampler has turned to its next epoch when it has given its last index depends on whether
             # that index has filled a batch. Once it was asked for more, it has.
             self.settle()
         if self._by_count:
-            return opened(ask(self._sampler, consumed=samples))
+            return opened(_kept(ask(self._sampler, consumed=samples), None))
         for passed in [p for p in list(self._snapshots) if p < position]:
             del self._snapshots[passed]
         return opened(self._snapshots[position])
 
     def _snapshot(self) -> None:
-        if self._sampler is not None and not self._by_count:
-            self._snapshots[self.drawn] = ask(self._sampler)
+        if not self._by_count and (self._sampler is not None or self._iterator is not None):
+            self._snapshots[self.drawn] = _kept(ask(self._sampler), ask(self._iterator))
+
+    def sampler_at_rest(self) -> Any:
+        """The sampler's own state once the epoch is over. Raises StateError where it cannot say."""
+        self.settle()
+        return opened(_kept(ask(self._sampler), ask(self._iterator)))
 
 
-def stateful_part(batches: Iterator[Any], index_sampler: Any, sampler: Any) -> Any:
+def sampler_before(index_sampler: Any, sampler: Any) -> Any:
+    """The sampler's own state before any epoch; there is nothing to say where it cannot."""
+    kept = _kept(ask(stateful_part(index_sampler, sampler)), None)
+    return None if isinstance(kept, Unsaved) else kept
+
+
+def _kept(of_sampler: Any, of_iterator: Any) -> Any:
+    for kept in (of_sampler, of_iterator):
+        if isinstance(kept, Unsaved):
+            return kept
+    if of_sampler is None and of_iterator is None:
+        return None
+    return {"sampler": of_sampler, "iterator": of_iterator}
+
+
+def stateful_part(index_sampler: Any, sampler: Any) -> Any:
     """Which of these keeps its own state (`state_dict` and `load_state_dict`), or None."""
-    for part in (batches, index_sampler, sampler):
-        if has_state(part):
-            return part
-    return None
+    return next((part for part in (index_sampler, sampler) if has_state(part)), None)
+
+
+def return_sampler(kept: dict[str, Any], index_sampler: Any, sampler: Any) -> Iterator[Any]:
+    """Give the sampler and its iteration what they have kept; returns the iteration.
+
+    Raises:
+        StateError: one of them cannot take it.
+    """
+    if kept["sampler"] is not None:
+        give_back(stateful_part(index_sampler, sampler) or sampler, kept["sampler"], "sampler")
+    if kept["iterator"] is None:
+        return iter(())
+    batches: Iterator[Any] = iter(index_sampler)
+    give_back(batches, kept["iterator"], "sampler")
+    return batches
+
+
+def repeat_draws(state: LoaderState, index_sampler: Any, generator: torch.Generator | None) -> None:
+    """Draw from the generators again what the epoch drew that ended before this state."""
+    restore_rng(state.plan_rng or {})
+    if state.sampler is not None or state.kind == "iterable":  # whose order is not drawn by us
+        open_order(_without_order(state.opening), index_sampler, generator)
+        return
+    batches = open_order(state.opening, index_sampler, generator)
+    deque(islice(batches, 1) if is_drawn_at_start(index_sampler) else batches, maxlen=0)
+
+
+def _without_order(opening: Sequence[OpeningStep]) -> list[OpeningStep]:
+    return [step for step in opening if step != "order"]
 
 
 def open_order(
@@ -147,26 +195,25 @@ def replay(state: LoaderState, index_sampler: Any, sampler: Any, generator: torc
     if generator is not None and state.plan_generator is not None:
         restore_generator(generator, state.plan_generator)
     if state.sampler is not None:
+        open_order(_without_order(state.opening), index_sampler, generator)
         return _resume_sampler(state, index_sampler, sampler)
     batches = open_order(state.opening, index_sampler, generator)
     if state.draw_rng is not None:
         restore_rng(state.draw_rng)
-    plan = Plan(batches, sampler=stateful_part(batches, index_sampler, sampler))
+    plan = Plan(batches, sampler=stateful_part(index_sampler, sampler))
     plan.skip(state.position)
     plan.settle()
     return plan
 
 
 def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Plan:
-    part = stateful_part(iter(()), index_sampler, sampler)
-    if part is not None:
-        give_back(part, state.sampler, "sampler")
-        if state.ended:
-            return Plan(iter(()), sampler=part, position=state.position, ended_at=state.position)
-        return Plan(iter(index_sampler), sampler=part, position=state.position)
-    batches = iter(index_sampler)
-    part = stateful_part(batches, None, None)
-    give_back(sampler if part is None else part, state.sampler, "sampler")
+    assert state.sampler is not None
+    batches = return_sampler(state.sampler, index_sampler, sampler)
+    part = stateful_part(index_sampler, sampler)
+    if state.ended:
+        return Plan(iter(()), sampler=part, position=state.position, ended_at=state.position)
+    if state.sampler["iterator"] is None:
+        batches = iter(index_sampler)
     return Plan(batches, sampler=part, position=state.position)
 
 

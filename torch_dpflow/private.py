@@ -27,7 +27,7 @@ from torch_dpflow.errors import DescriptorLimitError, LifetimeError, MessageErro
 from torch_dpflow.platforms.base import Platform, WorkerHandle
 from torch_dpflow.platforms.local import end_all
 from torch_dpflow.remote.arena import ArenaReader
-from torch_dpflow.remote.batches import EpochOrder
+from torch_dpflow.remote.batches import Begun, EpochOrder
 from torch_dpflow.remote.messages import FAILURE, Finished, WorkerHello
 from torch_dpflow.remote.parcel import decode
 from torch_dpflow.remote.running_task import RunningTaskReader
@@ -36,7 +36,7 @@ from torch_dpflow.remote.services.awake_clock import AwakeClock
 from torch_dpflow.remote.services.shard import Shard
 from torch_dpflow.remote.transport import listen
 from torch_dpflow.remote.worker import Post
-from torch_dpflow.shard_events import Arrived, Broken, Died, Event, Poisoned, Starved, Totals
+from torch_dpflow.shard_events import Arrived, Broken, Died, Event, Poisoned, Started, Starved, Totals
 from torch_dpflow.state import StreamState
 
 #: Tasks that a worker holds: one that it loads and one that waits, so that it never idles for an answer. More would
@@ -356,6 +356,12 @@ class PrivateShard:
 
     def epoch_for(self, worker: int) -> bytes:
         return pickle.dumps(replace(self._order, stream=self._streams[worker]))
+
+    def begun(self, worker: int, frame: memoryview) -> None:
+        begun: Begun = pickle.loads(frame)
+        if begun.generation == self._order.generation:
+            self._streams[worker] = begun.stream or self._streams[worker]
+            self._tell(Started(worker, begun))
 
     def open(self, worker: int, finished: Finished, frames: list[memoryview]) -> Any:
         stream = pickle.loads(frames.pop()) if finished.has_stream else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -13,9 +14,9 @@ from torch_dpflow.errors import StateError
 from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.own_state import Unsaved, opened
 from torch_dpflow.plan import Plan, generator_state, length_or_none, replay, stateful_part
-from torch_dpflow.rng import RngState, capture_rng, preserved_rng, restore_generator
+from torch_dpflow.rng import RngState, capture_rng, following_rng, restore_generator, standing_at
 from torch_dpflow.state import LoaderState, OpeningStep, StreamState
-from torch_dpflow.streams import Stream
+from torch_dpflow.streams import ended
 
 if TYPE_CHECKING:
     from torch_dpflow.remote.client import SharedJob
@@ -41,6 +42,8 @@ class Run:
         self.epoch = epoch
         #: A state that the next iteration begins with.
         self.pending: LoaderState | None = None
+        #: Fingerprints of the process's generators where the first iteration of all began.
+        self.began: dict[str, str] = {}
         #: The latest iteration.
         self.progress: Position | None = None
         #: By number, the jobs of a loader with a flow: one for each of its iterations that go on side by side.
@@ -54,7 +57,7 @@ class Run:
         """The loaded state, once: whatever comes of it, the iteration after is a new one."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            self.epoch = pending.epoch
+            self.epoch, self.began = pending.epoch, pending.began
         return pending
 
 
@@ -106,6 +109,7 @@ class Progress:
         keeps_seed: the next iteration has the same base seed.
         opening: how it began.
         origin: what its order is drawn from.
+        began: see `LoaderState`.
         plan: its index batches.
         generator: the loader's.
         streams: where each worker's own stream is; empty where batches belong to nobody.
@@ -120,6 +124,7 @@ class Progress:
         keeps_seed: bool,
         opening: Sequence[OpeningStep],
         origin: Origin,
+        began: dict[str, str],
         plan: Plan,
         generator: torch.Generator | None,
         streams: Sequence[StreamState] = (),
@@ -131,8 +136,10 @@ class Progress:
         #: Workers that owe the batches in flight, in order; whoever assigns keeps it up to date.
         self.due: list[int] = []
         self.next_worker = 0
-        #: The dataset's stream, where it is read in this process: asked when the loader is.
-        self.own_stream: Stream | None = None
+        #: Asks the dataset where it is, if it keeps a state and is read in this process.
+        self.ask_dataset: Callable[[], Any] | None = None
+        #: Waits until every worker has said where its stream begins.
+        self.await_streams: weakref.WeakMethod[Callable[[], None]] | None = None
         #: The process's generators at the first draw, if they had been used since the opening.
         self.draw_rng: RngState | None = None
         self.finished = False
@@ -143,6 +150,7 @@ class Progress:
         self._keeps_seed = keeps_seed
         self._opening = list(opening)
         self._origin = origin
+        self._began = began
         self._generator = generator
 
     @classmethod
@@ -164,7 +172,7 @@ class Progress:
         _check_order(state, sampler, generator)
         before = generator_state(generator)
         try:
-            with preserved_rng():
+            with following_rng(standing_at(state.plan_rng or {}, state.began)):
                 plan = replay(state, index_sampler, sampler, generator)
             if generator is not None and state.sampler is not None and state.generator is not None:
                 restore_generator(generator, state.generator)
@@ -183,6 +191,7 @@ class Progress:
             keeps_seed=keeps_seed,
             opening=state.opening,
             origin=origin,
+            began=state.began,
             plan=plan,
             generator=generator,
             streams=[replace(stream) for stream in state.streams],
@@ -210,7 +219,13 @@ class Progress:
             del self._ahead[due]
 
     def state(self) -> LoaderState:
-        """From what the rest of this iteration, or the next, can be had. No side effect."""
+        """From what the rest of this iteration, or the next, can be had. No side effect.
+
+        Raises:
+            StateError: the dataset or the sampler keeps a state of its own, and could not say.
+        """
+        if self.await_streams is not None and (wait := self.await_streams()) is not None:
+            wait()
         if self.finished:
             return self._state_of_next()
         length = self._makeup.length()
@@ -225,6 +240,7 @@ class Progress:
             base_seed=self.base_seed,
             opening=self._opening,
             plan_rng=self._origin.rng,
+            began=self._began,
             draw_rng=self.draw_rng,
             plan_generator=self._origin.generator,
             generator=generator_state(self._generator),
@@ -238,9 +254,9 @@ class Progress:
         )
 
     def _streams_now(self) -> list[StreamState]:
-        if self.own_stream is None:
+        if self.ask_dataset is None:
             return [replace(stream, dataset=opened(stream.dataset)) for stream in self.streams]
-        kept = self.own_stream.state()
+        kept = self.ask_dataset()
         (stream,) = self.streams
         if isinstance(kept, Unsaved) and not stream.delivered:
             kept = None  # at its beginning nothing has to be said
@@ -251,20 +267,39 @@ class Progress:
             kind=self._makeup.kind,
             epoch=self.epoch + 1,
             base_seed=self.base_seed if self._keeps_seed else None,
+            opening=self._opening,
+            plan_rng=self._origin.rng,
+            began=self._began,
+            draw_rng=self.draw_rng,
             generator=generator_state(self._generator),
+            sampler=self.plan.sampler_at_rest(),
+            dataset=self._dataset_of_next(),
             length=self._makeup.length(),
             made_of=self._makeup.parts(),
-            streams=self.streams_of_next(),
+            streams=[replace(stream, dataset=opened(stream.dataset)) for stream in self.streams_of_next()],
         )
+
+    def _dataset_of_next(self) -> Any:
+        if self.ask_dataset is None:
+            return None
+        kept = opened(self.ask_dataset())
+        return ended(kept) if self._makeup.kind == "iterable" else kept
 
     def streams_of_next(self) -> list[StreamState]:
         """Where the workers' own streams begin in the next iteration, if the workers are kept for it."""
-        return [StreamState(rng=stream.rng) for stream in self.streams] if self._keeps_seed else []
+        if not self._keeps_seed:
+            return []
+        # Of an iterable dataset that was left in the middle, the worker will say where its next iteration begins.
+        said = [stream.ended or self._makeup.kind == "map" for stream in self.streams]
+        return [
+            StreamState(rng=stream.rng, dataset=stream.dataset if known else None)
+            for stream, known in zip(self.streams, said, strict=True)
+        ]
 
 
 def new_plan(batches: Any, index_sampler: Any, sampler: Any) -> Plan:
     """The plan of an epoch that begins with these index batches."""
-    return Plan(batches, sampler=stateful_part(batches, index_sampler, sampler))
+    return Plan(batches, sampler=stateful_part(index_sampler, sampler))
 
 
 def _check_order(state: LoaderState, sampler: Any, generator: torch.Generator | None) -> None:

@@ -106,6 +106,32 @@ def restore_rng(state: RngState) -> None:
         raise StateError(f"the state of the random number generators is damaged: {error!r}") from error
 
 
+def fingerprints(state: RngState) -> dict[str, str]:
+    """A digest of each generator's state, by its name."""
+    return {
+        name: hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
+        for name, value in state.items()
+    }
+
+
+def standing_at(state: RngState, began: dict[str, str]) -> set[str]:
+    """Which of the process's generators are as in `state`, or have the fingerprint that they have in `began`."""
+    now = capture_rng()
+    marks = fingerprints(now)
+    return {name for name in now if now[name] == state.get(name) or marks[name] == began.get(name)}
+
+
+@contextmanager
+def following_rng(names: set[str]) -> Iterator[None]:
+    """As `preserved_rng`, but what the body does to the generators of these names stays."""
+    before = capture_rng()
+    try:
+        yield
+    finally:
+        after = capture_rng()
+        restore_rng({name: (after if name in names else before)[name] for name in before})
+
+
 @contextmanager
 def preserved_rng() -> Iterator[None]:
     """Whatever the body does to the process's generators is undone after it."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_dpflow.platforms.base import WorkerHandle
+from torch_dpflow.remote.batches import Begun
 from torch_dpflow.state import StreamState
 
 
@@ -30,6 +31,14 @@ class Poisoned:
 
 
 @dataclass(frozen=True)
+class Started:
+    """A worker whose stream is its own says how it began an epoch."""
+
+    worker: int
+    begun: Begun
+
+
+@dataclass(frozen=True)
 class Starved:
     """A worker has nothing to do."""
 
@@ -49,7 +58,7 @@ class Broken:
     error: BaseException
 
 
-Event = Arrived | Poisoned | Starved | Died | Broken
+Event = Arrived | Poisoned | Started | Starved | Died | Broken
 
 
 @dataclass(frozen=True, kw_only=True)

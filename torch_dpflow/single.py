@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +12,12 @@ from torch.utils.data import IterDataPipe, MapDataPipe, _DatasetKind, _utils, gr
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torch_dpflow.opening import begin
+from torch_dpflow.own_state import has_state
 from torch_dpflow.plan import Plan, samples_in
 from torch_dpflow.progress import OPENING_ALONE
 from torch_dpflow.rng import capture_rng, loading_for, preserved_rng
 from torch_dpflow.state import StreamState
-from torch_dpflow.streams import Stream
+from torch_dpflow.streams import Stream, at_rest, return_dataset
 
 
 class SingleProcessIterator(_BaseDataLoaderIter):
@@ -26,16 +29,22 @@ class SingleProcessIterator(_BaseDataLoaderIter):
 
     def __init__(self, loader: Any) -> None:
         self._run = loader._run
+        epoch, pending, progress = self._run.epoch, self._run.pending, self._run.progress
         self._progress = begin(self, loader, OPENING_ALONE, super().__init__)
         if isinstance(self._dataset, IterDataPipe | MapDataPipe):
             graph_settings.apply_sharding(self._dataset, self._world_size, self._rank)
         self._rng_at_start = copy.copy(torch.default_generator.get_state())
         self._plan: Plan = self._progress.plan
         self._drawn = self._progress.position > 0
-        self._fetcher = self._make_fetcher(loader)
-        if self._dataset_kind == _DatasetKind.Iterable:
+        try:
+            self._fetcher = self._make_fetcher(loader)
+        except BaseException as error:
+            self._run.epoch, self._run.progress = epoch, progress
+            self._run.pending = None if isinstance(error, Exception) else pending
+            raise
+        self._progress.ask_dataset = self._asked()
+        if self._dataset_kind == _DatasetKind.Iterable or self._progress.ask_dataset is not None:
             self._progress.streams = self._progress.streams or [StreamState()]
-            self._progress.own_stream = self._fetcher if self._fetcher.keeps_state else None
         self._run.meter.begin_epoch()
 
     def _next_data(self) -> Any:
@@ -83,13 +92,25 @@ class SingleProcessIterator(_BaseDataLoaderIter):
                 self._dataset_kind, self._dataset, self._auto_collation, self._collate_fn, self._drop_last
             )
 
-        if self._dataset_kind != _DatasetKind.Iterable:
-            return torchs()
         stream = self._progress.streams[0] if self._progress.streams else StreamState()
+        if self._dataset_kind != _DatasetKind.Iterable:
+            if stream.dataset is not None:
+                return_dataset(self._dataset, stream.dataset)
+            return torchs()
+        if stream.dataset is not None and stream.dataset["ended"] and not stream.delivered:
+            return_dataset(self._dataset, stream.dataset)
+            stream = StreamState()
         batch_size = loader.batch_size if self._auto_collation else None
-        if not stream.delivered:
+        if not stream.delivered and stream.dataset is None:
             return Stream(self._dataset, torchs, state=None, skip=0, batch_size=batch_size)
         with preserved_rng():
             return Stream(
                 self._dataset, torchs, state=stream.dataset, skip=stream.delivered, batch_size=batch_size
             )
+
+    def _asked(self) -> Callable[[], Any] | None:
+        """What says where the dataset is, if it keeps a state."""
+        if self._dataset_kind != _DatasetKind.Iterable:
+            return partial(at_rest, self._dataset) if has_state(self._dataset) else None
+        stream: Stream = self._fetcher
+        return stream.state if stream.keeps_state else None

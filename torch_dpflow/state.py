@@ -26,7 +26,8 @@ class StreamState:
     delivered: int = 0
     #: Its dataset came to its end.
     ended: bool = False
-    #: The dataset's own state after them, if it keeps one; its type is the dataset's affair.
+    #: What the dataset and its iterator keep themselves after them, under these names, and whether the dataset has
+    #: "ended" in a short batch; None if neither keeps anything. In a worker's hands a form that travels.
     dataset: Any = None
     #: The worker's generators after them; where the dataset keeps no state, so that its beginning has to be
     #: passed over again, as they were before it. None: as its seed leaves them.
@@ -50,7 +51,8 @@ class LoaderState:
     kind: Literal["map", "iterable"] = "map"
     #: Iterations begun before this one; part of the key of random augmentation.
     epoch: int = 0
-    #: No batch has been planned: the next iteration starts afresh.
+    #: No batch has been planned: the next iteration starts afresh. `opening` and the generators beside it are then
+    #: those of the epoch before, if there was one.
     fresh: bool = True
     #: Batches delivered, all before this position and those in `ahead`.
     position: int = 0
@@ -66,14 +68,18 @@ class LoaderState:
     opening: list[OpeningStep] = field(default_factory=list)
     #: The generators from which the plan was drawn, as they were before it.
     plan_rng: RngState | None = None
+    #: Fingerprints of the process's generators where the first epoch of all began.
+    began: dict[str, str] = field(default_factory=dict)
     #: The generators before the first batch was drawn, where the process had used them since the opening.
     draw_rng: RngState | None = None
     #: The loader's `generator` before the plan was drawn.
     plan_generator: str | None = None
     #: The loader's `generator` at the time of the snapshot.
     generator: str | None = None
-    #: The sampler's own state, if it keeps one.
-    sampler: Any = None
+    #: What the sampler and its iteration keep themselves, under these names, if either keeps anything.
+    sampler: dict[str, Any] | None = None
+    #: In a fresh state: what the dataset keeps, where it is read in the training process; as in a `StreamState`.
+    dataset: dict[str, Any] | None = None
     #: The sampler has given all of this epoch's batches, and its state is that after them.
     ended: bool = False
     #: Batches in a whole epoch, where known; guards against resuming on other data, as the next one does.
@@ -96,6 +102,7 @@ class LoaderState:
         shallow["due"] = list(self.due)
         shallow["opening"] = list(self.opening)
         shallow["made_of"] = dict(self.made_of)
+        shallow["began"] = dict(self.began)
         shallow["plan_rng"], shallow["draw_rng"] = deepcopy(self.plan_rng), deepcopy(self.draw_rng)
         shallow["streams"] = [stream.as_dict() for stream in self.streams]
         return shallow
@@ -150,5 +157,15 @@ class LoaderState:
             raise StateError(
                 "the state is damaged: it is in mid-epoch but lacks what its plan was drawn from"
             )
+        _check_own("sampler", self.sampler, {"sampler", "iterator"})
+        for kept in (self.dataset, *(stream.dataset for stream in self.streams)):
+            _check_own("dataset", kept, {"dataset", "iterator", "ended"})
         if any(worker not in range(len(self.streams)) for worker in self.due):
             raise StateError(f"the state is damaged: due={self.due} names workers beyond {len(self.streams)}")
+
+
+def _check_own(kind: str, kept: Any, keys: set[str]) -> None:
+    if kept is not None and not (isinstance(kept, dict) and set(kept) == keys):
+        raise StateError(
+            f"the state is damaged: what the {kind} keeps itself is {kept!r:.80}, not {sorted(keys)}"
+        )

@@ -6,6 +6,41 @@ from typing import Any
 from torch_dpflow.own_state import Unsaved, ask, give_back, has_state
 
 
+def at_rest(dataset: Any) -> dict[str, Any] | Unsaved | None:
+    """As `Stream.state`, for a dataset that nobody iterates: between epochs, and of map-style ones always."""
+    kept = ask(dataset)
+    if kept is None or isinstance(kept, Unsaved):
+        return kept
+    return {"dataset": kept, "iterator": None, "ended": False}
+
+
+def ended(kept: Any) -> Any:
+    """What `Stream.state` has kept, at the end of its iteration."""
+    return {**kept, "ended": True} if isinstance(kept, dict) else kept
+
+
+def return_dataset(dataset: Any, kept: dict[str, Any]) -> None:
+    """Have the next iteration of `dataset` begin where it would have after that of which this was kept.
+
+    Raises:
+        StateError: it, or its iterator, cannot take its state.
+    """
+    if kept["dataset"] is not None and not _stands_at(dataset, kept["dataset"]):
+        give_back(dataset, kept["dataset"], "dataset")
+    if kept["ended"]:
+        # It is brought to its end, and not to its next beginning: that is the affair of the iteration to come.
+        iterator = iter(dataset)
+        if kept["iterator"] is not None:
+            give_back(iterator, kept["iterator"], "dataset")
+
+
+def _stands_at(dataset: Any, state: Any) -> bool:
+    try:
+        return bool(ask(dataset) == state)
+    except Exception:  # tensors, for instance, are not equal or unequal
+        return False
+
+
 class Stream:
     """The batches that one copy of an iterable dataset yields, one after the other.
 
@@ -44,7 +79,7 @@ class Stream:
     def state(self) -> dict[str, Any] | Unsaved | None:
         """The position after the latest batch, kept by the dataset and its iterator; None if neither does."""
         # With its last, short batch a dataset has come to its end, and may already be back at its beginning.
-        ended = bool(getattr(self._fetcher, "ended", False))
+        short = bool(getattr(self._fetcher, "ended", False))
         iterator = self._fetcher.dataset_iter
         of_iterator = ask(iterator)
         # One that is its own iterator has one state, which it takes once its iteration has begun.
@@ -54,7 +89,7 @@ class Stream:
                 return state
         if of_iterator is None and of_dataset is None:
             return None
-        return {"dataset": of_dataset, "iterator": of_iterator, "ended": ended}
+        return {"dataset": of_dataset, "iterator": of_iterator, "ended": short}
 
     def _pass_over(self, samples: int) -> None:
         for _ in range(samples):

@@ -17,7 +17,7 @@ from torch_dpflow.remote.fetching import ThreadedFetcher, failure
 from torch_dpflow.remote.messages import BATCH, END, FAILURE
 from torch_dpflow.rng import begin_epoch_of_worker, capture_rng, restore_rng, seed_batch
 from torch_dpflow.state import StreamState
-from torch_dpflow.streams import Stream
+from torch_dpflow.streams import Stream, at_rest, ended, return_dataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,21 @@ class EpochOrder:
     shared_seed: int | None
     #: Where this worker's own stream begins, if not at its beginning.
     stream: StreamState | None
+    #: Counts the epochs of these workers.
+    generation: int = 0
+    #: `stream` is one that was saved, and not where the worker's own last epoch has left it.
+    resumes: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """How a worker began an epoch whose stream is its own."""
+
+    generation: int
+    #: Where it begins, if its dataset can say.
+    stream: StreamState | None
+    #: Why it could not, as an ExceptionWrapper.
+    failure: Any
 
 
 class Loaded(NamedTuple):
@@ -79,14 +94,18 @@ class BatchSource:
         self._delivered = 0
         _become_worker(assignment, worker)
 
-    def begin(self, order: EpochOrder) -> None:
-        """Start an epoch. What fails here, in `worker_init_fn` too, is told in answer to the tasks."""
+    def begin(self, order: EpochOrder) -> Begun | None:
+        """Start an epoch; says how it began where this worker's stream is its own.
+
+        What fails here, in `worker_init_fn` too, is told in answer to the tasks.
+        """
         first = self._order is None
-        order = self._order = _opened(order)
+        self._order = order
         begin_epoch_of_worker(order.epoch)
         self._delivered = order.stream.delivered if order.stream is not None else 0
         self._broken = None
         try:
+            order = self._order = _opened(order, lives_on=not first and not order.resumes)
             if isinstance(self._dataset, IterDataPipe):
                 shared = torch.Generator()
                 shared.manual_seed(order.shared_seed or 0)
@@ -96,6 +115,9 @@ class BatchSource:
             self._begin_stream(order.stream)
         except Exception:
             self._broken = failure(self._worker)
+        if not self._assignment.own_stream:
+            return None
+        return Begun(generation=order.generation, stream=self._beginning(), failure=self._broken)
 
     def load(self, position: int, index: Any) -> Loaded:
         """Load the batch of these indices, which has this position in the plan. Never raises an Exception."""
@@ -110,9 +132,9 @@ class BatchSource:
         except StopIteration:
             if self._iterable:
                 # What comes after it goes on from here.
-                return Loaded(
-                    END, None, StreamState(delivered=self._delivered, ended=True, rng=capture_rng())
-                )
+                kept = sealed(self._dataset, ended(self._fetcher.state()))
+                stream = StreamState(delivered=self._delivered, ended=True, dataset=kept, rng=capture_rng())
+                return Loaded(END, None, stream)
             return Loaded(FAILURE, failure(self._worker), self._stream_state())
         except Exception:
             return Loaded(
@@ -140,14 +162,20 @@ class BatchSource:
         overlaps = not self._iterable and assignment.read_threads > 1 and assignment.auto_collation
         if overlaps and not callable(getattr(self._dataset, "__getitems__", None)):
             return ThreadedFetcher(self._dataset, assignment.collate_fn, assignment.read_threads)
+        kept = stream.dataset if stream is not None else None
+        over = stream is not None and (stream.ended or not stream.delivered)
+        if kept is not None and (not self._iterable or (over and kept["ended"])):
+            return_dataset(self._dataset, kept)
+            kept = None
         if not self._iterable:
             return self._torch_fetcher()
+        if stream is not None and stream.ended:  # and is asked for nothing until the next epoch
+            return None
         return Stream(
             self._dataset,
             self._torch_fetcher,
-            state=stream.dataset if stream is not None else None,
-            # A stream that has ended is asked for nothing, and left at its beginning for the next epoch.
-            skip=stream.delivered if stream is not None and not stream.ended else 0,
+            state=kept,
+            skip=stream.delivered if stream is not None else 0,
             batch_size=assignment.batch_size if assignment.auto_collation else None,
         )
 
@@ -161,13 +189,25 @@ class BatchSource:
             assignment.drop_last,
         )
 
+    def _kept(self) -> Any:
+        return sealed(self._dataset, self._fetcher.state() if self._iterable else at_rest(self._dataset))
+
+    def _beginning(self) -> StreamState | None:
+        """Where the stream is before its first batch; None where that is known without asking the dataset."""
+        assert self._order is not None
+        over = self._order.stream is not None and self._order.stream.ended
+        kept = None if over or self._broken is not None else self._kept()
+        if kept is None or isinstance(kept, Unsaved):  # at its beginning nothing has to be said
+            return None
+        return StreamState(delivered=self._delivered, dataset=kept, rng=capture_rng())
+
     def _stream_state(self) -> StreamState | None:
         self._delivered += 1
         if not self._assignment.own_stream:
             return None
+        kept = self._kept()
         if not self._iterable:
-            return StreamState(delivered=self._delivered, rng=capture_rng())
-        kept = sealed(self._dataset, self._fetcher.state())
+            return StreamState(delivered=self._delivered, dataset=kept, rng=capture_rng())
         if kept is not None and not isinstance(kept, Unsaved):
             return StreamState(delivered=self._delivered, dataset=kept, rng=capture_rng())
         # It is come back to by passing over its beginning, which draws the same numbers again.
@@ -176,14 +216,13 @@ class BatchSource:
         return StreamState(delivered=self._delivered, dataset=kept, rng=start)
 
 
-def _opened(order: EpochOrder) -> EpochOrder:
-    """With the dataset's state as the dataset takes it; none where none could be had."""
+def _opened(order: EpochOrder, *, lives_on: bool) -> EpochOrder:
+    """With the dataset's state as the dataset takes it; none where it has it already, or none could be had."""
     if order.stream is None:
         return order
     kept = order.stream.dataset
-    return replace(
-        order, stream=replace(order.stream, dataset=None if isinstance(kept, Unsaved) else opened(kept))
-    )
+    nothing = lives_on or isinstance(kept, Unsaved)
+    return replace(order, stream=replace(order.stream, dataset=None if nothing else opened(kept)))
 
 
 def _become_worker(assignment: Assignment, worker: int) -> None:

@@ -252,6 +252,10 @@ class WorkerReady(_Header, tag=36):
     """
 
 
+class WorkerBegun(_Header, tag=37):
+    """Worker to shard: where its own stream begins in the epoch that it was told of. One frame follows: `Begun`."""
+
+
 class EpochBegin(_Header, tag=32):
     """Shard to worker: forget the tasks that you hold; an epoch begins. One frame follows, as above."""
 
@@ -309,6 +313,7 @@ Header: TypeAlias = (
     | WorkerHello
     | WorkerWelcome
     | WorkerReady
+    | WorkerBegun
     | EpochBegin
     | Window
     | Exchange

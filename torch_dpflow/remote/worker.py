@@ -7,7 +7,7 @@ import os
 import pickle
 import signal
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch_dpflow.remote.messages import (
     Finished,
     Stop,
     Window,
+    WorkerBegun,
     WorkerHello,
     WorkerReady,
     WorkerWelcome,
@@ -138,15 +139,26 @@ class _Worker:
                 self._ask_if_emptied(held)
             case WorkerWelcome(shared_memory=shared_memory):
                 self._share_memory(shared_memory)
-                self._source.begin(pickle.loads(frames[0]))
+                self._begin(frames[0])
                 self._connection.send([encode(WorkerReady())])
             case EpochBegin():
                 held = len(self._tasks)
                 self._tasks.clear()
-                self._source.begin(pickle.loads(frames[0]))
+                self._begin(frames[0])
                 self._ask_if_emptied(held)
             case Stop():
                 self._stopped = True
+
+    def _begin(self, order: memoryview) -> None:
+        assert self._source is not None
+        begun = self._source.begin(pickle.loads(order))
+        if begun is None:
+            return
+        try:
+            told = pickle.dumps(begun)
+        except Exception:  # the exception's class cannot travel; its text can
+            told = pickle.dumps(replace(begun, failure=_as_runtime_error(begun.failure)))
+        self._connection.send([encode(WorkerBegun()), told])
 
     def _ask_if_emptied(self, held: int) -> None:
         # The scheduler cannot know that nothing of a window was begun when it was taken back.

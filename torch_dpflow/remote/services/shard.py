@@ -20,6 +20,7 @@ from torch_dpflow.remote.messages import (
     Finished,
     Stop,
     Window,
+    WorkerBegun,
     WorkerHello,
     WorkerReady,
     WorkerWelcome,
@@ -62,6 +63,9 @@ class Requester(Protocol):
 
     def epoch_for(self, worker: int) -> bytes:
         """What this worker must know of the running epoch; opaque to the shard."""
+
+    def begun(self, worker: int, frame: memoryview) -> None:
+        """Where this worker begins. Raises MessageError where no worker has to say."""
 
     def open(self, worker: int, finished: Finished, frames: list[memoryview]) -> Any:
         """Take in a result's frames. Raises SegmentLostError when they died with the worker."""
@@ -191,6 +195,8 @@ class Shard:
                     self._welcome(peer, header)
                 case WorkerReady():
                     self._employ(peer)
+                case WorkerBegun():
+                    self._note_beginning(peer, frames[1:])
                 case _:
                     raise MessageError(f"a shard hears no {type(header).__name__} from workers")
         except MessageError as error:
@@ -222,6 +228,13 @@ class Shard:
         if self._peers.get(worker) == peer:
             self._starting.pop(worker, None)
             self._follow(self._scheduler.handle(Join(worker, self._clock())))
+
+    def _note_beginning(self, peer: bytes, frames: list[memoryview]) -> None:
+        if len(frames) != 1:
+            raise MessageError(f"a WorkerBegun has {len(frames)} frames after it; one belongs there")
+        worker = _worker_of(peer)
+        if self._peers.get(worker) == peer:
+            self._requester.begun(worker, frames[0])
 
     def _exchange(self, peer: bytes, exchange: Exchange, frames: list[memoryview]) -> None:
         worker = _worker_of(peer)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch._utils import ExceptionWrapper
 
 from torch_dpflow.descriptors import exhausted, is_exhausted
-from torch_dpflow.errors import DescriptorLimitError
+from torch_dpflow.errors import DescriptorLimitError, MessageError
 from torch_dpflow.remote.arena import ArenaReader
 from torch_dpflow.remote.messages import Finished, WorkerHello
 from torch_dpflow.remote.pool_objects import Load
@@ -210,6 +210,9 @@ class ShardWorkers:
 
     def epoch_for(self, worker: int) -> bytes:
         return GREETING.pack(self._id, os.getpid(), self.expected) + self._content.encode()
+
+    def begun(self, worker: int, frame: memoryview) -> None:
+        raise MessageError(f"worker {worker} of a flow has no stream of its own to tell of")
 
     def open(self, worker: int, finished: Finished, frames: list[memoryview]) -> Settled:
         known = self._workers.get(worker)
