@@ -22,6 +22,16 @@ from torch_dpflow.rng import encode_generator, restore_generator, restore_rng
 from torch_dpflow.state import LoaderState, OpeningStep
 
 
+class _AsItIs:
+    """Iterates an iterator that is not to be asked for `iter` again: some samplers start their epoch anew then."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterator
+
+
 class Plan:
     """Index batches in the order in which the sampler gives them.
 
@@ -40,7 +50,7 @@ class Plan:
         position: int = 0,
         ended_at: int | None = None,
     ) -> None:
-        self._batches = batches
+        self._batches = _AsItIs(batches)
         #: The position after the last batch, once the sampler has said that there is no other.
         self.ended_at = ended_at
         self._sampler = sampler if sampler is not batches else None
@@ -81,7 +91,7 @@ class Plan:
         """
         for skipped in range(batches):
             try:
-                next(self._batches)
+                next(iter(self._batches))
             except StopIteration:
                 raise StateError(
                     f"the state is at batch {batches}, but this epoch has {skipped}: the sampler or the data set "

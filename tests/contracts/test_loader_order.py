@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -164,3 +166,38 @@ def test_how_far_a_sampler_is_drawn_ahead(Loader: Any, num_workers: int, prefetc
     for taken in range(1, 20):
         next(iterator)
         assert drawn == taken + window
+
+
+class Asked(Indices):
+    """A row is what it is asked for: an index, or several."""
+
+    def __init__(self) -> None:
+        super().__init__(5)
+
+    def __getitem__(self, index: Any) -> Any:
+        return index
+
+
+class StartsAnew(Sampler[list[int]]):
+    """Is its own iterator, and starts its epoch anew whenever it is asked for one."""
+
+    def __init__(self) -> None:
+        self._left: list[list[int]] = []
+
+    def __iter__(self) -> StartsAnew:
+        self._left = [[0, 1], [2, 3], [4]]
+        return self
+
+    def __next__(self) -> list[int]:
+        if not self._left:
+            raise StopIteration
+        return self._left.pop(0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_that_is_its_own_iterator(Loader: Any, num_workers: int) -> None:
+    for how in ({"batch_sampler": StartsAnew()}, {"sampler": StartsAnew(), "batch_size": None}):
+        loader = Loader(Asked(), num_workers=num_workers, collate_fn=list, **how)
+        for _ in range(2):
+            # Beyond its end, which one that starts anew over and over has not.
+            assert list(islice(loader, 5)) == [[0, 1], [2, 3], [4]]
