@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -187,7 +188,11 @@ class DPFlowDataLoader(DataLoader[T]):
 
     def stats(self) -> LoaderStats:
         """What this loader has done so far, over all its iterations."""
-        return self._run.meter.snapshot()
+        stats, jobs = self._run.meter.snapshot(), self._run.jobs.values()
+        if not jobs:
+            return stats
+        latest = max((job.sharing for job in jobs), key=lambda sharing: sharing.served)
+        return replace(stats, flow_served=latest.served, flow_decodes=latest.decodes, sharing=latest.why)
 
     def _check_workers(self) -> None:
         if self.flow is None and self.num_workers and not has_processes(self.multiprocessing_context):

@@ -33,6 +33,11 @@ class LoaderStats:
     duplicates: int
     #: Batches moved from a busy worker to an idle one.
     steals: int
+    #: Of a shared flow, samples that its jobs have been given and those that were loaded for them, all jobs together,
+    #: since its shards were started; and why little is shared, empty where much is or nothing can be said yet.
+    flow_served: int = 0
+    flow_decodes: int = 0
+    sharing: str = ""
 
 
 class LoaderMeter:

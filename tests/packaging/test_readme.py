@@ -88,9 +88,14 @@ def test_the_block_for_several_jobs_runs_side_by_side(
             )
             job = own_script(JOB, tmp_path)
             with start(job, directory=tmp_path) as one, start(job, directory=tmp_path) as other:
+                told: list[list[int]] = []
                 for process in (one, other):
-                    _, said = process.communicate(timeout=120)
+                    out, said = process.communicate(timeout=120)
                     assert process.returncode == 0, said
+                    told.append([int(number) for number in re.findall(r"\d+", out)])
+            served, loaded = max(told)
+            assert served == 4000
+            assert loaded < 1500
         finally:
             cluster.terminate()
         _, said = cluster.communicate(timeout=60)

@@ -22,7 +22,7 @@ from torch_dpflow.cli.cluster_calls import (
     stop_node,
     to_json,
 )
-from torch_dpflow.cli.cluster_printing import print_flows, print_processes, print_top
+from torch_dpflow.cli.cluster_printing import print_flows, print_processes, print_sharing, print_top
 from torch_dpflow.descriptors import soft_limit
 from torch_dpflow.errors import DeadlineError, OptionError, UsageError
 from torch_dpflow.log import FORMATS, LEVELS, LogOptions
@@ -142,6 +142,7 @@ def status(address: str, as_json: bool) -> None:
         click.echo(to_json({"flows": flows, "processes": processes}))
     else:
         print_flows(flows)
+        print_sharing(figures_of(flows, processes))
         print_processes(processes)
 
 

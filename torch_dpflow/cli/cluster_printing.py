@@ -35,6 +35,17 @@ def print_flows(flows: Sequence[FlowView]) -> None:
     stdout_console().print(table)
 
 
+def print_sharing(figures: ClusterFigures) -> None:
+    """One paragraph for each flow that has given samples out: how many, how many were loaded, why so many."""
+    for row in figures.flows:
+        if row.figures.served:
+            served, decodes = _counts(row.figures.served, row.figures.decodes)
+            why = f" Little is shared: {row.sharing}." if row.sharing else ""
+            stdout_console(highlight=False).print(
+                escape(f"{row.flow}: jobs were given {served} samples, for which {decodes} were loaded.{why}")
+            )
+
+
 def print_processes(processes: Sequence[ProcessView]) -> None:
     """One row for each process."""
     table = _table("processes", "process", "role", "pid", "restarts", "address")
@@ -74,6 +85,7 @@ def print_flow(flow: FlowView, figures: ClusterFigures) -> None:
             f"  has {part.shards} shards, {part.workers} workers, {_bytes(part.memory_bytes)}; "
             f"keeps by {flow.spec.policy}, draws by {flow.spec.strategy}"
         )
+        print_sharing(figures)
         _print_shards(console, figures)
         _print_jobs(console, figures, None)
 

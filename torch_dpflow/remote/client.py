@@ -36,6 +36,7 @@ from torch_dpflow.remote.router_link import RouterLink
 from torch_dpflow.remote.samples import SampleAssignment
 from torch_dpflow.remote.shard_link import ShardLinks
 from torch_dpflow.remote.shared_iterator import CLOSE_S, Pipeline, SharedIterator
+from torch_dpflow.remote.sharing import Sharing, sharing_of
 from torch_dpflow.remote.stop_signal import StopSignal
 from torch_dpflow.samplers.indices import Indices, check_indices
 
@@ -121,6 +122,7 @@ def open_job(
         seed=seed,
         batch_size=batch_size,
         indices=chosen,
+        keeps=(source.repeatable or source.staged) and options.policy != "none",
         rank=None
         if replica is None
         else JobRank(name, replica.rank, replica.num_replicas, replica.drop_last),
@@ -176,6 +178,13 @@ class SharedJob:
     def seed(self) -> int:
         """What decides the job's own order."""
         return self._job.seed
+
+    @property
+    def sharing(self) -> Sharing:
+        """What its flow's shards have loaded and given out, as they said last."""
+        tallies = list(self._links.tallies.values())
+        served, decodes = (sum(tally[place] for tally in tallies) for place in (0, 1))
+        return sharing_of(served, decodes, size=self._size, keeps=self._job.keeps)
 
     @property
     def is_read(self) -> bool:

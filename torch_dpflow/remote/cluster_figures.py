@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from torch_dpflow.remote.protocol import FlowView, ProcessView
+from torch_dpflow.remote.sharing import sharing_of
 
 
 class ShardFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +86,8 @@ class FlowRow(msgspec.Struct, frozen=True, kw_only=True):
     #: Shards that own keys.
     shards: int
     figures: ShardFigures
+    #: Why its jobs share little; empty where they share much, or nothing can be said yet.
+    sharing: str
     #: How often its router, its shards and its workers have been started again.
     restarts: int
 
@@ -113,6 +116,8 @@ def figures_of(flows: Sequence[FlowView], processes: Sequence[ProcessView]) -> C
         routers = [view for view in own if view.role == "router"]
         shards += mine
         jobs += [row for view in routers for row in _job_rows(instance, view)]
+        figures, spec = _sum([row.figures for row in mine]), flow.spec
+        keeps = (spec.repeatable or spec.staged) and spec.policy != "none"
         rows.append(
             FlowRow(
                 flow=instance,
@@ -120,7 +125,8 @@ def figures_of(flows: Sequence[FlowView], processes: Sequence[ProcessView]) -> C
                 jobs=flow.jobs,
                 generation=max((count_of(view.status, "generation") for view in routers), default=0),
                 shards=sum(row.figures.keys > 0 for row in mine),
-                figures=_sum([row.figures for row in mine]),
+                figures=figures,
+                sharing=sharing_of(figures.served, figures.decodes, size=spec.size, keeps=keeps).why,
                 restarts=sum(view.restarts for view in own),
             )
         )

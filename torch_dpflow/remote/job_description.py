@@ -23,6 +23,8 @@ class JobDescription:
     indices: IndexArray | None
     #: Which part of the job this process reads; None: all of it.
     rank: JobRank | None = None
+    #: Whether its flow keeps samples for who reads later.
+    keeps: bool = False
 
     @property
     def instance(self) -> str:

@@ -363,3 +363,6 @@ class Served(Body):
     """From a shard: samples; their frames follow, in order."""
 
     samples: Annotated[list[ServedSample], msgspec.Meta(max_length=MAX_SAMPLES)]
+    #: Samples that the shard has given to jobs since it was started, these among them, and those that it has loaded.
+    served: Count = 0
+    decodes: Count = 0

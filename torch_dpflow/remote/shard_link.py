@@ -67,6 +67,8 @@ class ShardLinks:
         self._clients: dict[str, RpcClient] = {}
         #: Tickets whose samples have come, to be given back, by shard.
         self._taken: defaultdict[str, list[int]] = defaultdict(list)
+        #: By shard, how many samples it has given out and loaded since it was started.
+        self.tallies: dict[str, tuple[int, int]] = {}
         #: What will be needed and is not said yet, by shard.
         self._unsaid: defaultdict[str, list[Wanted]] = defaultdict(list)
 
@@ -103,6 +105,7 @@ class ShardLinks:
             return outcome
         self._router.contact.heard()
         served: Served = answer.body
+        self.tallies[fetch.address] = served.served, served.decodes
         frames, taken = answer.frames, self._taken[fetch.address]
         begin = 0
         for sample in served.samples:

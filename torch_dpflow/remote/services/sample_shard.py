@@ -333,6 +333,7 @@ class SampleShard:
             frames += settled.frames
             self._served_bytes += settled.nbytes
         self._served += len(answer.samples)
+        answer.served, answer.decodes = self._served, self._workers.decodes
         call.answer(answer, frames)
 
     def _make_pool(self, settings: ShardSettings) -> Pool | StagedPool:

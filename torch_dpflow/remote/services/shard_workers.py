@@ -150,12 +150,18 @@ class ShardWorkers:
         self._give_up_unless_workers_start()
         self._shard.tick()
 
+    @property
+    def decodes(self) -> int:
+        """Samples that were loaded; what was drawn of those that are kept does not count."""
+        counters = self._scheduler.counters
+        return counters.delivered + counters.duplicates - self._rests_done
+
     def figures(self) -> dict[str, int]:
         """Counts for people."""
         counters = self._scheduler.counters
         return {
             "workers": len(self._workers),
-            "decodes": counters.delivered + counters.duplicates - self._rests_done,
+            "decodes": self.decodes,
             "steals": counters.steals,
             "overtaken": counters.speculated,
             "duplicates": counters.duplicates,
