@@ -4,6 +4,8 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 #: Marks our directories, together with the user's id, so that a sweep looks at nothing else.
@@ -12,6 +14,8 @@ _UNLOCKED = "new-"
 _LOCK = "lock"
 #: A socket's path may have no more than 107 bytes, and a deep TMPDIR would break that.
 _LONGEST_BASE = 60
+#: No directory is in the making for so long, seconds: whoever made it was killed over it.
+_MAKING_S = 3600
 
 
 class PrivateDirectory:
@@ -49,6 +53,10 @@ def sweep() -> None:
     for directory in Path(_base()).glob(PREFIX + "*"):
         if _is_abandoned(directory / _LOCK):
             shutil.rmtree(directory, ignore_errors=True)
+    for made in Path(_base()).glob(_UNLOCKED + PREFIX + "*"):
+        with suppress(OSError):  # it is there no more
+            if time.time() - made.stat().st_mtime > _MAKING_S:
+                shutil.rmtree(made, ignore_errors=True)
 
 
 def _base() -> str:
