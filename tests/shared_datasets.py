@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import random
@@ -77,4 +78,18 @@ class SlowNumbers(Numbers):
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(self.cost_s)
+        return super().__getitem__(index)
+
+
+class HeldUp(SlowNumbers):
+    """As `SlowNumbers`; whoever finds a file `hang` in a folder removes it and hangs for ever."""
+
+    def __init__(self, size: int, cost_s: float, folder: str) -> None:
+        super().__init__(size, cost_s)
+        self.file = os.path.join(folder, "hang")
+
+    def __getitem__(self, index: int) -> Any:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.file)
+            time.sleep(10**6)
         return super().__getitem__(index)

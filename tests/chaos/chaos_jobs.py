@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.reading import Reading
-from tests.new_process import interpreter
+from tests.new_process import ROOT, interpreter
 from tests.shared_cluster import TestCluster, wait
 from tests.workers import has_ended
 
@@ -21,9 +21,10 @@ _NURSE = "import sys; from tests.chaos.reading import nurse; nurse(sys.stdin, sy
 class Nursery:
     """A process of which jobs are forked."""
 
-    def __init__(self, *command: str) -> None:
-        """Command: runs an interpreter elsewhere, such as in another network namespace."""
-        self._process = interpreter(_NURSE, stdin=subprocess.PIPE, prefix=command)
+    def __init__(self, *command: str, path: Path | None = None) -> None:
+        """Command: runs an interpreter elsewhere, such as in another network namespace; path: as of `TestCluster`."""
+        env = {} if path is None else {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
+        self._process = interpreter(_NURSE, stdin=subprocess.PIPE, prefix=command, env=env)
 
     def fork(self, given: Reading) -> int:
         """Start a job; its process id."""

@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -55,11 +55,19 @@ class Chaos:
 
     Args:
         longest_s: a process is frozen, and a killed job away, for at most so long.
+        others: what else may happen: does it, and returns what it was, to what, and for how long it lasts.
     """
 
     def __init__(
-        self, cluster: TestCluster, jobs: list[ChaosJob], chance: random.Random, *, longest_s: float
+        self,
+        cluster: TestCluster,
+        jobs: list[ChaosJob],
+        chance: random.Random,
+        *,
+        longest_s: float,
+        others: Sequence[Callable[[random.Random], tuple[str, str, float]]] = (),
     ) -> None:
+        self._others = others
         self._cluster = cluster
         self._jobs = jobs
         self._chance = chance
@@ -97,6 +105,11 @@ class Chaos:
                 return
 
     def _strike(self) -> None:
+        if self._others and self._chance.random() < 0.2:
+            action, role, lasts = self._chance.choice(self._others)(self._chance)
+            now = time.monotonic()
+            self.faults.append(Fault(action, role, role, now, now + lasts))
+            return
         targets = self._targets()
         roles = [role for role in ROLES if any(target.role == role for target in targets)]
         if not roles:

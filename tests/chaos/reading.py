@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import torch
 from torch.utils.data import DistributedSampler
 
-from tests.shared_datasets import SlowNumbers
+from tests.shared_datasets import HeldUp
 from torch_dpflow import DPFlowDataLoader, JobOptions
 
 
@@ -49,6 +49,7 @@ class Reading:
     workers: int = 2
     asked: int = 6
     patience_s: float = 100.0
+    task_timeout_s: float = 600.0
 
     def sampler(self) -> OwnOrder | None:
         """What plans its order, if it is its own."""
@@ -102,7 +103,7 @@ def read(given: Reading) -> None:
     torch.manual_seed(given.number)
     sampler = given.sampler()
     loader: DPFlowDataLoader[Any] = DPFlowDataLoader(
-        SlowNumbers(given.size, given.cost_s),
+        HeldUp(given.size, given.cost_s, str(Path(given.folder).parent)),
         batch_size=given.batch,
         sampler=sampler,
         shuffle=sampler is None,
@@ -110,7 +111,12 @@ def read(given: Reading) -> None:
         flow=given.flow,
         address=given.address,
         job=JobOptions(
-            idle_s=30.0, patience_s=given.patience_s, shards=given.shards, asked=given.asked, policy="alsd"
+            idle_s=30.0,
+            patience_s=given.patience_s,
+            shards=given.shards,
+            asked=given.asked,
+            policy="alsd",
+            task_timeout_s=given.task_timeout_s,
         ),
     )
     journal = Journal(Path(given.folder))

@@ -1,8 +1,9 @@
 """Faults at random while jobs read: nothing is lost, nothing comes twice, nobody waits for ever.
 
 Workers, shards, the router, the coordinator and the jobs themselves are killed, or frozen with their connections
-open; a job that was killed comes back with its last `state_dict`. The long test does 200 faults to 8 jobs, and prints
-what was done and how long jobs had to wait after it::
+open; a job that was killed comes back with its last `state_dict`. Samples hang, and the wall clocks of the cluster
+and of its jobs step by up to ten minutes, to and fro. The long test does 200 faults to 8 jobs, and prints what was
+done and how long jobs had to wait after it::
 
     .venv/bin/python -m pytest -m slow -s tests/chaos/test_random_faults.py
 """
@@ -11,20 +12,48 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.chaos_jobs import ChaosJob, Nursery
+from tests.chaos.clocks import Clock
 from tests.chaos.faults import Chaos
 from tests.chaos.stalls import stalls_of, table
 from tests.shared_cluster import TestCluster, wait
+
+#: How long a worker may be at one sample, seconds.
+TASK_TIMEOUT_S = 3.0
+
+
+@pytest.fixture
+def clocks(tmp_path: Path) -> tuple[Clock, Clock]:
+    """Of the cluster and of its jobs."""
+    return Clock(tmp_path / "theirs", "cluster's"), Clock(tmp_path / "ours", "jobs'")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, clocks: tuple[Clock, Clock]) -> Iterator[TestCluster]:
+    """A cluster of the test's own."""
+    started = TestCluster.start(tmp_path, path=clocks[0].path)
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def nursery(clocks: tuple[Clock, Clock]) -> Iterator[Nursery]:
+    """What jobs are forked of."""
+    started = Nursery(path=clocks[1].path)
+    yield started
+    started.close()
 
 
 def survive(
     cluster: TestCluster,
     nursery: Nursery,
     folder: Path,
+    clocks: tuple[Clock, Clock],
     *,
     jobs: int,
     faults: int,
@@ -49,16 +78,24 @@ def survive(
             step_s=0.004 * (1 + number % 4),
             shards=2,
             workers=4,
+            task_timeout_s=TASK_TIMEOUT_S,
         )
         for number in range(jobs)
     ]
     wait(lambda: all(job.batches() >= 5 for job in started), within_s=90, what="the first batches")
     began = time.monotonic()
-    chaos = Chaos(cluster, started, random.Random(seed), longest_s=longest_s)
+
+    def hang(_: random.Random) -> tuple[str, str, float]:
+        (folder / "hang").touch()
+        return "hang", "sample", TASK_TIMEOUT_S
+
+    others = [hang, *(clock.step for clock in clocks)]
+    chaos = Chaos(cluster, started, random.Random(seed), longest_s=longest_s, others=others)
     try:
         chaos.run(faults, most_s=most_pause_s)
     finally:
         chaos.thaw()
+        (folder / "hang").unlink(missing_ok=True)
         (folder / "enough").touch()
     epochs = sum(job.finish(timeout_s=300) for job in started)
     stalls = stalls_of(started, chaos.faults)
@@ -66,12 +103,15 @@ def survive(
     return f"{title}: each sample once\n{table(stalls, chaos.faults, began)}"
 
 
-def test_every_epoch_is_whole_whatever_is_hit(cluster: TestCluster, nursery: Nursery, tmp_path: Path) -> None:
+def test_every_epoch_is_whole_whatever_is_hit(
+    cluster: TestCluster, nursery: Nursery, tmp_path: Path, clocks: tuple[Clock, Clock]
+) -> None:
     print(
         survive(
             cluster,
             nursery,
             tmp_path,
+            clocks,
             jobs=4,
             faults=10,
             longest_s=1.5,
@@ -85,13 +125,16 @@ def test_every_epoch_is_whole_whatever_is_hit(cluster: TestCluster, nursery: Nur
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_two_hundred_faults(cluster: TestCluster, nursery: Nursery, tmp_path: Path, seed: int) -> None:
+def test_two_hundred_faults(
+    cluster: TestCluster, nursery: Nursery, tmp_path: Path, clocks: tuple[Clock, Clock], seed: int
+) -> None:
     print()
     print(
         survive(
             cluster,
             nursery,
             tmp_path,
+            clocks,
             jobs=8,
             faults=200,
             longest_s=15.0,

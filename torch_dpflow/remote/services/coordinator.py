@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -345,7 +346,7 @@ def run(post: ServicePost) -> None:
     # With the cluster, and not with its state: keys of a storage may be in it, and a job that comes brings it again.
     contents = Contents(Path(post.place.directory, "state.contents"))
     coordinator = Coordinator(server, state, contents, arguments.limits, changed=changed.set)
-    server.register("stop", lambda _: _stop_node(post), body_type=None)
+    server.register("stop", partial(_stop_node, post), body_type=None)
     Reconciler(post, server, coordinator, changed)
     if arguments.metrics:
         from torch_dpflow.remote.services.metrics_server import serve_metrics
@@ -354,15 +355,17 @@ def run(post: ServicePost) -> None:
     serve(post, server, _status, lambda: None, turn_s=IDLE_TURN_S, heart=heart)
 
 
-def _stop_node(post: ServicePost) -> None:
+def _stop_node(post: ServicePost, call: IncomingCall) -> Later:
     """Have the node end everything, this process too."""
 
     def stop() -> None:
         with post.place.connect(post.place.node_address) as node:
             node.call("stop")
 
-    # The answer to the one who asked leaves first.
-    threading.Timer(0.2, stop).start()
+    # The one who asked is answered first: the transport's thread writes what it was given first before the rest.
+    call.answer(None)
+    threading.Thread(target=stop, name="dpflow-stop", daemon=True).start()
+    return LATER
 
 
 def _status() -> dict[str, Any]:
