@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch_dpflow.errors import ErrorKind, RemoteCallError, UsageError
 from torch_dpflow.remote.client import JobOptions, SharedJob
 from torch_dpflow.remote.cluster_address import Cluster
 from torch_dpflow.remote.contact import MOST_FAULTS
+from torch_dpflow.remote.flow_registration import register
+from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.job_description import JobDescription
 from torch_dpflow.remote.parcel import encode
 from torch_dpflow.remote.protocol import (
@@ -53,6 +55,7 @@ class FailingService:
         table = RoutingTable(1, [Route(0, SIZE, "shard-0", address)])
         methods: list[tuple[str, Any, Callable[[Any], Result | None]]] = [
             ("access", Access, lambda body: Result(address)),
+            ("register", FlowSpec, lambda body: Result(True)),
             ("join", Join, lambda body: Result(Joined(1, SIZE, table))),
             ("table", None, lambda body: Result(table)),
             ("start", StartEpoch, lambda body: None),
@@ -146,3 +149,15 @@ def test_a_refusal_is_the_callers_and_not_asked_again(
     with pytest.raises(UsageError, match=r"^there is no such sample$"):
         list(open_().traverse(0))
     assert service.calls[method] == 1
+
+
+@pytest.mark.parametrize(("faults", "calls"), [(2, 3), (float("inf"), 5)])
+def test_a_flow_is_registered_again_where_the_coordinator_fails(
+    service: FailingService, faults: float, calls: int
+) -> None:
+    service.faults["register"] = faults
+    cluster = Cluster(address=service.address, transport=TransportOptions())
+    spec = FlowSpec(name="f", version=1, size=SIZE, content="0" * 64, fingerprint={})
+    with nullcontext() if faults == 2 else pytest.raises(RemoteCallError, match="a fault of its own"):
+        register(cluster, spec, b"", patience_s=30)
+    assert service.calls["register"] == calls

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch_dpflow.backoff import Backoff
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.caches.capacity import parse_capacity
 from torch_dpflow.errors import (
@@ -29,7 +30,7 @@ from torch_dpflow.remote.samples import Parts, SampleAssignment, Transformed
 #: Room for what is on its way, beside what a cache around the dataset may hold, bytes.
 UNDER_WAY_BYTES = 256 << 20
 #: The pause before a piece of a content is sent again to a coordinator that has too many, seconds.
-PAUSE_S = 0.1
+PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
 #: How often a flow is registered again because nobody knew of it any more when its content came.
 _ATTEMPTS = 5
 
@@ -152,22 +153,25 @@ def _samples_of(source: Source, size: int) -> int:
 
 def register(cluster: Cluster, spec: FlowSpec, packed: bytes, *, patience_s: float) -> None:
     """Register a flow, and bring what its workers load unless it is there. UsageError where it is refused."""
+    backoff = Backoff(PAUSE_S, LONGEST_PAUSE_S)
     with cluster.connect(timeout_s=patience_s) as coordinator:
-        try:
-            for _ in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
+            try:
                 if coordinator.call("register", spec, reply_type=bool).body:
                     return
                 if _bring(coordinator, spec.content, packed):
                     return
-        except RemoteCallError as error:
-            if error.kind is not ErrorKind.USAGE:
-                raise
-            raise UsageError(error.text) from error
-        except DeadlineError as error:
-            raise DeadlineError(
-                f"flow {spec.name!r}: no cluster answers at {cluster.address} within {patience_s:g} s; is it up "
-                f"(`python -m torch_dpflow.cli status`)? {keys_hint(cluster.address)}".rstrip()
-            ) from error
+            except RemoteCallError as error:
+                if error.kind is ErrorKind.USAGE:
+                    raise UsageError(error.text) from error
+                if error.kind is not ErrorKind.INTERNAL or attempt == _ATTEMPTS - 1:
+                    raise
+                time.sleep(backoff.pause_s())  # both calls may be made twice
+            except DeadlineError as error:
+                raise DeadlineError(
+                    f"flow {spec.name!r}: no cluster answers at {cluster.address} within {patience_s:g} s; is it up "
+                    f"(`python -m torch_dpflow.cli status`)? {keys_hint(cluster.address)}".rstrip()
+                ) from error
     raise UsageError(
         f"flow {spec.name!r} was deleted, or its coordinator restarted, {_ATTEMPTS} times while what its workers load "
         "was under way; try again"

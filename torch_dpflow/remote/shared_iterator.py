@@ -9,9 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
-
-from torch._utils import ExceptionWrapper
+from typing import Any
 
 from torch_dpflow.backoff import Backoff
 from torch_dpflow.errors import (
@@ -25,10 +23,7 @@ from torch_dpflow.errors import (
     WorkerError,
 )
 from torch_dpflow.metrics import LoaderMeter
-from torch_dpflow.remote.assemble import assemble as assemble_samples
-from torch_dpflow.remote.assemble import assemble_parcels
-from torch_dpflow.remote.parcel import Frame, ParcelTable, decode
-from torch_dpflow.remote.protocol import POISONED, ServedSample
+from torch_dpflow.remote.putting_together import Came, came_of, put_together
 from torch_dpflow.remote.ready_batches import TAKEN, Ready, ReadyBatches
 from torch_dpflow.remote.router_link import RouterLink
 from torch_dpflow.remote.shard_link import Fetch, Outcome, ShardLinks, Wanted
@@ -61,15 +56,12 @@ class Pipeline:
     loading_s: float
 
 
-_Came: TypeAlias = tuple[ParcelTable, list[Frame]] | PoisonTaskError
-
-
 @dataclass(slots=True)
 class _Batch:
     number: int
     wanted: list[Wanted]
     #: By ticket, what has come: a parcel and its frames, or an error in its place.
-    values: dict[int, _Came] = field(default_factory=dict)
+    values: dict[int, Came] = field(default_factory=dict)
     fetches: list[Fetch] = field(default_factory=list)
     nbytes: int = 0
     #: How often a shard has failed over a call for it.
@@ -319,7 +311,7 @@ class SharedIterator:
         outcome = self._links.finish(fetch)
         batch.nbytes += outcome.nbytes
         for sample, frames in outcome.samples:
-            batch.values[sample.ticket] = _came(sample, frames)
+            batch.values[sample.ticket] = came_of(sample, frames)
         return outcome
 
     def _take_what_came(self) -> None:
@@ -375,23 +367,8 @@ class SharedIterator:
             self._links.give_back([], epoch=self._epoch, draw=self._draw)
         self._samples += len(keys)
         ready = Ready(batch.number, None, keys, self._samples, nbytes=batch.nbytes)
-        self._put_together(ready, came)
+        put_together(ready, came, self._assemble)
         self._ready.put(ready, self._take_what_came)
-
-    def _put_together(self, ready: Ready, came: list[_Came | None]) -> None:
-        """Make the batch of what has come, or find the error in place of it."""
-        if self._assemble is assemble_samples and (made := _made_at_once(came)) is not None:
-            ready.value = made
-            return
-        values = [_opened(one) if isinstance(one, tuple) else one for one in came]
-        broken = next(((key, value) for key, value in zip(ready.keys, values) if _is_error(value)), None)
-        if broken is not None:
-            ready.error = _error_of(*broken)
-            return
-        try:
-            ready.value = self._assemble(values)
-        except Exception:
-            ready.error = ExceptionWrapper(where="while putting a batch together")
 
     def _give_back(self) -> None:
         left = [one for batch in self._asked for one in batch.wanted]
@@ -403,38 +380,3 @@ class SharedIterator:
 
 class _Closed(Exception):
     """The iterator was closed while its thread waited."""
-
-
-def _came(sample: ServedSample, frames: list[memoryview]) -> _Came:
-    if sample.kind == POISONED:
-        return PoisonTaskError(bytes(frames[0]).decode(errors="replace"))
-    return sample.parcel, [*frames]
-
-
-def _made_at_once(came: list[_Came | None]) -> Any | None:
-    parcels = [one for one in came if isinstance(one, tuple)]
-    if len(parcels) < len(came):
-        return None
-    try:
-        return assemble_parcels(parcels)
-    except Exception:  # it comes again, and is told of, where each is opened
-        return None
-
-
-def _opened(came: tuple[ParcelTable, list[Frame]]) -> Any:
-    try:
-        return decode(*came)
-    except MessageError:
-        # A worker of ours made it: a class of the sample fails to unpickle here.
-        return ExceptionWrapper(where="while opening a sample")
-
-
-def _is_error(value: Any) -> bool:
-    return isinstance(value, ExceptionWrapper | PoisonTaskError)
-
-
-def _error_of(key: int, value: Any) -> BaseException | ExceptionWrapper:
-    if isinstance(value, PoisonTaskError):
-        return PoisonTaskError(f"sample {key}: {value}; leave it out of the job's samples, or mend it")
-    wrapper: ExceptionWrapper = value
-    return wrapper
