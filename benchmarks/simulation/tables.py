@@ -61,7 +61,13 @@ def targets_table(comparisons: Sequence[Comparison], title: str) -> Table:
 def judgements_table(judgements: Sequence[Judgement], title: str) -> Table:
     """One row for each scenario and sampler; the worst of its jobs."""
     table = _table(title, "scenario", "sampler")
-    for heading in ("failing positions", "failing items", "chi²/df", "class share per tenth"):
+    for heading in (
+        "failing positions",
+        "failing items",
+        "chi²/df",
+        "class share per tenth",
+        "z of neighbours",
+    ):
         table.add_column(heading, justify="right")
     for judgement in judgements:
         table.add_row(
@@ -71,6 +77,7 @@ def judgements_table(judgements: Sequence[Judgement], title: str) -> Table:
             _percent(judgement.failing_items) + "%",
             "{:.3f} - {:.3f}".format(*judgement.ratio_range),
             "{:.3f} - {:.3f}".format(*judgement.share_range),
+            f"{judgement.pair_z:.1f}",
         )
     return table
 

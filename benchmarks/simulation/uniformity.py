@@ -2,7 +2,8 @@
 
 The statistics are those of thesis 5.2.3 (chi-square of each position, Benjamini-Hochberg), and the same for
 each item, which catches samples that come early or late; besides, the share of each class of samples (those
-that the same jobs read) in each tenth of the epoch.
+that the same jobs read) in each tenth of the epoch; and how often each sample comes right behind each other one,
+which catches orders that are uniform place by place and yet put the same samples side by side.
 """
 
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ class Verdict:
     #: mean over the positions of chi-square over its degrees of freedom: 1 for a perfect sampler
     position_ratio: float
     item_ratio: float
+    #: chi-square of pairs of neighbours, in standard deviations from what it is for a perfect sampler
+    pair_z: float
     #: shape (classes, 10): share of a class in a tenth of the epoch over its share in the set
     class_shares: NDArray[np.float64]
 
@@ -46,7 +49,7 @@ class Verdict:
 class Counts:
     """How often each item of one job's set came at each position.
 
-    The table is (positions, items) of int32: 4 MB for 1,000 samples.
+    Two tables of int32, (positions, items) and (items, items behind them): 8 MB for 1,000 samples.
     """
 
     def __init__(self, indices: NDArray[np.int64], classes: NDArray[np.int64] | None = None) -> None:
@@ -56,6 +59,7 @@ class Counts:
         self._classes = np.zeros(len(indices), dtype=np.int64) if classes is None else classes
         self._positions = np.arange(len(indices))
         self._table = np.zeros((len(indices), len(indices)), dtype=np.int32)
+        self._pairs = np.zeros_like(self._table)
         self.epochs = 0
 
     def add(self, order: NDArray[np.int64]) -> None:
@@ -64,6 +68,7 @@ class Counts:
         if len(items) != len(self._positions) or len(np.unique(items)) != len(items) or items.min() < 0:
             raise ValueError(f"an epoch of {len(order)} samples is no permutation of the job's set")
         self._table[self._positions, items] += 1
+        self._pairs[items[:-1], items[1:]] += 1
         self.epochs += 1
 
     def verdict(self) -> Verdict:
@@ -76,8 +81,17 @@ class Counts:
             item_p=item_p,
             position_ratio=position_ratio,
             item_ratio=item_ratio,
+            pair_z=self._pair_z(),
             class_shares=self._class_shares(),
         )
+
+    def _pair_z(self) -> float:
+        length = len(self._positions)
+        expected = self.epochs / length  # of length * (length - 1) pairs, length - 1 come in each epoch
+        behind_others = ~np.eye(length, dtype=np.bool_)
+        statistic = np.square(self._pairs[behind_others] - expected).sum() / expected
+        freedom = length * (length - 1) - 1
+        return float((statistic - freedom) / np.sqrt(2 * freedom))
 
     def _class_shares(self) -> NDArray[np.float64]:
         tenths = np.add.reduceat(self._table, _tenths(len(self._positions)), axis=0)

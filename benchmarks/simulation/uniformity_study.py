@@ -19,8 +19,19 @@ from benchmarks.simulation.uniformity import Counts, Verdict
 from benchmarks.simulation.workload import Workload
 from torch_dpflow.samplers.group import SamplingGroup
 
+#: what follows a scenario's name where all of its jobs have one seed
+ONE_SEED = "/one-seed"
 #: the scenarios that the samplers must pass
-SCENARIO_NAMES = ("same1", "same2", "speed2", "core", "windows")
+SCENARIO_NAMES = (
+    "same1",
+    "same2",
+    "speed2",
+    "core",
+    "windows",
+    "same2" + ONE_SEED,
+    "core" + ONE_SEED,
+    "windows" + ONE_SEED,
+)
 #: share of the data set that a directory holds: large enough to follow often, small enough to evict
 CAPACITY = 0.25
 COUNTED_EPOCH = 1
@@ -54,6 +65,11 @@ class Judgement:
         return min(ratios), max(ratios)
 
     @property
+    def pair_z(self) -> float:
+        """The worst job's."""
+        return max((verdict.pair_z for verdict in self.verdicts), key=abs)
+
+    @property
     def share_range(self) -> tuple[float, float]:
         lows, highs = zip(*(verdict.share_range for verdict in self.verdicts))
         return min(lows), max(highs)
@@ -68,6 +84,7 @@ class Judgement:
             "failing_items": self.failing_items,
             "chi_square_ratio": self.ratio_range,
             "class_share": self.share_range,
+            "pair_z": self.pair_z,
         }
 
 
@@ -78,7 +95,8 @@ def judge(
 
     Raises ValueError if an epoch is no permutation. `progress` hears of every run.
     """
-    workload = SCENARIOS[scenario](samples, 0).with_jobs(epochs=COUNTED_EPOCH + 1, batch_size=BATCH_SIZE)
+    jobs = scenario.removesuffix(ONE_SEED)
+    workload = SCENARIOS[jobs](samples, 0).with_jobs(epochs=COUNTED_EPOCH + 1, batch_size=BATCH_SIZE)
     plan = schedule(workload)
     classes = _classes(workload)
     counts = {
@@ -88,7 +106,7 @@ def judge(
     }
     for seed in range(epochs):
         group = make_group(sampler, samples, capacity=round(CAPACITY * samples), seed=seed)
-        orders = _second_epochs(plan, group, seed)
+        orders = _second_epochs(plan, group, seed, one_seed=jobs != scenario)
         for job, count in counts.items():
             count.add(orders[job])
         if progress is not None:
@@ -114,7 +132,9 @@ def judge_all(
             progress(epochs)
 
 
-def _second_epochs(plan: Schedule, group: SamplingGroup, seed: int) -> list[NDArray[np.int64]]:
+def _second_epochs(
+    plan: Schedule, group: SamplingGroup, seed: int, *, one_seed: bool
+) -> list[NDArray[np.int64]]:
     """Run the schedule without any cache; every job's counted epoch."""
     parts: list[list[NDArray[np.int64]]] = [[] for _ in plan.workload.jobs]
     for _, time, kind, job, epoch, size in plan.events:
@@ -127,7 +147,8 @@ def _second_epochs(plan: Schedule, group: SamplingGroup, seed: int) -> list[NDAr
             group.start_epoch(name, epoch)
         elif kind is Kind.JOIN:
             spec = plan.workload.jobs[job]
-            group.join(name, spec.indices, seed=job_seed(seed, job), batch_size=spec.batch_size)
+            mine = job_seed(seed, 0 if one_seed else job)
+            group.join(name, spec.indices, seed=mine, batch_size=spec.batch_size)
         else:
             group.leave(name)
     return [np.concatenate([np.empty(0, dtype=np.int64), *part]) for part in parts]

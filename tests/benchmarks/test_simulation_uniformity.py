@@ -32,6 +32,15 @@ def test_a_shuffle_buffer_fails_everywhere() -> None:
     assert verdict.failing_positions == verdict.failing_items == 1
 
 
+def test_neighbours_that_come_together_are_found_where_each_place_is_uniform() -> None:
+    rng = np.random.default_rng(1)
+    true = count(np.array([rng.permutation(40) for _ in range(500)])).verdict()
+    turned = count(np.array([np.roll(np.arange(40), rng.integers(40)) for _ in range(500)])).verdict()
+    assert abs(true.pair_z) < 5
+    assert turned.failing_positions == turned.failing_items == 0
+    assert turned.pair_z > 100
+
+
 def test_a_class_that_comes_early_shows_in_its_tenths() -> None:
     rng = np.random.default_rng(1)
     counts = Counts(np.arange(40), np.repeat([0, 1], 20))
@@ -58,6 +67,7 @@ def test_uniform_over_hundreds_of_epochs(sampler: str, scenario: str) -> None:
     assert judgement.failing_positions <= 0.1
     assert judgement.failing_items <= 0.1
     assert judgement.ratio_range == pytest.approx((1, 1), abs=0.15)
+    assert abs(judgement.pair_z) < 5
 
 
 @pytest.mark.parametrize("scenario", PARTIAL)
@@ -76,6 +86,7 @@ def test_uniform_over_ten_thousand_epochs(sampler: str, scenario: str) -> None:
     assert judgement.failing_positions <= 0.01
     assert judgement.failing_items <= 0.01
     assert judgement.ratio_range == pytest.approx((1, 1), abs=0.02)
+    assert abs(judgement.pair_z) < 5
     assert judgement.share_range == pytest.approx((1, 1), abs=0.02)
 
 
