@@ -63,6 +63,8 @@ class ShardLinks:
     def __init__(self, router: RouterLink) -> None:
         self._router = router
         self._cluster: Cluster = router.cluster
+        #: By which shards are chosen, and which they are told. The router's may be another at any moment.
+        self._routes = router.routes
         self._lock = threading.Lock()
         self._clients: dict[str, RpcClient] = {}
         #: Tickets whose samples have come, to be given back, by shard.
@@ -79,6 +81,7 @@ class ShardLinks:
 
     def say(self, *, epoch: int, draw: int | None) -> None:
         """Say what was noted. Nothing is waited for: what is lost is made up by the fetch."""
+        self._go_by_routes()
         for address in [address for address, unsaid in self._unsaid.items() if unsaid]:
             while ahead := self._next_unsaid(address, MAX_SAMPLES):
                 self._begin("want", address, ahead, epoch, draw)
@@ -156,8 +159,22 @@ class ShardLinks:
             clients, self._clients = list(self._clients.values()), {}
         _leave(clients, job)
 
-    def _by_shard(self, wanted: Sequence[Wanted]) -> list[tuple[str, list[Wanted]]]:
+    def _go_by_routes(self) -> None:
+        """Go by the routing table in force from now on; what was noted by another one is for other shards."""
         routes = self._router.routes
+        if routes is not self._routes:
+            self._routes = routes
+            unsaid = [one for part in self._unsaid.values() for one in part]
+            self._unsaid.clear()
+            for address, part in self._dealt(sorted(unsaid, key=lambda one: one.ticket)):
+                self._unsaid[address] = part
+
+    def _by_shard(self, wanted: Sequence[Wanted]) -> list[tuple[str, list[Wanted]]]:
+        self._go_by_routes()
+        return self._dealt(wanted)
+
+    def _dealt(self, wanted: Sequence[Wanted]) -> list[tuple[str, list[Wanted]]]:
+        routes = self._routes
         if len(routes.addresses) == 1:
             return [(routes.addresses[0], list(wanted))] if wanted else []
         parts: dict[str, list[Wanted]] = {}
@@ -182,7 +199,7 @@ class ShardLinks:
         now, self._taken[address] = taken[:MAX_SAMPLES], taken[MAX_SAMPLES:]
         ask = Ask(
             self._router.id,
-            self._router.routes.generation,
+            self._routes.generation,
             epoch,
             draw,
             [one.ticket for one in wanted],
