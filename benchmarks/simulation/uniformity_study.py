@@ -35,7 +35,8 @@ SCENARIO_NAMES = (
 #: share of the data set that a directory holds: large enough to follow often, small enough to evict
 CAPACITY = 0.25
 COUNTED_EPOCH = 1
-BATCH_SIZE = 50
+#: in the whole data set, so that jobs take turns within their epochs
+BATCHES = 20
 
 Progress = Callable[[int], None]
 
@@ -96,7 +97,7 @@ def judge(
     Raises ValueError if an epoch is no permutation. `progress` hears of every run.
     """
     jobs = scenario.removesuffix(ONE_SEED)
-    workload = SCENARIOS[jobs](samples, 0).with_jobs(epochs=COUNTED_EPOCH + 1, batch_size=BATCH_SIZE)
+    workload = SCENARIOS[jobs](samples, 0).with_jobs(epochs=COUNTED_EPOCH + 1, batch_size=samples // BATCHES)
     plan = schedule(workload)
     classes = _classes(workload)
     counts = {
