@@ -28,7 +28,6 @@ SCENARIO_NAMES = (
     "speed2",
     "core",
     "windows",
-    "same2" + ONE_SEED,
     "core" + ONE_SEED,
     "windows" + ONE_SEED,
 )
@@ -36,7 +35,7 @@ SCENARIO_NAMES = (
 CAPACITY = 0.25
 COUNTED_EPOCH = 1
 #: in the whole data set, so that jobs take turns within their epochs
-BATCHES = 20
+BATCHES = 10
 
 Progress = Callable[[int], None]
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.samplers.timed_jobs import TimedJob, hit_rate, run_jobs
 from torch_dpflow.samplers import SamplingGroup, sampling_group
+from torch_dpflow.samplers.member import Member
 
 STAGGER = (0.0, 1 / 3, 2 / 3, 1.0)
 SPEEDS = (1.0, 0.8, 0.6, 0.4)
@@ -18,6 +19,11 @@ SAMPLES = 1000
 
 def private_order(n: int, seed: int, epoch: int = 0) -> list[int]:
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+
+
+def order_among_others(n: int, seed: int, job: str, epoch: int = 0) -> list[int]:
+    member = Member(name=job, indices=None, length=n, seed=seed, batch_size=1, independence=0.0)
+    return member.own_order(epoch).tolist()
 
 
 def new_group(size: int = 60, capacity: int = 20, **jobs: dict[str, object]) -> SamplingGroup:
@@ -65,7 +71,7 @@ def test_what_it_cannot_follow_it_leads_in_its_own_order() -> None:
     group = new_group(a={"seed": 1}, b={"seed": 99})
     first = set(group.next("a", 4).tolist())
     drawn = group.draw("b", 10)
-    own = [x for x in private_order(60, 99) if x not in first][:6]
+    own = [x for x in order_among_others(60, 99, "b") if x not in first][:6]
     assert drawn.indices[:4].tolist() != own[:4]
     assert set(drawn.indices[:4].tolist()) == first
     assert drawn.indices[4:].tolist() == own
@@ -77,7 +83,7 @@ def test_nothing_is_followed_that_was_loaded_before_the_epoch_began() -> None:
     group.draw("a", 20)
     group.start_epoch("b", 1)
     drawn = group.draw("b", 20)
-    assert drawn.indices.tolist() == private_order(60, 99, 1)[:20]
+    assert drawn.indices.tolist() == order_among_others(60, 99, "b", 1)[:20]
     assert not drawn.led.all(), "what happens to be resident is not loaded again"
 
 
@@ -96,7 +102,7 @@ def test_the_choice_is_made_within_each_class() -> None:
     read_by_b = set(group.next("b", 9).tolist())
     group.draw("a", 12)
     could_follow = set(group.lookahead("c").likely.tolist())
-    order = private_order(60, 3)
+    order = order_among_others(60, 3, "c")
     picks = group.next("c", 8).tolist()
     assert [x in low for x in picks] == [x in low for x in order[:8]]
     for members in (low, set(range(30, 60))):
@@ -127,9 +133,23 @@ def test_independence_is_the_share_of_picks_that_ignore_the_directory(independen
     group = new_group(100_000, 1000, a={"seed": 1}, b={"seed": 99, "independence": independence})
     group.draw("a", 1000)
     drawn = group.draw("b", 1000)
-    ignoring = np.isin(drawn.indices, private_order(100_000, 99)[:1000])
+    ignoring = np.isin(drawn.indices, order_among_others(100_000, 99, "b")[:1000])
     assert abs(ignoring.mean() - independence) < 0.05
-    assert (independence < 1) or (drawn.indices.tolist() == private_order(100_000, 99)[:1000])
+    assert (independence < 1) or (drawn.indices.tolist() == order_among_others(100_000, 99, "b")[:1000])
+
+
+def test_jobs_of_one_seed_draw_each_their_own_and_the_same_again() -> None:
+    def orders() -> list[list[int]]:
+        jobs = {job: {"seed": 5, "independence": 1.0} for job in "abc"}
+        group = sampling_group("shared-log", 60)
+        for job, options in jobs.items():
+            group.join(job, batch_size=4, **options)  # type: ignore[arg-type]
+        for job in jobs:
+            group.start_epoch(job, 0)
+        return [group.next(job, 60).tolist() for job in jobs]
+
+    assert orders() == orders()
+    assert len({tuple(order) for order in orders()}) == 3
 
 
 # -- classes -------------------------------------------------------------------------------------------------
@@ -140,9 +160,10 @@ def test_each_position_reads_the_class_that_the_private_order_has_there() -> Non
     sets = [np.sort(rng.choice(300, 150, replace=False)) for _ in range(3)]
     classes = sum(np.isin(np.arange(300), s).astype(int) << k for k, s in enumerate(sets))
     group = sampling_group("shared-log", 300, capacity=60)
+    group.join("beside")  # so that nobody begins alone
     readings = run_jobs(group, [TimedJob(members=s, speed=1 + k) for k, s in enumerate(sets)])
     for k, (members, reading) in enumerate(zip(sets, readings)):
-        private = members[private_order(150, 10_007 * k)]
+        private = members[order_among_others(150, 10_007 * k, str(k))]
         assert (classes[reading.orders[0]] == classes[private]).all()
     assert hit_rate(readings) > 20
 
