@@ -14,6 +14,7 @@ from multiprocessing import util
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.holdings import Holdings
 
@@ -31,6 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # How long a machine takes says nothing of the code: hypothesis would fail tests for it where others work beside them.
+    settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("untimed")
     # Other test processes work in /tmp too; in a directory of our own, whatever is left over is ours.
     shared = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     own = tempfile.mkdtemp(prefix="t-", dir=shared)
