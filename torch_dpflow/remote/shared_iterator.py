@@ -340,8 +340,11 @@ class SharedIterator:
                 self._router.rejoin(self._router.id.generation, self._closed, deadline)
                 return
             case ErrorKind.STALE_ROUTING:
+                known = self._router.routes.generation
                 self._router.refresh_routes(self._closed, deadline)
-                return
+                if self._router.routes.generation != known:
+                    return
+                # Another flow's shard listens where its own did, and the router does not know yet.
             case ErrorKind.USAGE:
                 raise UsageError(str(error)) from error
             case ErrorKind.OVERLOADED | ErrorKind.FORGOTTEN:
