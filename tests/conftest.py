@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # How long a machine takes says nothing of the code: hypothesis would fail tests for it where others work beside them.
+    # How long a machine takes says nothing of the code: hypothesis would fail tests for it while others work.
     settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("untimed")
     # Other test processes work in /tmp too; in a directory of our own, whatever is left over is ours.

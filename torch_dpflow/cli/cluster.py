@@ -13,18 +13,17 @@ import click
 
 from torch_dpflow.cli.cluster_calls import (
     address_option,
-    ask,
     ask_views,
     connect,
+    end_cluster,
     json_option,
     seconds_of,
     size_of,
-    stop_node,
     to_json,
 )
 from torch_dpflow.cli.cluster_printing import print_flows, print_processes, print_sharing, print_top
 from torch_dpflow.descriptors import soft_limit
-from torch_dpflow.errors import DeadlineError, OptionError, UsageError
+from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.log import FORMATS, LEVELS, LogOptions
 from torch_dpflow.remote.cluster_figures import ClusterFigures, figures_of
 
@@ -120,11 +119,7 @@ def _say_up(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) ->
 def down(address: str, as_json: bool) -> None:
     """End a cluster and everything that it runs."""
     with connect(address) as coordinator:
-        try:
-            ask(coordinator, "stop", None, doubt="To end what is left of it, end the process of `dpflow up`.")
-        except UsageError as error:
-            if not isinstance(error.__cause__, DeadlineError) or not stop_node(coordinator):
-                raise
+        end_cluster(coordinator)
         if as_json:
             click.echo(to_json({"stopped": coordinator.address}))
         else:

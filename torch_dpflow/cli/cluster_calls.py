@@ -77,12 +77,22 @@ def ask_views(coordinator: RpcClient) -> tuple[list[FlowView], list[ProcessView]
     return flows, processes
 
 
-def stop_node(coordinator: RpcClient) -> bool:
-    """Tell the node of a coordinator that does not answer to stop; False where it does not either, or is elsewhere."""
+def end_cluster(coordinator: RpcClient) -> None:
+    """Tell a cluster to stop; on this host its node, where the coordinator does not answer. UsageError as of `ask`."""
     scheme, _, path = coordinator.address.partition("://")
-    if scheme != "ipc":
-        return False
-    address = f"ipc://{Path(path).parent}/{NODE_SOCKET}"
+    node = Path(path).parent / NODE_SOCKET
+    is_here = scheme == "ipc" and node.exists()
+    try:
+        ask(coordinator, "stop", None, doubt="To end what is left of it, end the process of `dpflow up`.")
+    except UsageError as error:
+        if not isinstance(error.__cause__, DeadlineError) or not is_here:
+            raise
+        # It may have ended before its answer had left.
+        if node.exists() and not _stop_node(f"ipc://{node}"):
+            raise
+
+
+def _stop_node(address: str) -> bool:
     try:
         with RpcClient(address, options=ClientOptions(timeout_s=ANSWER_S)) as node:
             node.call("stop")

@@ -87,7 +87,7 @@ class KeptState:
             self._changed.clear()
             try:
                 self._write_once()
-            except StateError as error:
+            except Exception as error:  # whatever it is, what is known is written in the end
                 self._complain(error)
                 self._changed.set()
                 time.sleep(RETRY_S)
@@ -99,7 +99,9 @@ class KeptState:
             SERVICE.warning("the state store has been emptied; what is known is written again")
             with self._lock:
                 self._unwritten |= self._values.keys()
-        for key in list(self._unwritten):
+        with self._lock:
+            unwritten = list(self._unwritten)
+        for key in unwritten:
             with self._lock:
                 self._unwritten.discard(key)
                 value = self._values.get(key)
@@ -108,15 +110,16 @@ class KeptState:
                     self._store.delete(key)
                 else:
                     self._store.put(key, value)
-            except StateError:
+            except BaseException:
                 with self._lock:
                     self._unwritten.add(key)
                 raise
 
-    def _complain(self, error: StateError) -> None:
+    def _complain(self, error: Exception) -> None:
         if not self._complained:
             self._complained = True
-            SERVICE.warning("%s; jobs read on, and what changes is kept when it can be used again", error)
+            text = "%s; jobs read on, and what changes is kept when it can be used again"
+            SERVICE.warning(text, error, exc_info=None if isinstance(error, StateError) else error)
 
     def _relieve(self) -> None:
         if self._complained:
