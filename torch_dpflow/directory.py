@@ -33,19 +33,20 @@ class PrivateDirectory:
             sweep()
         made = tempfile.mkdtemp(prefix=_UNLOCKED + PREFIX, dir=_base())
         lock = os.path.join(made, _LOCK)
-        self._lock: int | None = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        #: Whoever takes the descriptor from it closes it.
+        self._locks = [descriptor]
         # Only now may a sweep of another process find it, which takes away what nobody has locked.
         #: Its path, without a slash at the end.
         self.path = os.path.join(_base(), os.path.basename(made).removeprefix(_UNLOCKED))
         os.rename(made, self.path)
 
     def remove(self) -> None:
-        """Remove it and what is in it. May be called twice."""
+        """Remove it and what is in it. May be called twice, and by several threads."""
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        with suppress(IndexError):
+            os.close(self._locks.pop())
 
 
 def sweep() -> None:
