@@ -298,7 +298,7 @@ class WorkerIterator(_BaseDataLoaderIter):
             self._progress.next_worker = self._rotation.next
 
     def _finish(self) -> None:
-        self._progress.finished = True
+        self._progress.finish()
         if not self._persistent_workers:
             self._shutdown_workers()
 

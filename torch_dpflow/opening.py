@@ -61,6 +61,9 @@ def begin(
             run.epoch = epoch
             raise
         iterator._base_seed = progress.base_seed
+    if state is not None and state.fresh:
+        kept = (state.dataset, *(stream.dataset for stream in state.streams))
+        progress.brought_back = any(part["ended"] for part in kept if part is not None)
     run.epoch = progress.epoch + 1
     run.progress = progress
     return progress

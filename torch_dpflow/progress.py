@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import _DatasetKind
 
 from torch_dpflow.errors import StateError
+from torch_dpflow.log import LOADER
 from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.own_state import Unsaved, opened
 from torch_dpflow.plan import Plan, generator_state, length_or_none, replay, stateful_part
@@ -142,6 +143,8 @@ class Progress:
         self.await_streams: weakref.WeakMethod[Callable[[], None]] | None = None
         #: The process's generators at the first draw, if they had been used since the opening.
         self.draw_rng: RngState | None = None
+        #: The dataset was brought to where it was at the end of the epoch before.
+        self.brought_back = False
         self.finished = False
         self.position = 0
         self._samples = 0
@@ -217,6 +220,15 @@ class Progress:
             self._samples += self._ahead[due]
             self.position = due + 1
             del self._ahead[due]
+
+    def finish(self) -> None:
+        """There are no more batches."""
+        self.finished = True
+        if self.brought_back and not self.position:
+            LOADER.warning(
+                "the dataset was given back its own state, which was taken at the end of an epoch, and gives nothing "
+                "more; have it begin another epoch in its own way, as by set_epoch()"
+            )
 
     def state(self) -> LoaderState:
         """From what the rest of this iteration, or the next, can be had. No side effect.

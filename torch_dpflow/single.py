@@ -52,7 +52,7 @@ class SingleProcessIterator(_BaseDataLoaderIter):
             try:
                 data, samples = self._load()
             except StopIteration:
-                self._progress.finished = True
+                self._progress.finish()
                 raise
         self._run.meter.delivered(samples, 0)
         return data
