@@ -123,3 +123,40 @@ def test_prefetching_is_bounded(OurLoader: Any, tmp_path: Any) -> None:
     for taken in range(1, 60):
         next(iterator)
         assert len(dataset.loaded()) <= taken + 2 * 2 * 3 + 2
+
+
+class Endless:
+    """Gives what a sampler gives, over and over."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        while True:
+            yield from self.sampler
+
+
+def test_a_loader_made_endless_and_driven_by_its_parts(Loader: Any) -> None:
+    """As training frameworks keep workers over epochs, and end them by themselves."""
+
+    class Kept(Loader):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            object.__setattr__(self, "batch_sampler", Endless(self.batch_sampler))
+            self.iterator = self._get_iterator()
+
+        def __len__(self) -> int:
+            return len(self.batch_sampler.sampler)
+
+        def __iter__(self) -> Any:
+            for _ in range(len(self)):
+                yield next(self.iterator)
+
+    loader = Kept(Indices(10), batch_size=3, num_workers=2)
+    assert [numbers(loader) for _ in range(3)] == [list(range(10))] * 3
+    workers = loader.iterator._workers
+    assert len(workers) == 2
+    for worker in workers:
+        worker.terminate()
+    loader.iterator._shutdown_workers()
+    assert not any(worker.is_alive() for worker in workers)
