@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from torch_dpflow.errors import OptionError
+
 #: Seconds after which an idle connection is not used again: load balancers drop theirs after about a minute.
 LONGEST_IDLE_S = 30.0
 
@@ -21,6 +23,12 @@ class Origin(NamedTuple):
     is_tls: bool
     host: str
     port: int
+
+    @property
+    def host_header(self) -> str:
+        """The Host header of requests to it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == (443 if self.is_tls else 80) else f"{host}:{self.port}"
 
 
 class Connections:
@@ -74,35 +82,106 @@ def _close_all(idle: dict[Origin, list[tuple[float, KeepAliveConnection]]]) -> N
             connections.pop()[1].close()
 
 
-class KeepAliveConnection(http.client.HTTPConnection):
-    """One connection of `http.client` whose every wait, for headers too, ends at a deadline."""
+class KeepAliveConnection:
+    """One connection whose every wait, for headers too, ends at a deadline.
+
+    `http.client` reads the bodies. Requests and heads are made here: there they take most of a GET's processor
+    time, in the parser of e-mails.
+    """
 
     def __init__(self, origin: Origin, context: ssl.SSLContext | None) -> None:
-        super().__init__(origin.host, origin.port)
+        self._origin = origin
         self._tls = context
         self._limits = _Limits()
-        if origin.is_tls:
-            self.default_port = http.client.HTTPS_PORT
+        self._socket: _LimitedSocket | None = None
+        self._response: Response | None = None
 
     def limit(self, silence_s: float, deadline: float) -> None:
         """Let each wait of the next request end after `silence_s`, and all of them at `deadline`."""
         self._limits.silence_s, self._limits.deadline = silence_s, deadline
 
-    def connect(self) -> None:
-        raw = socket.create_connection((self.host, self.port), self._limits.wait_s())
+    def _connect(self) -> _LimitedSocket:
+        raw = socket.create_connection((self._origin.host, self._origin.port), self._limits.wait_s())
         try:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
-                raw = self._tls.wrap_socket(raw, server_hostname=self.host)
+                raw = self._tls.wrap_socket(raw, server_hostname=self._origin.host)
         except BaseException:
             raw.close()
             raise
-        self.sock = _LimitedSocket(raw, self._limits)
+        return _LimitedSocket(raw, self._limits)
 
-    def get(self, target: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
-        """Send a GET and read the head of its answer."""
-        self.request("GET", target, headers=dict(headers))
-        return self.getresponse()
+    def get(self, target: str, headers: Mapping[str, str]) -> Response:
+        """Send a GET, whose `target` is escaped already, and read the head of its answer."""
+        head = _head(self._origin.host_header, target, headers)
+        if self._socket is None:
+            self._socket = self._connect()
+        self._socket.sendall(head)
+        self._response = Response(self._socket)  # type: ignore[arg-type]
+        self._response.begin()
+        return self._response
+
+    def close(self) -> None:
+        """Close it, and what is left of its last answer."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._response is not None:
+            self._response.close()
+
+
+def _head(host: str, target: str, headers: Mapping[str, str]) -> bytes:
+    lines = [f"GET {target} HTTP/1.1", f"Host: {host}", "Accept-Encoding: identity"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    if any("\r" in line or "\n" in line for line in lines):
+        raise OptionError(f"a header for {host} has a line break in it; look at keys, tokens and `headers`")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+
+class Response(http.client.HTTPResponse):
+    """An answer whose head is parsed by a few splits."""
+
+    #: by lower-case name
+    fields: dict[str, str]
+
+    def begin(self) -> None:
+        """Read the head. Raises http.client.HTTPException."""
+        version, status, reason = self._read_status()  # type: ignore[attr-defined]
+        while status == 100:
+            http.client._read_headers(self.fp)  # type: ignore[attr-defined]
+            version, status, reason = self._read_status()  # type: ignore[attr-defined]
+        if not version.startswith("HTTP/1."):
+            raise http.client.UnknownProtocol(version)
+        self.version = 10 if version == "HTTP/1.0" else 11
+        self.status, self.reason = status, reason.strip()
+        self.fields = _parsed(http.client._read_headers(self.fp))  # type: ignore[attr-defined]
+        self.headers = self.msg = self.fields  # type: ignore[assignment]
+        self.chunked = self.fields.get("transfer-encoding", "").lower() == "chunked"
+        self.chunk_left = None
+        self.length = 0 if status in (204, 304) else self._told_length()
+        is_endless = self.length is None and not self.chunked
+        self.will_close = is_endless or self._check_close()  # type: ignore[attr-defined]
+
+    def _told_length(self) -> int | None:
+        text = self.fields.get("content-length", "")
+        return int(text) if text.isdecimal() and text.isascii() and not self.chunked else None
+
+    def getheader(self, name: str, default: Any = None) -> Any:
+        return self.fields.get(name.lower(), default)
+
+
+def _parsed(lines: list[bytes]) -> dict[str, str]:
+    fields: dict[str, str] = {}
+    last = ""
+    for line in lines:
+        text = line.decode("latin-1")
+        if text[0] in " \t":  # goes on with the line before
+            fields[last] = f"{fields.get(last, '')} {text.strip()}"
+            continue
+        name, _, value = text.partition(":")
+        last = name.strip().lower()
+        value = value.strip()
+        fields[last] = f"{fields[last]}, {value}" if last in fields else value
+    return fields
 
 
 class _Limits:
@@ -117,6 +196,12 @@ class _Limits:
         if left <= 0:
             raise TimeoutError("the deadline has passed")
         return min(self.silence_s, left)
+
+    def set_on(self, raw: socket.socket) -> None:
+        """Let the next wait of `raw` take no longer; a system call only where that changes."""
+        wait_s = self.wait_s()
+        if raw.gettimeout() != wait_s:
+            raw.settimeout(wait_s)
 
 
 class _LimitedSocket:
@@ -133,7 +218,7 @@ class _LimitedSocket:
         self._is_closed = False
 
     def sendall(self, data: Any) -> None:
-        self._raw.settimeout(self._limits.wait_s())
+        self._limits.set_on(self._raw)
         self._raw.sendall(data)
 
     def makefile(self, mode: str) -> io.BufferedReader:
@@ -167,5 +252,5 @@ class _LimitedFile(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        self._raw.settimeout(self._limits.wait_s())
+        self._limits.set_on(self._raw)
         return self._raw.recv_into(buffer)

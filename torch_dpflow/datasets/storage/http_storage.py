@@ -7,7 +7,7 @@ import time
 
 from torch_dpflow.datasets.storage.answers import read_object
 from torch_dpflow.datasets.storage.base import ByteRange
-from torch_dpflow.datasets.storage.connections import Connections, KeepAliveConnection
+from torch_dpflow.datasets.storage.connections import Connections, KeepAliveConnection, Response
 from torch_dpflow.datasets.storage.exchanges import Refusal, Request, Service
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.options import ReadOptions
@@ -78,7 +78,7 @@ class HttpStorage:
         request: Request,
         span: ByteRange,
         connection: KeepAliveConnection,
-        response: http.client.HTTPResponse,
+        response: Response,
     ) -> bytes | Refusal:
         is_done = False
         try:
@@ -102,6 +102,5 @@ class HttpStorage:
         self._connections.close()
 
 
-def _refusal(response: http.client.HTTPResponse) -> Refusal:
-    headers = {name.lower(): value for name, value in response.getheaders()}
-    return Refusal(response.status, response.reason, headers, response.read(_LONGEST_ERROR))
+def _refusal(response: Response) -> Refusal:
+    return Refusal(response.status, response.reason, response.fields, response.read(_LONGEST_ERROR))

@@ -91,7 +91,7 @@ class S3Service:
         if credentials is None:
             raise no_credentials(url, "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile")
         now = datetime.now(timezone.utc)
-        headers = sign_s3(_host_header(origin), path, region, credentials, now)
+        headers = sign_s3(origin.host_header, path, region, credentials, now)
         return Request(origin, path, headers, credentials, region)
 
     def follow(self, url: str, request: Request, refusal: Refusal) -> Request | None:
@@ -193,13 +193,6 @@ def _parse_endpoint(endpoint: str, scheme: str = "https") -> Origin:
         raise OptionError(f"endpoint {endpoint!r}: give http:// or https:// and a host, without a path")
     is_tls = parts.scheme == "https"
     return Origin(is_tls, parts.hostname, parts.port or (443 if is_tls else 80))
-
-
-def _host_header(origin: Origin) -> str:
-    """The Host header as http.client writes it."""
-    host = f"[{origin.host}]" if ":" in origin.host else origin.host
-    is_default = origin.port == (443 if origin.is_tls else 80)
-    return host if is_default else f"{host}:{origin.port}"
 
 
 def _is_address(host: str) -> bool:

@@ -43,8 +43,7 @@ class WebService:
         if refusal.status not in _REDIRECTS or not location:
             return None
         here = request.origin
-        host = f"[{here.host}]" if ":" in here.host else here.host
-        base = f"{'https' if here.is_tls else 'http'}://{host}:{here.port}{request.target}"
+        base = f"{'https' if here.is_tls else 'http'}://{here.host_header}{request.target}"
         try:
             origin, target = _parse(urljoin(base, location))
         except (OptionError, ValueError):
