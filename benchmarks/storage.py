@@ -30,7 +30,7 @@ LATENCIES_MS = (0.0, 10.0, 30.0)
 #: Epochs from the disk, where one is over within a fraction of a second.
 DISK_EPOCHS = 8
 #: What the sides and the servers are made of.
-PACKAGES = ("oss2", "ossfs", "boto3", "s3fs", "moto", "webdataset", "litdata")
+PACKAGES = ("oss2", "ossfs", "boto3", "s3fs", "obstore", "moto", "webdataset", "litdata")
 
 EPOCH_METRICS = (
     Metric(name="samples_per_s", label="samples/s"),
@@ -119,12 +119,15 @@ def compare(kind: str, latency_ms: float, rounds: int, *, quick: bool) -> Compar
         )
 
 
-def compare_gets(kind: str, rounds: int, *, quick: bool) -> Comparison:
-    """One GET after the other with every client."""
+def compare_gets(kind: str, threads: int, rounds: int, *, quick: bool) -> Comparison:
+    """So many GETs at a time with every client."""
     with served(kind, prepare(), 0.0) as endpoint:
         place = Place(kind=kind, endpoint=endpoint, samples=64 if quick else 512)
-        sides = {client: partial(run_side, place, client, "--gets") for client in CLIENTS[kind]}
-        return alternate("storage", f"{kind}, one GET", sides, rounds=rounds)
+        sides = {
+            client: partial(run_side, place, client, "--gets", f"--threads={threads}")
+            for client in CLIENTS[kind]
+        }
+        return alternate("storage", f"{kind}, {threads} GETs at a time", sides, rounds=rounds)
 
 
 def _check_same(place: Place, sides: list[str]) -> None:
@@ -161,7 +164,11 @@ def main() -> None:
     rounds = 1 if arguments.quick else arguments.rounds
     for kind in arguments.workload:
         if kind == "gets":
-            gets = [compare_gets(storage, rounds, quick=arguments.quick) for storage in ("oss", "s3")]
+            gets = [
+                compare_gets(storage, threads, rounds, quick=arguments.quick)
+                for storage in ("oss", "s3")
+                for threads in (1, 16)
+            ]
             publish(gets, GET_METRICS, arguments)
         else:
             latencies = [0.0] if kind == "disk" else arguments.latency_ms

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -130,6 +131,22 @@ def open_s3fs(place: Place) -> Callable[[str], bytes]:
     return lambda name: files.cat_file(f"{BUCKET}/{name}")  # type: ignore[no-any-return]
 
 
+def open_obstore(place: Place) -> Callable[[str], bytes]:
+    import obstore
+    from obstore.store import S3Store
+
+    store = S3Store(
+        BUCKET,
+        endpoint=place.endpoint,
+        region="us-east-1",
+        access_key_id=KEY_ID,
+        secret_access_key=SECRET,
+        virtual_hosted_style_request=False,
+        client_options={"allow_http": True},
+    )
+    return lambda name: obstore.get(store, name).bytes().to_bytes()  # type: ignore[no-any-return]
+
+
 def open_ours(place: Place) -> Callable[[str], bytes]:
     reader = ObjectReader(place.storage_options())
     return lambda name: reader.read(f"{place.bucket_url}/{name}")
@@ -139,7 +156,12 @@ def open_ours(place: Place) -> Callable[[str], bytes]:
 CLIENTS: Mapping[str, Mapping[str, Callable[[Place], Callable[[str], bytes]]]] = {
     "disk": {"open()": lambda place: open_files(), "ours": open_ours},
     "oss": {"oss2": open_oss2, "ossfs": open_ossfs, "ours": open_ours},
-    "s3": {"boto3": open_boto3, "s3fs": open_s3fs, "ours": open_ours},
+    "s3": {
+        "boto3": open_boto3,
+        "s3fs": open_s3fs,
+        **({"obstore": open_obstore} if find_spec("obstore") is not None else {}),
+        "ours": open_ours,
+    },
 }
 
 
