@@ -11,7 +11,7 @@ from torch_dpflow.datasets.storage import ByteRange, ObjectReader
 from torch_dpflow.datasets.storage.deadlines import ask
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.file_systems import open_file_system, path_of
-from torch_dpflow.datasets.urls import file_system_of
+from torch_dpflow.datasets.urls import file_system_of, without_login
 from torch_dpflow.errors import DPFlowError, ObjectMissingError
 
 #: Samples whose bytes are in memory at a time, and sizes that are asked for at a time.
@@ -48,11 +48,11 @@ class Objects:
         try:
             entry = ask(fs, self._reader.options.deadline_s, lambda: fs.info(path_of(fs, url)))
         except FileNotFoundError:
-            return ObjectMissingError(f"{url}: there is no such object")
+            return ObjectMissingError(f"{without_login(url)}: there is no such object")
         except Exception as error:
             return storage_error(ByteRange(url), error)
         if entry["type"] == "directory":
-            return ObjectMissingError(f"{url} is a directory")
+            return ObjectMissingError(f"{without_login(url)} is a directory")
         size = entry.get("size")
         return None if size is None else int(size)
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from torch_dpflow.datasets.checksums import sha256_of
 from torch_dpflow.datasets.files import Files
+from torch_dpflow.datasets.urls import without_login
 from torch_dpflow.errors import DamagedStoreError, NewerFormatError, OptionTypeError, UsageError
 from torch_dpflow.flows.flow import DataLoadFlow
 from torch_dpflow.options import check_type
@@ -75,14 +76,15 @@ def load_flow(url: str, **storage_options: Any) -> DataLoadFlow:
         UsageError: another version of Python wrote it, or it needs modules that are not there.
     """
     record, code = _read(url, storage_options)
+    told = without_login(url)
     if record.python != _python():
         raise UsageError(
-            f"{url} was saved by Python {record.python} and cannot be loaded by {_python()}; save it "
+            f"{told} was saved by Python {record.python} and cannot be loaded by {_python()}; save it "
             "again with the Python that is to load it"
         )
-    flow = _unpickled(code, url)
+    flow = _unpickled(code, told)
     if not isinstance(flow, DataLoadFlow):
-        raise OptionTypeError(f"{url} holds a {type(flow).__name__}, no DataLoadFlow")
+        raise OptionTypeError(f"{told} holds a {type(flow).__name__}, no DataLoadFlow")
     return flow
 
 
@@ -90,11 +92,12 @@ def _read(url: str, storage_options: dict[str, Any]) -> tuple[FlowRecord, bytes]
     """The first line of a flow's file and what is behind it, neither of them altered."""
     files, name = _place(url, storage_options)
     line, _, code = files.read(name).partition(b"\n")
-    record = _record(line, url)
+    told = without_login(url)
+    record = _record(line, told)
     # Encoded anew the line is as it was written, with no field that nobody knows.
     is_whole = record.format == 1 or msgspec.json.encode(record) == line
     if not is_whole or _digest(record, code) != record.sha256:
-        raise DamagedStoreError(f"{url} does not match its SHA-256; it was damaged: restore it from a copy")
+        raise DamagedStoreError(f"{told} does not match its SHA-256; it was damaged: restore it from a copy")
     return record, code
 
 

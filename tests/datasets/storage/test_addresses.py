@@ -25,6 +25,7 @@ from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.urls import file_system_of, join_url, split_login, split_name, without_login
 from torch_dpflow.datasets.verify import verify
 from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, SourceError, StorageError
+from torch_dpflow.flows.saving import load_flow
 
 SECRET = "pa:ss wörd/@"
 ESCAPED = "pa%3Ass%20w%C3%B6rd%2F%40"
@@ -177,6 +178,12 @@ def test_two_users_of_one_web_server_and_errors_without_passwords() -> None:
         assert found[2] == b"none"
         with pytest.raises(DPFlowError) as caught:
             reader.read(f"http://a:hidden@{host}/y")
+        assert "hidden" not in _everything_told(caught.value)
+        with pytest.raises(DPFlowError, match="is no file of a flow") as caught:
+            load_flow(f"http://a:hidden@{host}/x")
+        assert "hidden" not in _everything_told(caught.value)
+        with pytest.raises(DPFlowError) as caught:
+            reader.read("http://a:hidden@/y")
         assert "hidden" not in _everything_told(caught.value)
 
 

@@ -12,6 +12,7 @@ from torch_dpflow.datasets.storage.connections import Origin
 from torch_dpflow.datasets.storage.exchanges import Refusal, Request
 from torch_dpflow.datasets.storage.tls import tls_context
 from torch_dpflow.datasets.storage.web_headers import web_headers
+from torch_dpflow.datasets.urls import without_login
 from torch_dpflow.errors import OptionError
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -57,7 +58,7 @@ class WebService:
 def _parse(url: str) -> tuple[Origin, str]:
     parts = urlsplit(url.replace("#", "%23"))
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise OptionError(f"{url}: give http:// or https://, a host and a path")
+        raise OptionError(f"{without_login(url)}: give http:// or https://, a host and a path")
     is_tls = parts.scheme == "https"
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     origin = Origin(is_tls, parts.hostname, parts.port or (443 if is_tls else 80))
