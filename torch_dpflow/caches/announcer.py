@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from torch_dpflow.caches.policy import Job, Policy
 from torch_dpflow.errors import OptionTypeError
 from torch_dpflow.lookahead import Lookahead
 
@@ -35,15 +34,19 @@ class Announcer:
         #: reads until it is worth while to ask again
         self._left = 0
 
-    def reads(self, policy: Policy, job: Job, count: int) -> None:
-        """`job` is about to read `count` samples."""
+    def ask(self, count: int) -> Lookahead | None:
+        """What there is new to hear before `count` samples are read. Runs the sampler's code: hold no lock."""
         epoch = getattr(self.sampler, "epoch", None)
+        told = None
         if self._left <= 0 or epoch != self._epoch:
-            told = self.sampler.lookahead()
-            self._epoch = epoch
-            if told is None:
-                self._left = _QUESTIONS
-            else:
-                policy.foresee(job, told)
+            # Before it is asked, for it may read samples itself.
+            self._epoch, self._left = epoch, _QUESTIONS
+            try:
+                told = self.sampler.lookahead()
+            except BaseException:
+                self._left = 0
+                raise
+            if told is not None:
                 self._left = max(1, len(told.certain), told.length // _QUESTIONS)
         self._left -= count
+        return told

@@ -130,7 +130,7 @@ class ALSDCache(Dataset[Any]):
                 keys=self._length,
             ),
             copies=self.copy,
-            before_read=None if announcer is None else announcer.reads,
+            before_read=None if announcer is None else announcer.ask,
         )
 
     def _locate(self, index: Any) -> tuple[int | None, Any]:
@@ -148,8 +148,9 @@ class ALSDCache(Dataset[Any]):
 
     def _name(self, index: Any) -> int | None:
         try:
+            known = self._names.get(index)
             # In one step, so that threads agree; a number that was not needed is lost.
-            return self._names.setdefault(index, next(self._numbers))
+            return self._names.setdefault(index, next(self._numbers)) if known is None else known
         except TypeError:
             return None
 

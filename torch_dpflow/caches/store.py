@@ -16,6 +16,7 @@ import numpy as np
 from torch_dpflow.caches.policy import Job, Policy
 from torch_dpflow.caches.samples import duplicate, measure
 from torch_dpflow.errors import UsageError
+from torch_dpflow.lookahead import Lookahead
 
 #: The one job that reads a store of its own.
 _JOB: Job = "owner"
@@ -50,18 +51,28 @@ class CacheStatistics:
         return self.hits / max(1, self.hits + self.misses)
 
 
+class _Flight(Future[Any]):
+    """A load under way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: who loads
+        self.thread = threading.get_ident()
+
+
 class SampleStore:
     """Samples by key, as many as the policy keeps.
 
     Any thread may call. The lock is held while the policy decides, never while a sample is loaded, measured
-    or copied. A load that raises is not remembered: the error reaches everybody who waited for that load,
-    and the next reader tries again. After a fork the child has its own store with what was in it; an empty
-    one if another thread was changing it at that moment.
+    or copied, or a sampler asked. Whoever loads may read samples here; one that is asked for by its own load,
+    in a circle of threads too, is loaded apart and not kept. A load that raises is not remembered: the error
+    reaches everybody who waited for that load, and the next reader tries again. After a fork the child has
+    its own store with what was in it; an empty one if another thread was changing it at that moment.
 
     Args:
         make_policy: makes the policy, a new one each time.
         copies: whether to keep a copy of what was loaded and to hand out copies of that.
-        before_read: told of the policy and of how many samples are about to be read; called under the lock.
+        before_read: asked, with how many samples are about to be read, what there is new to tell the policy.
     """
 
     def __init__(
@@ -69,19 +80,22 @@ class SampleStore:
         make_policy: Callable[[], Policy],
         *,
         copies: bool,
-        before_read: Callable[[Policy, Job, int], None] | None = None,
+        before_read: Callable[[int], Lookahead | None] | None = None,
     ) -> None:
         self._make_policy = make_policy
         self._copies = copies
         self._before_read = before_read
         self._lock = threading.Lock()
+        #: by thread, the load that it waits for
+        self._waits: dict[int, _Flight] = {}
         self._empty()
         _STORES.add(self)
 
     def get(self, key: int, load: Callable[[], Any]) -> Any:
         """The sample of `key`; `load` is called where it is not held and nobody else is loading it."""
+        told = self._ask(1)
         with self._lock:
-            self._tell(1)
+            self._tell(told)
             if self._policy.access(key, _JOB):
                 sample, flight, joined = self._samples[key], None, False
             else:
@@ -96,9 +110,10 @@ class SampleStore:
         """The samples of `keys`, in order. `load` gets the places in `keys` of those that it has to load."""
         found: list[Any] = [None] * len(keys)
         own: list[int] = []
-        flights: dict[int, Future[Any]] = {}
+        flights: dict[int, _Flight] = {}
+        told = self._ask(len(keys))
         with self._lock:
-            self._tell(len(keys))
+            self._tell(told)
             held = self._policy.access_many(np.asarray(keys, dtype=np.int64), _JOB).tolist()
             for place, (key, hit) in enumerate(zip(keys, held)):
                 if hit:
@@ -148,26 +163,40 @@ class SampleStore:
         self._policy = self._make_policy()
         self._samples: dict[int, Any] = {}
         #: loads under way
-        self._flights: dict[int, Future[Any]] = {}
+        self._flights: dict[int, _Flight] = {}
         self._loads = self._errors = 0
         #: accesses that the policy counted as misses: those that joined a load, and those repeated because
         #: the load that they had joined was interrupted
         self._joined = self._abandoned = 0
 
-    def _tell(self, count: int) -> None:
-        if self._before_read is not None:
-            self._before_read(self._policy, _JOB, count)
+    def _tell(self, told: Lookahead | None) -> None:
+        if told is not None:
+            self._policy.foresee(_JOB, told)
 
-    def _board(self, key: int) -> tuple[Future[Any], bool]:
+    def _board(self, key: int) -> tuple[_Flight, bool]:
         """The load of a key under way, or a new one; and whether it was under way."""
         flight = self._flights.get(key)
         if flight is not None:
             self._joined += 1
             return flight, True
-        flight = self._flights[key] = Future()
+        flight = self._flights[key] = _Flight()
         return flight, False
 
-    def _keep(self, keys: list[int], flights: list[Future[Any]], kept: list[Any], sizes: list[int]) -> None:
+    def _waits_for(self, thread: int, flight: _Flight) -> bool:
+        """Whether a load cannot end before `thread` goes on: the thread runs it, or somebody whom it waits for does."""
+        onward: _Flight | None = flight
+        while onward is not None and not onward.done():
+            if onward.thread == thread:
+                return True
+            onward = self._waits.get(onward.thread)
+        return False
+
+    def _abandon(self) -> None:
+        """Who had joined a load goes on without it."""
+        self._joined -= 1
+        self._abandoned += 1
+
+    def _keep(self, keys: list[int], flights: list[_Flight], kept: list[Any], sizes: list[int]) -> None:
         """Offer loaded samples to the policy, unless they were loaded for a content that was cleared."""
         current = [self._land(key, flight) for key, flight in zip(keys, flights)]
         if all(current):
@@ -181,7 +210,7 @@ class SampleStore:
                 del self._samples[key]
         self._loads += len(keys)
 
-    def _land(self, key: int, flight: Future[Any]) -> bool:
+    def _land(self, key: int, flight: _Flight) -> bool:
         """A load is over; returns whether it is still wanted."""
         wanted = self._flights.get(key) is flight
         if wanted:
@@ -190,11 +219,14 @@ class SampleStore:
 
     # -- without the lock ------------------------------------------------------------------------------------
 
+    def _ask(self, count: int) -> Lookahead | None:
+        return None if self._before_read is None else self._before_read(count)
+
     def _copy(self, sample: Any) -> Any:
         return duplicate(sample) if self._copies else sample
 
     def _load(
-        self, keys: list[int], flights: list[Future[Any]], load: Callable[[], Sequence[Any]]
+        self, keys: list[int], flights: list[_Flight], load: Callable[[], Sequence[Any]]
     ) -> Sequence[Any]:
         """Load samples that nobody else is loading, for everybody who waits for them."""
         try:
@@ -215,7 +247,7 @@ class SampleStore:
             flight.set_result(sample)
         return loaded
 
-    def _fail(self, keys: list[int], flights: list[Future[Any]], error: BaseException) -> None:
+    def _fail(self, keys: list[int], flights: list[_Flight], error: BaseException) -> None:
         with self._lock:
             for key, flight in zip(keys, flights):
                 self._land(key, flight)
@@ -226,14 +258,25 @@ class SampleStore:
             else:
                 flight.cancel()  # an interrupt is meant for one thread: the others start over
 
-    def _wait(self, key: int, flight: Future[Any], load: Callable[[], Any]) -> Any:
+    def _wait(self, key: int, flight: _Flight, load: Callable[[], Any]) -> Any:
+        thread = threading.get_ident()
+        with self._lock:
+            in_a_circle = self._waits_for(thread, flight)
+            if in_a_circle:
+                self._abandon()
+            else:
+                self._waits[thread] = flight
+        if in_a_circle:
+            return self._copy(load())
         try:
             return self._copy(flight.result())
         except CancelledError:
             with self._lock:
-                self._joined -= 1
-                self._abandoned += 1
+                self._abandon()
             return self.get(key, load)
+        finally:
+            with self._lock:
+                self._waits.pop(thread, None)
 
     # -- forks -----------------------------------------------------------------------------------------------
 
@@ -241,7 +284,7 @@ class SampleStore:
         """In the child: whoever held the lock or was loading is not there."""
         interrupted = self._lock.locked()
         self._lock = threading.Lock()
-        self._flights = {}
+        self._flights, self._waits = {}, {}
         if interrupted:
             self._empty()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 
 from torch_dpflow.datasets.spec import DatasetShardMeta, Variant
 from torch_dpflow.errors import DPFlowError
@@ -82,7 +82,11 @@ class ShardCache:
                     ours[number] = self._loading[number] = Future()
         if ours:
             found.update(self._load_ours(ours))
-        found.update({number: future.result() for number, future in others.items()})
+        for number, future in others.items():
+            try:
+                found[number] = future.result()
+            except CancelledError:
+                found.update(self._get([number]))
         return found
 
     def _load_ours(self, ours: Mapping[int, Future[Loaded]]) -> dict[int, Loaded]:
@@ -94,7 +98,10 @@ class ShardCache:
                 for number in ours:
                     del self._loading[number]
             for future in ours.values():
-                future.set_exception(error)
+                if isinstance(error, Exception):
+                    future.set_exception(error)
+                else:
+                    future.cancel()  # an interrupt is meant for one thread: the others start over
             raise
         with self._lock:
             for number, shard in loaded.items():

@@ -1,0 +1,94 @@
+"""Users' code may read the cache that runs it: no lock is held, and nobody waits for himself."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torch_dpflow.caches import ALSDCache
+from torch_dpflow.lookahead import Lookahead
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class _Pairs:
+    """Sample k is (k, partner's number), read through the cache."""
+
+    def __init__(self, partner: dict[int, int]) -> None:
+        self.cache: Any = None
+        self.partner = partner
+        #: threads meet here before they read what the other one loads
+        self.meet: threading.Barrier | None = None
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[int, ...]:
+        if index not in self.partner or threading.current_thread() in _inside:
+            return (index,)
+        _inside.add(threading.current_thread())
+        try:
+            if self.meet is not None:
+                self.meet.wait()
+            return (index, self.cache[self.partner[index]][0])
+        finally:
+            _inside.discard(threading.current_thread())
+
+
+_inside: set[threading.Thread] = set()
+
+
+def _cached(partner: dict[int, int], **options: Any) -> Any:
+    dataset: Any = _Pairs(partner)
+    dataset.cache = ALSDCache(dataset, 8, **options)
+    return dataset.cache
+
+
+def test_a_dataset_reads_in_its_cache_what_it_is_loading() -> None:
+    cache = _cached({3: 3})
+    assert cache[3] == (3, 3)
+    assert cache[3] == (3, 3)
+    statistics = cache.statistics()
+    assert (statistics.misses, statistics.loads, statistics.hits) == (1, 1, 1)
+
+
+def test_a_batch_reads_in_its_cache_a_sample_of_its_own() -> None:
+    cache = _cached({1: 2, 2: 1})
+    assert cache.__getitems__([1, 2]) == [(1, 2), (2, 1)]
+
+
+def test_threads_that_need_what_the_other_loads_both_go_on() -> None:
+    cache = _cached({1: 2, 2: 1})
+    cache.dataset.meet = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(cache.__getitem__, [1, 2])) == [(1, 2), (2, 1)]
+    assert cache.statistics().loads == cache.statistics().misses == 2
+
+
+def test_a_sampler_may_read_the_cache_that_asks_it() -> None:
+    class Curious:
+        cache: Any = None
+
+        def lookahead(self) -> Lookahead:
+            assert self.cache[5] == (5,)
+            return Lookahead.of_order(np.arange(8), epoch=0)
+
+    sampler = Curious()
+    sampler.cache = _cached({}, sampler=sampler)
+    assert sampler.cache[0] == (0,)
+    assert sampler.cache.__getitems__([1, 2]) == [(1,), (2,)]
+
+
+def test_indices_that_are_no_numbers_take_one_number_each() -> None:
+    class Named:
+        def __getitem__(self, name: str) -> str:
+            return name
+
+    dataset: Any = Named()
+    cache = ALSDCache(dataset, 8)
+    assert [cache[name] for name in ["a", "b"] * 50] == ["a", "b"] * 50
+    assert max(cache._store._policy) == 1
