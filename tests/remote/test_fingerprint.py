@@ -16,7 +16,7 @@ def scale(sample, by=2.0):
     return [part * by for part in sample if part in {"some", "words", "here"}]
 
 def halve(sample):
-    return sample / DIVISOR if sample else halve(sample)
+    return sample / DIVISOR if sample or not __name__ else halve(sample)
 
 class Base(abc.ABC):
     limit = LIMIT

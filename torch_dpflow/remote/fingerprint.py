@@ -133,6 +133,7 @@ def _code(code: types.CodeType) -> str:
 def _globals(code: types.CodeType) -> set[str]:
     """The names that it, or a function inside it, looks up in its module."""
     found = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    found -= {"__name__", "__file__"}  # they tell where the script runs, and not what it does
     return found.union(*(_globals(one) for one in code.co_consts if isinstance(one, types.CodeType)))
 
 
