@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import IterDataPipe, graph_settings
 
 from torch_dpflow.errors import StateError
 from torch_dpflow.plan import open_order, repeat_draws, return_sampler
@@ -43,6 +44,7 @@ def begin(
     """
     run = loader._run
     epoch = run.epoch
+    opening = _with_shared_seeds(opening, loader)
     state = run.take_pending()
     try:
         if state is not None and state.fresh:
@@ -56,7 +58,11 @@ def begin(
         start(LoaderView(loader))
         iterator._index_sampler = loader._index_sampler
         try:
-            progress = _next_with_same_seed(loader, state) if state.fresh else _resumed(loader, state)
+            if state.fresh:
+                progress, shared_seed = _next_with_same_seed(loader, state)
+            else:
+                progress, shared_seed = _resumed(loader, state), state.shared_seed
+            _share_seed(iterator, shared_seed)
         except StateError:
             run.epoch = epoch
             raise
@@ -64,6 +70,7 @@ def begin(
     if state is not None and state.fresh:
         kept = (state.dataset, *(stream.dataset for stream in state.streams))
         progress.brought_back = any(part["ended"] for part in kept if part is not None)
+    progress.shared_seed = iterator._shared_seed
     run.epoch = progress.epoch + 1
     run.progress = progress
     return progress
@@ -91,12 +98,33 @@ def _afresh(
     return _progress(loader, opening, origin, iterator._sampler_iter, iterator._base_seed)
 
 
-def _next_with_same_seed(loader: Any, state: LoaderState) -> Progress:
+def _with_shared_seeds(opening: Sequence[OpeningStep], loader: Any) -> list[OpeningStep]:
+    """With the draws of the seed that a data pipe shares: before all else, and where torch resets the iteration."""
+    if not isinstance(loader.dataset, IterDataPipe):
+        return list(opening)
+    first: list[OpeningStep] = ["seed"] if "seed" in opening else []
+    last: list[OpeningStep] = ["seed"] if opening[-1] == "order" else []
+    return [*first, *opening, *last]
+
+
+def _share_seed(iterator: Any, seed: int | None) -> None:
+    """Have a data pipe shuffle by this seed instead of the one that it was begun with."""
+    if seed is not None and isinstance(iterator._dataset, IterDataPipe):
+        iterator._shared_seed = seed
+        iterator._dataset = graph_settings.apply_random_seed(
+            iterator._dataset, torch.Generator().manual_seed(seed)
+        )
+
+
+def _next_with_same_seed(loader: Any, state: LoaderState) -> tuple[Progress, int | None]:
     """The epoch after one of persistent workers, which keep their base seed."""
     assert state.base_seed is not None
     origin = Origin(loader.generator)
     batches = open_order(OPENING_AGAIN, loader._index_sampler, loader.generator)
-    return _progress(loader, OPENING_AGAIN, origin, batches, state.base_seed, state.streams)
+    opening, shared_seed = _with_shared_seeds(OPENING_AGAIN, loader), None
+    if isinstance(loader.dataset, IterDataPipe):
+        shared_seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
+    return _progress(loader, opening, origin, batches, state.base_seed, state.streams), shared_seed
 
 
 def _progress(

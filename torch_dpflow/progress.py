@@ -143,6 +143,8 @@ class Progress:
         self.await_streams: weakref.WeakMethod[Callable[[], None]] | None = None
         #: The process's generators at the first draw, if they had been used since the opening.
         self.draw_rng: RngState | None = None
+        #: What a data pipe's shuffling follows.
+        self.shared_seed: int | None = None
         #: The dataset was brought to where it was at the end of the epoch before.
         self.brought_back = False
         self.finished = False
@@ -250,6 +252,7 @@ class Progress:
             samples=self._samples,
             ahead=sorted(self._ahead),
             base_seed=self.base_seed,
+            shared_seed=self.shared_seed,
             opening=self._opening,
             plan_rng=self._origin.rng,
             began=self._began,

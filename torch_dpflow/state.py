@@ -63,6 +63,8 @@ class LoaderState:
     #: The seed that worker streams and batch keys derive from. In a fresh state: the next epoch keeps it
     #: (persistent workers) instead of drawing another.
     base_seed: int | None = None
+    #: The seed that a data pipe's shuffling follows, in all workers and ranks.
+    shared_seed: int | None = None
     #: How the epoch began; with workers, torch asks the sampler twice, and later epochs of persistent ones draw
     #: no base seed. Each step may draw random numbers.
     opening: list[OpeningStep] = field(default_factory=list)

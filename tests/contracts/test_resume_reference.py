@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from tests.loader_cases import EagerSampler, Indices, LazySampler, StatefulSampler, Stream, seed_everything
 from torch_dpflow.errors import StateError
@@ -242,6 +243,11 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
         "generator": generator(),
     },
     "stream": lambda: {"dataset": Stream(SIZE), "batch_size": 3},
+    "shuffled data pipe": lambda: {
+        "dataset": IterableWrapper(range(SIZE)).shuffle().sharding_filter(),
+        "batch_size": 3,
+        "shuffle": True,
+    },
     "stream with a state": lambda: {"dataset": Spanning(), "batch_size": 3},
     "stream of whole batches": lambda: {"dataset": Spanning(), "batch_size": None},
     "stream without its short batch": lambda: {"dataset": Spanning(), "batch_size": 3, "drop_last": True},
@@ -321,6 +327,7 @@ QUICK = [
     ("sampler with a state", "workers"),
     ("sampler whose iterator has a state", "workers"),
     ("shuffled", "workers"),
+    ("shuffled data pipe", "workers"),
     ("map-style with a state", "kept workers"),
     ("stream with a state", "workers"),
     ("stream with a state", "kept workers"),
