@@ -107,7 +107,9 @@ def test_verify(dataset: Dataset, tree: Path) -> None:
     )
     result = dataset("verify", "core/pets", "--data")
     assert result.exit_code == 0, result.output
-    assert "core/pets:v1:train: 10 samples checked, with their data\n" in result.stdout
+    assert "core/pets:v1:train: 10 samples checked with their data: 10 match their checksums" in (
+        result.stdout
+    )
     (tree / "train/cat/3.jpg").write_bytes(b"yyy")
     result = dataset("verify", "core/pets:v1", "--data")
     assert result.exit_code == 1

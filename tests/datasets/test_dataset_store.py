@@ -24,6 +24,7 @@ from torch_dpflow.errors import (
     PublishedError,
     StorageError,
 )
+from torch_dpflow.flows import DataLoadFlow, LocalDataLoadFlowReader
 
 
 class CountingFiles(Files):
@@ -240,3 +241,11 @@ def test_options_of_the_storage_are_kept_out_of_the_store(tmp_path: Path) -> Non
 def test_a_plain_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert DatasetStore.create("datasets").url == f"file://{tmp_path}/datasets"
+
+
+def test_a_path_names_a_store(tmp_path: Path) -> None:
+    made = DatasetStore.create(tmp_path / "datasets")
+    publish(made, Numbered(3))
+    assert DatasetStore(tmp_path / "datasets").url == made.url
+    flow = DataLoadFlow("a/b", 1).dataset(made.ids()[0])
+    assert len(flow.prepare_read(LocalDataLoadFlowReader(tmp_path / "datasets"))) == 3

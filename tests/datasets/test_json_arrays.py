@@ -97,3 +97,9 @@ def test_malformed_elements_do_not_fill_memory(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match="Unterminated string"):
         list(read_arrays(file, {"a"}))
     assert file.given < 10_000
+
+
+def test_a_byte_order_mark_is_no_text() -> None:
+    data = b"\xef\xbb\xbf" + json.dumps({"a": [1, "\ufeff"]}).encode()
+    for step in (1, 2, 100):
+        assert list(read_arrays(Dribble(data, step), {"a"})) == [("a", 1), ("a", "\ufeff")]

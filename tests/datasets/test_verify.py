@@ -10,6 +10,7 @@ from tests.datasets.samples_source import Numbered, publish
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset, verify
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.iterable import IterableImporter
+from torch_dpflow.datasets.verify import Compared
 
 
 @pytest.fixture
@@ -60,6 +61,16 @@ def test_missing_and_cut_objects_are_found(local_store: DatasetStore, folder: Pa
     assert [(problem.sample, problem.samples) for problem in found] == [(2, 1), (5, 1), (6, 1)]
     assert f"file://{folder}/2.jpg: there is no such" in found[0].what
     assert f"file://{folder}/5.jpg" in found[1].what
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_what_was_compared_is_counted(local_store: DatasetStore, folder: Path, checksum: bool) -> None:
+    stored = _publish(local_store, folder, checksum=checksum)
+    (folder / "2.jpg").unlink()
+    compared = Compared()
+    assert [problem.sample for problem in verify(stored, data=True, compared=compared)] == [2]
+    well = len(stored) - 1
+    assert compared == (Compared(checksums=well) if checksum else Compared(sizes=well))
 
 
 def test_other_bytes_of_the_same_size_are_found_by_checksum(local_store: DatasetStore, folder: Path) -> None:

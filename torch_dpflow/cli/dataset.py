@@ -23,7 +23,7 @@ from torch_dpflow.datasets.importers.registry import IMPORTERS, make_importer
 from torch_dpflow.datasets.names import DatasetRef, next_version
 from torch_dpflow.datasets.spec import Dataset
 from torch_dpflow.datasets.store import DatasetStore
-from torch_dpflow.datasets.verify import verify
+from torch_dpflow.datasets.verify import Compared, verify
 from torch_dpflow.errors import DatasetError, DatasetNotFoundError, OptionError
 
 Command = Callable[..., Any]
@@ -264,12 +264,13 @@ def verify_(url: str, storage_options: dict[str, Any], ref: str, data: bool) -> 
     bad = total = 0
     for name in names:
         stored = store.open(DatasetRef(target.id, version.version, name))
+        compared = Compared() if data else None
         with verify_progress(name, len(stored)) as progress:
-            for problem in verify(stored, data=data, progress=progress):
+            for problem in verify(stored, data=data, progress=progress, compared=compared):
                 bad += problem.samples
                 click.echo(problem_line(name, problem))
         total += len(stored)
-        click.echo(checked_line(stored, data=data))
+        click.echo(checked_line(stored, compared))
     if bad:
         raise click.ClickException(f"{bad} of {total} samples cannot be read as they should be")
 

@@ -23,7 +23,7 @@ from torch_dpflow.datasets.importers.base import Importer
 from torch_dpflow.datasets.names import DatasetRef
 from torch_dpflow.datasets.spec import Dataset, SampleMeta, encode_file
 from torch_dpflow.datasets.store import StoredDataset
-from torch_dpflow.datasets.verify import Problem
+from torch_dpflow.datasets.verify import Compared, Problem
 
 
 def print_json(record: Dataset | SampleMeta) -> None:
@@ -73,10 +73,16 @@ def problem_line(variant: str, problem: Problem) -> str:
     return f"{variant}, {where}: {problem.what}"
 
 
-def checked_line(stored: StoredDataset, *, data: bool) -> str:
-    """One line that says how far a check went."""
-    if data:
-        return f"{stored.ref}: {len(stored)} samples checked, with their data"
+def checked_line(stored: StoredDataset, compared: Compared | None) -> str:
+    """One line that says how far a check went; None: at the metadata alone."""
+    if compared is not None:
+        well = (
+            (compared.checksums, "match their checksums"),
+            (compared.sizes, "have no checksum, only their size was compared"),
+            (compared.presence, "have neither, they are there"),
+        )
+        told = [f"{samples} {what}" for samples, what in well if samples] or ["none is well"]
+        return f"{stored.ref}: {len(stored)} samples checked with their data: {'; '.join(told)}"
     return f"{stored.ref}: metadata of {len(stored)} samples checked; --data looks at their data too"
 
 

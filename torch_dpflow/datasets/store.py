@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -45,8 +46,14 @@ class DatasetStore:
         StorageError: the storage does not let us read it, or does not answer.
     """
 
-    def __init__(self, url: str, *, read_options: ReadOptions | None = None, **storage_options: Any) -> None:
-        self.files = Files(url, storage_options, read_options)
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        read_options: ReadOptions | None = None,
+        **storage_options: Any,
+    ) -> None:
+        self.files = Files(_as_text(url), storage_options, read_options)
         try:
             data = self.files.read(_RECORD)
         except FileNotFoundError as error:
@@ -58,10 +65,14 @@ class DatasetStore:
 
     @classmethod
     def create(
-        cls, url: str, *, read_options: ReadOptions | None = None, **storage_options: Any
+        cls,
+        url: str | os.PathLike[str],
+        *,
+        read_options: ReadOptions | None = None,
+        **storage_options: Any,
     ) -> DatasetStore:
         """Open a store, making an empty one where there is none."""
-        files = Files(url, storage_options, read_options)
+        files = Files(_as_text(url), storage_options, read_options)
         if not files.exists(_RECORD):
             with suppress(FileExistsError):  # somebody else may be faster
                 files.create(_RECORD, encode_file(StoreRecord(format=1, created=now())))
@@ -231,3 +242,7 @@ class StoredDataset:
 def now() -> str:
     """The time in UTC, ISO 8601, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _as_text(url: str | os.PathLike[str]) -> str:
+    return os.fspath(url) if isinstance(url, os.PathLike) else url

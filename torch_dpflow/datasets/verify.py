@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch_dpflow.datasets.checksums import matches
@@ -13,6 +14,18 @@ from torch_dpflow.errors import DatasetError, DPFlowError, OptionTypeError
 
 #: A sample's number, where its object lies, and what is known of it.
 _Numbered = tuple[int, str, SampleMeta]
+
+
+@dataclass
+class Compared:
+    """How far samples were looked at, with `data=True`."""
+
+    #: read, and found to match their checksums or not
+    checksums: int = 0
+    #: without a checksum; the size of their object was looked at
+    sizes: int = 0
+    #: without either; their object is there
+    presence: int = 0
 
 
 class Problem(NamedTuple):
@@ -31,6 +44,7 @@ def verify(
     data: bool = False,
     options: Mapping[str, Any] | None = None,
     progress: Callable[[int], None] = lambda samples: None,
+    compared: Compared | None = None,
 ) -> Iterator[Problem]:
     """What is wrong with a dataset, as it is found; nothing where all is well. Keeps one shard in memory.
 
@@ -40,16 +54,21 @@ def verify(
             known, has the right bytes, which reads it.
         options: what fsspec needs to open the data; None: the same as for the store.
         progress: called with the number of samples that are checked, after every shard.
+        compared: counts what was compared of samples that are well.
 
     Raises OptionTypeError where `stored` is something else.
     """
     if not isinstance(stored, StoredDataset):
         raise OptionTypeError(f"stored={stored!r:.80}: give what DatasetStore.open('namespace/name') returns")
-    return _problems(stored, data, options, progress)
+    return _problems(stored, data, options, progress, compared or Compared())
 
 
 def _problems(
-    stored: StoredDataset, data: bool, options: Mapping[str, Any] | None, progress: Callable[[int], None]
+    stored: StoredDataset,
+    data: bool,
+    options: Mapping[str, Any] | None,
+    progress: Callable[[int], None],
+    compared: Compared,
 ) -> Iterator[Problem]:
     first = 0
     with Objects(stored.options if options is None else options) as objects:
@@ -60,13 +79,17 @@ def _problems(
             except (DatasetError, OSError) as error:
                 yield Problem(first, count, _told(error))
             else:
-                yield from _look(stored, objects if data else None, samples, first)
+                yield from _look(stored, objects if data else None, samples, first, compared)
             first += count
             progress(first)
 
 
 def _look(
-    stored: StoredDataset, objects: Objects | None, samples: Sequence[SampleMeta], first: int
+    stored: StoredDataset,
+    objects: Objects | None,
+    samples: Sequence[SampleMeta],
+    first: int,
+    compared: Compared,
 ) -> Iterator[Problem]:
     """What is wrong with the samples of a shard, of which the first has number `first`."""
     numbered: list[_Numbered] = []
@@ -77,11 +100,15 @@ def _look(
         except DatasetError as error:
             yield Problem(number, 1, _told(error))
     if objects is not None:
-        yield from _look_at_bytes(objects, [place for place in numbered if place[2].checksum is not None])
-        yield from _look_at_sizes(objects, [place for place in numbered if place[2].checksum is None])
+        yield from _look_at_bytes(
+            objects, [place for place in numbered if place[2].checksum is not None], compared
+        )
+        yield from _look_at_sizes(
+            objects, [place for place in numbered if place[2].checksum is None], compared
+        )
 
 
-def _look_at_bytes(objects: Objects, numbered: Sequence[_Numbered]) -> Iterator[Problem]:
+def _look_at_bytes(objects: Objects, numbered: Sequence[_Numbered], compared: Compared) -> Iterator[Problem]:
     contents = objects.contents([(url, sample) for _, url, sample in numbered])
     for (number, url, sample), content in zip(numbered, contents):
         assert sample.checksum is not None
@@ -91,19 +118,23 @@ def _look_at_bytes(objects: Objects, numbered: Sequence[_Numbered]) -> Iterator[
             yield Problem(number, 1, f"{url} has {len(content)} bytes instead of {sample.length}")
         elif not matches(content, sample.checksum):
             yield Problem(number, 1, f"{url} does not match {sample.checksum}")
+        else:
+            compared.checksums += 1
 
 
-def _look_at_sizes(objects: Objects, numbered: Sequence[_Numbered]) -> Iterator[Problem]:
+def _look_at_sizes(objects: Objects, numbered: Sequence[_Numbered], compared: Compared) -> Iterator[Problem]:
     for (number, url, sample), size in zip(numbered, objects.sizes([url for _, url, _ in numbered])):
         if isinstance(size, DPFlowError):
             yield Problem(number, 1, _told(size))
         elif size is None or sample.length is None:
-            continue
+            compared.presence += 1
         elif sample.offset is None and size != sample.length:
             yield Problem(number, 1, f"{url} has {size} bytes instead of {sample.length}")
         elif sample.offset is not None and size < sample.offset + sample.length:
             end = sample.offset + sample.length
             yield Problem(number, 1, f"{url} has {size} bytes, but the sample ends at {end}")
+        else:
+            compared.sizes += 1
 
 
 def _told(error: Exception) -> str:

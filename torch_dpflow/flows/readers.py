@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,7 +41,7 @@ class LocalDataLoadFlowReader:
 
     def __init__(
         self,
-        store: DatasetStore | str | None = None,
+        store: DatasetStore | str | os.PathLike[str] | None = None,
         *,
         cache: int | str | None = None,
         seed: int | None = None,
@@ -56,11 +57,11 @@ class LocalDataLoadFlowReader:
             check_type("read_options", read_options, ReadOptions, "a ReadOptions, or None")
         if store is not None:
             check_type(
-                "store", store, (DatasetStore, str), "a DatasetStore, its path or URL as a str, or None"
+                "store", store, (DatasetStore, str, os.PathLike), "a DatasetStore, its path or URL, or None"
             )
         self._cache = cache
         self._seed = None if seed is None else whole_number("seed", seed, least=LEAST_INT64, most=MOST_INT64)
-        self._store = DatasetStore(store) if isinstance(store, str) else store
+        self._store = DatasetStore(os.fspath(store)) if isinstance(store, str | os.PathLike) else store
         self._reading: dict[str, Any] = {
             "storage_options": storage_options,
             "read_options": read_options,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -68,7 +69,7 @@ class RemoteDataLoadFlowReader:
 
     def __init__(
         self,
-        store: DatasetStore | str | None = None,
+        store: DatasetStore | str | os.PathLike[str] | None = None,
         *,
         address: str | None = "auto",
         workers: int = 2,

@@ -70,7 +70,7 @@ class _Text:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()  # some tools write a byte-order mark
         self._window = ""
         self._at = 0
         #: characters before the window
