@@ -92,3 +92,22 @@ def test_a_service_without_descriptors_lives_on(
     (tmp_path / "enough").touch()
     job.finish()
     assert service_of(cluster, part).pid == service.pid
+
+
+@pytest.mark.slow
+def test_a_storm_of_starts_takes_nobody_for_silent(
+    cluster: TestCluster, nursery: Nursery, tmp_path: Path
+) -> None:
+    job = ChaosJob.start(
+        nursery, cluster, tmp_path, flow="chaos/flow", number=0, size=2000, epochs=1, endless=True, workers=32
+    )
+    wait(lambda: job.batches() >= 5, within_s=60, what="the first batches")
+    wait(
+        lambda: sum(bool(view.status.get("up")) for view in cluster.running()) == 32,
+        within_s=120,
+        what="all workers",
+    )
+    assert [view.id for view in cluster.running() if view.restarts] == []
+    assert "silent" not in cluster.log.read_text()
+    (tmp_path / "enough").touch()
+    job.finish()
