@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dpflow.remote.protocol import Launch
@@ -230,6 +230,7 @@ def test_nobody_is_killed_where_all_are_late() -> None:
     assert 20.0 < killed[0] <= 10.0 * MOST_LENIENT
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_paces_and_leases_hold_whatever_happens(data: st.DataObject) -> None:
     most, starting = data.draw(st.integers(2, 8)), data.draw(st.integers(1, 3))
