@@ -140,6 +140,19 @@ def test_a_draft_is_listed_and_restarted(dataset: Dataset, tree: Path, tmp_path:
     assert "core/pets:v1:train: 10 samples" in dataset(*arguments).stdout
 
 
+def test_a_draft_is_discarded(dataset: Dataset, tree: Path, tmp_path: Path) -> None:
+    store = DatasetStore.create(tmp_path / "store")
+    Draft(store, "core/pets", "v1").add("train", ImageFolderImporter(str(tree / "val")))
+    assert dataset("discard", "core/pets:v1").stdout == "core/pets:v1: discarded\n"
+    assert "unfinished import" not in dataset("list").stdout
+    assert _import(dataset, tree).exit_code == 0
+    for version in ("v1", "v2"):  # published; never begun
+        result = dataset("discard", f"core/pets:{version}")
+        assert result.exit_code == 1
+        assert f"core/pets:{version} is no unfinished import of" in result.output
+    assert dataset("verify", "core/pets:v1").exit_code == 0
+
+
 def test_a_variant_that_is_not_named_is_in_the_way(dataset: Dataset, tree: Path, tmp_path: Path) -> None:
     store = DatasetStore.create(str(tmp_path / "store"))
     Draft(store, "core/pets", "v1").add("trian", ImageFolderImporter(str(tree / "val")))
@@ -308,7 +321,7 @@ def test_the_root_by_itself() -> None:
 def test_help_of_every_command_needs_no_store() -> None:
     for arguments in (
         ["dataset"],
-        *(["dataset", name] for name in ("import", "list", "show", "verify", "append")),
+        *(["dataset", name] for name in ("import", "list", "show", "verify", "append", "discard")),
     ):
         result = CliRunner().invoke(root, [*arguments, "--help"])
         assert result.exit_code == 0

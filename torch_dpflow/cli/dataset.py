@@ -192,6 +192,19 @@ def append(
     _run(draft, kind, sources, restart=restart, options=storage_options, **how)
 
 
+@dataset.command()
+@click.argument("target", metavar="NAMESPACE/NAME:VERSION", callback=_version_ref)
+@_store_options
+def discard(url: str, storage_options: dict[str, Any], target: DatasetRef) -> None:
+    """Remove what an import that has not ended has written; its sources stay as they are."""
+    store = DatasetStore(url, **storage_options)
+    assert target.version is not None
+    if target.version not in store.drafts(target.id):
+        raise OptionError(f"{target} is no unfinished import of {store.url}; see dpflow dataset list")
+    Draft(store, target.id, target.version).discard()
+    click.echo(f"{target}: discarded")
+
+
 @dataset.command("list")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for each version.")
 @_store_options

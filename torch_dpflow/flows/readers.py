@@ -16,7 +16,7 @@ from torch_dpflow.flows.arguments import LEAST_INT64, MOST_INT64, whole_number
 from torch_dpflow.flows.flow import DataLoadFlow, Source
 from torch_dpflow.flows.read import DataLoadFlowRead
 from torch_dpflow.flows.staged import StagedDataset
-from torch_dpflow.options import check_type
+from torch_dpflow.options import check_type, check_whole_number
 
 
 class LocalDataLoadFlowReader:
@@ -33,6 +33,7 @@ class LocalDataLoadFlowReader:
         read_options: timeouts, retries and concurrency of reads.
         check: compare each sample's bytes with its checksum, where the dataset has one; None: those that do not
             come from local files.
+        metadata_cache: bytes of metadata that each process keeps.
 
     Raises:
         OptionError, OptionTypeError: an argument is not what it should be.
@@ -48,6 +49,7 @@ class LocalDataLoadFlowReader:
         storage_options: Mapping[str, Any] | None = None,
         read_options: ReadOptions | None = None,
         check: bool | None = None,
+        metadata_cache: int = 64 << 20,
     ) -> None:
         if cache is not None:
             _check_capacity(cache)
@@ -55,6 +57,7 @@ class LocalDataLoadFlowReader:
             check_type("storage_options", storage_options, Mapping, "a dict of fsspec's options, or None")
         if read_options is not None:
             check_type("read_options", read_options, ReadOptions, "a ReadOptions, or None")
+        check_whole_number("metadata_cache", metadata_cache, minimum=1)
         if store is not None:
             check_type(
                 "store", store, (DatasetStore, str, os.PathLike), "a DatasetStore, its path or URL, or None"
@@ -66,6 +69,7 @@ class LocalDataLoadFlowReader:
             "storage_options": storage_options,
             "read_options": read_options,
             "check": check,
+            "metadata_cache": metadata_cache,
         }
 
     def read(self, flow: DataLoadFlow) -> DataLoadFlowRead:
