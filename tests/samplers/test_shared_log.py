@@ -152,6 +152,27 @@ def test_jobs_of_one_seed_draw_each_their_own_and_the_same_again() -> None:
     assert len({tuple(order) for order in orders()}) == 3
 
 
+def test_a_job_whose_name_was_drawn_reads_as_if_alone_beside_others_with_its_set() -> None:
+    group = sampling_group("shared-log", 60)
+    for job in ("drawn-1", "drawn-2"):
+        group.join(job, seed=5, named=False)
+        group.start_epoch(job, 0)
+        assert group.next(job, 60).tolist() == private_order(60, 5)
+
+
+def test_of_jobs_whose_names_were_drawn_the_sets_decide_and_the_same_again() -> None:
+    def orders(names: str) -> list[list[int]]:
+        group = sampling_group("shared-log", 60)
+        for place, job in enumerate(names):
+            group.join(job, range(10 * place, 10 * place + 40), seed=5, independence=1.0, named=False)
+        for job in names:
+            group.start_epoch(job, 0)
+        return [[index - 10 * place for index in group.next(job, 40)] for place, job in enumerate(names)]
+
+    assert orders("abc") == orders("xyz")
+    assert len({tuple(order) for order in orders("abc")}) == 3
+
+
 # -- classes -------------------------------------------------------------------------------------------------
 
 

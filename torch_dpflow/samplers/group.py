@@ -87,6 +87,7 @@ class SamplingGroup(ABC):
         batch_size: int = 1,
         speed: float | None = None,
         independence: float = 0.0,
+        named: bool = True,
     ) -> None:
         """Register a job and its set; None means every sample. It draws nothing before `start_epoch`.
 
@@ -95,6 +96,7 @@ class SamplingGroup(ABC):
             batch_size: samples that the job consumes at once.
             speed: samples per second, where known; see `set_speed`.
             independence: share of the picks, 0 to 1, that ignore what others have loaded.
+            named: whether the name says who the job is; False where it was drawn, and its set says it.
 
         Raises:
             UsageError: the job is a member already.
@@ -114,6 +116,7 @@ class SamplingGroup(ABC):
             batch_size=check_whole("batch_size", batch_size, minimum=1),
             independence=check_number("independence", independence, low=0, high=1),
             speed=None if speed is None else check_speed(speed),
+            named=named,
         )
         self._members[job] = member
         self._joined(member)

@@ -23,6 +23,8 @@ class Member:
     seed: int
     batch_size: int
     independence: float
+    #: Whether `name` says who the job is; else its set does.
+    named: bool = True
     #: Samples per second as told or measured; None until then.
     speed: float | None = None
     #: None before the first epoch.
@@ -52,13 +54,24 @@ class Member:
         return self._taken(permutation(self.length, self.seed, epoch))
 
     def own_order(self, epoch: int) -> CompactArray:
-        """A private permutation that no other job has, whatever its seed: the name decides it too."""
+        """A private permutation that no other job has, whatever its seed: who it is decides it too."""
         return self._taken(self.own_chance(epoch).permutation(self.length).astype(compact(self.length)))
 
     def own_chance(self, *what: int) -> np.random.Generator:
-        """A generator of the job's own: decided by its seed, its name and `what` it draws for."""
-        key = hashlib.blake2b(repr((self.seed, self.name, *what)).encode(), digest_size=16).digest()
+        """A generator of the job's own: decided by its seed, who it is, and `what` it draws for."""
+        key = hashlib.blake2b(repr((self.seed, self._identity(), *what)).encode(), digest_size=16).digest()
         return np.random.default_rng(int.from_bytes(key, "little"))
+
+    def reads_as(self, other: "Member") -> bool:
+        """Whether both read one set in one order given."""
+        if self.indices is None or other.indices is None:
+            return self.indices is other.indices
+        return np.array_equal(self.indices, other.indices)
+
+    def _identity(self) -> str:
+        if self.named:
+            return self.name
+        return "" if self.indices is None else hashlib.blake2b(self.indices.tobytes()).hexdigest()
 
     def _taken(self, places: CompactArray) -> CompactArray:
         return places if self.indices is None else self.indices[places]

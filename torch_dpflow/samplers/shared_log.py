@@ -31,7 +31,8 @@ class SharedLogGroup(SamplingGroup):
 
     A draw's `led` and `evicted` are the directory of what the caches hold. A job that is alone in the group
     from the beginning of its epoch leads all the way: its order is then torch's for its seed. Beside others its
-    private permutation follows from its seed and its name, so jobs may have equal seeds.
+    private permutation follows from its seed and who it is (its name or, where that was drawn, its set), so jobs
+    may have equal seeds.
 
     Cost: O(n) for a draw of n, for any number of classes; O(size) for the start of an epoch and for a new
     set. About 20 bytes for each sample of each job's set.
@@ -128,8 +129,13 @@ class SharedLogGroup(SamplingGroup):
         shuffled anew: in the order of the permutation, what others made it skip would come first.
         """
         # Beside others whose seed may be the same, or another's of an epoch before: orders that agree place by place
-        # put the same samples of partly overlapping sets side by side.
-        order = member.order(epoch) if len(self._members) == 1 else member.own_order(epoch)
+        # put the same samples of partly overlapping sets side by side. Equal sets do no harm, and a job without a name
+        # repeats beside one that has been read and not yet been closed.
+        alone = all(
+            other is member or (not member.named and member.reads_as(other))
+            for other in self._members.values()
+        )
+        order = member.order(epoch) if alone else member.own_order(epoch)
         if not len(done):
             return order
         read = np.zeros(self.size, np.bool_)

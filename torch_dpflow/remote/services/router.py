@@ -17,6 +17,7 @@ import numpy as np
 
 from torch_dpflow.errors import UsageError
 from torch_dpflow.remote.flow_spec import FlowSpec
+from torch_dpflow.remote.job_options import UNNAMED
 from torch_dpflow.remote.joint_order import Held, JointOrder
 from torch_dpflow.remote.protocol import (
     Draw,
@@ -250,7 +251,8 @@ class Router:
     def _found(self, join: Join, rank: JobRank, indices: IndexArray | None) -> None:
         """The first rank of a job joins."""
         batch = join.batch_size * rank.replicas
-        self._group.join(rank.job, indices, seed=join.seed, batch_size=batch)
+        named = not rank.job.startswith(UNNAMED)
+        self._group.join(rank.job, indices, seed=join.seed, batch_size=batch, named=named)
         shares = RankShares(
             self._spec.size if indices is None else len(indices), rank.replicas, rank.drop_last
         )
