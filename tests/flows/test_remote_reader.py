@@ -116,6 +116,16 @@ def as_plain(sample: Any) -> Any:
     return [as_plain(part) for part in sample] if isinstance(sample, tuple | list) else sample
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As many threads for torch's operators as workers have: how they divide a sum decides its last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("task", [_classify, _detect, _transcribe], ids=lambda task: task.__name__)
 def test_samples_of_each_kind_of_task_equal_those_of_the_local_reader(
     remote: Remote, tmp_path: Path, task: Callable[..., DataLoadFlow]

@@ -6,6 +6,8 @@ import stat
 from itertools import islice
 from pathlib import Path
 
+import pytest
+
 from tests.shared_cluster import TestCluster, free_port, wait
 from tests.shared_datasets import Numbers
 from tests.workers import has_ended
@@ -65,12 +67,15 @@ def files_with_key(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
 
 
-def test_what_a_dataset_holds_is_not_kept_with_the_state(tmp_path: Path, flow: str) -> None:
+def test_what_a_dataset_holds_is_not_kept_with_the_state(
+    tmp_path_factory: pytest.TempPathFactory, flow: str
+) -> None:
+    # A short name: the cluster makes its directory in there, unless a socket's path would be too long.
+    tmp_path = tmp_path_factory.mktemp("k")
     for directory in ("run", "kept"):
         (tmp_path / directory).mkdir()
-    for _ in range(
-        2
-    ):  # what the second one knows of the state is not enough to read: the job brings it again
+    # What the second one knows of the state is not enough to read: the job brings it again.
+    for _ in range(2):
         cluster = TestCluster.start(tmp_path / "run", state=f"{tmp_path}/kept/state")
         try:
             with open_job(flow, WithKey(40), address=cluster.address, batch_size=4, options=OPTIONS) as job:
