@@ -167,7 +167,12 @@ def _until_the_end(handler: BaseHTTPRequestHandler) -> None:
     handler.wfile.write(DATA[:5000])
 
 
-@pytest.mark.parametrize("fault", [_disconnect, _cut, _cut_range, _cut_chunks, _until_the_end])
+def _cut_head(handler: BaseHTTPRequestHandler) -> None:
+    handler.close_connection = True
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Le")
+
+
+@pytest.mark.parametrize("fault", [_disconnect, _cut_head, _cut, _cut_range, _cut_chunks, _until_the_end])
 def test_a_dropped_connection_is_tried_again(web: WebServer, fault: Answer) -> None:
     faults = [fault, fault]
 

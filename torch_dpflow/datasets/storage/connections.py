@@ -153,7 +153,10 @@ class Response(http.client.HTTPResponse):
             raise http.client.UnknownProtocol(version)
         self.version = 10 if version == "HTTP/1.0" else 11
         self.status, self.reason = status, reason.strip()
-        self.fields = _parsed(http.client._read_headers(self.fp))  # type: ignore[attr-defined]
+        lines = http.client._read_headers(self.fp)  # type: ignore[attr-defined]
+        if not lines[-1]:
+            raise http.client.RemoteDisconnected("the connection ended within the head of the answer")
+        self.fields = _parsed(lines)
         self.headers = self.msg = self.fields  # type: ignore[assignment]
         self.chunked = self.fields.get("transfer-encoding", "").lower() == "chunked"
         self.chunk_left = None
