@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,3 +135,18 @@ def test_what_came_is_kept_whole_and_under_its_own_digest_only(tmp_path: Path) -
     (tmp_path / "contents").rmdir()
     with pytest.raises(StateError, match=r"cannot be kept in .*contents': No such file or directory"):
         files.receive(ContentPiece(digest, 0, 1000), memoryview(content))
+
+
+def test_what_a_full_disk_has_taken_in_part_is_not_taken_for_whole(tmp_path: Path) -> None:
+    content = os.urandom(1000)
+    digest = hashlib.sha256(content).hexdigest()
+    files = ContentFiles(tmp_path / "contents")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))  # as on a full disk, a write may be a short one
+    try:
+        with pytest.raises(StateError, match="make room there"):
+            files.receive(ContentPiece(digest, 0, 1000), memoryview(content))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert files.receive(ContentPiece(digest, 0, 1000), memoryview(content)) == 1000
+    assert files.read(ContentRequest(digest, 0)) == (1000, content)

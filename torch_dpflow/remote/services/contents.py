@@ -14,6 +14,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -75,7 +76,9 @@ class ContentFiles:
         try:
             draft = self._draft_for(piece)
             if piece.offset == draft.held:
-                draft.file.write(data)
+                left = data
+                while left:  # a write is a short one where a disk fills up; the next one says so
+                    left = left[draft.file.write(left) :]
                 draft.digest.update(data)
                 draft.held += data.nbytes
             if draft.held >= draft.size:
@@ -251,11 +254,6 @@ def _sweep(folder: Path) -> None:
     """Remove the contents that no process of this host has open."""
     for path in folder.iterdir():
         if not path.suffix:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(OSError), open(path, "rb") as file:  # another has removed it, or it is in use
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
-            except OSError:
-                continue  # it is in use
-            finally:
-                os.close(descriptor)
