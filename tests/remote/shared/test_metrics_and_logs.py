@@ -118,8 +118,8 @@ def test_jobs_without_a_name_are_one_series_whose_counts_never_fall() -> None:
             flow=flow, job=job, stall_s=1.0, reading_s=2.0, batches=1, samples=samples, bytes=samples
         )
 
-    def told(*rows: JobRow) -> dict[tuple[str, str], int]:
-        return {(one.flow, one.job): one.samples for one in unnamed.together(rows)}
+    def told(*rows: JobRow, flows: tuple[str, ...] = ("images@1", "other@1")) -> dict[tuple[str, str], int]:
+        return {(one.flow, one.job): one.samples for one in unnamed.together(rows, flows)}
 
     first, second, ranked = draw_name(), draw_name(), f"{draw_name()}/1"
     assert told(row("mine", 5), row(first, 10), row(second, 1)) == {
@@ -132,6 +132,7 @@ def test_jobs_without_a_name_are_one_series_whose_counts_never_fall() -> None:
         ("other@1", "unnamed"): 7,
     }
     assert told() == {("images@1", "unnamed"): 16, ("other@1", "unnamed"): 7}
+    assert told(flows=("other@1",)) == {("other@1", "unnamed"): 7}, "a flow that was deleted is not kept"
 
 
 def jittered(sample: Any) -> Any:

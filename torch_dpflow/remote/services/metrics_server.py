@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch_dpflow.errors import MissingExtraError, OptionError
@@ -92,18 +92,19 @@ class UnnamedJobs:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: By flow and job, as they were last; and what those that have gone had read, by flow.
+        #: By flow and job, as they were last; and what those that have gone had read, by flow, while there is one.
         self._seen: dict[tuple[str, str], JobRow] = {}
         self._gone: dict[str, JobRow] = {}
 
-    def together(self, rows: Sequence[JobRow]) -> list[JobRow]:
-        """The rows of jobs with names, and one for each flow of the others, whose counts never fall."""
+    def together(self, rows: Sequence[JobRow], flows: Collection[str]) -> list[JobRow]:
+        """The rows of jobs with names, and one for each of these flows of the others, whose counts never fall."""
         unnamed = {(row.flow, row.job): row for row in rows if row.job.startswith(UNNAMED)}
         with self._lock:
             for key in self._seen.keys() - unnamed.keys():
                 gone = self._seen[key]
                 self._gone[gone.flow] = _sum_of(gone.flow, [gone, *filter(None, [self._gone.get(gone.flow)])])
             self._seen = unnamed
+            self._gone = {flow: row for flow, row in self._gone.items() if flow in flows}
             by_flow = {flow: [row] for flow, row in self._gone.items()}
         for row in unnamed.values():
             by_flow.setdefault(row.flow, []).append(row)
@@ -131,8 +132,9 @@ class _Collector:
         shards = [((row.flow, row.shard), row.figures) for row in figures.shards]
         for name, grows, field, text in _SHARD_METRICS:
             yield _family(f"dpflow_shard_{name}", grows, text, ("flow", "shard"), _read(shards, field))
+        rows = self._unnamed.together(figures.jobs, {row.flow for row in figures.flows})
         # Not "job": Prometheus calls what it scrapes that.
-        jobs = [((row.flow, row.job), row) for row in self._unnamed.together(figures.jobs)]
+        jobs = [((row.flow, row.job), row) for row in rows]
         for name, grows, field, text in _JOB_METRICS:
             yield _family(f"dpflow_job_{name}", grows, text, ("flow", "job_name"), _read(jobs, field))
         yield from _of_processes(processes)
