@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.new_process import interpreter
-from tests.shared_cluster import TestCluster, wait
+from tests.remote.driven_workers import Workers
+from tests.shared_cluster import TestCluster
 from tests.shared_datasets import Hanging
 from torch_dpflow.errors import MessageError, PoisonTaskError
 from torch_dpflow.remote.arena import ArenaReader, BlockRef
@@ -23,42 +23,6 @@ from torch_dpflow.remote.messages import Ping, WorkerHello, encode
 from torch_dpflow.remote.pool_objects import Load
 from torch_dpflow.remote.protocol import SAMPLE
 from torch_dpflow.remote.samples import Parts, SampleAssignment
-from torch_dpflow.remote.services.shard_workers import ShardWorkers
-from torch_dpflow.remote.settled import Settled
-from torch_dpflow.remote.transport import Listener, listen
-
-
-class Workers:
-    """The workers of a shard, driven by hand."""
-
-    def __init__(self, address: str) -> None:
-        self.listener: Listener = listen(address)
-        #: Who is to be ended by somebody else, and what has been loaded.
-        self.to_end: list[tuple[int, int]] = []
-        self.loaded: dict[int, Settled] = {}
-        self.shard = ShardWorkers(
-            self.listener,
-            "",
-            1,
-            lambda arrived: self.loaded.update(arrived),
-            end=lambda worker, incarnation: self.to_end.append((worker, incarnation)),
-            task_timeout_s=None,
-            clock=time.monotonic,
-        )
-
-    def turn(self) -> None:
-        message = self.listener.receive(0.02)
-        if message is not None:
-            self.shard.hear(*message)
-        self.shard.look()
-        self.shard.flush()
-
-    def until(self, condition: Callable[[], object]) -> None:
-        def holds() -> object:
-            self.turn()
-            return condition()
-
-        wait(holds)
 
 
 @pytest.fixture

@@ -142,7 +142,9 @@ def test_what_a_full_disk_has_taken_in_part_is_not_taken_for_whole(tmp_path: Pat
     digest = hashlib.sha256(content).hexdigest()
     files = ContentFiles(tmp_path / "contents")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))  # as on a full disk, a write may be a short one
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (600, limits[1])
+    )  # as on a full disk, a write may be a short one
     try:
         with pytest.raises(StateError, match="make room there"):
             files.receive(ContentPiece(digest, 0, 1000), memoryview(content))

@@ -115,7 +115,7 @@ class SampleShard:
 
     def settle(self, settings: ShardSettings) -> None:
         """It has other workers or another room from now on. In the server's thread."""
-        self._workers.expected = settings.workers
+        self._workers.resize(settings.workers)
         self._pool.concurrency = _concurrency(settings)
         self._obey(self._pool.resize(settings.memory_bytes))
 

@@ -84,7 +84,7 @@ class ShardWorkers:
         self._task_timeout_s = task_timeout_s
         self._shard = Shard(listener, self._scheduler, self, clock=clock, start_timeout_s=task_timeout_s)
         #: How many there are to be; workers that come are told so.
-        self.expected = workers
+        self._expected = workers
         #: By which a worker tells it from the shard before or after it.
         self._id = secrets.token_bytes(SHARD_ID_BYTES)
         self._content = content
@@ -95,9 +95,14 @@ class ShardWorkers:
         #: Loads of which only the rest is done here, and how many of them have been: nothing was decoded for them.
         self._rests: set[int] = set()
         self._rests_done = 0
-        #: How many workers have ended before they were ready, since the latest result.
+        #: How many workers have ended before they were ready, since one was.
         self._false_starts = 0
         self._poller = select.poll()
+
+    def resize(self, workers: int) -> None:
+        """So many there are to be from now on."""
+        self._expected = workers
+        self._false_starts = 0  # among them are those that have gone because fewer are to be
 
     @property
     def count(self) -> int:
@@ -173,12 +178,16 @@ class ShardWorkers:
         text = "it has ended (incarnation %d); its samples go to others"
         SERVICE.warning(text, worker.incarnation, extra={"worker": number})
         self._dismiss(number)
-        self._false_starts += self._shard.is_starting(number)
+        self._false_starts += number < self._expected and self._shard.is_starting(number)
         self._shard.lose(number, None if worker.running is None else worker.running.tasks())
 
     def _give_up_unless_workers_start(self) -> None:
         """Code that takes down or holds up every worker at its start is not waited for in silence."""
-        if self._false_starts >= self.expected + FALSE_STARTS:
+        if not self._false_starts:
+            return
+        if not all(map(self._shard.is_starting, self._workers)):
+            self._false_starts = 0
+        elif self._false_starts >= self._expected + FALSE_STARTS:
             text = (
                 f"{self._false_starts} workers ended, or were killed after task_timeout_s, before they could load "
                 "anything: while they unpickled the dataset or ran worker_init_fn; the cluster's log has more"
@@ -215,7 +224,7 @@ class ShardWorkers:
         return shares
 
     def epoch_for(self, worker: int) -> bytes:
-        return GREETING.pack(self._id, os.getpid(), self.expected) + self._content.encode()
+        return GREETING.pack(self._id, os.getpid(), self._expected) + self._content.encode()
 
     def begun(self, worker: int, frame: memoryview) -> None:
         raise MessageError(f"worker {worker} of a flow has no stream of its own to tell of")
@@ -234,7 +243,6 @@ class ShardWorkers:
         if task in self._rests:
             self._rests.discard(task)
             self._rests_done += 1
-        self._false_starts = 0
         self._arrived.append((task, opened))
 
     def poisoned(self, task: int, workers: tuple[int, ...], late: int) -> None:

@@ -1,0 +1,60 @@
+"""Workers that end before they can load anything: when what waits for them is given up, and when it is not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.remote.driven_workers import Workers
+from torch_dpflow.remote.messages import WorkerHello, WorkerReady, encode
+from torch_dpflow.remote.pool_objects import Load
+from torch_dpflow.remote.protocol import POISONED
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Workers]:
+    driven = Workers(f"ipc://{tmp_path}/shard")
+    with closing(driven.listener):
+        yield driven
+
+
+def begin(workers: Workers, number: int, incarnation: int = 1) -> bytes:
+    """A worker says hello; its connection."""
+    peer = f"{number}/{incarnation}/token".encode()
+    workers.shard.hear(peer, [encode(WorkerHello(number, incarnation, os.getpid(), None))])
+    return peer
+
+
+def test_what_waits_is_given_up_until_a_worker_has_come_up(workers: Workers) -> None:
+    workers.shard.load([Load(0, 0, 0)])
+    for incarnation in range(3):
+        assert 0 not in workers.loaded
+        begin(workers, 0, incarnation)
+        workers.shard.ended(0, incarnation)
+        workers.turn()
+    assert workers.loaded[0].kind == POISONED
+    peer = begin(workers, 0, 3)
+    workers.shard.hear(peer, [encode(WorkerReady())])
+    workers.shard.load([Load(1, 1, 0)])
+    workers.turn()
+    assert 1 not in workers.loaded
+
+
+@pytest.mark.parametrize("told_first", [False, True])
+def test_workers_that_are_taken_away_while_they_begin_are_no_such(workers: Workers, told_first: bool) -> None:
+    workers.shard.resize(5)
+    workers.shard.load([Load(0, 0, 0)])
+    for number in range(5):
+        begin(workers, number)
+    if told_first:
+        workers.shard.resize(1)
+    for number in range(1, 5):
+        workers.shard.ended(number, 1)
+    workers.turn()
+    workers.shard.resize(1)
+    workers.turn()
+    assert not workers.loaded
