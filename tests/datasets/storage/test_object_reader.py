@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import threading
@@ -154,6 +155,16 @@ def test_fast_local_reads_need_no_threads(tmp_path: Path) -> None:
     overlap = Overlap(8)
     overlap.run([task] * 20, is_remote=False)
     assert set(started) == {threading.current_thread().name}
+
+
+def test_a_local_read_that_was_interrupted_starts_no_threads() -> None:
+    ran_in: set[int] = set()
+    seconds = [0.00003] * 8 + [0.05] + [0.00003] * 4  # of the first read of each batch
+    clock = itertools.accumulate(itertools.chain.from_iterable((0.0, second) for second in seconds))
+    overlap = Overlap(8, clock=lambda: next(clock))
+    for _ in seconds:
+        overlap.run([lambda: ran_in.add(threading.get_ident())] * 20, is_remote=False)
+    assert ran_in == {threading.get_ident()}
 
 
 def test_slow_local_reads_get_threads() -> None:

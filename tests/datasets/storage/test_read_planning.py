@@ -52,6 +52,8 @@ def test_merged_ranges_stay_below_their_limit() -> None:
     wanted = [ByteRange("a/1", start << 20, (start + 1) << 20) for start in range(20)]
     reads = plan_reads(wanted, node=node_of, merge_gap=0)
     assert [read.span.length for read in reads] == [8 << 20, 8 << 20, 4 << 20]
+    reads = plan_reads(wanted, node=node_of, merge_gap=0, longest=1 << 20)
+    assert [read.span for read in reads] == wanted
 
 
 def node_of(url: str) -> str:

@@ -44,18 +44,18 @@ class LocalStorage:
             raise StorageError(f"{span}: the file cannot be read: {error}") from error
 
     def _read(self, descriptor: int, span: ByteRange) -> bytes:
-        size = os.fstat(descriptor).st_size
-        stop = size if span.stop is None else span.stop
-        if stop > size or span.start > size:
-            raise TruncatedObjectError(f"{span}: the file has only {size} bytes")
+        stop = os.fstat(descriptor).st_size if span.stop is None else span.stop
         if stop - span.start > self._longest:
             raise StorageError(f"{span}: {stop - span.start} bytes are above the limit of {self._longest}")
+        if stop < span.start:
+            raise TruncatedObjectError(f"{span}: the file has only {stop} bytes")
         parts: list[bytes] = []
         position = span.start
         while position < stop:
             part = os.pread(descriptor, stop - position, position)
             if not part:
-                raise TruncatedObjectError(f"{span}: the file was cut to {position} bytes while it was read")
+                size = os.fstat(descriptor).st_size
+                raise TruncatedObjectError(f"{span}: the file has only {size} bytes")
             parts.append(part)
             position += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)

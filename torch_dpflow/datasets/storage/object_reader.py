@@ -10,7 +10,13 @@ from torch_dpflow.datasets.storage.base import ByteRange, Storage
 from torch_dpflow.datasets.storage.fsspec_storage import FsspecStorage
 from torch_dpflow.datasets.storage.http_storage import HttpStorage
 from torch_dpflow.datasets.storage.local import LocalStorage
-from torch_dpflow.datasets.storage.merging import Read, plan_reads
+from torch_dpflow.datasets.storage.merging import (
+    LOCAL_MERGE_GAP,
+    LONGEST_MERGED,
+    LONGEST_MERGED_LOCALLY,
+    Read,
+    plan_reads,
+)
 from torch_dpflow.datasets.storage.options import ReadOptions
 from torch_dpflow.datasets.storage.overlapping import Overlap
 from torch_dpflow.datasets.storage.patience import Patience
@@ -60,10 +66,7 @@ class ObjectReader:
             StorageError: its subclass says what is wrong, its message with which object; transient failures
                 have been tried again by then.
         """
-        span = ByteRange(url, start, stop)
-        if start == stop:
-            return b""
-        return fetch_with_retries(self._opened.get().storage(url), span, self.options)
+        return self._read(ByteRange(url, start, stop))
 
     def read_many(self, spans: Sequence[ByteRange]) -> list[bytes]:
         """The bytes of every range, in their order; the reads overlap. Raises the first StorageError."""
@@ -78,22 +81,37 @@ class ObjectReader:
 
         Where the storage brings nothing for `deadline_s`, what has not been asked for until then fails too.
         """
+        if len(spans) == 1:
+            return [self._result(spans[0])]
         opened = self._opened.get()
         results: list[bytes | DPFlowError] = [b""] * len(spans)
         wanted = [position for position, span in enumerate(spans) if span.start != span.stop]
+        is_remote = any(opened.storage(url).is_remote for url in {spans[position].url for position in wanted})
         reads = plan_reads(
-            [spans[position] for position in wanted], node=opened.node, merge_gap=self.options.merge_gap
+            [spans[position] for position in wanted],
+            node=opened.node,
+            merge_gap=self.options.merge_gap if is_remote else min(self.options.merge_gap, LOCAL_MERGE_GAP),
+            longest=LONGEST_MERGED if is_remote else LONGEST_MERGED_LOCALLY,
         )
-
         patience = Patience(self.options.deadline_s)
 
         def task(read: Read) -> Callable[[], None]:
             answered = [(wanted[n], spans[wanted[n]]) for n in read.answers]
             return lambda: self._answer(opened, read, answered, results, patience)
 
-        is_remote = any(opened.storage(read.span.url).is_remote for read in reads)
         opened.overlap.run([task(read) for read in reads], is_remote=is_remote)
         return results
+
+    def _read(self, span: ByteRange) -> bytes:
+        if span.start == span.stop:
+            return b""
+        return fetch_with_retries(self._opened.get().storage(span.url), span, self.options)
+
+    def _result(self, span: ByteRange) -> bytes | DPFlowError:
+        try:
+            return self._read(span)
+        except DPFlowError as error:
+            return error
 
     def _answer(
         self,

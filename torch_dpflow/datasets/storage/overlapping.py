@@ -11,19 +11,26 @@ from concurrent.futures import ThreadPoolExecutor, wait
 WORTH_A_THREAD_S = 0.0002
 #: How much the last batch counts in the mean pace.
 _LATEST_WEIGHT = 0.3
+#: Seconds of a read that count at most: one that was interrupted by other work starts no threads.
+_LONGEST_COUNTED_S = 0.0005
 
 
 class Overlap:
     """Threads for one process's reads, made when they are first worth it. Thread-safe.
 
     Several callers share them; each also works itself, so a batch goes on even when every thread is taken.
+
+    Args:
+        concurrency: how many reads run at once, the caller's included.
+        clock: tells the time in seconds.
     """
 
-    def __init__(self, concurrency: int) -> None:
+    def __init__(self, concurrency: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._helpers = concurrency - 1
         self._pool: ThreadPoolExecutor | None = None
         #: Seconds that a read of a local file has taken lately.
-        self._pace_s = 0.0
+        self._pace_s = WORTH_A_THREAD_S
 
     def run(self, tasks: Sequence[Callable[[], None]], *, is_remote: bool) -> None:
         """Run all of `tasks`, in their order as far as threads allow, and return when all have ended.
@@ -45,9 +52,9 @@ class Overlap:
                 next_task()
 
         if not is_remote:
-            begun = time.perf_counter()
+            begun = self._clock()
             waiting.popleft()()
-            self._note_pace(time.perf_counter() - begun)
+            self._note_pace(self._clock() - begun)
         is_worth = is_remote or self._pace_s > WORTH_A_THREAD_S
         helpers = min(self._helpers, len(tasks) - 1) if is_worth else 0
         started = [self._threads().submit(work) for _ in range(helpers)]
@@ -61,7 +68,7 @@ class Overlap:
             future.result()  # raises what no task should have raised
 
     def _note_pace(self, taken_s: float) -> None:
-        self._pace_s += _LATEST_WEIGHT * (taken_s - self._pace_s)
+        self._pace_s += _LATEST_WEIGHT * (min(taken_s, _LONGEST_COUNTED_S) - self._pace_s)
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None:

@@ -28,11 +28,12 @@ def fetch_with_retries(
     """
     begun = clock()
     deadline = min(deadline, begun + options.deadline_s)
-    backoff = Backoff(options.backoff_s, options.longest_backoff_s)
+    backoff: Backoff | None = None
     while True:
         try:
             return storage.fetch(span, deadline)
         except StorageError as error:
+            backoff = backoff or Backoff(options.backoff_s, options.longest_backoff_s)
             pause = backoff.pause_s()
             is_last = backoff.failures >= options.attempts or clock() + pause >= deadline
             if not may_pass(error):
