@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from torch_dpflow.datasets.checksums import matches
 from torch_dpflow.datasets.shard_cache import Loaded, ShardCache, shard_cost
-from torch_dpflow.datasets.spec import SampleMeta
+from torch_dpflow.datasets.spec import SampleMeta, url_below
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.datasets.store import StoredDataset
@@ -122,7 +122,7 @@ class DatasetReader(Dataset[Sample]):
     def read_each(self, indices: Sequence[int]) -> list[Sample | DPFlowError]:
         """Each sample, or the error that it cost. Raises IndexError."""
         opened = self._opened.get()
-        described = self._describe(opened, [self._wrapped(index) for index in indices])
+        described = self._describe(opened, self._wrapped(indices))
         spans = [what.span for what in described if isinstance(what, _Described)]
         contents = iter(opened.data.read_each(spans))
         return [what.sample(next(contents)) if isinstance(what, _Described) else what for what in described]
@@ -143,15 +143,18 @@ class DatasetReader(Dataset[Sample]):
         if opened is not None:
             opened.close()
 
-    def _wrapped(self, index: int) -> int:
-        number = operator.index(index)
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"sample {number} is out of range; {self.stored.ref} has {len(self)} samples")
-        return number % len(self)
+    def _wrapped(self, indices: Sequence[int]) -> list[int]:
+        count = len(self)
+        numbers = [operator.index(index) for index in indices]
+        for number in numbers:
+            if not -count <= number < count:
+                raise IndexError(f"sample {number} is out of range; {self.stored.ref} has {count} samples")
+        return [number % count for number in numbers]
 
     def _describe(self, opened: _Opened, indices: Sequence[int]) -> list[_Described | DPFlowError]:
         """Where each sample lies, from as few shards as hold them all."""
-        places = [self.stored.variant.locate(index) for index in indices]
+        locate = self.stored.variant.locate
+        places = [locate(index) for index in indices]
         described: list[_Described | DPFlowError | None] = [None] * len(indices)
         by_shard: dict[int, list[int]] = {}
         for position, place in enumerate(places):
@@ -167,7 +170,7 @@ class DatasetReader(Dataset[Sample]):
             return shard
         meta = shard.samples[offset]
         try:
-            span = _span(self.stored.data_url(meta), meta)
+            span = _span(opened.data_url(meta), meta)
             # A CRC of 100 kB takes 35 µs: as long as reading them from a local file, whose file system has its own
             # checks, and a fifth of what a GET takes, whose answer came through who knows what.
             checksum = meta.checksum
@@ -191,7 +194,7 @@ class DatasetReader(Dataset[Sample]):
         return f"DatasetReader({self.stored.ref}, {len(self)} samples)"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Described:
     """Where a sample lies, what it must be, and its annotations; refers to no shard."""
 
@@ -242,6 +245,13 @@ class _Opened:
         )
         self.skipped: Counter[str] = Counter()
         self._lock = threading.Lock()
+        self._root: str | None = None
+
+    def data_url(self, meta: SampleMeta) -> str:
+        """As the dataset's own, several times as fast. Raises DamagedStoreError."""
+        if self._root is None:
+            self._root = url_below(self._stored.url, self._stored.variant.data)
+        return url_below(self._root, meta.path)
 
     def _load(self, numbers: Sequence[int]) -> list[Loaded]:
         dataset, name = self._stored.dataset, self._stored.variant_name

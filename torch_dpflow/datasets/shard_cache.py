@@ -55,6 +55,9 @@ class ShardCache:
 
         Whoever lets go of one portion before taking the next holds twice the capacity at most.
         """
+        if len(numbers) == 1:
+            yield self._get(numbers)
+            return
         portion: list[int] = []
         taken = 0
         for number in numbers:

@@ -32,6 +32,7 @@ FORMAT = 1
 
 #: What decoding bytes that are no JSON, or other JSON than expected, can raise.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_FIELDS = msgspec.json.Decoder(dict[str, Any])
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 DatasetId = Annotated[str, msgspec.Meta(pattern=ID_PATTERN, description="namespace/name")]
@@ -79,7 +80,7 @@ class SampleMeta(SpecStruct, frozen=True, kw_only=True, gc=False):
             DamagedStoreError: they are no JSON object.
         """
         try:
-            return msgspec.json.decode(self.meta, type=dict[str, Any])
+            return _FIELDS.decode(self.meta)
         except _UNREADABLE as error:
             raise DamagedStoreError(f"the annotations of {self.path} are no JSON object: {error}") from error
 
@@ -222,15 +223,16 @@ def data_url(dataset_url: str, root: str, path: str) -> str:
     Raises:
         DamagedStoreError: a relative path climbs out of its root.
     """
-    url = dataset_url
-    for part in (root, path):
-        if "://" in part:
-            url = part
-        elif part.startswith("/") or ".." in part.split("/"):
-            raise DamagedStoreError(f"the path {part!r} leads out of {url}; only a URL may lie elsewhere")
-        else:
-            url = join_url(url, part)
-    return url
+    return url_below(url_below(dataset_url, root), path)
+
+
+def url_below(url: str, path: str) -> str:
+    """The URL of `path` below `url`; or `path`, where it is a URL. Raises DamagedStoreError: it climbs out."""
+    if "://" in path:
+        return path
+    if path.startswith("/") or (".." in path and ".." in path.split("/")):
+        raise DamagedStoreError(f"the path {path!r} leads out of {url}; only a URL may lie elsewhere")
+    return join_url(url, path)
 
 
 class _Header(msgspec.Struct):

@@ -6,10 +6,12 @@ import itertools
 import logging
 import os
 import pickle
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import fsspec
@@ -148,6 +150,29 @@ def test_metadata_stays_within_its_bytes(images: StoredDataset) -> None:
     assert reader.metadata_loads == 3
     assert len(reader._opened.get().shards._shards) == 1
     reader.close()
+
+
+def test_a_local_sample_takes_few_calls(images: StoredDataset) -> None:
+    """They are most of what a sample costs that the page cache holds."""
+    with closing(DatasetReader(images)) as reader:
+        reader.__getitems__([*range(6)])
+        assert calls_of(lambda: reader[3]) < 110
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """How many functions, Python's and built-in ones, this thread calls in it."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 def test_threads_that_want_the_same_shard_read_it_once(images: StoredDataset) -> None:
