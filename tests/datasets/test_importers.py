@@ -463,6 +463,38 @@ def test_what_is_no_item_is_told(wrong: Any) -> None:
         list(IterableImporter([wrong]).items())
 
 
+def test_path_objects_are_taken_as_paths(
+    tmp_path: Path, pets: Path, speech: Path, local_store: DatasetStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.json").write_text('{"images": [{"id": 1, "file_name": "x.jpg"}]}')
+    (tmp_path / "a.csv").write_text("path\nx.jpg\n")
+    monkeypatch.chdir(tmp_path)
+    for root in (pets, Path("pets")):
+        items = [(root / "dog/b.jpg"), Path("dog/a.PNG")]
+        pairs = [
+            (ImageFolderImporter(root), ImageFolderImporter(str(pets))),
+            (SpeechImporter(speech), SpeechImporter(str(speech))),
+            (CocoImporter(Path("a.json"), images=root), CocoImporter("a.json", images=str(pets))),
+            (ListingImporter(tmp_path / "a.csv", root=root), ListingImporter("a.csv", root=str(pets))),
+            (make_importer("imagefolder", root, {}), ImageFolderImporter(str(pets))),
+            (IterableImporter([], root=root), IterableImporter([], root=f"file://{pets}")),
+        ]
+        for ours, theirs in pairs:
+            assert (ours.root, ours.source) == (theirs.root, theirs.source)
+            assert [*ours.items()] == [*theirs.items()]
+        draft = Draft(local_store, "core/pets", f"v{len(root.parts)}")
+        draft.add(
+            "train",
+            IterableImporter([Item(path=path) for path in items if path.parts[0] != "pets"], root=root),
+        )
+        draft.publish()
+        assert list(verify(local_store.open("core/pets"), data=True)) == []
+    assert [sample.path for sample in local_store.open(f"core/pets:v{len(pets.parts)}").samples()] == [
+        "dog/b.jpg",
+        "dog/a.PNG",
+    ]
+
+
 def test_every_importer_is_made_from_text(tmp_path: Path, pets: Path) -> None:
     made = [
         make_importer("imagefolder", str(pets), {"endings": ".jpg,.png"}),

@@ -241,10 +241,10 @@ def test_a_failing_stage_is_named_with_its_sample() -> None:
 def test_a_flow_is_saved_and_loaded(tmp_path: Path) -> None:
     offset = 5
     flow = numbers_flow(Numbers(4), on_error="skip").map_data("add", lambda number: number + offset)
-    save_flow(flow, str(tmp_path / "numbers.flow"))
+    save_flow(flow, tmp_path / "numbers.flow")
     record = describe_flow(str(tmp_path / "numbers.flow"))
     assert (record.name, record.version, record.shown) == (flow.name, flow.version, str(flow))
-    loaded = load_flow(str(tmp_path / "numbers.flow"))
+    loaded = load_flow(tmp_path / "numbers.flow")
     assert (str(loaded), loaded.on_error, loaded.cacheable) == (str(flow), "skip", 2)
     mapped = loaded.prepare_read(LocalDataLoadFlowReader()).to_mapped()
     assert [mapped[index] for index in range(4)] == [(5, 0), (6, 1), (7, 2), (8, 0)]

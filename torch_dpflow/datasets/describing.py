@@ -54,7 +54,7 @@ class Describer:
 
     def found(self, item: Item) -> SampleMeta:
         """The metadata of an item that lies somewhere."""
-        assert item.path is not None
+        assert isinstance(item.path, str)
         try:
             url = data_url(self._dataset_url, self._own_root, item.path)
         except DatasetError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from typing import Annotated, Any, Literal
 
@@ -38,7 +39,7 @@ class _Format(msgspec.Struct):
     format: int
 
 
-def save_flow(flow: DataLoadFlow, url: str, **storage_options: Any) -> None:
+def save_flow(flow: DataLoadFlow, url: str | os.PathLike[str], **storage_options: Any) -> None:
     """Write a flow to a file, over whatever is there; atomically, as all files of a dataset store.
 
     Its functions are kept as code, those of installed modules by name.
@@ -62,12 +63,12 @@ def save_flow(flow: DataLoadFlow, url: str, **storage_options: Any) -> None:
     files.write(name, msgspec.json.encode(sealed) + b"\n" + code)
 
 
-def describe_flow(url: str, **storage_options: Any) -> FlowRecord:
+def describe_flow(url: str | os.PathLike[str], **storage_options: Any) -> FlowRecord:
     """What a flow's file says of itself. Runs none of its code. Raises DamagedStoreError, NewerFormatError."""
     return _read(url, storage_options)[0]
 
 
-def load_flow(url: str, **storage_options: Any) -> DataLoadFlow:
+def load_flow(url: str | os.PathLike[str], **storage_options: Any) -> DataLoadFlow:
     """Read a flow from a file. Runs code of its author: load only what you trust.
 
     Raises:
@@ -76,7 +77,7 @@ def load_flow(url: str, **storage_options: Any) -> DataLoadFlow:
         UsageError: another version of Python wrote it, or it needs modules that are not there.
     """
     record, code = _read(url, storage_options)
-    told = without_login(url)
+    told = without_login(str(url))
     if record.python != _python():
         raise UsageError(
             f"{told} was saved by Python {record.python} and cannot be loaded by {_python()}; save it "
@@ -88,11 +89,11 @@ def load_flow(url: str, **storage_options: Any) -> DataLoadFlow:
     return flow
 
 
-def _read(url: str, storage_options: dict[str, Any]) -> tuple[FlowRecord, bytes]:
+def _read(url: str | os.PathLike[str], storage_options: dict[str, Any]) -> tuple[FlowRecord, bytes]:
     """The first line of a flow's file and what is behind it, neither of them altered."""
     files, name = _place(url, storage_options)
     line, _, code = files.read(name).partition(b"\n")
-    told = without_login(url)
+    told = without_login(str(url))
     record = _record(line, told)
     # Encoded anew the line is as it was written, with no field that nobody knows.
     is_whole = record.format == 1 or msgspec.json.encode(record) == line
@@ -131,7 +132,7 @@ def _record(line: bytes, url: str) -> FlowRecord:
         raise DamagedStoreError(f"{url} is no file of a flow: {error}") from error
 
 
-def _place(url: str, options: dict[str, Any]) -> tuple[Files, str]:
+def _place(url: str | os.PathLike[str], options: dict[str, Any]) -> tuple[Files, str]:
     folder, _, name = str(url).rpartition("/")
     return Files(folder or ".", options), name
 

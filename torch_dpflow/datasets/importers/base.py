@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,8 +26,8 @@ class Item:
 
     #: Annotations. Whatever JSON can hold, numpy scalars and arrays too.
     meta: Mapping[str, Any] = field(default_factory=dict)
-    #: Relative to the importer's root, or a URL.
-    path: str | None = None
+    #: Relative to the importer's root, or a URL; a path object is a local file if it is absolute. Kept as text.
+    path: str | os.PathLike[str] | None = None
     data: bytes | None = None
     #: Where the sample begins inside the object; None: it is the whole object.
     offset: int | None = None
@@ -38,6 +39,10 @@ class Item:
     def __post_init__(self) -> None:
         if (self.path is None) == (self.data is None):
             raise SourceError("an Item needs either `path` or `data`")
+        if isinstance(self.path, os.PathLike):
+            object.__setattr__(
+                self, "path", local_url(self.path) if os.path.isabs(self.path) else str(self.path)
+            )
         if self.path is not None:
             _check_path(self.path)
         if self.data is not None and not isinstance(self.data, bytes):
@@ -47,6 +52,11 @@ class Item:
         if self.offset is not None and self.length is None:
             raise SourceError(f"offset={self.offset} without a length; give `length` too, in bytes")
         object.__setattr__(self, "checksum", _checksum(self.checksum))
+
+
+def local_url(path: os.PathLike[str]) -> str:
+    """The URL of a path object, which is always of this machine."""
+    return f"file://{os.path.abspath(path)}"
 
 
 def _check_path(path: Any) -> None:

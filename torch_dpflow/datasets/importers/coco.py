@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -53,9 +54,9 @@ class CocoImporter:
 
     def __init__(
         self,
-        annotations: str,
+        annotations: str | os.PathLike[str],
         *,
-        images: str,
+        images: str | os.PathLike[str],
         segmentation: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ class ImageFolderImporter:
 
     def __init__(
         self,
-        root: str,
+        root: str | os.PathLike[str],
         *,
         endings: Sequence[str] = IMAGE_ENDINGS,
         classes: Sequence[str] | None = None,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from itertools import islice
 from typing import Any
 
-from torch_dpflow.datasets.importers.base import Item
+from torch_dpflow.datasets.importers.base import Item, local_url
 from torch_dpflow.datasets.urls import split_login
 from torch_dpflow.errors import OptionError, SourceError
 
@@ -34,12 +35,14 @@ class IterableImporter:
         iterable: Iterable[IterableItem],
         *,
         name: str = "iterable",
-        root: str | None = None,
+        root: str | os.PathLike[str] | None = None,
         info: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self._iterable = iterable
         self._info = dict(info or {})
+        if isinstance(root, os.PathLike):
+            root = local_url(root)
         root, login = (None, {}) if root is None else split_login(root)
         self.options = {**(options or {}), **login}
         self.root = root

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -37,9 +38,9 @@ class ListingImporter:
 
     def __init__(
         self,
-        listing: str,
+        listing: str | os.PathLike[str],
         *,
-        root: str | None = None,
+        root: str | os.PathLike[str] | None = None,
         path_column: str = "path",
         offset_column: str | None = None,
         length_column: str | None = None,

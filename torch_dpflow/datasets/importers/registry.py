@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +35,10 @@ def importer_class(name: str) -> Any:
 
 
 def make_importer(
-    name: str, source: str, settings: Mapping[str, str], options: Mapping[str, Any] | None = None
+    name: str,
+    source: str | os.PathLike[str],
+    settings: Mapping[str, str],
+    options: Mapping[str, Any] | None = None,
 ) -> Importer:
     """An importer from text, as a command line or a configuration file has it.
 
@@ -72,6 +76,8 @@ def settings_of(name: str) -> dict[str, inspect.Parameter]:
 
 
 def _converted(setting: str, text: str, hint: Any) -> Any:
+    if "PathLike" in str(hint):
+        return text
     many = "Sequence" in str(hint)
     try:
         return msgspec.convert(text.split(",") if many else text, list[str] if many else hint, strict=False)

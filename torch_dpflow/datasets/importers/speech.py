@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -29,7 +30,7 @@ class SpeechImporter:
 
     def __init__(
         self,
-        root: str,
+        root: str | os.PathLike[str],
         *,
         endings: Sequence[str] = AUDIO_ENDINGS,
         options: Mapping[str, Any] | None = None,
