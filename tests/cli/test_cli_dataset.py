@@ -153,6 +153,52 @@ def test_a_draft_is_discarded(dataset: Dataset, tree: Path, tmp_path: Path) -> N
     assert dataset("verify", "core/pets:v1").exit_code == 0
 
 
+def test_versions_and_datasets_are_deleted(dataset: Dataset, tree: Path, tmp_path: Path) -> None:
+    _import(dataset, tree)
+    dataset("append", "imagefolder", "core/pets:v1", f"train={tree}/val")
+    Draft(DatasetStore(tmp_path / "store"), "core/pets", "v3").add("train", ImageFolderImporter(tree / "val"))
+    for target, what in (
+        ("core/pets:v1", "core/pets:v1"),
+        ("core/pets", "core/pets:v1, core/pets:v2, the unfinished import core/pets:v3"),
+    ):
+        result = dataset("delete", target)
+        assert result.exit_code == 1
+        assert f"nothing was removed; with --yes this removes {what} from file://" in result.output
+    assert dataset("delete", "core/pets:v1", "--yes").stdout == "core/pets:v1: deleted\n"
+    assert dataset("verify", "core/pets:v2", "--data").exit_code == 0
+    assert (
+        dataset("delete", "core/pets", "--yes").stdout
+        == "core/pets:v2: deleted\nthe unfinished import core/pets:v3: deleted\n"
+    )
+    assert dataset("list", "--json").stdout == ""
+
+
+def test_prune(dataset: Dataset, tree: Path, tmp_path: Path) -> None:
+    _import(dataset, tree)
+    Draft(DatasetStore(tmp_path / "store"), "core/pets", "v2").add("train", ImageFolderImporter(tree / "val"))
+    for arguments, where in (([], "any dataset"), (["core/pets"], "core/pets")):
+        result = dataset("prune", *arguments)
+        assert result.exit_code == 1
+        assert f"what no published version of {where} in file://" in result.output
+        assert "names, and the unfinished imports core/pets:v2" in result.output
+    assert dataset("prune", "--yes").stdout == "core/pets: 1 files removed\n"
+    assert "unfinished import" not in dataset("list").stdout
+    assert dataset("verify", "core/pets", "--data").exit_code == 0
+
+
+def test_copy(dataset: Dataset, tree: Path, tmp_path: Path) -> None:
+    _import(dataset, tree)
+    other = str(tmp_path / "other")
+    result = dataset("copy", "core/pets", "--to", other)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == (
+        f"core/pets:v1:train: 10 samples copied to file://{other}; data stays at file://{tree}/train\n"
+        f"core/pets:v1:val: 4 samples copied to file://{other}; data stays at file://{tree}/val\n"
+    )
+    assert dataset("delete", "core/pets", "--yes").exit_code == 0
+    assert "10 match their checksums" in dataset("verify", "core/pets", "--data", "--store", other).stdout
+
+
 def test_a_variant_that_is_not_named_is_in_the_way(dataset: Dataset, tree: Path, tmp_path: Path) -> None:
     store = DatasetStore.create(str(tmp_path / "store"))
     Draft(store, "core/pets", "v1").add("trian", ImageFolderImporter(str(tree / "val")))
@@ -268,6 +314,17 @@ def test_an_interrupted_import_goes_on(tmp_path: Path, eventually: Callable[...,
         (["verify", "core/x"], 1, "there is no dataset store at"),
         (["verify"], 2, "Missing argument"),
         (["append", "speech", "core/x:v1", "train=/x"], 1, "there is no dataset store at"),
+        (["delete", "core/x", "--yes"], 1, "there is no dataset store at"),
+        (
+            ["delete", "core/x:v1:train", "--yes"],
+            1,
+            "names a variant; versions are removed and copied as a whole",
+        ),
+        (["delete"], 2, "Missing argument"),
+        (["prune", "core/x:v1"], 1, "names a version; give a dataset, such as core/x, or none"),
+        (["prune"], 1, "there is no dataset store at"),
+        (["copy", "core/x"], 2, "Missing option '--to'"),
+        (["copy", "core/x", "--to", "/x", "--to-option", "url=x"], 2, "['url'] is no option of a storage"),
     ],
 )
 def test_mistakes_are_one_line(dataset: Dataset, arguments: list[str], status: int, told: str) -> None:
@@ -291,6 +348,9 @@ def test_mistakes_are_one_line(dataset: Dataset, arguments: list[str], status: i
         (["append", "imagefolder", "core/pets:v1", "train=/x", "--as", "v1"], "is published in"),
         (["append", "imagefolder", "core/pets:v1", "train=/x", "--as", "v/2"], "is no name of a dataset"),
         (["import", "imagefolder", "core/pets:v1", "train=/x"], "is published in"),
+        (["delete", "core/pets:v9", "--yes"], "core/pets has versions ['v1']"),
+        (["delete", "core/none"], "there is no dataset core/none"),
+        (["copy", "core/pets:v9", "--to", "/no/such"], "core/pets has versions ['v1']"),
     ],
 )
 def test_mistakes_with_a_store_are_one_line(
@@ -321,7 +381,8 @@ def test_the_root_by_itself() -> None:
 def test_help_of_every_command_needs_no_store() -> None:
     for arguments in (
         ["dataset"],
-        *(["dataset", name] for name in ("import", "list", "show", "verify", "append", "discard")),
+        *(["dataset", name] for name in ("import", "list", "show", "verify", "append")),
+        *(["dataset", name] for name in ("discard", "delete", "prune", "copy")),
     ):
         result = CliRunner().invoke(root, [*arguments, "--help"])
         assert result.exit_code == 0

@@ -1,14 +1,14 @@
-"""`dpflow dataset`: import, list, show, verify and extend datasets."""
+"""`dpflow dataset`: import, list, show, verify and extend datasets; the rest is in `dataset_upkeep`."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import click
 
+from torch_dpflow.cli.dataset_options import Command, name_value_pairs, store_options, version_ref
 from torch_dpflow.cli.dataset_printing import (
     checked_line,
     import_progress,
@@ -18,6 +18,7 @@ from torch_dpflow.cli.dataset_printing import (
     problem_line,
     verify_progress,
 )
+from torch_dpflow.cli.dataset_upkeep import copy_, delete_, discard, prune_
 from torch_dpflow.datasets.draft import SHARD_SIZE, Draft
 from torch_dpflow.datasets.importers.registry import IMPORTERS, make_importer
 from torch_dpflow.datasets.names import DatasetRef, next_version
@@ -26,35 +27,8 @@ from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.datasets.verify import Compared, verify
 from torch_dpflow.errors import DatasetError, DatasetNotFoundError, OptionError
 
-Command = Callable[..., Any]
-
 #: The status of a command that was interrupted, as shells have it.
 _INTERRUPTED = 130
-
-
-def _pairs(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, str]:
-    """NAME=VALUE arguments as a mapping."""
-    pairs = [text.partition("=") for text in texts]
-    for text, (name, equals, value) in zip(texts, pairs):
-        if not (name and equals and value):
-            raise click.BadParameter(f"{text!r} is not of the form NAME=VALUE")
-    found = {name: value for name, _, value in pairs}
-    if len(found) < len(pairs):
-        raise click.BadParameter(f"a name is given twice in {' '.join(texts)}")
-    return found
-
-
-def _storage_options(
-    context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
-) -> dict[str, str]:
-    """NAME=VALUE options of a storage."""
-    options = _pairs(context, parameter, texts)
-    taken = options.keys() & {"url", "read_options"}
-    if taken:
-        raise click.BadParameter(
-            f"{sorted(taken)} is no option of a storage; the store's address goes to --store"
-        )
-    return options
 
 
 def _kind(context: click.Context, parameter: click.Parameter, text: str) -> str:
@@ -67,54 +41,20 @@ def _kind(context: click.Context, parameter: click.Parameter, text: str) -> str:
     )
 
 
-def _version_ref(context: click.Context, parameter: click.Parameter, text: str) -> DatasetRef:
-    """A dataset with a version, without a variant."""
-    if "=" in text:
-        raise click.BadParameter(
-            f"{text!r} stands where the dataset's name belongs; give NAMESPACE/NAME:VERSION before the sources, as "
-            f"in core/pets:v1 {text}"
-        )
-    target = DatasetRef.parse(text)
-    if target.version is None or target.variant is not None:
-        raise OptionError(
-            f"{text!r} should name a version, such as {target.id}:v1; variants go before sources"
-        )
-    return target
-
-
-def _store_options(command: Command) -> Command:
-    storage = click.option(
-        "--storage-option",
-        "storage_options",
-        metavar="NAME=VALUE",
-        multiple=True,
-        callback=_storage_options,
-        help="What fsspec needs to open the store, such as key=…, secret=…, endpoint=…; may be repeated.",
-    )
-    store = click.option(
-        "--store",
-        "url",
-        metavar="URL",
-        envvar="DPFLOW_STORE",
-        required=True,
-        show_envvar=True,
-        help="The directory of the store: a path, s3://…, oss://…",
-    )
-    return store(storage(command))
-
-
 def _import_options(command: Command) -> Command:
     options = [
         click.argument("kind", metavar=f"[{'|'.join(sorted(IMPORTERS))}]", callback=_kind),
-        click.argument("target", metavar="NAMESPACE/NAME:VERSION", callback=_version_ref),
-        click.argument("sources", metavar="VARIANT=SOURCE...", nargs=-1, required=True, callback=_pairs),
+        click.argument("target", metavar="NAMESPACE/NAME:VERSION", callback=version_ref),
+        click.argument(
+            "sources", metavar="VARIANT=SOURCE...", nargs=-1, required=True, callback=name_value_pairs
+        ),
         click.option(
             "-s",
             "--setting",
             "settings",
             metavar="NAME=VALUE",
             multiple=True,
-            callback=_pairs,
+            callback=name_value_pairs,
             help="A setting of the importer, such as images=…; {variant} stands for the variant's name.",
         ),
         click.option(
@@ -132,13 +72,17 @@ def _import_options(command: Command) -> Command:
 
 @click.group()
 def dataset() -> None:
-    """Import, list, show, verify and extend datasets."""
+    """Import, list, show, verify, extend, copy and delete datasets."""
+
+
+for _command in (discard, delete_, prune_, copy_):
+    dataset.add_command(_command)
 
 
 @dataset.command("import")
 @_import_options
 @click.option("--shard-size", type=click.IntRange(min=1), default=SHARD_SIZE, show_default=True)
-@_store_options
+@store_options
 def import_(
     url: str,
     storage_options: dict[str, Any],
@@ -169,7 +113,7 @@ def import_(
 @dataset.command()
 @_import_options
 @click.option("--as", "version", help="The new version's name; the next number by default.")
-@_store_options
+@store_options
 def append(
     url: str,
     storage_options: dict[str, Any],
@@ -192,22 +136,9 @@ def append(
     _run(draft, kind, sources, restart=restart, options=storage_options, **how)
 
 
-@dataset.command()
-@click.argument("target", metavar="NAMESPACE/NAME:VERSION", callback=_version_ref)
-@_store_options
-def discard(url: str, storage_options: dict[str, Any], target: DatasetRef) -> None:
-    """Remove what an import that has not ended has written; its sources stay as they are."""
-    store = DatasetStore(url, **storage_options)
-    assert target.version is not None
-    if target.version not in store.drafts(target.id):
-        raise OptionError(f"{target} is no unfinished import of {store.url}; see dpflow dataset list")
-    Draft(store, target.id, target.version).discard()
-    click.echo(f"{target}: discarded")
-
-
 @dataset.command("list")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for each version.")
-@_store_options
+@store_options
 def list_(url: str, storage_options: dict[str, Any], as_json: bool) -> None:
     """List all datasets with their versions, and imports that have not ended.
 
@@ -239,7 +170,7 @@ def list_(url: str, storage_options: dict[str, Any], as_json: bool) -> None:
     is_flag=True,
     help="The version's file as it is; with --sample what is known of the sample.",
 )
-@_store_options
+@store_options
 def show(url: str, storage_options: dict[str, Any], ref: str, sample: int | None, as_json: bool) -> None:
     """Show a version, the last one by default: variants, counts, where its data lies and came from."""
     store = DatasetStore(url, **storage_options)
@@ -263,7 +194,7 @@ def show(url: str, storage_options: dict[str, Any], ref: str, sample: int | None
 @dataset.command("verify")
 @click.argument("ref", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
 @click.option("--data", is_flag=True, help="Look at every sample's object too, not at its metadata alone.")
-@_store_options
+@store_options
 def verify_(url: str, storage_options: dict[str, Any], ref: str, data: bool) -> None:
     """Check that a version is whole: what is known of its samples, and with --data the samples themselves.
 

@@ -13,6 +13,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -76,14 +77,27 @@ def problem_line(variant: str, problem: Problem) -> str:
 def checked_line(stored: StoredDataset, compared: Compared | None) -> str:
     """One line that says how far a check went; None: at the metadata alone."""
     if compared is not None:
-        well = (
-            (compared.checksums, "match their checksums"),
-            (compared.sizes, "have no checksum, only their size was compared"),
-            (compared.presence, "have neither, they are there"),
-        )
-        told = [f"{samples} {what}" for samples, what in well if samples] or ["none is well"]
-        return f"{stored.ref}: {len(stored)} samples checked with their data: {'; '.join(told)}"
+        told = _told(compared) or "none is well"
+        return f"{stored.ref}: {len(stored)} samples checked with their data: {told}"
     return f"{stored.ref}: metadata of {len(stored)} samples checked; --data looks at their data too"
+
+
+def copied_lines(copied: Dataset, url: str, compared: Compared) -> Iterator[str]:
+    """What became of a copy: what was compared, and which data stays where it was."""
+    for name, variant in copied.variants.items():
+        where = f"; data stays at {variant.data}" if "://" in variant.data else ""
+        yield f"{copied.id}:{copied.version}:{name}: {variant.samples} samples copied to {url}{where}"
+    if told := _told(compared):
+        yield f"data checked: {told}"
+
+
+def _told(compared: Compared) -> str:
+    well = (
+        (compared.checksums, "match their checksums"),
+        (compared.sizes, "have no checksum, only their size was compared"),
+        (compared.presence, "have neither, they are there"),
+    )
+    return "; ".join(f"{samples} {what}" for samples, what in well if samples)
 
 
 @contextmanager
@@ -101,6 +115,20 @@ def verify_progress(variant: str, total: int) -> Iterator[Callable[[int], None]]
     with _bar() as bar:
         task = bar.add_task(variant, total=total)
         yield lambda samples: bar.update(task, completed=samples)
+
+
+@contextmanager
+def copy_progress() -> Iterator[Callable[[str, int], None]]:
+    """A bar for each variant that is copied, on stderr."""
+    tasks: dict[str, TaskID] = {}
+    with _bar() as bar:
+
+        def update(variant: str, samples: int) -> None:
+            if variant not in tasks:
+                tasks[variant] = bar.add_task(variant, total=None)
+            bar.update(tasks[variant], completed=samples)
+
+        yield update
 
 
 def _bar() -> Progress:

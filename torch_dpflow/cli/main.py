@@ -23,7 +23,11 @@ COMMANDS = {
         "simulate",
         "Ask what a cache would give jobs that share data.",
     ),
-    "dataset": ("torch_dpflow.cli.dataset", "dataset", "Import, list, show, verify and extend datasets."),
+    "dataset": (
+        "torch_dpflow.cli.dataset",
+        "dataset",
+        "Import, list, show, verify, extend, copy and delete datasets.",
+    ),
 }
 
 

@@ -10,13 +10,20 @@ from torch_dpflow.datasets.checksums import ChecksumAlgorithm
 from torch_dpflow.datasets.describing import Describer
 from torch_dpflow.datasets.importers.base import Importer
 from torch_dpflow.datasets.names import DatasetRef
-from torch_dpflow.datasets.packing import remove_packs
+from torch_dpflow.datasets.packing import packs_of
 from torch_dpflow.datasets.progress import DraftRecord, Progress
 from torch_dpflow.datasets.spec import Dataset, Variant, encode_file, sealed
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset, now
 from torch_dpflow.datasets.urls import without_login
 from torch_dpflow.datasets.writer import ProgressCallback, VariantWriter
-from torch_dpflow.errors import DatasetError, OptionError, OptionTypeError, PublishedError, SourceError
+from torch_dpflow.errors import (
+    DatasetError,
+    DatasetNotFoundError,
+    OptionError,
+    OptionTypeError,
+    PublishedError,
+    SourceError,
+)
 
 #: Samples in a metadata shard: some 100 to 300 kB, one quick read.
 SHARD_SIZE = 1000
@@ -133,11 +140,13 @@ class Draft:
 
         Raises:
             PublishedError: somebody else has published it.
-            OptionError: nothing was added, the import of a variant has not ended, or there is a variant that
-                an earlier run or another one has added and this one has not.
+            OptionError: nothing was added, the import of a variant has not ended or was discarded meanwhile, or
+                there is a variant that an earlier run or another one has added and this one has not.
+            DatasetNotFoundError: the parent was deleted meanwhile.
         """
         if self._files.exists(self._manifest):
             raise self._published()
+        self._check_parent()
         variants = {} if self._parent is None else dict(self._parent.variants)
         added = self._finished()
         self.check_variants(self._added)
@@ -162,6 +171,14 @@ class Draft:
             self._tidy_up(added)
         return dataset
 
+    def _check_parent(self) -> None:
+        """See that what this version names of its parent has not gone."""
+        if self._parent is not None and not self._files.exists(f"versions/{self._parent.version}.json"):
+            raise DatasetNotFoundError(
+                f"{self._ref.id}:{self._parent.version}, which {self._ref} continues, was deleted meanwhile; discard "
+                "this import"
+            )
+
     def _tidy_up(self, variants: Iterable[str]) -> None:
         for folder in (f"{kind}/{self._version}/{name}" for kind in ("meta", "data") for name in variants):
             self._files.sweep(folder)
@@ -172,7 +189,8 @@ class Draft:
         if self._files.exists(self._manifest):
             raise self._published()
         for variant in self._files.children(f"data/{self._version}"):
-            remove_packs(self._files, f"data/{self._version}/{variant.name}")
+            for pack in packs_of(self._files, f"data/{self._version}/{variant.name}"):
+                self._files.remove(pack)
         self._files.remove(f"meta/{self._version}")
         self._files.remove(self._folder)
 
@@ -212,14 +230,14 @@ class Draft:
 
     def _finished(self) -> dict[str, Variant]:
         found = {}
-        for child in self._files.children(self._folder):
-            variant = Progress(self._files, self._version, child.name).finished()
+        for name in sorted(self._added | {child.name for child in self._files.children(self._folder)}):
+            variant = Progress(self._files, self._version, name).finished()
             if variant is None:
                 raise OptionError(
-                    f"the import of {self._ref}:{child.name} has not ended; add it again to go on with it, "
-                    "or discard the draft"
+                    f"the import of {self._ref}:{name} has not ended, or was discarded meanwhile; add it again to go "
+                    "on with it, or discard the draft"
                 )
-            found[child.name] = variant
+            found[name] = variant
         return found
 
     def _overtaken(self, ref: DatasetRef, error: OSError) -> DatasetError:

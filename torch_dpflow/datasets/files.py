@@ -66,7 +66,7 @@ class Files:
 
     def __init__(
         self,
-        url: str,
+        url: str | os.PathLike[str],
         options: Mapping[str, Any] | None = None,
         read_options: ReadOptions | None = None,
     ) -> None:
@@ -214,6 +214,12 @@ class Files:
             for name in os.listdir(full):
                 if name.startswith(".") and name.endswith(_UNFINISHED):
                     os.unlink(os.path.join(full, name))
+
+    def remove_empty(self, path: str) -> None:
+        """Remove a directory that holds nothing, on a local disk; object stores have none such."""
+        if isinstance(self.filesystem, LocalFileSystem):
+            with suppress(OSError):
+                os.rmdir(self._full(path))
 
     def close(self) -> None:
         """Close this process's idle connections. The files can still be used."""

@@ -8,6 +8,7 @@ from torch_dpflow.datasets.files import Files
 
 #: Bytes that a pack holds at most, unless a single sample is larger: what an import keeps in memory.
 PACK_BYTES = 64 * 2**20
+_NAME = re.compile(r"pack-\d+-\d+\.bin")
 
 
 class ShardPacks:
@@ -48,8 +49,11 @@ class ShardPacks:
         return f"pack-{self._shard}-{self._packs}.bin"
 
 
-def remove_packs(files: Files, folder: str) -> None:
-    """Remove the packs of a folder; other files in it are not ours."""
-    for child in files.children(folder):
-        if re.fullmatch(r"pack-\d+-\d+\.bin", child.name):
-            files.remove(f"{folder}/{child.name}")
+def is_pack(path: str) -> bool:
+    """Whether a path or URL is named as packs are."""
+    return _NAME.fullmatch(path.rpartition("/")[2]) is not None
+
+
+def packs_of(files: Files, folder: str) -> list[str]:
+    """The paths of the packs in a folder; other files in it are not ours."""
+    return [f"{folder}/{child.name}" for child in files.children(folder) if is_pack(child.name)]

@@ -108,19 +108,26 @@ class Progress:
         """A shard is in its place."""
         self._files.write(f"{self._folder}/ms-{shard.shard}.json", encode_file(shard))
 
+    def record(self) -> DraftRecord | None:
+        """What is being imported; None: nothing, or it was discarded."""
+        return self._noted("draft.json", DraftRecord)
+
     def finished(self) -> Variant | None:
-        """The whole variant, if it is written."""
-        try:
-            data = self._files.read(f"{self._folder}/done.json")
-        except FileNotFoundError:
-            return None
-        return self._decode(data, ImportedVariant, "done.json").variant
+        """The whole variant, if it is written and was not discarded since."""
+        done = self._noted("done.json", ImportedVariant)
+        return None if done is None or self.record() is None else done.variant
 
     def finish(self, variant: Variant) -> None:
         """The whole variant is in its place."""
         self._files.write(
             f"{self._folder}/done.json", encode_file(ImportedVariant(format=1, variant=variant))
         )
+
+    def _noted(self, file: str, kind: type[_Note]) -> _Note | None:
+        try:
+            return self._decode(self._files.read(f"{self._folder}/{file}"), kind, file)
+        except FileNotFoundError:
+            return None
 
     def _decode(self, data: bytes, kind: type[_Note], file: str) -> _Note:
         try:

@@ -125,7 +125,7 @@ class DatasetStore:
         try:
             data = self.files.read(path)
         except FileNotFoundError as error:
-            raise self._not_found(ref) from error
+            raise self.not_found(ref) from error
         name = join_url(self.url, path)
         dataset = decode_dataset(data, name)
         if (dataset.id, dataset.version) != (ref.id, ref.version):
@@ -152,11 +152,11 @@ class DatasetStore:
     def _last_version(self, dataset_id: str) -> str:
         versions = self.versions(dataset_id)
         if not versions:
-            raise self._not_found(DatasetRef(dataset_id))
+            raise self.not_found(DatasetRef(dataset_id))
         return versions[-1]
 
-    def _not_found(self, ref: DatasetRef) -> DatasetNotFoundError:
-        """Say what there is instead."""
+    def not_found(self, ref: DatasetRef) -> DatasetNotFoundError:
+        """The error for a version that is not published, which says what there is instead."""
         versions, drafts = self.versions(ref.id), self.drafts(ref.id)
         if ref.version in drafts or (ref.version is None and drafts):
             which = ref.version or drafts[-1]
@@ -234,6 +234,12 @@ class StoredDataset:
     def data_url(self, sample: SampleMeta) -> str:
         """Where a sample's object lies."""
         return data_url(self.url, self.variant.data, sample.path)
+
+    def own_path(self, sample: SampleMeta) -> str | None:
+        """Where a sample's object lies in the dataset's directory; None: it is named by a URL."""
+        if "://" in self.variant.data or "://" in sample.path:
+            return None
+        return f"{self.variant.data}/{sample.path}"
 
     def __repr__(self) -> str:
         return f"StoredDataset({self.ref}, {len(self)} samples, {self.url!r})"

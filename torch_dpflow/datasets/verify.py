@@ -42,6 +42,7 @@ def verify(
     stored: StoredDataset,
     *,
     data: bool = False,
+    own: bool = False,
     options: Mapping[str, Any] | None = None,
     progress: Callable[[int], None] = lambda samples: None,
     compared: Compared | None = None,
@@ -52,6 +53,7 @@ def verify(
         stored: what to check. That it could be opened means that its version's own file is whole.
         data: look at every sample's object too: that it is there, has its size, and, where a checksum is
             known, has the right bytes, which reads it.
+        own: look only at objects in the dataset's directory, and not at what URLs name.
         options: what fsspec needs to open the data; None: the same as for the store.
         progress: called with the number of samples that are checked, after every shard.
         compared: counts what was compared of samples that are well.
@@ -60,18 +62,20 @@ def verify(
     """
     if not isinstance(stored, StoredDataset):
         raise OptionTypeError(f"stored={stored!r:.80}: give what DatasetStore.open('namespace/name') returns")
-    return _problems(stored, data, options, progress, compared or Compared())
+    given = stored.options if options is None else options
+    return _problems(stored, data, own, Objects(given), progress, compared or Compared())
 
 
 def _problems(
     stored: StoredDataset,
     data: bool,
-    options: Mapping[str, Any] | None,
+    own: bool,
+    objects: Objects,
     progress: Callable[[int], None],
     compared: Compared,
 ) -> Iterator[Problem]:
     first = 0
-    with Objects(stored.options if options is None else options) as objects:
+    with objects:
         for number in range(len(stored.variant.shards)):
             count = stored.variant.shard_samples(number)
             try:
@@ -79,7 +83,7 @@ def _problems(
             except (DatasetError, OSError) as error:
                 yield Problem(first, count, _told(error))
             else:
-                yield from _look(stored, objects if data else None, samples, first, compared)
+                yield from _look(stored, objects if data else None, samples, first, own, compared)
             first += count
             progress(first)
 
@@ -89,6 +93,7 @@ def _look(
     objects: Objects | None,
     samples: Sequence[SampleMeta],
     first: int,
+    own: bool,
     compared: Compared,
 ) -> Iterator[Problem]:
     """What is wrong with the samples of a shard, of which the first has number `first`."""
@@ -96,7 +101,8 @@ def _look(
     for number, sample in enumerate(samples, first):
         try:
             sample.fields()
-            numbered.append((number, stored.data_url(sample), sample))
+            if not own or stored.own_path(sample) is not None:
+                numbered.append((number, stored.data_url(sample), sample))
         except DatasetError as error:
             yield Problem(number, 1, _told(error))
     if objects is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -13,7 +14,9 @@ import pytest
 from tests.datasets.samples_source import Numbered, contents, numbers, publish
 from tests.datasets.storage.servers import BUCKET, S3_KEYS
 from torch_dpflow.datasets import DatasetStore, Draft, verify
+from torch_dpflow.datasets.copying import copy
 from torch_dpflow.datasets.importers.iterable import IterableImporter
+from torch_dpflow.datasets.removal import delete, prune
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
 from torch_dpflow.errors import (
@@ -104,6 +107,24 @@ def test_an_import_goes_on_and_is_discarded(address: Address) -> None:
     draft.publish()
     assert source.asked == [3, 4, 5, 6, 7, 8]
     assert contents(store.open("core/numbers")) == numbers(9)
+
+
+def test_versions_are_copied_and_deleted(address: Address, tmp_path: Path) -> None:
+    url, options = address
+    here, there = DatasetStore.create(tmp_path / "here"), DatasetStore.create(url, **options)
+    publish(here, Numbered(6))
+    publish(here, Numbered(3, first=6), version="v2", parent="v1")
+    for version in ("v1", "v2"):
+        copy(here, "core/numbers", version, there)
+    Draft(there, "core/numbers", "v3").add("train", IterableImporter(Numbered(3)))
+    assert delete(there, "core/numbers", "v1") == ["v1"]
+    assert contents(there.open("core/numbers:v2")) == numbers(9)
+    assert prune(there, "core/numbers") == 2
+    back = DatasetStore.create(tmp_path / "back")
+    copy(there, "core/numbers", "v2", back)
+    assert contents(back.open("core/numbers")) == numbers(9)
+    delete(there, "core/numbers")
+    assert there.ids() == []
 
 
 def test_of_many_who_create_an_object_at_once_one_succeeds(address: Address) -> None:

@@ -1,0 +1,131 @@
+"""Removes versions and datasets, and what no published version names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from torch_dpflow.datasets.files import Files
+from torch_dpflow.datasets.names import DatasetRef
+from torch_dpflow.datasets.packing import is_pack, packs_of
+from torch_dpflow.datasets.progress import Progress
+from torch_dpflow.datasets.store import DatasetStore, StoredDataset
+from torch_dpflow.errors import OptionError
+
+#: Files that are removed at a time: each may be a round trip away.
+_REMOVE_THREADS = 16
+
+
+def delete(store: DatasetStore, dataset_id: str, version: str | None = None) -> list[str]:
+    """Remove a published version, or all versions and unfinished imports of a dataset; which versions it removed.
+
+    First nobody finds it, then its metadata and packs go, but for those that other published versions name. Data
+    that no import has written stays. Who has it open finds its files missing. A delete that was killed leaves files
+    that `prune` removes.
+
+    Raises:
+        DatasetNotFoundError: no such version is published; there is no such dataset.
+        OptionError: an unfinished import continues it.
+        DamagedStoreError: it is deleted, but another version cannot be read, so nothing else is removed.
+    """
+    ref = DatasetRef(dataset_id, version)
+    files = store.files.at(ref.id)
+    versions, drafts = store.versions(ref.id), store.drafts(ref.id)
+    if version is not None:
+        _check_children(files, ref, drafts)
+        versions, drafts = [name for name in versions if name == version], []
+    if not versions and not drafts:
+        raise store.not_found(ref)
+    for name in versions:
+        files.remove(f"drafts/{name}")  # what publishing may have left there would go on as an import
+        files.remove(f"versions/{name}.json")
+    _clean(store, ref.id, drafts)
+    return versions
+
+
+def prune(store: DatasetStore, dataset_id: str) -> int:
+    """Remove unfinished imports of a dataset, and files of imports that no published version names; how many files.
+
+    An import that runs meanwhile is not published.
+
+    Raises DamagedStoreError where a published version cannot be read; then files that it may name stay.
+    """
+    ref = DatasetRef(dataset_id)
+    return _clean(store, ref.id, [child.name for child in store.files.at(ref.id).children("drafts")])
+
+
+def _check_children(files: Files, ref: DatasetRef, drafts: Collection[str]) -> None:
+    for draft in drafts:
+        for variant in files.children(f"drafts/{draft}"):
+            record = Progress(files, draft, variant.name).record()
+            if record is not None and record.parent == ref.version:
+                raise OptionError(
+                    f"the unfinished import {ref.id}:{draft} continues {ref}; let it end, or discard it, first"
+                )
+
+
+def _clean(store: DatasetStore, dataset_id: str, discarded: Collection[str]) -> int:
+    """Remove these drafts and what nobody names; how many files of imports."""
+    files = store.files.at(dataset_id)
+    # In this order: who begins an import meanwhile has noted it before there is anything else of it, and who
+    # publishes has done so before the note is gone.
+    folders = list(_folders(files))
+    written = [(version, path) for version, variant in folders for path in _written(files, version, variant)]
+    for draft in discarded:
+        files.remove(f"drafts/{draft}")
+    drafts = {child.name for child in files.children("drafts")}
+    named = _named(store, dataset_id, with_packs=any(is_pack(path) for _, path in written))
+    unnamed = [path for version, path in written if version not in drafts and path not in named]
+    with ThreadPoolExecutor(_REMOVE_THREADS, "dpflow-remove") as threads:
+        list(threads.map(files.remove, unnamed))
+    for version, variant in folders:
+        if version not in drafts:
+            _tidy_up(files, version, variant)
+    for folder in ("data", "meta", "drafts", "versions", ""):
+        files.remove_empty(folder)
+    return len(unnamed)
+
+
+def _tidy_up(files: Files, version: str, variant: str) -> None:
+    for folder in (f"{kind}/{version}" for kind in ("data", "meta")):
+        files.sweep(f"{folder}/{variant}")
+        files.remove_empty(f"{folder}/{variant}")
+        files.remove_empty(folder)
+
+
+def _folders(files: Files) -> Iterator[tuple[str, str]]:
+    """The versions and variants of which there is anything."""
+    for version in sorted({child.name for kind in ("meta", "drafts") for child in files.children(kind)}):
+        for variant in sorted(
+            {child.name for kind in ("meta", "drafts") for child in files.children(f"{kind}/{version}")}
+        ):
+            yield version, variant
+
+
+def _written(files: Files, version: str, variant: str) -> list[str]:
+    """What imports have written of a variant; packs first, for without metadata they are not found again."""
+    shards = [
+        f"meta/{version}/{variant}/{child.name}" for child in files.children(f"meta/{version}/{variant}")
+    ]
+    return packs_of(files, f"data/{version}/{variant}") + shards
+
+
+def _named(store: DatasetStore, dataset_id: str, *, with_packs: bool) -> set[str]:
+    """The metadata shards that published versions name, and the packs that these name, for which they are read."""
+    shards: set[str] = set()
+    packs: set[str] = set()
+    for version in store.versions(dataset_id):
+        dataset = store.load(dataset_id, version)
+        for name, variant in dataset.variants.items():
+            stored = StoredDataset(files=store.files.at(dataset_id), dataset=dataset, variant_name=name)
+            for number in range(len(variant.shards)):
+                path = dataset.shard_path(name, number)
+                if with_packs and path not in shards:
+                    packs |= {
+                        # By its end, for it may be named by a URL, of which a store may have several.
+                        "/".join(stored.data_url(sample).split("/")[-4:])
+                        for sample in stored.shard(number).samples
+                        if is_pack(sample.path)
+                    }
+                shards.add(path)
+    return shards | packs
