@@ -15,6 +15,7 @@ from tests.datasets.samples_source import Numbered, contents, numbers, publish
 from tests.datasets.storage.servers import BUCKET, S3_KEYS
 from torch_dpflow.datasets import DatasetStore, Draft, verify
 from torch_dpflow.datasets.copying import copy
+from torch_dpflow.datasets.importers.image_folder import ImageFolderImporter
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.removal import delete, prune
 from torch_dpflow.datasets.storage import ReadOptions
@@ -210,6 +211,27 @@ def test_a_region_and_a_style_of_addresses_are_understood(s3_address: Address) -
     told = {**options, "region": "us-east-1", "addressing_style": "path"}
     assert DatasetStore.create(url, **told).ids() == []
     _close_s3(told)
+
+
+@pytest.mark.parametrize("named", ["AWS_PROFILE", "profile"])
+def test_a_profile_that_does_not_exist_is_told(
+    s3_address: Address, named: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    url, options = s3_address
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = {"endpoint_url": options["endpoint_url"]}
+    if named == "profile":
+        given[named] = "nobody"
+    else:
+        monkeypatch.setenv(named, "nobody")
+    for use in (
+        lambda: DatasetStore(url, **given),
+        lambda: [*ImageFolderImporter(url, options=given).items()],
+    ):
+        with pytest.raises(
+            AccessDeniedError, match=r"\(nobody\) could not be found; name one of ~/.aws/config"
+        ):
+            use()
 
 
 @pytest.mark.parametrize("fault", [Fault.HANG, Fault.RESET])

@@ -45,6 +45,8 @@ def storage_error(span: ByteRange, error: Exception) -> StorageError:
         return ObjectMissingError(f"{text}; there is no such object")
     if isinstance(error, PermissionError):
         return AccessDeniedError(f"{text}; look at the credentials and at the rights of their owner")
+    if type(error).__name__ == "ProfileNotFound":  # botocore's, which need not be installed
+        return AccessDeniedError(f"{text}; name one of ~/.aws/config by AWS_PROFILE or the option profile")
     if isinstance(error, ssl.SSLCertVerificationError):
         return StorageError(f"{text}; the server's certificate is not trusted here")
     if isinstance(error, _TIMEOUTS):
