@@ -1,0 +1,115 @@
+"""States that datasets and samplers keep themselves are given back to them, also to those that were read since."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.loader_cases import Indices, StatefulSampler
+from tests.stateful_parts import SIZE, WORKERS, Noisy, OwnIterator, Spanning, plain
+from torch_dpflow.errors import StateError
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_dataset_that_was_read_goes_back_to_where_it_was(OurLoader: Any, workers: str) -> None:
+    """Over the same objects: before anything was asked for, and once an epoch has begun."""
+    loader = OurLoader(OwnIterator(), batch_size=3, **WORKERS[workers])
+    states = [loader.state_dict()]
+    iterator = iter(loader)
+    states.append(loader.state_dict())
+    expected = plain(iterator)
+    assert len(expected) == 4 * max(1, loader.num_workers)
+    for state in states:
+        loader.load_state_dict(state)
+        assert plain(loader) == expected
+
+
+def test_kept_workers_say_where_an_epoch_begins_whose_forerunner_was_left(OurLoader: Any) -> None:
+    """How far they had read ahead nobody else knows."""
+
+    def make() -> Any:
+        return OurLoader(OwnIterator(), batch_size=3, **WORKERS["kept workers"])
+
+    loader = make()
+    next(iter(loader))
+    iterator = iter(loader)
+    states = [loader.state_dict()]
+    next(iterator)
+    states.append(loader.state_dict())
+    rest = plain(iterator)
+    for state in states:
+        again = make()
+        again.load_state_dict(state)
+        assert plain(again)[-len(rest) :] == rest
+
+
+def test_the_state_of_each_copy_needs_as_many_workers(OurLoader: Any) -> None:
+    def make(num_workers: int) -> Any:
+        return OurLoader(Noisy(), batch_size=3, num_workers=num_workers)
+
+    loader = make(2)
+    next(iter(loader))
+    with pytest.raises(StateError, match="2 workers"):
+        make(3).load_state_dict(loader.state_dict())
+
+
+class Picky(Spanning):
+    """Takes no state, or takes it and fails once it is iterated."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+        self.spoilt = False
+
+    def __iter__(self) -> Iterator[int]:
+        if self.spoilt:
+            raise KeyError("a shard that is gone")
+        return super().__iter__()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.when == "at once":
+            raise KeyError("a shard that is gone")
+        self.spoilt = True
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("when", ["at once", "once it is iterated"])
+def test_a_dataset_that_cannot_take_its_state_says_so_at_iter(
+    OurLoader: Any, workers: str, when: str
+) -> None:
+    loader = OurLoader(Picky(when), batch_size=3, **WORKERS[workers])
+    iterator = iter(loader)
+    batches = plain([next(iterator)])
+    state = loader.state_dict()
+    batches += plain(iterator)
+    again = OurLoader(Picky(when), batch_size=3, **WORKERS[workers])
+    for _ in range(2):  # the second time kept workers are there
+        again.load_state_dict(state)
+        with pytest.raises((StateError, KeyError), match="a shard that is gone"):
+            iter(again)
+        again.dataset.spoilt = False
+        assert plain(again) == batches, "without the state, which is dropped"
+        again.dataset.epoch = 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_sampler_that_cannot_take_its_state_says_so_at_iter(OurLoader: Any, num_workers: int) -> None:
+    class Other(StatefulSampler):
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise KeyError("an epoch that never was")
+
+    def make(sampler: type[StatefulSampler]) -> Any:
+        return OurLoader(Indices(SIZE), batch_size=3, sampler=sampler(SIZE), num_workers=num_workers)
+
+    loader = make(Other)
+    iterator = iter(loader)
+    batches = plain([next(iterator)])
+    state = loader.state_dict()
+    batches += plain(iterator)
+    again = make(Other)
+    again.load_state_dict(state)
+    with pytest.raises(StateError, match="never was"):
+        iter(again)
+    assert plain(again) == batches
