@@ -101,14 +101,7 @@ def open_job(
     def register_with(cluster: Cluster, patience_s: float) -> None:
         packed = assignment.pack()
         spec = describe(
-            flow,
-            version,
-            source,
-            assignment,
-            packed,
-            size=size,
-            workers=workers,
-            options=options,
+            flow, version, source, assignment, packed, size=size, workers=workers, options=options
         )
         register(cluster, spec, packed, patience_s=patience_s)
 

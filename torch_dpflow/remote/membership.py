@@ -124,11 +124,6 @@ class Membership:
         lease = self._members.get(peer)
         return None if lease is None else lease.generation
 
-    @property
-    def next_lapse(self) -> float | None:
-        """When the next lease lapses unless it is renewed, seconds; None while there are no members."""
-        return next(iter(self._members.values())).until if self._members else None
-
     def handle(self, event: Event) -> list[Instruction]:
         """Take in one event; return what has changed, in order. Time that runs backwards stands still."""
         match event:
