@@ -27,6 +27,7 @@ from torch_dpflow.remote.protocol import (
     SAMPLE,
     Access,
     Ask,
+    ContentPiece,
     Draw,
     JobBeat,
     JobId,
@@ -38,6 +39,7 @@ from torch_dpflow.remote.protocol import (
     ServedSample,
     StartEpoch,
 )
+from torch_dpflow.remote.refusals import OverloadedError
 from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
 from torch_dpflow.remote.transport import TransportOptions, listen
 
@@ -52,10 +54,12 @@ class FailingService:
         self.faults: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
         self.error: Exception = KeyError("a table has no such entry")
+        self.is_stored = True
         table = RoutingTable(1, [Route(0, SIZE, "shard-0", address)])
         methods: list[tuple[str, Any, Callable[[Any], Result | None]]] = [
             ("access", Access, lambda body: Result(address)),
-            ("register", FlowSpec, lambda body: Result(True)),
+            ("register", FlowSpec, lambda body: Result(self.is_stored)),
+            ("store", ContentPiece, lambda body: Result(body.size)),
             ("join", Join, lambda body: Result(Joined(1, SIZE, table))),
             ("table", None, lambda body: Result(table)),
             ("start", StartEpoch, lambda body: None),
@@ -161,3 +165,16 @@ def test_a_flow_is_registered_again_where_the_coordinator_fails(
     with nullcontext() if faults == 2 else pytest.raises(RemoteCallError, match="a fault of its own"):
         register(cluster, spec, b"", patience_s=30)
     assert service.calls["register"] == calls
+
+
+@pytest.mark.parametrize("faults", [2, float("inf")])
+def test_a_content_is_brought_again_where_too_many_are_on_their_way_as_long_as_there_is_patience(
+    service: FailingService, faults: float
+) -> None:
+    service.is_stored = False
+    service.faults["store"], service.error = faults, OverloadedError("come again")
+    cluster = Cluster(address=service.address, transport=TransportOptions())
+    spec = FlowSpec(name="f", version=1, size=SIZE, content="0" * 64, fingerprint={})
+    with nullcontext() if faults == 2 else pytest.raises(RemoteCallError, match="come again"):
+        register(cluster, spec, b"packed", patience_s=30 if faults == 2 else 0.3)
+    assert faults != 2 or service.calls["store"] == 3

@@ -159,7 +159,7 @@ def register(cluster: Cluster, spec: FlowSpec, packed: bytes, *, patience_s: flo
             try:
                 if coordinator.call("register", spec, reply_type=bool).body:
                     return
-                if _bring(coordinator, spec.content, packed):
+                if _bring(coordinator, spec.content, packed, patience_s):
                     return
             except RemoteCallError as error:
                 if error.kind is ErrorKind.USAGE:
@@ -178,9 +178,13 @@ def register(cluster: Cluster, spec: FlowSpec, packed: bytes, *, patience_s: flo
     )
 
 
-def _bring(coordinator: RpcClient, digest: str, packed: bytes) -> bool:
-    """Bring a content, piece by piece; False where no flow is known any more that loads it."""
+def _bring(coordinator: RpcClient, digest: str, packed: bytes, patience_s: float) -> bool:
+    """Bring a content, piece by piece; False where no flow is known any more that loads it.
+
+    Raises RemoteCallError where the coordinator has put it off for longer than `patience_s`.
+    """
     whole, held = memoryview(packed), 0
+    since, backoff = time.monotonic(), Backoff(PAUSE_S, LONGEST_PAUSE_S)
     while held < len(packed):
         piece = ContentPiece(digest, held, len(packed))
         try:
@@ -188,11 +192,11 @@ def _bring(coordinator: RpcClient, digest: str, packed: bytes) -> bool:
                 "store", piece, [whole[held : held + CONTENT_PIECE_BYTES]], reply_type=int | None
             )
         except RemoteCallError as error:
-            if error.kind is not ErrorKind.OVERLOADED:
+            if error.kind is not ErrorKind.OVERLOADED or time.monotonic() - since >= patience_s:
                 raise
-            time.sleep(PAUSE_S)
+            time.sleep(backoff.pause_s())
             continue
         if answer.body is None:
             return False
-        held = answer.body
+        held, since = answer.body, time.monotonic()
     return True

@@ -77,9 +77,10 @@ class JobOptions:
             dataset is an `ALSDCache`; if that has a `transform`, what is below it is kept, and the transform is
             run by a worker for each job and epoch.
         idle_s: (flow) how long its services outlive the last job, seconds.
-        task_timeout_s: (flow) how long a worker may be at one sample, seconds; None: no limit. One that takes
-            longer is taken for hung, killed and replaced, and the sample counts as one that killed it: it is tried
-            three times before it is given up. Well above what the slowest sample takes: ten minutes by default.
+        task_timeout_s: (flow) how long a worker may be at one sample, or at its start, while it fetches and unpickles
+            the dataset, seconds; None: no limit. One that takes longer is taken for hung, killed and replaced, and
+            the sample counts as one that killed it: it is tried three times before it is given up. Well above what
+            the slowest sample takes, and the start: ten minutes by default.
         fingerprint: (flow) stands for the dataset's content where jobs that make the same one are told that
             theirs differ; see `torch_dpflow.remote.fingerprint`.
         ready: batches that are put together ahead of need (P_L).
