@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import torch
 from torch.utils.data import DistributedSampler
 
+from tests.chaos.expiring_keys import Stored
 from tests.shared_datasets import HeldUp
 from torch_dpflow import DPFlowDataLoader, JobOptions
 
@@ -50,6 +51,15 @@ class Reading:
     asked: int = 6
     patience_s: float = 100.0
     task_timeout_s: float = 600.0
+    #: A store of numbers and the S3 that they lie in, if they are read from there.
+    store: str = ""
+    endpoint: str = ""
+
+    def dataset(self) -> HeldUp:
+        folder = str(Path(self.folder).parent)
+        if not self.store:
+            return HeldUp(self.size, self.cost_s, folder)
+        return Stored(self.size, self.cost_s, folder, store=self.store, endpoint=self.endpoint)
 
     def sampler(self) -> OwnOrder | None:
         """What plans its order, if it is its own."""
@@ -103,7 +113,7 @@ def read(given: Reading) -> None:
     torch.manual_seed(given.number)
     sampler = given.sampler()
     loader: DPFlowDataLoader[Any] = DPFlowDataLoader(
-        HeldUp(given.size, given.cost_s, str(Path(given.folder).parent)),
+        given.dataset(),
         batch_size=given.batch,
         sampler=sampler,
         shuffle=sampler is None,

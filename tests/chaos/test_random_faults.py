@@ -3,13 +3,14 @@
 Workers, shards, the router, the coordinator and the jobs themselves are killed, or frozen with their connections
 open; a job that was killed comes back with its last `state_dict`. Samples hang, and the wall clocks of the cluster
 and of its jobs step by up to ten minutes, to and fro. The long test does 200 faults to 8 jobs, and prints what was
-done and how long jobs had to wait after it::
+done and how long jobs had to wait after it; in another one the keys of the storage expire as well::
 
     .venv/bin/python -m pytest -m slow -s tests/chaos/test_random_faults.py
 """
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import pytest
 
 from tests.chaos.chaos_jobs import ChaosJob, Nursery
 from tests.chaos.clocks import Clock
+from tests.chaos.expiring_keys import ExpiringKeys
 from tests.chaos.faults import Chaos
 from tests.chaos.stalls import stalls_of, table
 from tests.shared_cluster import TestCluster, wait
@@ -31,6 +33,16 @@ TASK_TIMEOUT_S = 3.0
 def clocks(tmp_path: Path) -> tuple[Clock, Clock]:
     """Of the cluster and of its jobs."""
     return Clock(tmp_path / "theirs", "cluster's"), Clock(tmp_path / "ours", "jobs'")
+
+
+@pytest.fixture
+def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExpiringKeys]:
+    """Of an S3 that the workers of clusters read from which are started after it."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    with ExpiringKeys(tmp_path, 1200, lifetime_s=2.0) as started:
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(started.file))
+        yield started
 
 
 @pytest.fixture
@@ -61,6 +73,7 @@ def survive(
     most_pause_s: float,
     seed: int,
     size: int,
+    keys: ExpiringKeys | None = None,
 ) -> str:
     """Strike while jobs read; every fourth job has a plan of its own. What happened, for people."""
     started = [
@@ -79,6 +92,8 @@ def survive(
             shards=2,
             workers=4,
             task_timeout_s=TASK_TIMEOUT_S,
+            store="" if keys is None else keys.store,
+            endpoint="" if keys is None else keys.endpoint,
         )
         for number in range(jobs)
     ]
@@ -143,3 +158,26 @@ def test_two_hundred_faults(
             size=1200,
         )
     )
+
+
+@pytest.mark.slow
+def test_keys_of_a_storage_expire_meanwhile(
+    keys: ExpiringKeys, cluster: TestCluster, nursery: Nursery, tmp_path: Path, clocks: tuple[Clock, Clock]
+) -> None:
+    """Each is good for two seconds, and a worker that is frozen wakes up with one that has expired."""
+    told = survive(
+        cluster,
+        nursery,
+        tmp_path,
+        clocks,
+        jobs=4,
+        faults=40,
+        longest_s=5.0,
+        most_pause_s=1.0,
+        seed=3,
+        size=1200,
+        keys=keys,
+    )
+    print(f"\n{keys.expired} keys expired, {keys.refused} requests were made with one that had\n{told}")
+    assert keys.expired >= 10
+    assert keys.refused >= 10
