@@ -58,6 +58,7 @@ class Plan:
         self._by_count = takes(sampler, "consumed")
         #: The position that the next drawn batch will have.
         self.drawn = position
+        self._asked = False
         self._snapshots: dict[int, Any] = {}
         #: A batch that the sampler has given and nobody has drawn.
         self._held: list[Any] = []
@@ -77,6 +78,7 @@ class Plan:
 
     def settle(self) -> None:
         """Have the sampler draw now what it draws at its next batch; nothing is skipped."""
+        self._asked = True
         self._held.extend(islice(self._batches, 1))
         if not self._held and self.ended_at is None:
             # It may have turned to its next epoch.
@@ -89,6 +91,7 @@ class Plan:
         Raises:
             StateError: the epoch is shorter than that.
         """
+        self._asked = True
         for skipped in range(batches):
             try:
                 next(iter(self._batches))
@@ -114,7 +117,9 @@ class Plan:
             # that index has filled a batch. Once it was asked for more, it has.
             self.settle()
         if self._by_count:
-            return opened(_kept(ask(self._sampler, consumed=samples), None))
+            # Until the first batch is asked for, the sampler stands where the epoch before has left it.
+            consumed = {"consumed": samples} if self._asked else {}
+            return opened(_kept(ask(self._sampler, **consumed), None))
         for passed in [p for p in list(self._snapshots) if p < position]:
             del self._snapshots[passed]
         return opened(self._snapshots[position])

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler, TensorDataset
 
+from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.samplers import DynaGCSSampler
 
@@ -159,6 +160,28 @@ def test_after_a_finished_epoch_the_next_one_begins() -> None:
     resumed.load_state_dict(ours.state_dict())
     assert list(resumed) == list(ours)
     assert resumed.epoch == ours.epoch == 1
+
+
+def test_an_iteration_of_which_nothing_is_read_is_no_epoch() -> None:
+    ours = DynaGCSSampler(range(30))
+    unread = iter(ours)
+    first, second = list(iter(ours)), list(unread)
+    expected = DynaGCSSampler(range(30))
+    assert (first, second) == (list(expected), list(expected)), "and two that are read are two epochs"
+
+
+def test_a_loader_saved_before_the_first_batch_of_an_epoch_resumes_in_it() -> None:
+    def new_loader() -> DPFlowDataLoader[int]:
+        return DPFlowDataLoader(range(30), batch_size=30, sampler=DynaGCSSampler(range(30)))  # type: ignore[arg-type]
+
+    loader = new_loader()
+    next(iter(loader))
+    begun = iter(loader)
+    state = loader.state_dict()
+    due = next(begun).tolist()
+    resumed = new_loader()
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == [due]
 
 
 def test_setting_another_epoch_drops_a_position_that_was_loaded() -> None:

@@ -174,6 +174,18 @@ def test_a_state_can_be_taken_and_resumed_again_and_again() -> None:
     assert sorted(read) == EVERYTHING
 
 
+def test_in_a_group_an_iteration_of_which_nothing_is_read_is_no_epoch() -> None:
+    one, _ = pair()
+    running = iter(one)
+    read = [next(running) for _ in range(7)]
+    state = one.state_dict()
+    one, _ = pair()
+    one.load_state_dict(state)
+    iter(one)
+    assert sorted(read + list(one)) == EVERYTHING
+    assert one.epoch == 0
+
+
 def test_a_state_says_which_group_and_rank_it_is_of() -> None:
     one, _ = pair()
     next(iter(one))

@@ -25,6 +25,12 @@ class Pass(ABC):
     def __init__(self, epoch: int, position: int) -> None:
         self.epoch = epoch
         self.position = position
+        self._began_at = position
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has yielded anything."""
+        return self.position > self._began_at
 
     @abstractmethod
     def __iter__(self) -> Iterator[int]:

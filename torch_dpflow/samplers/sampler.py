@@ -40,7 +40,7 @@ class DynaGCSSampler(Sampler[int]):
     Alone it is torch's sampler: the order of an epoch is ``torch.randperm`` of a generator seeded with
     ``seed + epoch``. With `num_replicas` or an initialised torch.distributed it has DistributedSampler's
     contract to the letter: padding, `drop_last`, `set_epoch`. Without, it has RandomSampler's: every
-    iteration is a new epoch, and `set_epoch` says which one is next.
+    iteration that is read is a new epoch, and `set_epoch` says which one is next.
 
     In a group it is a job of its own. Its epochs are permutations of its set too, uniform ones under the
     default strategy, but which one depends on what the other jobs do meanwhile. Ranks get consecutive
@@ -146,9 +146,9 @@ class DynaGCSSampler(Sampler[int]):
         """
         if self.group is not None and self._job is None:
             raise UsageError(_LEFT)
-        self._epoch, position, shared = self._upcoming()
-        self._latest, self._resume = self._begin(self._epoch, position, shared), None
-        return iter(self._latest)
+        if self.group is not None or self._is_distributed:
+            return iter(self._next_pass())
+        return self._from_first_draw()
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration reads this epoch. A position that was loaded stays if it is of the same epoch.
@@ -210,8 +210,19 @@ class DynaGCSSampler(Sampler[int]):
 
     # -- inside ----------------------------------------------------------------------------------------------
 
+    def _next_pass(self) -> Pass:
+        self._epoch, position, shared = self._upcoming()
+        self._latest, self._resume = self._begin(self._epoch, position, shared), None
+        return self._latest
+
+    def _from_first_draw(self) -> Iterator[int]:
+        """An epoch that begins with its first sample, as RandomSampler's: torchdata makes iterators and reads none."""
+        yield from self._next_pass()
+
     def _upcoming(self) -> tuple[int, int, dict[str, Any] | None]:
         """Epoch, position and shared state with which the next iteration is to begin."""
+        if self._latest is not None and not self._latest.begun:
+            return self._epoch, self._latest.position, self._latest.shared_state(self._latest.position)
         position, shared = self._resume or (0, None)
         finished = self._latest is not None or (self._resume is not None and position >= len(self))
         if not finished:
