@@ -366,6 +366,8 @@ def test_a_transform_or_sampler_that_is_none_is_turned_down() -> None:
         ALSDCache(Counting(3), 3, transform=3)  # type: ignore[arg-type]
     with pytest.raises(OptionTypeError, match="no method lookahead"):
         ALSDCache(Counting(3), 3, sampler=range(3))  # type: ignore[arg-type]
+    with pytest.raises(OptionTypeError, match="copy='no'"):
+        ALSDCache(Counting(3), 3, copy="no")  # type: ignore[arg-type]
 
 
 def test_a_sample_that_cannot_be_copied_is_named() -> None:

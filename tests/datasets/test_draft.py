@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.datasets.samples_source import Numbered, content, contents, lazily, n
 from tests.new_process import interpreter
 from torch_dpflow.datasets import DatasetStore, Draft, verify
 from torch_dpflow.datasets import packing as packing_module
+from torch_dpflow.datasets.annotations import encode_annotations
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.errors import (
@@ -173,10 +175,11 @@ def test_nothing_is_not_published(store: DatasetStore) -> None:
         Draft(store, "core/numbers", "v1").publish()
 
 
-@pytest.mark.parametrize("shard_size", [0, -1])
-def test_a_shard_holds_at_least_a_sample(store: DatasetStore, shard_size: int) -> None:
-    with pytest.raises(OptionError, match=f"shard_size={shard_size}"):
+@pytest.mark.parametrize("shard_size", [0, -1, "5", 2.5, True])
+def test_a_shard_holds_at_least_a_sample(store: DatasetStore, shard_size: Any) -> None:
+    with pytest.raises((OptionError, OptionTypeError), match=f"shard_size={shard_size!r}"):
         Draft(store, "core/x", "v1").add("train", IterableImporter(Numbered(1)), shard_size=shard_size)
+    assert store.drafts("core/x") == []
 
 
 def test_variants_are_published_together(store: DatasetStore) -> None:
@@ -231,6 +234,14 @@ def test_what_a_draft_cannot_work_with_is_refused(store: DatasetStore) -> None:
             verify(wrong)  # type: ignore[arg-type]
         with pytest.raises(OptionTypeError, match="are strings"):
             Draft(store, wrong, "v1")  # type: ignore[arg-type]
+        with pytest.raises(OptionTypeError, match=f"are strings|version={wrong}"):
+            Draft(store, "core/x", wrong)  # type: ignore[arg-type]
+        with pytest.raises(OptionTypeError, match=f"variant={wrong}"):
+            draft.add(wrong, IterableImporter(Numbered(1)))  # type: ignore[arg-type]
+        with pytest.raises(OptionTypeError, match=f"progress={wrong} is not callable"):
+            draft.add("train", IterableImporter(Numbered(1)), progress=wrong)  # type: ignore[arg-type]
+        with pytest.raises(OptionTypeError, match=f"iterable={wrong}"):
+            IterableImporter(wrong)  # type: ignore[arg-type]
 
 
 # -- appending -------------------------------------------------------------------------------------------
@@ -300,6 +311,15 @@ def test_annotations_may_hold_numpy_and_torch(store: DatasetStore) -> None:
 def test_annotations_that_are_no_json_are_named(store: DatasetStore, meta: dict[str, Any]) -> None:
     with pytest.raises(SourceError, match=r"annotations of .*pack-0-0.bin cannot be written as JSON"):
         publish(store, [(b"x", meta)])
+
+
+@pytest.mark.parametrize("inner", [1, None])
+def test_annotations_that_are_nested_too_deep_are_told(inner: int | None) -> None:
+    meta: Any = inner
+    for _ in range(sys.getrecursionlimit()):
+        meta = [meta]
+    with pytest.raises(SourceError, match="annotations of a sample are nested too deep"):
+        encode_annotations({"x": meta}, "a sample")
 
 
 @pytest.mark.parametrize(

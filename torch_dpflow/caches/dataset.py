@@ -15,6 +15,7 @@ from torch_dpflow.caches.capacity import parse_capacity
 from torch_dpflow.caches.registry import POLICIES, make_policy
 from torch_dpflow.caches.store import CacheStatistics, SampleStore
 from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.options import check_type
 
 #: Policies that know the past and what samplers tell; "opt" would have to know everything.
 _POLICIES = sorted(POLICIES.keys() - {"opt"})
@@ -77,6 +78,7 @@ class ALSDCache(Dataset[Any]):
             raise OptionTypeError(
                 f"transform={transform!r} is not callable; give a function of one sample, or None"
             )
+        check_type("copy", copy, int, "True or False")  # text would count as True
         self.dataset = dataset
         self.capacity = capacity
         self.policy = policy

@@ -20,18 +20,21 @@ def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:
     """
     try:
         encoded = _ENCODER.encode(meta)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        # NaN and infinity are written as null.
+        wrong = next(_not_finite(meta, ""), None) if b"null" in encoded else None
+    except RecursionError as error:  # nor can they be shown
+        raise SourceError(f"the annotations of {name} are nested too deep for JSON: {error}") from error
+    except (TypeError, ValueError, OverflowError) as error:
         raise SourceError(
             f"the annotations of {name} cannot be written as JSON: {error}: {meta!r:.500}"
         ) from error
     if not encoded.startswith(b"{"):
         raise SourceError(f"the annotations of {name} are no mapping: {meta!r:.500}")
-    if b"null" in encoded:  # what NaN and infinity are written as
-        for field, value in _not_finite(meta, ""):
-            raise SourceError(
-                f"the annotations of {name} have {field}={value!r}, which JSON cannot hold; give a finite number or "
-                f"None, or leave it out: {meta!r:.500}"
-            )
+    if wrong is not None:
+        raise SourceError(
+            f"the annotations of {name} have {wrong[0]}={wrong[1]!r}, which JSON cannot hold; give a finite number or "
+            f"None, or leave it out: {meta!r:.500}"
+        )
     return msgspec.Raw(encoded)
 
 

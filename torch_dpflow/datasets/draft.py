@@ -24,6 +24,7 @@ from torch_dpflow.errors import (
     PublishedError,
     SourceError,
 )
+from torch_dpflow.options import check_type, check_whole_number
 
 #: Samples in a metadata shard: some 100 to 300 kB, one quick read.
 SHARD_SIZE = 1000
@@ -63,6 +64,7 @@ class Draft:
         if not isinstance(store, DatasetStore):
             raise OptionTypeError(f"store={store!r:.80}: give a DatasetStore")
         self._ref = DatasetRef(dataset_id, version)
+        check_type("version", version, str, "a name, such as 'v1'")
         self._files = store.files.at(self._ref.id)
         self._parent = None if parent is None else store.load(dataset_id, parent)
         self._description = description
@@ -97,10 +99,17 @@ class Draft:
 
         Raises:
             OptionError: an import of something else into this variant has begun; a bad `shard_size` or `checksum`.
-            OptionTypeError: no importer.
+            OptionTypeError: an argument is of the wrong type.
             SourceError: the source is not laid out as it should be, is empty, or has changed since.
         """
+        check_type("variant", variant, str, "a name, such as 'train'")
         _check_importer(importer)
+        if not callable(progress):
+            raise OptionTypeError(
+                f"progress={progress!r:.80} is not callable; give a function of a number of samples"
+            )
+        if shard_size is not None:
+            check_whole_number("shard_size", shard_size, minimum=1)
         if checksum is not None and checksum not in get_args(ChecksumAlgorithm):
             raise OptionError(f"checksum={checksum!r}: give one of {get_args(ChecksumAlgorithm)}, or None")
         base = self._base(variant)
@@ -214,8 +223,6 @@ class Draft:
         shard_size: int | None,
         checksum: ChecksumAlgorithm | None,
     ) -> DraftRecord:
-        if shard_size is not None and shard_size < 1:
-            raise OptionError(f"shard_size={shard_size} is out of range; give at least 1 sample")
         root = "data" if importer.root is None else without_login(importer.root)
         if base is not None:
             shard_size, root = base.variant.shard_size, base.variant.data

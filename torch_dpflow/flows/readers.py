@@ -58,6 +58,8 @@ class LocalDataLoadFlowReader:
         if read_options is not None:
             check_type("read_options", read_options, ReadOptions, "a ReadOptions, or None")
         check_whole_number("metadata_cache", metadata_cache, minimum=1)
+        if check is not None:
+            check_type("check", check, bool, "True, False or None")
         if store is not None:
             check_type(
                 "store", store, (DatasetStore, str, os.PathLike), "a DatasetStore, its path or URL, or None"

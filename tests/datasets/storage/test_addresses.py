@@ -193,6 +193,12 @@ def test_an_address_without_what_it_needs_is_refused(url: str) -> None:
         ObjectReader(options=ONCE).read(f"{url}/y")
 
 
+@pytest.mark.parametrize("url", ["zip://x::a.zip", "dir://x::a"])
+def test_a_relative_path_behind_an_address_is_refused(url: str) -> None:
+    with pytest.raises(OptionError, match=f"{url} names what it lies in by a relative path"):
+        Files(url)
+
+
 @pytest.mark.parametrize("url", ["simplecache::s3://bucket/d", "filecache::http://h/d"])
 def test_caches_of_fsspec_are_refused(url: str) -> None:
     for use in (lambda url: Files(url), lambda url: ObjectReader().read(f"{url}/x")):

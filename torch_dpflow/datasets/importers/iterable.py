@@ -10,7 +10,7 @@ from typing import Any
 
 from torch_dpflow.datasets.importers.base import Item, local_url
 from torch_dpflow.datasets.urls import split_login
-from torch_dpflow.errors import OptionError, SourceError
+from torch_dpflow.errors import OptionError, OptionTypeError, SourceError
 
 #: What an iterable may give: the bytes of a sample and its annotations, or a whole Item.
 IterableItem = Item | tuple[bytes, Mapping[str, Any]]
@@ -28,6 +28,9 @@ class IterableImporter:
         root: the URL that paths of items are relative to, if there are any; None: all bring their bytes.
         info: what holds for all samples.
         options: what fsspec needs to open `root`.
+
+    Raises:
+        OptionTypeError: `iterable` is none.
     """
 
     def __init__(
@@ -39,6 +42,11 @@ class IterableImporter:
         info: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
+        if not _is_iterable(iterable):
+            raise OptionTypeError(
+                f"iterable={iterable!r:.80} is a {type(iterable).__name__}; give an iterable of (bytes, mapping of "
+                "annotations) or of Items"
+            )
         self._iterable = iterable
         self._info = dict(info or {})
         if isinstance(root, os.PathLike):
@@ -69,7 +77,7 @@ class IterableImporter:
                 f"{source!r} cannot be called without arguments: {type(error).__name__}: {error}; give "
                 "package.module:name of an iterable, or of a function without arguments that returns one"
             ) from error
-        if not hasattr(iterable, "__iter__") and not hasattr(iterable, "__getitem__"):
+        if not _is_iterable(iterable):
             raise OptionError(
                 f"{source!r} is no iterable but {iterable!r:.80}; give package.module:name of one"
             )
@@ -92,6 +100,10 @@ class IterableImporter:
         if isinstance(self._iterable, Sized) and hasattr(self._iterable, "__getitem__"):
             return (self._iterable[position] for position in range(start, len(self._iterable)))
         return islice(iter(self._iterable), start, None)
+
+
+def _is_iterable(value: Any) -> bool:
+    return hasattr(value, "__iter__") or hasattr(value, "__getitem__")
 
 
 def _item(found: Any, position: int) -> Item:

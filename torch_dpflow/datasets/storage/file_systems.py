@@ -17,6 +17,9 @@ from torch_dpflow.errors import DPFlowError, MissingExtraError, OptionError
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "oss": "oss", "http": "http", "https": "http"}
 
+#: Which lie inside another storage.
+_ARCHIVES = frozenset({"zip", "tar", "libarchive", "dir"})
+
 
 def open_file_system(address: str, options: Mapping[str, Any], seconds: float) -> tuple[Any, str]:
     """The file system that serves `address`, a URL or what `file_system_of` gives, and the path there.
@@ -28,6 +31,10 @@ def open_file_system(address: str, options: Mapping[str, Any], seconds: float) -
     """
     url, login = split_login(address if "://" in address else f"{address}://")
     scheme = url.partition("://")[0]
+    if scheme in _ARCHIVES and "::" in url and not split_chain(url).outer:
+        raise OptionError(
+            f"{url} names what it lies in by a relative path; give a whole one or a URL, as in zip://folder::/data/a.zip"
+        )
     try:
         given = _options_of(url, {**options, **login})
         _check_host(url, given)
