@@ -67,6 +67,18 @@ def test_what_there_is_instead_is_told(store: DatasetStore) -> None:
         store.open("core/numbers:v1:val")
     with pytest.raises(DatasetNotFoundError, match="no dataset core/none"):
         store.load("core/none")
+    Draft(store, "core/begun", "v1").add("train", IterableImporter(Numbered(3)))
+    with pytest.raises(
+        DatasetNotFoundError, match=r"begun in .* no published version; unfinished are \['v1'\]"
+    ):
+        store.open("core/begun:v2")
+
+
+def test_a_directory_is_no_version(local_store: DatasetStore) -> None:
+    publish(local_store, Numbered(3))
+    Path(local_store.url.removeprefix("file://"), "core/numbers/versions/v2.json").mkdir()
+    assert local_store.versions("core/numbers") == ["v1"]
+    assert local_store.open("core/numbers").ref.version == "v1"
 
 
 def test_an_unfinished_import_is_named_and_not_read(store: DatasetStore) -> None:

@@ -105,7 +105,11 @@ class DatasetStore:
     def versions(self, dataset_id: str) -> list[str]:
         """The published versions of a dataset, v2 before v10."""
         files = self.files.children(f"{DatasetRef(dataset_id).id}/versions")
-        names = [file.name.removesuffix(".json") for file in files if file.name.endswith(".json")]
+        names = [
+            file.name.removesuffix(".json")
+            for file in files
+            if file.name.endswith(".json") and not file.is_directory
+        ]
         return sorted(names, key=version_order)
 
     def drafts(self, dataset_id: str) -> list[str]:
@@ -167,9 +171,13 @@ class DatasetStore:
         if versions:
             return DatasetNotFoundError(f"there is no {ref} in {self.url}; {ref.id} has versions {versions}")
         try:
-            has = str(self.ids())
+            found: list[str] | None = self.ids()
         except AccessDeniedError:
-            has = "none that these credentials may list"
+            found = None
+        if found and ref.id in found:
+            unfinished = f"; unfinished are {drafts}" if drafts else ""
+            return DatasetNotFoundError(f"{ref.id} in {self.url} has no published version{unfinished}")
+        has = "none that these credentials may list" if found is None else found
         return DatasetNotFoundError(f"there is no dataset {ref.id} in {self.url}; it has {has}")
 
     def __repr__(self) -> str:
