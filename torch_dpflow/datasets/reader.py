@@ -6,15 +6,16 @@ import logging
 import operator
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from torch.utils.data import Dataset
 
 from torch_dpflow.datasets.checksums import matches
+from torch_dpflow.datasets.compact import CompactShards
 from torch_dpflow.datasets.shard_cache import Loaded, ShardCache, shard_cost
-from torch_dpflow.datasets.spec import SampleMeta, url_below
+from torch_dpflow.datasets.spec import Place, SampleMeta, url_below
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.datasets.store import StoredDataset
@@ -33,13 +34,17 @@ from torch_dpflow.options import check_type, check_whole_number
 Sample = tuple[bytes, dict[str, Any]]
 OnError = Literal["raise", "skip"]
 
+#: What a pickle does not carry.
+_OF_PROCESS = ("_opened", "_compact")
+
 _LOG = logging.getLogger("torch_dpflow.datasets")
 
 
 class DatasetReader(Dataset[Sample]):
     """A stored dataset as a map-style dataset of `(bytes, annotations)`.
 
-    Metadata shards are read when a sample of theirs is first asked for, and kept within a budget of bytes.
+    Metadata shards are read when a sample of theirs is first asked for, and kept within a budget of bytes: those used
+    last as they are, and packed tight, a million samples in some 30 MB, for this process and those it forks together.
     Ask for a batch (`__getitems__`, as loaders do) and its reads overlap. Thread-safe. A forked child opens
     its own connections, threads and cache; a pickle carries none of them.
 
@@ -47,7 +52,7 @@ class DatasetReader(Dataset[Sample]):
         stored: what to read, as `DatasetStore.open` gives it.
         storage_options: what fsspec needs to open the data, where it is other than for the store.
         read_options: timeouts, retries, concurrency.
-        metadata_cache: bytes of metadata that each process keeps.
+        metadata_cache: bytes of metadata that each process keeps, and that all forked from one keep together.
         check: compare each sample with its checksum, where the dataset has one; None: those that do not come from
             local files. Lengths are always compared.
         on_error: "skip" leaves samples that cannot be read out of a batch, logs them
@@ -82,7 +87,7 @@ class DatasetReader(Dataset[Sample]):
         self._metadata_cache = metadata_cache
         self._check = check
         self._on_error = on_error
-        self._opened = PerProcess(self._open)
+        self._prepare()
 
     def __len__(self) -> int:
         return self.stored.variant.samples
@@ -156,19 +161,13 @@ class DatasetReader(Dataset[Sample]):
         locate = self.stored.variant.locate
         places = [locate(index) for index in indices]
         described: list[_Described | DPFlowError | None] = [None] * len(indices)
-        by_shard: dict[int, list[int]] = {}
-        for position, place in enumerate(places):
-            by_shard.setdefault(place.shard, []).append(position)
-        for portion in opened.shards.portions(list(by_shard)):
-            for number, shard in portion.items():
-                for position in by_shard[number]:
-                    described[position] = self._described(opened, shard, places[position].offset)
+        for position, meta in opened.metas(places):
+            described[position] = self._described(opened, meta)
         return [what for what in described if what is not None]
 
-    def _described(self, opened: _Opened, shard: Loaded, offset: int) -> _Described | DPFlowError:
-        if isinstance(shard, DPFlowError):
-            return shard
-        meta = shard.samples[offset]
+    def _described(self, opened: _Opened, meta: SampleMeta | DPFlowError) -> _Described | DPFlowError:
+        if isinstance(meta, DPFlowError):
+            return meta
         try:
             span = _span(opened.data_url(meta), meta)
             # A CRC of 100 kB takes 35 µs: as long as reading them from a local file, whose file system has its own
@@ -181,14 +180,24 @@ class DatasetReader(Dataset[Sample]):
             return error
 
     def _open(self) -> _Opened:
-        return _Opened(self.stored, self._storage_options, self._read_options, self._metadata_cache)
+        return _Opened(
+            self.stored, self._storage_options, self._read_options, self._metadata_cache, self._compact
+        )
+
+    def _prepare(self) -> None:
+        self._opened = PerProcess(self._open)
+        shards = self.stored.variant.shards
+        # Made here and not on first use, so that forked children find the same one.
+        self._compact = CompactShards(
+            len(shards), min(self._metadata_cache, sum(shard.bytes for shard in shards))
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_opened"}
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_PROCESS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._opened = PerProcess(self._open)
+        self._prepare()
 
     def __repr__(self) -> str:
         return f"DatasetReader({self.stored.ref}, {len(self)} samples)"
@@ -219,6 +228,10 @@ class _Described:
         return content, self.fields
 
 
+def _sample_of(shard: Loaded, offset: int) -> SampleMeta | DPFlowError:
+    return shard if isinstance(shard, DPFlowError) else shard.samples[offset]
+
+
 def _span(url: str, meta: SampleMeta) -> ByteRange:
     if meta.offset is None:
         return ByteRange(url)
@@ -235,8 +248,10 @@ class _Opened:
         storage_options: Mapping[str, Any] | None,
         read_options: ReadOptions,
         metadata_cache: int,
+        compact: CompactShards,
     ) -> None:
         self._stored = stored
+        self._compact = compact
         self._metadata = ObjectReader(stored.options, options=read_options)
         is_same = storage_options is None or storage_options == stored.options
         self.data = self._metadata if is_same else ObjectReader(storage_options, options=read_options)
@@ -246,6 +261,20 @@ class _Opened:
         self.skipped: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._root: str | None = None
+
+    def metas(self, places: Sequence[Place]) -> Iterator[tuple[int, SampleMeta | DPFlowError]]:
+        """Which of the places, and what is known of the sample there."""
+        by_shard: dict[int, list[int]] = {}
+        for position, place in enumerate(places):
+            by_shard.setdefault(place.shard, []).append(position)
+        for number in [number for number in by_shard if number not in self.shards]:
+            kept = self._compact.get(number, [places[position].offset for position in by_shard[number]])
+            if kept is not None:
+                yield from zip(by_shard.pop(number), kept, strict=True)
+        for portion in self.shards.portions(list(by_shard)):
+            for number, shard in portion.items():
+                for position in by_shard[number]:
+                    yield position, _sample_of(shard, places[position].offset)
 
     def data_url(self, meta: SampleMeta) -> str:
         """As the dataset's own, several times as fast. Raises DamagedStoreError."""
@@ -265,9 +294,11 @@ class _Opened:
         if isinstance(data, DPFlowError):
             return data
         try:
-            return self._stored.dataset.decode_shard(self._stored.variant_name, number, data, url=url)
+            shard = self._stored.dataset.decode_shard(self._stored.variant_name, number, data, url=url)
         except DPFlowError as error:
             return error
+        self._compact.put(number, shard.samples)
+        return shard
 
     def skip(self, stored: StoredDataset, index: int, error: DPFlowError) -> None:
         with self._lock:

@@ -50,6 +50,9 @@ class ShardCache:
         #: Shards read so far.
         self.loads = 0
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._shards
+
     def portions(self, numbers: Sequence[int]) -> Iterator[Mapping[int, Loaded]]:
         """The shards `numbers`, in portions that take no more than the capacity together.
 

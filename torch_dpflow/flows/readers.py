@@ -33,7 +33,7 @@ class LocalDataLoadFlowReader:
         read_options: timeouts, retries and concurrency of reads.
         check: compare each sample's bytes with its checksum, where the dataset has one; None: those that do not
             come from local files.
-        metadata_cache: bytes of metadata that each process keeps.
+        metadata_cache: bytes of metadata that each process keeps, and that all forked from one keep together.
 
     Raises:
         OptionError, OptionTypeError: an argument is not what it should be.
