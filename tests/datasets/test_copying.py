@@ -19,6 +19,7 @@ from torch_dpflow.errors import (
     DamagedStoreError,
     DatasetNotFoundError,
     OptionError,
+    OptionTypeError,
     PublishedError,
     SourceError,
 )
@@ -122,6 +123,8 @@ def test_what_cannot_be_copied_is_told(local_store: DatasetStore, other: Dataset
     publish(local_store, Numbered(6))
     with pytest.raises(OptionError, match="is the store that core/numbers:v1 lies in"):
         copy(local_store, "core/numbers", "v1", DatasetStore(local_store.url))
+    with pytest.raises(OptionTypeError, match=r"target='/x' is of type str; give a DatasetStore"):
+        copy(local_store, "core/numbers", "v1", "/x")  # type: ignore[arg-type]
     with pytest.raises(DatasetNotFoundError, match=r"has versions \['v1'\]"):
         copy(local_store, "core/numbers", "v2", other)
     first = copy(local_store, "core/numbers", "v1", other)

@@ -61,9 +61,15 @@ def test_a_dataset_is_deleted_with_its_imports(store: DatasetStore) -> None:
     publish(store, Numbered(5))
     _append(store, "v1", "v2", 5, 3)
     Draft(store, "core/numbers", "v3").add("train", IterableImporter(Numbered(3)))
-    store.files.write("core/numbers/data/mine/x.bin", b"x")
+    own = {
+        "core/numbers/data/mine/x.bin",
+        "core/numbers/data/v1/train/x.jpg",
+        "core/numbers/meta/v1/train/notes",
+    }
+    for path in own:
+        store.files.write(path, b"x")
     assert delete(store, "core/numbers") == ["v1", "v2"]
-    assert _files(store) == {"store.json", "core/numbers/data/mine/x.bin"}
+    assert _files(store) == {"store.json", *own}
     with pytest.raises(DatasetNotFoundError, match="there is no dataset core/numbers"):
         delete(store, "core/numbers")
 

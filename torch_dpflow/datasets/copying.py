@@ -11,6 +11,7 @@ from torch_dpflow.datasets.spec import Dataset, encode_file
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.datasets.verify import Compared, verify
 from torch_dpflow.errors import DamagedStoreError, OptionError, PublishedError
+from torch_dpflow.options import check_type
 
 #: Objects that are in memory at a time, each whole.
 _COPY_THREADS = 8
@@ -42,8 +43,11 @@ def copy(
         DatasetNotFoundError: no such version is published.
         PublishedError: the target has another version of this name.
         OptionError: the target is the store itself, or has an unfinished import of the version or other files there.
+        OptionTypeError: no stores.
         DamagedStoreError: the version, or the copy, is damaged; it is not published.
     """
+    for name, given in (("store", store), ("target", target)):
+        check_type(name, given, DatasetStore, "a DatasetStore, such as DatasetStore.create(url)")
     dataset = store.load(dataset_id, version)
     source, files = store.files.at(dataset.id), target.files.at(dataset.id)
     name, manifest = f"{dataset.id}:{dataset.version}", f"versions/{dataset.version}.json"

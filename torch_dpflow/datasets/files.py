@@ -129,6 +129,7 @@ class Files:
 
     def write(self, path: str, data: bytes) -> None:
         """Put a file in its place, over whatever is there."""
+        self._check_writable(path)
         fs, full = self.filesystem, self._full(path)
         with self._told(path), self._placed(path):
             if isinstance(fs, LocalFileSystem):
@@ -142,6 +143,7 @@ class Files:
         Local disks, memory, S3 and OSS decide that themselves; elsewhere two writers in the same instant can
         both succeed, and the later one's file stays.
         """
+        self._check_writable(path)
         if self.exists(path):
             raise FileExistsError(f"{self._url(path)} exists already")
         fs, full = self.filesystem, self._full(path)
@@ -204,6 +206,7 @@ class Files:
 
     def remove(self, path: str) -> None:
         """Remove a file or a directory with everything in it, if it is there."""
+        self._check_writable(path)
         with suppress(FileNotFoundError), self._told(path), turn(self.filesystem):
             self.filesystem.rm(self._full(path), recursive=True)
 
@@ -224,6 +227,13 @@ class Files:
     def close(self) -> None:
         """Close this process's idle connections. The files can still be used."""
         self._reader.close()
+
+    def _check_writable(self, path: str) -> None:
+        if "::" in self.url and split_chain(self.url).outer:
+            raise StorageError(
+                f"{self._url(path)}: what lies in an archive is read only; unpack it, or copy its datasets to another "
+                "store (dpflow dataset copy)"
+            )
 
     @contextmanager
     def _told(self, path: str) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,10 +11,13 @@ from torch_dpflow.datasets.names import DatasetRef
 from torch_dpflow.datasets.packing import is_pack, packs_of
 from torch_dpflow.datasets.progress import Progress
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
+from torch_dpflow.datasets.urls import split_chain
 from torch_dpflow.errors import OptionError
+from torch_dpflow.options import check_type
 
 #: Files that are removed at a time: each may be a round trip away.
 _REMOVE_THREADS = 16
+_SHARD = re.compile(r"ms-\d+\.json")
 
 
 def delete(store: DatasetStore, dataset_id: str, version: str | None = None) -> list[str]:
@@ -26,8 +30,10 @@ def delete(store: DatasetStore, dataset_id: str, version: str | None = None) -> 
     Raises:
         DatasetNotFoundError: no such version is published; there is no such dataset.
         OptionError: an unfinished import continues it.
+        OptionTypeError: no store.
         DamagedStoreError: it is deleted, but another version cannot be read, so nothing else is removed.
     """
+    check_type("store", store, DatasetStore, "a DatasetStore")
     ref = DatasetRef(dataset_id, version)
     files = store.files.at(ref.id)
     versions, drafts = store.versions(ref.id), store.drafts(ref.id)
@@ -50,6 +56,7 @@ def prune(store: DatasetStore, dataset_id: str) -> int:
 
     Raises DamagedStoreError where a published version cannot be read; then files that it may name stay.
     """
+    check_type("store", store, DatasetStore, "a DatasetStore")
     ref = DatasetRef(dataset_id)
     return _clean(store, ref.id, [child.name for child in store.files.at(ref.id).children("drafts")])
 
@@ -104,9 +111,8 @@ def _folders(files: Files) -> Iterator[tuple[str, str]]:
 
 def _written(files: Files, version: str, variant: str) -> list[str]:
     """What imports have written of a variant; packs first, for without metadata they are not found again."""
-    shards = [
-        f"meta/{version}/{variant}/{child.name}" for child in files.children(f"meta/{version}/{variant}")
-    ]
+    folder = f"meta/{version}/{variant}"
+    shards = [f"{folder}/{child.name}" for child in files.children(folder) if _SHARD.fullmatch(child.name)]
     return packs_of(files, f"data/{version}/{variant}") + shards
 
 
@@ -121,11 +127,12 @@ def _named(store: DatasetStore, dataset_id: str, *, with_packs: bool) -> set[str
             for number in range(len(variant.shards)):
                 path = dataset.shard_path(name, number)
                 if with_packs and path not in shards:
-                    packs |= {
-                        # By its end, for it may be named by a URL, of which a store may have several.
-                        "/".join(stored.data_url(sample).split("/")[-4:])
-                        for sample in stored.shard(number).samples
-                        if is_pack(sample.path)
-                    }
+                    ends = (_end(stored.data_url(sample)) for sample in stored.shard(number).samples)
+                    packs |= {end for end in ends if is_pack(end)}
                 shards.add(path)
     return shards | packs
+
+
+def _end(url: str) -> str:
+    """The path of a pack in its dataset's directory, of which a store may have several URLs."""
+    return "/".join(split_chain(url).inner.split("/")[-4:])

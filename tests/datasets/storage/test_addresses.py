@@ -21,6 +21,7 @@ from torch_dpflow.datasets.importers.image_folder import ImageFolderImporter
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.importers.listing import ListingImporter
 from torch_dpflow.datasets.reader import DatasetReader
+from torch_dpflow.datasets.removal import delete, prune
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.urls import file_system_of, join_url, split_login, split_name, without_login
 from torch_dpflow.datasets.verify import verify
@@ -238,8 +239,15 @@ def test_a_store_that_was_copied_into_an_archive_is_read(tmp_path: Path) -> None
     reader = DatasetReader(store.open(name))
     assert reader.__getitems__([*range(22)]) == numbers(22)
     reader.close()
-    with pytest.raises(StorageError):
-        DatasetStore.create(f"zip://new::file://{tmp_path}/all.zip")
+    for change in (
+        lambda: DatasetStore.create(f"zip://new::file://{tmp_path}/all.zip"),
+        lambda: publish(store, Numbered(3), version="v2"),
+        lambda: delete(store, name),
+    ):
+        with pytest.raises(StorageError, match=r"all\.zip: what lies in an archive is read only; unpack it"):
+            change()
+    assert prune(store, name) == 0
+    assert list(verify(store.open(name), data=True)) == []
 
 
 def test_a_path_with_colons_is_a_path(tmp_path: Path) -> None:
