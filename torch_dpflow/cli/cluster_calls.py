@@ -81,14 +81,15 @@ def end_cluster(coordinator: RpcClient) -> None:
     """Tell a cluster to stop; on this host its node, where the coordinator does not answer. UsageError as of `ask`."""
     scheme, _, path = coordinator.address.partition("://")
     node = Path(path).parent / NODE_SOCKET
-    is_here = scheme == "ipc" and node.exists()
+    was_here = scheme == "ipc" and node.exists()
     try:
         ask(coordinator, "stop", None, doubt="To end what is left of it, end the process of `dpflow up`.")
     except UsageError as error:
-        if not isinstance(error.__cause__, DeadlineError) or not is_here:
+        if not isinstance(error.__cause__, DeadlineError) or scheme != "ipc":
             raise
-        # It may have ended before its answer had left.
-        if node.exists() and not _stop_node(f"ipc://{node}"):
+        # It may have ended before its answer had left, or have come up only now.
+        has_ended = _stop_node(f"ipc://{node}") if node.exists() else was_here
+        if not has_ended:
             raise
 
 

@@ -6,7 +6,9 @@ import json
 import os
 import signal
 import stat
+import threading
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,9 @@ from tests.shared_datasets import Numbers
 from tests.workers import has_ended
 from torch_dpflow.cli.main import root
 from torch_dpflow.remote.client import SharedJob
+from torch_dpflow.remote.cluster_address import NODE_SOCKET
+from torch_dpflow.remote.rpc import RpcServer
+from torch_dpflow.remote.transport import listen
 
 
 def run(*arguments: str) -> Result:
@@ -108,6 +113,25 @@ def test_commands_end_while_nothing_answers_and_down_does_without_a_coordinator(
     own_cluster.kill("coordinator", signal.SIGSTOP)
     assert run("down", "--address", own_cluster.address).exit_code == 0
     wait(lambda: has_ended(own_cluster.pid), what="the node's end")
+
+
+def test_down_ends_a_cluster_that_is_still_coming_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_dpflow.cli.cluster_calls.ANSWER_S", 1.0)
+    address = f"ipc://{tmp_path}/coordinator"
+
+    def come_up() -> None:
+        with closing(listen(address)) as coordinator:
+            coordinator.receive(None)
+            node = RpcServer(listen(f"ipc://{tmp_path}/{NODE_SOCKET}"))
+            node.register("stop", lambda call: node.stop(), body_type=None)
+            node.serve()
+            node.close()
+
+    thread = threading.Thread(target=come_up, daemon=True)
+    thread.start()
+    assert run("down", "--address", address).exit_code == 0
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_down_ends_everything(own_cluster: TestCluster) -> None:
