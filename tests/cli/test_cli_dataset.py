@@ -279,7 +279,7 @@ def test_an_interrupted_import_goes_on(tmp_path: Path, eventually: Callable[...,
         (["import", "imagefolder", "core/x", "train=/x"], 1, "should name a version, such as core/x:v1"),
         (["import", "imagefolder", "core/x:v1:train", "train=/x"], 1, "variants go before sources"),
         (["import", "imagefolder", "x:v1", "train=/x"], 1, "is no name of a dataset"),
-        (["import", "imagefolder", "core/x:v1", "/x"], 2, "not of the form NAME=VALUE"),
+        (["import", "imagefolder", "core/x:v1", "/x"], 2, "'/x' is not of the form NAME=VALUE"),
         (["import", "imagefolder", "core/x:v1", "a=/x", "a=/y"], 2, "given twice"),
         (["import", "imagefolder", "core/x:v1"], 2, "Missing argument"),
         (["import", "imagefolder", "core/x:v1", "train=/no/such"], 1, "there is no folder file:///no/such;"),
@@ -331,6 +331,22 @@ def test_mistakes_are_one_line(dataset: Dataset, arguments: list[str], status: i
     result = dataset(*arguments)
     assert (result.exit_code, told in result.output) == (status, True), result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["list", "--storage-option", "hidden"],
+        ["list", "--storage-option", "secret=hidden", "--storage-option", "secret=hidden"],
+        ["import", "imagefolder", "core/x:v1", "a=ftp://me:hidden@h/x", "a=ftp://me:hidden@h/y"],
+        ["import", "imagefolder", "core/x:v1", "ftp://me:hidden@h/x"],
+        ["import", "imagefolder", "train=ftp://me:hidden@h/x"],
+        ["import", "train=ftp://me:hidden@h/x"],
+    ],
+)
+def test_mistakes_show_no_secret(dataset: Dataset, arguments: list[str]) -> None:
+    result = dataset(*arguments)
+    assert (result.exit_code, "hidden" in result.output) == (2, False), result.output
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from torch_dpflow.datasets.importers.registry import IMPORTERS, make_importer
 from torch_dpflow.datasets.names import DatasetRef, next_version
 from torch_dpflow.datasets.spec import Dataset
 from torch_dpflow.datasets.store import DatasetStore
+from torch_dpflow.datasets.urls import without_login
 from torch_dpflow.datasets.verify import Compared, verify
 from torch_dpflow.errors import DatasetError, DatasetNotFoundError, OptionError
 
@@ -36,8 +37,8 @@ def _kind(context: click.Context, parameter: click.Parameter, text: str) -> str:
     if text in IMPORTERS:
         return text
     raise click.BadParameter(
-        f"{text!r} is no kind of source; give one of {', '.join(sorted(IMPORTERS))} first, then the dataset, then "
-        "its sources, as in imagefolder core/pets:v1 train=/data/pets"
+        f"{without_login(text)!r} is no kind of source; give one of {', '.join(sorted(IMPORTERS))} first, then the "
+        "dataset, then its sources, as in imagefolder core/pets:v1 train=/data/pets"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from torch_dpflow.datasets.names import DatasetRef
+from torch_dpflow.datasets.urls import without_login
 from torch_dpflow.errors import OptionError
 
 Command = Callable[..., Any]
@@ -17,13 +18,14 @@ def name_value_pairs(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> dict[str, str]:
     """NAME=VALUE arguments as a mapping."""
-    pairs = [text.partition("=") for text in texts]
-    for text, (name, equals, value) in zip(texts, pairs):
-        if not (name and equals and value):
-            raise click.BadParameter(f"{text!r} is not of the form NAME=VALUE")
-    found = {name: value for name, _, value in pairs}
-    if len(found) < len(pairs):
-        raise click.BadParameter(f"a name is given twice in {' '.join(texts)}")
+    found: dict[str, str] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not (name and value):
+            raise click.BadParameter(f"{without_login(text)!r} is not of the form NAME=VALUE")
+        if name in found:
+            raise click.BadParameter(f"the name {name!r} is given twice")
+        found[name] = value
     return found
 
 
@@ -31,6 +33,8 @@ def storage_options_of(
     context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]
 ) -> dict[str, str]:
     """NAME=VALUE options of a storage."""
+    if not all("=" in text[1:] for text in texts):
+        raise click.BadParameter("what was given is not of the form NAME=VALUE")  # and may be a secret
     options = name_value_pairs(context, parameter, texts)
     taken = options.keys() & {"url", "read_options"}
     if taken:
@@ -43,6 +47,7 @@ def storage_options_of(
 def version_ref(context: click.Context, parameter: click.Parameter, text: str) -> DatasetRef:
     """A dataset with a version, without a variant."""
     if "=" in text:
+        text = without_login(text)
         raise click.BadParameter(
             f"{text!r} stands where the dataset's name belongs; give NAMESPACE/NAME:VERSION before the sources, as "
             f"in core/pets:v1 {text}"
