@@ -60,6 +60,18 @@ def found(packed: bytes) -> bool:
     )
 
 
+def test_a_module_that_is_not_where_the_cluster_runs_is_told_of_with_what_to_do() -> None:
+    packed = io.BytesIO(b"cnowhere_at_all\nDataset\n.")
+
+    def load() -> tuple[int, str]:
+        kind, wrapped = SampleSource(packed, 0, 1).load(memoryview(pack_task(0, 0, plain(SAMPLE, ""))))
+        return kind, wrapped.exc_msg
+
+    kind, text = in_fork(load)
+    assert kind == FAILED
+    assert "No module named 'nowhere_at_all': only what the script itself defines travels" in text
+
+
 def test_a_task_that_its_flow_cannot_have_is_told_of_as_such() -> None:
     """Also where Python leaves assertions out."""
     packed = io.BytesIO(SampleAssignment(parts=Parts([1, 2]), worker_init_fn=None).pack())

@@ -90,7 +90,7 @@ class SampleSource:
         self._broken: Any = None
         self._parts = Parts(None)
         try:
-            assignment: SampleAssignment = unpack(packed)
+            assignment = _unpack(packed)
             _become_worker(assignment, worker, workers)
             if assignment.worker_init_fn is not None:
                 assignment.worker_init_fn(worker)
@@ -117,6 +117,18 @@ class SampleSource:
             if parts.stand_in is not None:
                 return FAILED, parts.stand_in(task.key, error)
             return FAILED, failure(self._worker, dataset=parts.first)
+
+
+def _unpack(packed: IO[bytes]) -> SampleAssignment:
+    try:
+        assignment: SampleAssignment = unpack(packed)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{error}: only what the script itself defines travels to a flow's workers; install the rest where the "
+            "cluster runs, or start `dpflow up` with its folder in PYTHONPATH",
+            name=error.name,
+        ) from error
+    return assignment
 
 
 def _become_worker(assignment: SampleAssignment, worker: int, workers: int) -> None:
