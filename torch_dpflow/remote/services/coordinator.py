@@ -108,6 +108,8 @@ class Coordinator:
         #: Where the routers of complete flows listen, by instance.
         self._routers: dict[str, str] = {}
         self._processes: list[ProcessView] = []
+        #: Whether the node has said what runs: that may be more than this coordinator has had started.
+        self._has_heard = False
         self._waiting: list[_Waiting] = []
         self._restore()
         for name, handler, body, remembered in (
@@ -137,6 +139,7 @@ class Coordinator:
         """Hear what runs."""
         now = self._clock()
         self._processes = processes
+        self._has_heard = True
         self._routers = {}
         for view in processes:
             instance, _, kind = view.id.rpartition("/")
@@ -274,9 +277,14 @@ class Coordinator:
     def _admit(self, flow: Flow) -> None:
         """Raise UsageError where there is nothing left of the cluster for this flow, and nobody makes way."""
         most = self._limits.flows
+        if most is not None and not self._has_heard:
+            raise OverloadedError(
+                "the coordinator has just started and does not know yet what runs; come again"
+            )
         if most is None or flow.spec.instance in self._running or len(self._running) < most:
             return
-        self._obey(self._registry.make_way(self._clock()))
+        while len(self._running) >= most and (ended := self._registry.make_way(self._clock())):
+            self._obey(ended)
         if len(self._running) >= most:
             raise UsageError(
                 f"flow {flow.spec.name!r} cannot start: {most} flows take all workers or memory of the cluster, "

@@ -1,0 +1,67 @@
+"""Whom a coordinator lets in where the cluster has room for so many flows only."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.new_process import in_fork
+from torch_dpflow.errors import DeadlineError, ErrorKind, RemoteCallError
+from torch_dpflow.remote.allotment import ClusterLimits
+from torch_dpflow.remote.flow_registry import UNREAD_S
+from torch_dpflow.remote.flow_spec import FlowSpec
+from torch_dpflow.remote.protocol import Access, ProcessView
+from torch_dpflow.remote.rpc import RpcClient, RpcServer
+from torch_dpflow.remote.services.contents import Contents
+from torch_dpflow.remote.services.coordinator import Coordinator
+from torch_dpflow.remote.services.kept_state import KeptState
+from torch_dpflow.remote.services.post import ask_in
+from torch_dpflow.remote.state_store import open_store
+from torch_dpflow.remote.transport import listen
+
+CONTENT = "0" * 64
+
+
+def spec(name: str) -> FlowSpec:
+    return FlowSpec(name=name, version=1, size=10, content=CONTENT, fingerprint={})
+
+
+def router(name: str) -> ProcessView:
+    return ProcessView(f"{name}@1/router", "router", 1, 1, f"ipc:///{name}", {"jobs": 0})
+
+
+def test_a_coordinator_that_starts_anew_admits_nobody_before_it_knows_what_runs(tmp_path: Path) -> None:
+    """It let a flow in beside as many as there was room for, and one of those lost its services."""
+    in_fork(admit_late, tmp_path)
+
+
+def admit_late(folder: Path) -> None:
+    (folder / "contents").mkdir()
+    (folder / "contents" / CONTENT).touch()
+    state = KeptState(lambda: open_store(str(folder / "state")), "owner")
+    for name in "abcd":
+        state.put(f"flow/{name}@1", msgspec.msgpack.encode(spec(name)))
+    now = [0.0]
+    server = RpcServer(listen(f"ipc://{folder}/coordinator"))
+    contents, limits = Contents(folder / "contents"), ClusterLimits(workers=2)
+    coordinator = Coordinator(server, state, contents, limits, clock=lambda: now[0])
+    threading.Thread(target=server.serve, daemon=True).start()
+    with RpcClient(server.address) as client:
+        access = partial(client.call, "access", Access("d", 1), reply_type=str, timeout_s=0.2)
+        with pytest.raises(RemoteCallError, match="has just started") as refused:
+            access()
+        assert refused.value.kind is ErrorKind.OVERLOADED
+        # More than there is room for, as one may find it.
+        ask_in(server, lambda: coordinator.observe([router(name) for name in "abc"]))
+        with pytest.raises(RemoteCallError, match="'d' cannot start: 2 flows take all workers"):
+            access()
+        now[0] = UNREAD_S
+        with pytest.raises(DeadlineError):
+            access()  # waits for its router
+    assert [flow.state for flow in ask_in(server, coordinator.views)[0]].count("idle") == 2
+    launched = {launch.id for launch in ask_in(server, coordinator.desired) if launch.role == "router"}
+    assert launched == {"c@1/router", "d@1/router"}
