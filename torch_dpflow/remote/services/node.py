@@ -5,9 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 from torch_dpflow.descriptors import exhausted, soft_limit
 from torch_dpflow.errors import UsageError
@@ -18,7 +22,7 @@ from torch_dpflow.remote.services.awake_clock import AwakeClock
 from torch_dpflow.remote.services.child_watch import DESCRIPTORS, Child, ChildWatch
 from torch_dpflow.remote.services.post import SERVICE, ClusterPlace, ServicePost, subjects_of
 from torch_dpflow.remote.services.roles import COORDINATOR, PRELOAD, ROLES, main
-from torch_dpflow.remote.supervision import Forget, Instruction, Kill, Spawn, Supervisor
+from torch_dpflow.remote.supervision import START_S, Forget, Instruction, Kill, Spawn, Supervisor
 from torch_dpflow.remote.transport import listen
 
 #: How long a process may be silent before it is killed and started again, seconds.
@@ -43,9 +47,11 @@ def most_processes() -> int:
 
 
 def most_workers() -> int:
-    """How many workers all flows may have together beside a service or more for each ten of them, by the same limit."""
-    most = most_processes()
-    return max(1, most - 1 - 2 * (1 + most // 10))
+    """How many workers all flows may have together, by the same limit.
+
+    A flow has a router, and a shard or more; but there are never more flows, nor more shards, than workers.
+    """
+    return max(1, (most_processes() - 1) // 3)
 
 
 class Node:
@@ -89,6 +95,8 @@ class Node:
         # Services start by a fork of one process that has imported what they need.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*PRELOAD, *preload])
+        #: The one that made the latest process.
+        self._fork_server: int | None = None
         # A process that has died says no goodbye, and its successor is another client.
         options = ServerOptions(shared_bytes=0, idle_s=IDLE_CLIENT_S)
         self._server = RpcServer(listen(place.node_address), options=options)
@@ -194,7 +202,7 @@ class Node:
         )
         process = self._context.Process(target=main, args=(post,), name=f"dpflow-{post.id}", daemon=True)
         try:
-            process.start()
+            self._start(process)
         except (OSError, EOFError) as error:
             # The fork server has been killed: the next start begins with another.
             SERVICE.warning("%s could not be started (%r)", post.id, error, extra=subjects_of(post.id))
@@ -206,6 +214,22 @@ class Node:
         self._watch.add(child)
         SERVICE.info("%s has been started (pid %d)", post.id, child.pid, extra=subjects_of(post.id))
         self._supervisor.started(post.id, post.incarnation, child.pid, self._clock())
+
+    def _start(self, process: BaseProcess) -> None:
+        # It waits for the fork server without end, and nothing else of the cluster goes on meanwhile.
+        known, made = self._fork_server, threading.Event()
+
+        def watch() -> None:
+            # A new one imports first.
+            if not made.wait(self._lease_s) and (known == _fork_server() or not made.wait(START_S)):
+                _kill_fork_server()
+
+        threading.Thread(target=watch, name="dpflow-fork", daemon=True).start()
+        try:
+            process.start()
+        finally:
+            made.set()
+        self._fork_server = _fork_server()
 
     def _kill(self, kill: Kill) -> None:
         if self._supervisor.wants(kill.id, kill.incarnation):
@@ -272,6 +296,22 @@ class Node:
 
     def _on_stop(self, call: IncomingCall) -> None:
         self._stopped = True
+
+
+def _fork_server() -> int | None:
+    server: Any = forkserver._forkserver
+    pid: int | None = server._forkserver_pid
+    return pid
+
+
+def _kill_fork_server() -> None:
+    pid = _fork_server()
+    if pid is not None:
+        SERVICE.warning(
+            "the fork server (pid %d) makes no process and is killed; another takes its place", pid
+        )
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager
