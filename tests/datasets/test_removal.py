@@ -70,7 +70,7 @@ def test_a_dataset_is_deleted_with_its_imports(store: DatasetStore) -> None:
         store.files.write(path, b"x")
     assert delete(store, "core/numbers") == ["v1", "v2"]
     assert _files(store) == {"store.json", *own}
-    with pytest.raises(DatasetNotFoundError, match="core/numbers in .* has no published version"):
+    with pytest.raises(DatasetNotFoundError, match=r"core/numbers in .* has no published version"):
         delete(store, "core/numbers")
 
 
