@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import Counter
@@ -172,6 +173,24 @@ def test_a_fork_while_another_thread_changes_the_store_leaves_the_child_an_empty
     with store._lock:
         assert _in_child(lambda: store.get(1, lambda: "again") == "again")
     assert store.get(1, lambda: "again") == "one"
+
+
+@pytest.mark.parametrize("forget", [SampleStore.clear, SampleStore._after_fork])
+@pytest.mark.parametrize("outcome", ["loads", "errors"])
+def test_a_load_that_was_forgotten_is_in_no_book(forget: Callable[[SampleStore], None], outcome: str) -> None:
+    store = SampleStore(lambda: LRU(max_items=4), copies=False)
+
+    def load() -> str:
+        forget(store)
+        if outcome == "errors":
+            raise ValueError
+        return "one"
+
+    with contextlib.suppress(ValueError):
+        store.get(1, load)
+    assert store.get(2, lambda: "two") == "two"
+    counted = store.statistics()
+    assert (counted.misses, counted.loads, counted.errors) == (1, 1, 0)
 
 
 def _in_child(check: Callable[[], bool]) -> bool:

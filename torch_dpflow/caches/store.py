@@ -208,7 +208,7 @@ class SampleStore:
             self._samples.update(zip(keys, kept))
             for key in gone:
                 del self._samples[key]
-        self._loads += len(keys)
+        self._loads += sum(current)
 
     def _land(self, key: int, flight: _Flight) -> bool:
         """A load is over; returns whether it is still wanted."""
@@ -249,9 +249,7 @@ class SampleStore:
 
     def _fail(self, keys: list[int], flights: list[_Flight], error: BaseException) -> None:
         with self._lock:
-            for key, flight in zip(keys, flights):
-                self._land(key, flight)
-            self._errors += len(keys)
+            self._errors += sum([self._land(key, flight) for key, flight in zip(keys, flights)])
         for flight in flights:
             if isinstance(error, Exception):
                 flight.set_exception(error)
@@ -284,6 +282,7 @@ class SampleStore:
         """In the child: whoever held the lock or was loading is not there."""
         interrupted = self._lock.locked()
         self._lock = threading.Lock()
+        self._abandoned += len(self._flights)
         self._flights, self._waits = {}, {}
         if interrupted:
             self._empty()
