@@ -69,7 +69,10 @@ def service_of(cluster: TestCluster, part: str) -> ProcessView:
     return next(view for view in cluster.running() if part in view.id and view.role != "worker")
 
 
-@pytest.mark.parametrize("part", ["/shard-000", "/router", "coordinator"])
+# A router serves as a coordinator does, and takes another cluster's time.
+@pytest.mark.parametrize(
+    "part", ["/shard-000", pytest.param("/router", marks=pytest.mark.slow), "coordinator"]
+)
 def test_a_service_without_descriptors_lives_on(
     cluster: TestCluster, nursery: Nursery, tmp_path: Path, part: str
 ) -> None:
