@@ -60,6 +60,11 @@ class InFlight:
                 return self._flights.pop(flight.position)
         return None
 
+    def put_back(self, flight: Flight) -> None:
+        """A batch that was taken, and could not be delivered, is the next one again."""
+        self._flights = {flight.position: flight, **self._flights}
+        self._arrived.appendleft(flight.position)
+
     def drop_waiting(self, worker: int) -> list[Flight]:
         """Take out what this worker owes: nothing will come of it."""
         dropped = [f for f in self._flights.values() if f.worker == worker and f.outcome is None]

@@ -259,13 +259,11 @@ class WorkerIterator(_BaseDataLoaderIter):
 
     def _deliver(self, flight: Flight) -> Any:
         samples = samples_in(flight.index) if self._auto_collation else 1
-        self._progress.passed(flight.position, samples)
         outcome = flight.outcome
-        if self._rotation is not None and flight.worker is not None:
-            self._rotation.delivered(flight.worker)
-            if isinstance(outcome, Arrived) and outcome.stream is not None:
-                self._progress.streams[flight.worker] = outcome.stream
-        self._plan_one()
+        self._refill(flight)
+        self._progress.passed(flight.position, samples)
+        if flight.worker is not None and isinstance(outcome, Arrived) and outcome.stream is not None:
+            self._progress.streams[flight.worker] = outcome.stream
         self._note_assignment()
         if isinstance(outcome, Poisoned):
             raise self._poison_error(flight, outcome)
@@ -275,6 +273,19 @@ class WorkerIterator(_BaseDataLoaderIter):
         self._run.meter.delivered(samples, outcome.size)
         self._count()
         return outcome.value
+
+    def _refill(self, flight: Flight) -> None:
+        """Have another batch loaded in place of this one. If that fails, as the sampler may, this one is due again."""
+        rotation, worker = self._rotation, flight.worker
+        if rotation is not None and worker is not None:
+            rotation.delivered(worker)
+        try:
+            self._plan_one()
+        except BaseException:
+            self._flights.put_back(flight)
+            if rotation is not None and worker is not None:
+                rotation.assign(worker)
+            raise
 
     def _end_stream(self, flight: Flight) -> None:
         """A worker's iterable dataset has no more: what it owes will not come."""
@@ -359,12 +370,9 @@ class WorkerIterator(_BaseDataLoaderIter):
     def _replace(self, worker: int, dead: WorkerHandle) -> None:
         assert self._shard is not None
         self._deaths += 1
-        false_starts = self._num_workers + FALSE_STARTS
-        limit = (
-            self._options.restart_limit
-            if self._has_loaded
-            else min(false_starts, self._options.restart_limit)
-        )
+        limit = self._options.restart_limit
+        if not self._has_loaded:
+            limit = min(limit, self._num_workers + FALSE_STARTS)
         if self._deaths > limit:
             self._last_words = self._shard.bury(worker)
             self._shutdown_workers()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from tests.loader_cases import Failing, Indices, Samples, assert_same
+from torch_dpflow.errors import WorkerError
 
 
 class TwoArguments(Exception):
@@ -166,6 +168,29 @@ def test_an_error_in_the_sampler(Loader: Any, num_workers: int) -> None:
     for _ in range(2):
         with pytest.raises(LookupError, match="the sampler broke"):
             list(loader)
+
+
+@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_in_the_sampler_loses_no_batch(
+    OurLoader: Any, num_workers: int, error: type[BaseException]
+) -> None:
+    """torch's loader drops the batch that it was about to give."""
+
+    def order() -> Iterator[int]:
+        yield from range(9)
+        raise error("the sampler broke")
+
+    loader = OurLoader(Indices(9), batch_size=None, sampler=order(), num_workers=num_workers)
+    iterator = iter(loader)
+    seen = []
+    with pytest.raises(error):
+        for value in iterator:
+            seen.append(value)
+    assert loader.state_dict()["position"] == len(seen)
+    with suppress(WorkerError):  # after Control-C nobody knows whether the sampler would have had more
+        seen += iterator
+    assert seen == list(range(9))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
