@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from tests.loader_cases import (
     Augmented,
@@ -269,6 +269,23 @@ def test_a_sampler_with_a_state_is_asked_for_it(OurLoader: Any) -> None:
     again.load_state_dict(state)
     assert rest_and_next(again) == expected
     assert sampler.resumed_at == 12
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sampler_with_a_state_inside_a_batch_sampler_is_asked_for_it(
+    OurLoader: Any, num_workers: int
+) -> None:
+    """torch's own batch sampler, which the user has made, as well as the one that the loader makes."""
+
+    def made() -> Any:
+        batches = BatchSampler(StatefulSampler(SIZE), 3, drop_last=False)
+        return OurLoader(Indices(SIZE), batch_sampler=batches, num_workers=num_workers)
+
+    loader, again = made(), made()
+    list(loader)  # the sampler's order is another one in each epoch
+    state, expected = interrupted(loader, 2)
+    again.load_state_dict(state)
+    assert rest_and_next(again) == expected
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
