@@ -28,6 +28,8 @@ class SingleProcessIterator(_BaseDataLoaderIter):
     """
 
     def __init__(self, loader: Any) -> None:
+        if loader.timeout:  # torch's constructor lets it pass, and its iterator stops here, with these words
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._run = loader._run
         epoch, pending, progress = self._run.epoch, self._run.pending, self._run.progress
         self._progress = begin(self, loader, OPENING_ALONE, super().__init__)

@@ -225,6 +225,11 @@ def test_no_batch_ahead_is_refused_as_by_torch(Loader: Any) -> None:
         iter(Loader(Indices(6), num_workers=1, prefetch_factor=0))
 
 
+def test_a_timeout_that_no_worker_can_keep_is_refused_as_by_torch(Loader: Any) -> None:
+    with pytest.raises(AssertionError, match="timeout == 0"):
+        iter(Loader(Indices(6), timeout=1))
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_of_indices_need_no_length(Loader: Any, num_workers: int) -> None:
     loader = Loader(Indices(6), batch_sampler=[iter([1, 2]), iter([3])], num_workers=num_workers)
