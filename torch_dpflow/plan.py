@@ -151,7 +151,7 @@ def _kept(of_sampler: Any, of_iterator: Any) -> Any:
 
 def stateful_part(index_sampler: Any, sampler: Any) -> Any:
     """Which of these keeps its own state (`state_dict` and `load_state_dict`), or None."""
-    if type(index_sampler) is BatchSampler:  # it keeps nothing itself; the user may have made it around another one
+    if type(index_sampler) is BatchSampler:  # keeps nothing itself, and may be the user's, around any sampler
         sampler = index_sampler.sampler
     return next((part for part in (index_sampler, sampler) if has_state(part)), None)
 

@@ -183,10 +183,9 @@ def test_an_error_in_the_sampler_loses_no_batch(
 
     loader = OurLoader(Indices(9), batch_size=None, sampler=order(), num_workers=num_workers)
     iterator = iter(loader)
-    seen = []
+    seen: list[int] = []
     with pytest.raises(error):
-        for value in iterator:
-            seen.append(value)
+        seen += iterator
     assert loader.state_dict()["position"] == len(seen)
     with suppress(WorkerError):  # after Control-C nobody knows whether the sampler would have had more
         seen += iterator
