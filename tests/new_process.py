@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._utils import ExceptionWrapper
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +34,8 @@ def in_fork(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _call(there: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    # OpenMP's threads do not survive a fork, and whoever used them before it would wait for them for ever.
+    torch.set_num_threads(1)
     try:
         result = function(*arguments)
     except BaseException:
