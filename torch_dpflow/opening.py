@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.utils.data import IterDataPipe, graph_settings
 
-from torch_dpflow.errors import StateError
 from torch_dpflow.plan import open_order, repeat_draws, return_sampler
 from torch_dpflow.progress import OPENING_AGAIN, Makeup, Origin, Progress, new_plan
 from torch_dpflow.rng import fingerprints, following_rng, restore_generator, standing_at
@@ -43,29 +42,32 @@ def begin(
         StateError: the pending state does not fit. It is dropped; the next iteration begins afresh.
     """
     run = loader._run
-    epoch = run.epoch
-    opening = _with_shared_seeds(opening, loader)
-    state = run.take_pending()
+    epoch, pending = run.epoch, run.pending
     try:
-        if state is not None and state.fresh:
-            _return_to_rest(loader, state)
-    except StateError:
-        run.epoch = epoch
+        return _begin(iterator, loader, _with_shared_seeds(opening, loader), start)
+    except BaseException as error:
+        # What interrupts it is no fault of the state's, which is there for the next iteration.
+        run.epoch, run.pending = epoch, None if isinstance(error, Exception) else pending
         raise
+
+
+def _begin(
+    iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]
+) -> Progress:
+    run = loader._run
+    state = run.take_pending()
+    if state is not None and state.fresh:
+        _return_to_rest(loader, state)
     if state is None or (state.fresh and state.base_seed is None):
         progress = _afresh(iterator, loader, opening, start)
     else:
         start(LoaderView(loader))
         iterator._index_sampler = loader._index_sampler
-        try:
-            if state.fresh:
-                progress, shared_seed = _next_with_same_seed(loader, state)
-            else:
-                progress, shared_seed = _resumed(loader, state), state.shared_seed
-            _share_seed(iterator, shared_seed)
-        except StateError:
-            run.epoch = epoch
-            raise
+        if state.fresh:
+            progress, shared_seed = _next_with_same_seed(loader, state)
+        else:
+            progress, shared_seed = _resumed(loader, state), state.shared_seed
+        _share_seed(iterator, shared_seed)
         iterator._base_seed = progress.base_seed
     if state is not None and state.fresh:
         kept = (state.dataset, *(stream.dataset for stream in state.streams))

@@ -166,6 +166,35 @@ def test_a_loader_made_otherwise_is_refused(OurLoader: Any, other: dict[str, Any
     assert len(list(again)) == 3
 
 
+class InterruptedOnce(StatefulSampler):
+    """One whose state is being brought back when Control-C comes, the first time."""
+
+    interruptions = 1
+
+    def load_state_dict(self, state: Any) -> None:
+        if self.interruptions:
+            self.interruptions -= 1
+            raise KeyboardInterrupt
+        super().load_state_dict(state)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_interruption_while_it_is_brought_back_leaves_it_to_the_next_iteration(
+    OurLoader: Any, num_workers: int
+) -> None:
+    sampler = InterruptedOnce(12)
+    sampler.interruptions = 0
+    begun = OurLoader(Indices(12), sampler=sampler, batch_size=None, num_workers=num_workers)
+    iterator = iter(begun)
+    for _ in range(4):
+        next(iterator)
+    resumed = OurLoader(Indices(12), sampler=InterruptedOnce(12), batch_size=None, num_workers=num_workers)
+    resumed.load_state_dict(begun.state_dict())
+    with pytest.raises(KeyboardInterrupt):
+        iter(resumed)
+    assert list(resumed) == list(iterator)
+
+
 RESUMING = """
 import json, sys
 import torch
