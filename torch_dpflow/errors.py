@@ -189,7 +189,7 @@ class ErrorKind(enum.IntEnum):
     USAGE = 1
     #: The call, or the answer to it, is no valid message or above a limit.
     MALFORMED = 2
-    #: A stream's other side has gone.
+    #: Whom the other side needs for it has gone.
     LOST = 3
     #: The answer had to make room for others, or too much is open: to be tried again.
     FORGOTTEN = 4

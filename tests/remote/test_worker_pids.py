@@ -19,7 +19,7 @@ from tests.shared_datasets import Hanging
 from torch_dpflow.errors import MessageError, PoisonTaskError
 from torch_dpflow.remote.arena import ArenaReader, BlockRef
 from torch_dpflow.remote.client import JobOptions, open_job
-from torch_dpflow.remote.messages import Ping, WorkerHello, encode
+from torch_dpflow.remote.messages import Stranger, WorkerHello, encode
 from torch_dpflow.remote.pool_objects import Load
 from torch_dpflow.remote.protocol import SAMPLE
 from torch_dpflow.remote.samples import Parts, SampleAssignment
@@ -38,7 +38,7 @@ def test_a_number_that_is_not_proved_is_neither_watched_nor_killed(workers: Work
         workers.shard.hear(peer, [encode(WorkerHello(0, 7, bystander.pid, None))])
         assert workers.shard.count == 1
         assert workers.shard.unwatched == {0: 7}
-        workers.shard.hear(peer, [encode(Ping())])  # which no worker says: it is to be replaced
+        workers.shard.hear(peer, [encode(Stranger())])  # which no worker says: it is to be replaced
         assert workers.to_end == [(0, 7)]
         assert bystander.poll() is None
         bystander.kill()

@@ -89,34 +89,8 @@ class Stranger(_Header, tag=3):
     """Server to client: I do not know you (any more); say Hello, then repeat what is still open."""
 
 
-class Ping(_Header, tag=4):
-    """Either way: are you there? Answered with `Pong` when the peer next reads."""
-
-
 class Reading(_Header, tag=6):
     """Either way: your probe is readable here, so large frames may come in your shared memory."""
-
-
-class StreamReport(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Where the sender stands on one stream. Part of `Inquiry` and `Pong`."""
-
-    stream: Count
-    #: Items that it has sent, and whether those were all.
-    sent: Count
-    ended: bool
-    #: Items that it has granted in all.
-    granted: Count
-
-
-#: Every open stream of the sender: the other side finds out what was lost on the way, and makes up for it
-#: where that can be done.
-Reports: TypeAlias = Annotated[list[StreamReport], msgspec.Meta(max_length=1 << 16)]
-
-
-class Pong(_Header, tag=5):
-    """Either way: yes. The answer to `Ping` and, after all others, to `Inquiry`."""
-
-    streams: Reports
 
 
 # --- calls --------------------------------------------------------------------------------------------------
@@ -155,66 +129,15 @@ class Failure(_Header, tag=12):
 
 
 class Inquiry(_Header, tag=13):
-    """Client to server: what about these? A call is answered again, or `Missing`, or running still.
-
-    A stream that the server does not know, or on which an item was lost, is aborted.
-    """
+    """Client to server: what about these? A call is answered again, or `Missing`, or running still."""
 
     calls: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
-    streams: Reports
 
 
 class Missing(_Header, tag=14):
     """Server to client: this call never came; send it again."""
 
     call: Count
-
-
-# --- streams ------------------------------------------------------------------------------------------------
-
-
-class Open(_Header, tag=20):
-    """Client to server: begin a stream to `method`. Payload frames follow."""
-
-    #: Counts the client's streams from 1 on.
-    stream: Count
-    method: Name
-    #: How many items the server may send.
-    credit: Count
-    body: msgspec.Raw = EMPTY_BODY
-    packing: Packing | None = None
-
-
-class Item(_Header, tag=21):
-    """Either way: one item of a stream. Payload frames follow."""
-
-    stream: Count
-    #: Counts the items of this direction from 0 on; a gap means that some were lost.
-    position: Count
-    body: msgspec.Raw = EMPTY_BODY
-    packing: Packing | None = None
-
-
-class Credit(_Header, tag=22):
-    """Either way: the peer may send up to `items` items, counted from the stream's beginning."""
-
-    stream: Count
-    items: Count
-
-
-class End(_Header, tag=23):
-    """Either way: no more items in this direction; `position` of them were sent."""
-
-    stream: Count
-    position: Count
-
-
-class Abort(_Header, tag=24):
-    """Either way: the stream is over in both directions, with an error."""
-
-    stream: Count
-    kind: ErrorKind
-    text: Text
 
 
 # --- between a worker and its shard -------------------------------------------------------------------------
@@ -297,19 +220,12 @@ Header: TypeAlias = (
     Hello
     | Welcome
     | Stranger
-    | Ping
-    | Pong
     | Reading
     | Request
     | Reply
     | Failure
     | Inquiry
     | Missing
-    | Open
-    | Item
-    | Credit
-    | End
-    | Abort
     | WorkerHello
     | WorkerWelcome
     | WorkerReady
@@ -343,7 +259,7 @@ def decode(frame: bytes | bytearray | memoryview) -> Header:
 
 
 def encode_body(body: object) -> msgspec.Raw:
-    """A call's arguments, its result or an item's value, as msgpack; None is one byte."""
+    """A call's arguments or its result, as msgpack; None is one byte."""
     return EMPTY_BODY if body is None else msgspec.Raw(_encoder.encode(body))
 
 

@@ -312,7 +312,7 @@ def test_frames_too_large_for_the_shared_memory_go_through_the_socket(
     [
         lambda: ClientOptions(timeout_s=0),
         lambda: ClientOptions(shared_bytes=-1),
-        lambda: ServerOptions(window=0),
+        lambda: ServerOptions(max_open_calls=0),
         lambda: ServerOptions(idle_s=0),
         lambda: TransportOptions(max_frames=0),
         lambda: TransportOptions(queue_messages=1.5),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -13,35 +12,15 @@ from typing import Any
 
 import pytest
 
-from torch_dpflow.errors import DPFlowError, MessageError, PeerLostError
+from torch_dpflow.errors import DeadlineError, MessageError
 from torch_dpflow.remote.messages import Reach, Welcome, encode
-from torch_dpflow.remote.rpc import (
-    LATER,
-    IncomingCall,
-    IncomingStream,
-    Later,
-    Result,
-    RpcClient,
-    RpcServer,
-    StreamHandler,
-)
+from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcClient, RpcServer
 from torch_dpflow.remote.transport import listen
 
 StartServer = Callable[..., RpcServer]
 OpenClient = Callable[..., RpcClient]
 processes = multiprocessing.get_context("fork")
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-
-
-class Ticker(StreamHandler):
-    """Sends one item as soon as it may."""
-
-    def __init__(self, stream: IncomingStream) -> None:
-        self.stream = stream
-
-    def writable(self) -> None:
-        if not self.stream.state.sent:
-            self.stream.send("tick")
 
 
 def serve(address: str, pipe: Pipe, answering: bool) -> None:
@@ -53,7 +32,6 @@ def serve(address: str, pipe: Pipe, answering: bool) -> None:
         return Result([os.getpid(), call.body], call.frames) if answering else LATER
 
     server.register("work", work)
-    server.register_stream("tick", Ticker)
     pipe.send(server.address)
     server.serve()
 
@@ -74,15 +52,13 @@ def kill(process: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
-def test_call_and_stream_when_the_server_is_killed_and_restarted(
+def test_call_when_the_server_is_killed_and_restarted(
     scheme: str, tmp_path: Path, open_client: OpenClient
 ) -> None:
     first, pipe, address = start(
         f"ipc://{tmp_path}/rpc" if scheme == "ipc" else "tcp://127.0.0.1:0", answering=False
     )
     client = open_client(address, inquire_s=0.1)
-    stream = client.open_stream("tick")
-    assert stream.receive(20).body == "tick"  # type: ignore[union-attr]
     call = client.begin("work", "task", [b"payload" * 10_000])
     assert pipe.poll(20)
     kill(first)
@@ -92,9 +68,6 @@ def test_call_and_stream_when_the_server_is_killed_and_restarted(
         answer = call.result()
         assert answer.body == [second.pid, "task"]
         assert bytes(answer.frames[0]) == b"payload" * 10_000
-        with pytest.raises(PeerLostError, match="was restarted"):
-            stream.receive(20)
-        assert client.open_stream("tick").receive(20).body == "tick"  # type: ignore[union-attr]
         stats = client.stats()
         assert (stats.repeats, stats.server_restarts) == (1, 1)
     finally:
@@ -102,51 +75,14 @@ def test_call_and_stream_when_the_server_is_killed_and_restarted(
         pipe.close()
 
 
-@pytest.mark.parametrize("scheme", ["ipc", "tcp"])
-def test_server_notices_a_client_that_was_killed(
-    scheme: str, tmp_path: Path, start_server: StartServer
-) -> None:
-    opened, lost = threading.Event(), threading.Event()
-    errors: list[DPFlowError] = []
-
-    class Watch(StreamHandler):
-        def received(self, body: Any, frames: list[memoryview]) -> None:
-            opened.set()
-
-        def lost(self, error: DPFlowError) -> None:
-            errors.append(error)
-            lost.set()
-
-    address = f"ipc://{tmp_path}/rpc" if scheme == "ipc" else "tcp://127.0.0.1:0"
-    server = start_server(
-        address, lambda server: server.register_stream("watch", lambda stream: Watch()), ping_s=0.05
-    )
-
-    def be_a_client() -> None:
-        stream = RpcClient(server.address).open_stream("watch")
-        stream.send("here", [bytes(100_000)])
-        stream.receive()
-
-    process = processes.Process(target=be_a_client)
-    process.start()
-    assert opened.wait(20)
-    kill(process)
-    assert lost.wait(20)
-    assert isinstance(errors[0], PeerLostError)
-    assert server.stats().streams == 0
-
-
-def test_stopped_server_is_lost_to_a_stream_after_its_silence(
-    tmp_path: Path, open_client: OpenClient
-) -> None:
+def test_stopped_server_answers_once_it_goes_on(tmp_path: Path, open_client: OpenClient) -> None:
     process, pipe, address = start(f"ipc://{tmp_path}/rpc", answering=True)
-    client = open_client(address, inquire_s=0.05, silence_s=0.3)
-    stream = client.open_stream("tick")
-    assert stream.receive(20).body == "tick"  # type: ignore[union-attr]
+    client = open_client(address, inquire_s=0.05)
+    assert client.call("work", 0).body == [process.pid, 0]
     os.kill(process.pid, signal.SIGSTOP)
     try:
-        with pytest.raises(PeerLostError, match=r"has said nothing for 0\.3 s"):
-            stream.receive(20)
+        with pytest.raises(DeadlineError, match=r"was not answered within 0\.3 s"):
+            client.call("work", 0, timeout_s=0.3)
         call = client.begin("work", 1)
         os.kill(process.pid, signal.SIGCONT)
         assert call.result().body == [process.pid, 1]

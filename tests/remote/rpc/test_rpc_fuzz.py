@@ -165,7 +165,7 @@ def test_client_survives_a_server_that_talks_nonsense(address: str, open_client:
     def babble() -> None:
         server = RpcServer(listener)
         server.register("echo", lambda call: Result(call.body))
-        outbursts = 5  # each makes the client say more: Pong to a Ping, Hello to a Stranger
+        outbursts = 5  # each makes the client say more: Hello to a Stranger
         while not stop.is_set():
             message = listener.receive(0.05)
             if message is None:

@@ -1,22 +1,17 @@
-"""The pure parts of rpc: open calls, remembered replies, stream order and credit, sessions."""
+"""The pure parts of rpc: open calls, remembered replies, sessions."""
 
 from __future__ import annotations
 
-from collections import deque
-
 import msgspec
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from torch_dpflow.errors import DPFlowError, MessageError, PeerLostError, StateError
 from torch_dpflow.remote.messages import EMPTY_BODY
 from torch_dpflow.remote.rpc.calls import CallTable, OpenCall
 from torch_dpflow.remote.rpc.payload import Carrier
 from torch_dpflow.remote.rpc.replies import ReplyMemory, Verdict
 from torch_dpflow.remote.rpc.sessions import ServerStats, Session, SessionTable
-from torch_dpflow.remote.rpc.streams import StreamState
 
 # --- open calls ---
 
@@ -179,130 +174,6 @@ def test_client_with_too_much_open_is_refused_and_others_are_not() -> None:
     assert memory.admit(b"d", 1)[0] is Verdict.EXECUTE
 
 
-# --- streams ---
-
-
-class TwoEnds(RuleBasedStateMachine):
-    """Two ends of a stream and the two ordered channels between them."""
-
-    window = 3
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends = {0: StreamState(window=self.window), 1: StreamState(window=self.window)}
-        self.channels: dict[int, deque[tuple[str, int]]] = {0: deque(), 1: deque()}
-        for side, end in self.ends.items():
-            end.on_credit(self.ends[1 - side].granted)
-
-    sides = st.sampled_from([0, 1])
-
-    @rule(side=sides)
-    def send(self, side: int) -> None:
-        end = self.ends[side]
-        if end.credit:
-            self.channels[side].append(("item", end.send()))
-        else:
-            with pytest.raises((StateError, DPFlowError)):
-                end.send()
-
-    @rule(side=sides)
-    def end(self, side: int) -> None:
-        position = self.ends[side].end()
-        if position is not None:
-            self.channels[side].append(("end", position))
-
-    @rule(side=sides)
-    def deliver(self, side: int) -> None:
-        if not self.channels[side]:
-            return
-        kind, value = self.channels[side].popleft()
-        other = self.ends[1 - side]
-        error = None
-        if kind == "item":
-            error = other.on_item(value)
-        elif kind == "end":
-            error = other.on_end(value)
-        else:
-            other.on_credit(value)
-        assert error is None
-
-    @rule(side=sides)
-    def consume(self, side: int) -> None:
-        end = self.ends[side]
-        if end.consumed == end.received:
-            with pytest.raises(StateError):
-                end.consume()
-            return
-        credit = end.consume()
-        if credit is not None:
-            self.channels[side].append(("credit", credit))
-
-    @invariant()
-    def bounds_hold(self) -> None:
-        for side, end in self.ends.items():
-            end.validate()
-            in_flight = sum(kind == "item" for kind, _ in self.channels[side])
-            other = self.ends[1 - side]
-            assert in_flight + other.received - other.consumed <= self.window
-
-    def teardown(self) -> None:
-        # Nothing can be stuck: once all is delivered and consumed, each end may send again.
-        for _ in range(3):
-            for side in (0, 1):
-                while self.channels[side]:
-                    self.deliver(side=side)
-                while self.ends[side].consumed < self.ends[side].received:
-                    self.consume(side=side)
-        for side, end in self.ends.items():
-            assert end.ended or self.ends[1 - side].error or end.credit > 0
-
-
-TestTwoEnds = TwoEnds.TestCase
-TestTwoEnds.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-def test_gap_in_a_stream_is_a_loss() -> None:
-    end = StreamState(window=4)
-    assert end.on_item(0) is None
-    assert isinstance(end.on_item(2), PeerLostError)
-    assert isinstance(end.on_end(2), PeerLostError)
-    assert isinstance(end.on_report(sent=3, ended=False, granted=0), PeerLostError)
-    assert isinstance(end.on_report(sent=3, ended=True, granted=0), PeerLostError)
-
-
-def test_report_makes_up_for_a_lost_end_and_a_lost_credit() -> None:
-    end = StreamState(window=4)
-    assert end.on_item(0) is None
-    assert end.on_report(sent=1, ended=False, granted=3) is None
-    assert (end.credit, end.peer_ended) == (3, False)
-    assert end.on_report(sent=1, ended=True, granted=2) is None
-    assert (end.credit, end.peer_ended) == (3, True)
-    assert end.report() == (0, False, 4)
-
-
-def test_item_beyond_the_credit_or_twice_is_malformed() -> None:
-    end = StreamState(window=1)
-    assert end.on_item(0) is None
-    assert isinstance(end.on_item(0), MessageError)
-    assert isinstance(end.on_item(1), MessageError)
-    end.consume()
-    assert end.on_item(1) is None
-    assert end.on_end(2) is None
-    assert isinstance(end.on_item(2), MessageError)
-
-
-def test_broken_stream_raises_what_broke_it() -> None:
-    end = StreamState(window=1)
-    end.on_credit(5)
-    assert end.fail(PeerLostError("gone"))
-    assert not end.fail(PeerLostError("gone again"))
-    assert end.over
-    assert end.credit == 0
-    with pytest.raises(PeerLostError, match=r"^gone$"):
-        end.send()
-    assert end.end() is None
-
-
 # --- sessions ---
 
 
@@ -316,7 +187,7 @@ def make_session(client: bytes, sent: list[bytes], *, reachable: bool = True) ->
 
 def test_longest_silent_session_makes_room() -> None:
     dropped: list[bytes] = []
-    table = SessionTable(most=2, idle_s=10, ping_s=1, drop=lambda session: dropped.append(session.client))
+    table = SessionTable(most=2, idle_s=10, drop=lambda session: dropped.append(session.client))
     for now, client in enumerate([b"a", b"b"]):
         table.add(make_session(client, []), now)
     assert table.heard(b"a", 2) is not None

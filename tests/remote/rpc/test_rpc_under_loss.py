@@ -1,4 +1,4 @@
-"""Calls and streams over a network that loses messages, with a server that restarts: no socket, no clock."""
+"""Calls over a network that loses messages, with a server that restarts: no socket, no clock."""
 
 from __future__ import annotations
 
@@ -7,19 +7,11 @@ from collections.abc import Sequence
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from torch_dpflow.errors import PeerLostError
 from torch_dpflow.remote.messages import body_decoder, encode_body
-from torch_dpflow.remote.rpc import (
-    IncomingCall,
-    IncomingStream,
-    Result,
-    RpcServer,
-    ServerOptions,
-    StreamHandler,
-)
-from torch_dpflow.remote.rpc.client_session import Awaited, ClientSession, StreamEnd
+from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer, ServerOptions
+from torch_dpflow.remote.rpc.client_session import Awaited, ClientSession
 from torch_dpflow.remote.rpc.payload import Carrier
 from torch_dpflow.remote.transport import Frame
 
@@ -51,29 +43,6 @@ class Wire:
         pass
 
 
-class Feed(StreamHandler):
-    """Sends back every number that it gets, plus one, and ends when the client has."""
-
-    def __init__(self, stream: IncomingStream) -> None:
-        self.stream = stream
-        self.due: deque[int] = deque()
-        self.closing = False
-
-    def received(self, body: int, frames: list[memoryview]) -> None:
-        self.due.append(body + 1)
-        self.writable()
-
-    def ended(self) -> None:
-        self.closing = True
-        self.writable()
-
-    def writable(self) -> None:
-        while self.due and self.stream.credit:
-            self.stream.send(self.due.popleft())
-        if self.closing and not self.due:
-            self.stream.end()
-
-
 class LossyCalls(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +51,6 @@ class LossyCalls(RuleBasedStateMachine):
         self.to_server: deque[list[memoryview]] = deque()
         self.calls: dict[int, Awaited] = {}
         self.executed: Counter[tuple[int, int]] = Counter()
-        self.streams: list[tuple[StreamEnd, list[int], list[int]]] = []
         self.incarnation = 0
         self.start_server()
 
@@ -93,11 +61,8 @@ class LossyCalls(RuleBasedStateMachine):
     def start_server(self) -> None:
         self.incarnation += 1
         self.wire = Wire()
-        self.server = RpcServer(
-            self.wire, options=ServerOptions(max_clients=1, window=2), clock=lambda: self.now
-        )
+        self.server = RpcServer(self.wire, options=ServerOptions(max_clients=1), clock=lambda: self.now)
         self.server.register("double", self.double, body_type=int)
-        self.server.register_stream("feed", Feed, item_type=int)
 
     def double(self, call: IncomingCall) -> Result:
         self.executed[self.incarnation, call.body] += 1
@@ -114,31 +79,6 @@ class LossyCalls(RuleBasedStateMachine):
         self.calls[number] = self.client.begin_call(
             "double", encode_body(number), [bytes(5_000)], ANY, now=self.now, timeout_s=1e6
         )
-
-    @rule()
-    def open(self) -> None:
-        stream = self.client.open_stream("feed", encode_body(None), (), ANY, window=2)
-        self.streams.append((stream, [], []))
-
-    @precondition(lambda self: self.streams)
-    @rule(data=st.data())
-    def send(self, data: st.DataObject) -> None:
-        stream, sent, _ = data.draw(st.sampled_from(self.streams))
-        if stream.state.credit:
-            self.client.send_item(stream, encode_body(len(sent)), ())
-            sent.append(len(sent))
-
-    @precondition(lambda self: self.streams)
-    @rule(data=st.data())
-    def take(self, data: st.DataObject) -> None:
-        stream, _, got = data.draw(st.sampled_from(self.streams))
-        if stream.inbox:
-            got.append(self.client.take_item(stream).body)
-
-    @precondition(lambda self: self.streams)
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
-        self.client.end_stream(data.draw(st.sampled_from(self.streams))[0])
 
     @rule(count=st.integers(1, 5))
     def serve(self, count: int) -> None:
@@ -178,33 +118,19 @@ class LossyCalls(RuleBasedStateMachine):
         for awaited in self.calls.values():
             assert awaited.error is None
 
-    @invariant()
-    def streams_are_in_order(self) -> None:
-        for _, sent, got in self.streams:
-            assert got == [number + 1 for number in sent[: len(got)]]
-
     def teardown(self) -> None:
-        # With a network that works again, every call is answered, and no stream hangs.
+        # With a network that works again, every call is answered.
         for _ in range(12):
             self.wait()
             self.serve(count=10_000)
             self.answer(count=10_000)
-            for stream, _, got in self.streams:
-                while stream.inbox:
-                    got.append(self.client.take_item(stream).body)
-                self.client.end_stream(stream)
         for number, awaited in self.calls.items():
             assert awaited.answer is not None
             assert awaited.answer.body == number * 2
             assert [bytes(frame) for frame in awaited.answer.frames] == [bytes(5_000)]
-        for stream, sent, got in self.streams:
-            assert stream.state.over
-            assert stream.state.error is not None or len(got) == len(sent)
-        assert not self.client.streams
         assert not self.client.waiting
         assert self.client.stats.malformed == 0
         assert self.server.stats().malformed == 0
-        assert self.server.stats().streams == 0
 
 
 TestLossyCalls = LossyCalls.TestCase
@@ -232,16 +158,12 @@ TestLossyCallsOfOneServer = LossyCallsOfOneServer.TestCase
 TestLossyCallsOfOneServer.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 
-def test_streams_of_a_server_that_restarts_are_lost_and_its_calls_are_not() -> None:
+def test_calls_outlive_a_server_that_restarts() -> None:
     machine = LossyCalls()
-    machine.open()
     machine.call()
     machine.serve(count=10)
     machine.answer(count=10)
-    stream = machine.streams[0][0]
-    assert stream.state.credit == 2
     machine.call()
     machine.restart_server()
     machine.teardown()
-    assert isinstance(stream.state.error, PeerLostError)
     assert machine.client.stats.server_restarts == 1

@@ -1,17 +1,15 @@
-"""Calls and streams between processes: ids, deadlines, safe repetition, order, credit.
+"""Calls between processes: ids, deadlines, safe repetition.
 
-A client calls a method and waits for its answer, or opens a stream in which both sides send items in order.
-Bodies are small and typed (msgpack), bulk travels in frames that nobody copies or looks into. A call is
-repeated until it is answered or its deadline passes, and one server executes it at most once; a stream
-delivers every item in its place or breaks.
+A client calls a method and waits for its answer. Bodies are small and typed (msgpack), bulk travels in frames
+that nobody copies or looks into. A call is repeated until it is answered or its deadline passes, and one server
+executes it at most once.
 """
 
 from __future__ import annotations
 
 from torch_dpflow.remote.rpc.client import ClientOptions, PendingCall, RpcClient
 from torch_dpflow.remote.rpc.client_session import Answer, ClientStats
-from torch_dpflow.remote.rpc.client_stream import ClientStream
-from torch_dpflow.remote.rpc.incoming import LATER, IncomingCall, IncomingStream, Later, Result, StreamHandler
+from torch_dpflow.remote.rpc.incoming import LATER, IncomingCall, Later, Result
 from torch_dpflow.remote.rpc.server import RpcServer, ServerOptions
 from torch_dpflow.remote.rpc.sessions import ServerStats
 
@@ -20,9 +18,7 @@ __all__ = [
     "Answer",
     "ClientOptions",
     "ClientStats",
-    "ClientStream",
     "IncomingCall",
-    "IncomingStream",
     "Later",
     "PendingCall",
     "Result",
@@ -30,5 +26,4 @@ __all__ = [
     "RpcServer",
     "ServerOptions",
     "ServerStats",
-    "StreamHandler",
 ]

@@ -83,9 +83,9 @@ class CallService:
         self._respond(session, header.call, verdict, reply)
         session.carrier.unpack(frames, header.packing)  # whoever opens shared memory gives it back
 
-    def on_inquiry(self, session: Session, calls: Sequence[int]) -> None:
-        """A client has waited for the answers to `calls`."""
-        for call in calls:
+    def on_inquiry(self, session: Session, header: messages.Inquiry, *_: object) -> None:
+        """A client asks about calls whose answers it waits for."""
+        for call in header.calls:
             verdict, reply = self._replies.look_up(session.client, call)
             self._respond(session, call, verdict, reply)
 

@@ -1,4 +1,4 @@
-"""The calling side: calls and streams over one connection, from any thread, without a thread of its own.
+"""The calling side: calls over one connection, from any thread, without a thread of its own.
 
 Whoever waits reads the socket for all who wait, and hands the turn on when its own answer has come. So a
 single caller pays for no hand-over between threads, which would cost more than the rest of a small call.
@@ -20,7 +20,6 @@ import msgspec
 from torch_dpflow.errors import OptionError, PeerLostError, StateError
 from torch_dpflow.remote.messages import body_decoder, encode_body
 from torch_dpflow.remote.rpc.client_session import Answer, Awaited, ClientSession, ClientStats
-from torch_dpflow.remote.rpc.client_stream import ClientStream
 from torch_dpflow.remote.rpc.payload import Carrier
 from torch_dpflow.remote.transport import Frame, TransportOptions, connect, is_loopback
 
@@ -33,15 +32,13 @@ class ClientOptions:
     timeout_s: float = 60.0
     #: A call that has waited so long asks the server about itself, and again after as long, seconds.
     inquire_s: float = 0.5
-    #: A stream whose server says nothing for so long while somebody waits for it is lost, seconds.
-    silence_s: float = 30.0
     #: Most bytes that the frames of one message may hold once they are decompressed.
     max_payload_bytes: int = 1 << 31
     #: Most shared memory lent to a server on this host, bytes; 0 sends everything through the socket.
     shared_bytes: int = 1 << 28
 
     def __post_init__(self) -> None:
-        for name in ("timeout_s", "inquire_s", "silence_s", "max_payload_bytes"):
+        for name in ("timeout_s", "inquire_s", "max_payload_bytes"):
             if getattr(self, name) <= 0:
                 raise OptionError(f"{name}={getattr(self, name)!r}: must be above 0")
         if self.shared_bytes < 0:
@@ -73,7 +70,7 @@ class PendingCall:
 
 
 class RpcClient:
-    """Calls the methods of one server, and opens streams to it. Thread-safe; not to be used after a fork.
+    """Calls the methods of one server. Thread-safe; not to be used after a fork.
 
     A call is repeated until it is answered or its deadline passes, across reconnects and restarts of the
     server; one server process executes it at most once. Frames that a call carries must not change before it
@@ -107,7 +104,7 @@ class RpcClient:
         # Not a method of this object's: with one that knows it, a client that nobody closed would wait for the garbage
         # collector, and its socket be closed wherever that runs.
         self._session = ClientSession(address, functools.partial(_make_carrier, address, self.options))
-        self._heard = self._inquire_at = clock()
+        self._inquire_at = clock()
 
     def call(
         self,
@@ -142,27 +139,6 @@ class RpcClient:
             awaited = self._begin(method, body, frames, reply_type, timeout_s)
             self._push()
         return PendingCall(self, awaited)
-
-    def open_stream(
-        self,
-        method: str,
-        body: Any = None,
-        frames: Sequence[Frame] = (),
-        *,
-        item_type: Any = Any,
-        window: int = 16,
-    ) -> ClientStream:
-        """Open a stream to `method`: ordered, in both directions. A refusal shows when it is first used.
-
-        window: most items that the server may send ahead of the reader. item_type: what their bodies must be.
-        """
-        if window < 1:
-            raise OptionError(f"window={window!r}: must be at least 1")
-        packed, decoder = encode_body(body), _decoder(item_type)
-        with self._usable:
-            end = self._session.open_stream(method, packed, frames, decoder, window=window)
-            self._push()
-        return ClientStream(self, end)
 
     def stats(self) -> ClientStats:
         """A snapshot of the counters."""
@@ -214,31 +190,28 @@ class RpcClient:
             self._session.give_up(awaited, self._session.late(awaited.call))
         return awaited.outcome()
 
-    def _wait(self, done: Callable[[], bool], deadline: float | None) -> bool:
+    def _wait(self, done: Callable[[], bool], deadline: float) -> bool:
         """Wait until `done`; False where the deadline passes first. Reads the socket if nobody else does."""
-        began = now = self._clock()
         if not self._waiters:
-            self._inquire_at = max(self._inquire_at, now + self.options.inquire_s)
+            self._inquire_at = max(self._inquire_at, self._clock() + self.options.inquire_s)
         self._waiters += 1
         try:
-            return self._wait_on(done, deadline, began)
+            return self._wait_on(done, deadline)
         finally:
             self._waiters -= 1
 
-    def _wait_on(self, done: Callable[[], bool], deadline: float | None, began: float) -> bool:
-        now = began
+    def _wait_on(self, done: Callable[[], bool], deadline: float) -> bool:
         while not done():
-            if deadline is not None and now >= deadline:
+            now = self._clock()
+            if now >= deadline:
                 return False
             if self._leading:
                 if self._session.outbox:
                     self._connection.wake()
-                self._changed.wait(None if deadline is None else deadline - now)
+                self._changed.wait(deadline - now)
             else:
-                self._inquire(now, began)
-                until = self._inquire_at if deadline is None else min(deadline, self._inquire_at)
-                self._take_turn(max(0.0, until - now))
-            now = self._clock()
+                self._inquire(now)
+                self._take_turn(max(0.0, min(deadline, self._inquire_at) - now))
         return True
 
     def _push(self) -> None:
@@ -264,18 +237,12 @@ class RpcClient:
             self._leading = False
             self._changed.notify_all()
         if received is not None:
-            self._heard = self._clock()
-            self._session.on_message(received, self._heard)
+            self._session.on_message(received, self._clock())
 
-    def _inquire(self, now: float, began: float) -> None:
-        if now < self._inquire_at:
-            return
-        self._inquire_at = now + self.options.inquire_s
-        if now - max(self._heard, began) > self.options.silence_s:
-            self._session.fail_streams(
-                PeerLostError(f"{self.address} has said nothing for {self.options.silence_s} s; is it up?")
-            )
-        self._session.inquire(now, self.options.inquire_s)
+    def _inquire(self, now: float) -> None:
+        if now >= self._inquire_at:
+            self._inquire_at = now + self.options.inquire_s
+            self._session.inquire(now, self.options.inquire_s)
 
 
 def _make_carrier(address: str, options: ClientOptions) -> Carrier:

@@ -7,9 +7,8 @@ everything that is open, and the answers say what to send again.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,21 +18,18 @@ from torch_dpflow.errors import (
     DescriptorLimitError,
     DPFlowError,
     MessageError,
-    PeerLostError,
     RemoteCallError,
     TransportError,
 )
 from torch_dpflow.remote import messages
 from torch_dpflow.remote.messages import Header, decode, decode_body, encode
 from torch_dpflow.remote.rpc.calls import CallTable, OpenCall
-from torch_dpflow.remote.rpc.describing import kind_of
 from torch_dpflow.remote.rpc.payload import Carrier
-from torch_dpflow.remote.rpc.streams import StreamState
 from torch_dpflow.remote.transport.base import Frame
 
 
 class Answer(NamedTuple):
-    """What a call brings back, or one item of a stream."""
+    """What a call brings back."""
 
     body: Any
     frames: list[memoryview]
@@ -61,17 +57,6 @@ class Awaited:
         return self.answer
 
 
-@dataclass(slots=True, eq=False)
-class StreamEnd:
-    """The client's end of one stream."""
-
-    id: int
-    state: StreamState
-    decoder: msgspec.msgpack.Decoder[Any]
-    #: Items received and not consumed, at most the window.
-    inbox: deque[Answer] = field(default_factory=deque)
-
-
 @dataclass(kw_only=True)
 class ClientStats:
     """What a client has seen since it was made."""
@@ -81,14 +66,14 @@ class ClientStats:
     repeats: int = 0
     #: Messages that were no valid headers, or whose payload did not fit them.
     malformed: int = 0
-    #: Answers and items for calls and streams that were over.
+    #: Answers to calls that were over.
     late: int = 0
     #: How often the server was found to have started anew.
     server_restarts: int = 0
 
 
 class ClientSession:
-    """The calls and streams of one client. Not thread-safe; times are seconds of the caller's clock.
+    """The calls of one client. Not thread-safe; times are seconds of the caller's clock.
 
     Args:
         address: of the server, for messages.
@@ -99,10 +84,8 @@ class ClientSession:
         self.address = address
         self.outbox: list[Sequence[Frame]] = []
         self.waiting: dict[int, Awaited] = {}
-        self.streams: dict[int, StreamEnd] = {}
         self.stats = ClientStats()
         self._calls = CallTable()
-        self._last_stream = 0
         self._incarnation: bytes | None = None
         self._make_carrier = make_carrier
         self._carrier = make_carrier()
@@ -138,70 +121,20 @@ class ClientSession:
             awaited.error = error
             self._finish(awaited.call.id)
 
-    def open_stream(
-        self,
-        method: str,
-        body: msgspec.Raw,
-        frames: Sequence[Frame],
-        decoder: msgspec.msgpack.Decoder[Any],
-        *,
-        window: int,
-    ) -> StreamEnd:
-        """Open a stream. Raises MessageError where its first message exceeds a limit."""
-        self._last_stream += 1
-        stream = StreamEnd(self._last_stream, StreamState(window=window), decoder)
-        packed, packing = self._carrier.pack(frames)
-        self.send(messages.Open(stream.id, method, window, body, packing), packed)
-        self.streams[stream.id] = stream
-        return stream
-
-    def send_item(self, stream: StreamEnd, body: msgspec.Raw, frames: Sequence[Frame]) -> None:
-        """Send one item. Raises StateError without credit or after the end."""
-        packed, packing = self._carrier.pack(frames)
-        self.send(messages.Item(stream.id, stream.state.send(), body, packing), packed)
-
-    def take_item(self, stream: StreamEnd) -> Answer:
-        """The oldest item of a stream that has one."""
-        item = stream.inbox.popleft()
-        credit = stream.state.consume()
-        if credit is not None:
-            self.send(messages.Credit(stream.id, credit))
-        return item
-
-    def end_stream(self, stream: StreamEnd) -> None:
-        """Send no more items."""
-        position = stream.state.end()
-        if position is not None:
-            self.send(messages.End(stream.id, position))
-            self._drop_if_over(stream)
-
-    def abort_stream(self, stream: StreamEnd, error: DPFlowError, text: str) -> None:
-        """Break the stream for both sides."""
-        if stream.state.fail(error):
-            self.send(messages.Abort(stream.id, kind_of(error), text[: messages.MAX_TEXT]))
-            self._drop_if_over(stream)
-
     def inquire(self, now: float, patience_s: float) -> None:
-        """Ask about streams and about calls older than `patience_s`; drop calls past their deadline."""
+        """Ask about calls older than `patience_s`; drop calls past their deadline."""
         for awaited in list(self.waiting.values()):
             if awaited.call.deadline <= now:
                 self.give_up(awaited, self.late(awaited.call))
         calls = self._calls.older_than(now - patience_s)
-        if not calls and not self.streams:
+        if not calls:
             return
         if not self._greeted:
             self._say_hello()
-        self._send_inquiry(calls)
-
-    def fail_streams(self, error: DPFlowError) -> None:
-        """Break all streams on this side."""
-        for stream in self.streams.values():
-            stream.state.fail(error)
-        self.streams.clear()
+        self.send(messages.Inquiry(calls))
 
     def fail_all(self, error: DPFlowError) -> None:
         """Break everything that is open."""
-        self.fail_streams(error)
         for awaited in list(self.waiting.values()):
             self.give_up(awaited, error)
 
@@ -250,8 +183,7 @@ class ClientSession:
             return  # what was sent after the first Hello came after it
         if before != header.incarnation:
             self.stats.server_restarts += 1
-            self.fail_streams(PeerLostError(f"{self.address} was restarted; open the stream anew"))
-        self._send_inquiry(list(self.waiting))
+        self.send(messages.Inquiry(list(self.waiting)))
 
     def _on_stranger(self, *_: object) -> None:
         if self._greeted:
@@ -262,16 +194,6 @@ class ClientSession:
 
     def _on_reading(self, *_: object) -> None:
         self._carrier.shares = True
-
-    def _on_ping(self, *_: object) -> None:
-        self.send(messages.Pong(self._reports()))
-
-    def _on_pong(self, header: messages.Pong, *_: object) -> None:
-        for theirs in header.streams:
-            stream = self.streams.get(theirs.stream)
-            if stream is not None:
-                error = stream.state.on_report(sent=theirs.sent, ended=theirs.ended, granted=theirs.granted)
-                self._settle(stream, error)
 
     def _on_reply(self, header: messages.Reply, frames: list[memoryview], now: float) -> None:
         answer: Answer | DPFlowError
@@ -301,36 +223,6 @@ class ClientSession:
             self.stats.repeats += 1
             self._send_request(awaited.call, now)
 
-    def _on_item(self, header: messages.Item, frames: list[memoryview], now: float) -> None:
-        payload = self._carrier.unpack(frames, header.packing)
-        stream = self.streams.get(header.stream)
-        if stream is None:
-            self.stats.late += 1
-            return
-        try:
-            error = stream.state.on_item(header.position)
-            if error is None:
-                stream.inbox.append(Answer(decode_body(header.body, stream.decoder), payload))
-        except MessageError as malformed:
-            error = malformed
-        self._settle(stream, error)
-
-    def _on_credit(self, header: messages.Credit, *_: object) -> None:
-        stream = self.streams.get(header.stream)
-        if stream is not None:
-            stream.state.on_credit(header.items)
-
-    def _on_end(self, header: messages.End, *_: object) -> None:
-        stream = self.streams.get(header.stream)
-        if stream is None:
-            return
-        self._settle(stream, stream.state.on_end(header.position))
-
-    def _on_abort(self, header: messages.Abort, *_: object) -> None:
-        stream = self.streams.pop(header.stream, None)
-        if stream is not None:
-            stream.state.fail(RemoteCallError(header.text, header.kind))
-
     # --- sending ---
 
     def _say_hello(self) -> None:
@@ -344,12 +236,6 @@ class ClientSession:
             messages.Request(call.id, call.method, settled, answered, patience_s, call.body, packing), packed
         )
 
-    def _send_inquiry(self, calls: list[int]) -> None:
-        self.send(messages.Inquiry(calls, self._reports()))
-
-    def _reports(self) -> list[messages.StreamReport]:
-        return [messages.StreamReport(stream.id, *stream.state.report()) for stream in self.streams.values()]
-
     def _finish(self, call_id: int) -> Awaited | None:
         self._calls.finish(call_id)
         awaited = self.waiting.pop(call_id, None)
@@ -357,28 +243,13 @@ class ClientSession:
             self.stats.late += 1
         return awaited
 
-    def _settle(self, stream: StreamEnd, error: DPFlowError | None) -> None:
-        if error is not None:
-            self.abort_stream(stream, error, str(error))
-        self._drop_if_over(stream)
-
-    def _drop_if_over(self, stream: StreamEnd) -> None:
-        if stream.state.over:
-            self.streams.pop(stream.id, None)
-
 
 #: By header. Of the class's, because a session that knows methods of its own would wait for the garbage collector.
 _HANDLERS: dict[type, Callable[[ClientSession, Any, list[memoryview], float], None]] = {
     messages.Welcome: ClientSession._on_welcome,
     messages.Stranger: ClientSession._on_stranger,
     messages.Reading: ClientSession._on_reading,
-    messages.Ping: ClientSession._on_ping,
-    messages.Pong: ClientSession._on_pong,
     messages.Reply: ClientSession._on_reply,
     messages.Failure: ClientSession._on_failure,
     messages.Missing: ClientSession._on_missing,
-    messages.Item: ClientSession._on_item,
-    messages.Credit: ClientSession._on_credit,
-    messages.End: ClientSession._on_end,
-    messages.Abort: ClientSession._on_abort,
 }

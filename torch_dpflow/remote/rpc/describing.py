@@ -13,9 +13,7 @@ def kind_of(error: BaseException) -> ErrorKind:
     """Why a call that ends with this error does."""
     if isinstance(error, Refusal):
         return error.kind
-    if isinstance(error, UsageError) and not isinstance(
-        error, StateError
-    ):  # of a service's own store or stream
+    if isinstance(error, UsageError) and not isinstance(error, StateError):  # of a service's own store
         return ErrorKind.USAGE
     if isinstance(error, MessageError):
         return ErrorKind.MALFORMED

@@ -20,7 +20,6 @@ from torch_dpflow.remote.rpc.incoming import Handler
 from torch_dpflow.remote.rpc.payload import Carrier
 from torch_dpflow.remote.rpc.replies import ReplyMemory
 from torch_dpflow.remote.rpc.sessions import ServerStats, Session, SessionTable
-from torch_dpflow.remote.rpc.stream_service import StreamFactory, StreamService
 from torch_dpflow.remote.transport import Listener
 
 logger = logging.getLogger(__name__)
@@ -34,30 +33,25 @@ class ServerOptions:
     max_clients: int = 4096
     #: Most calls of one client that it may still ask about.
     max_open_calls: int = 1024
-    #: Most streams of one client, and most items of each that the client may send ahead.
-    max_streams: int = 256
-    window: int = 16
     #: Most bytes of replies that are remembered for repeated calls, of all clients together.
     reply_memory_bytes: int = 1 << 28
     #: Most bytes that the frames of one message may hold once they are decompressed.
     max_payload_bytes: int = 1 << 31
     #: Most shared memory lent to each client on this host, bytes; 0 sends everything through the socket.
     shared_bytes: int = 1 << 28
-    #: A client with streams that is silent for so long is asked whether it is there, seconds.
-    ping_s: float = 5.0
-    #: A client without streams that is silent for so long is forgotten, seconds.
+    #: A client that is silent for so long is forgotten, seconds.
     idle_s: float = 120.0
 
     def __post_init__(self) -> None:
-        for name in ("max_clients", "max_open_calls", "max_streams", "window", "max_payload_bytes"):
+        for name in ("max_clients", "max_open_calls", "max_payload_bytes"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name}={getattr(self, name)!r}: must be at least 1")
-        if min(self.reply_memory_bytes, self.shared_bytes) < 0 or min(self.ping_s, self.idle_s) <= 0:
-            raise OptionError(f"{self}: bytes must be at least 0 and times above 0")
+        if min(self.reply_memory_bytes, self.shared_bytes) < 0 or self.idle_s <= 0:
+            raise OptionError(f"{self}: bytes must be at least 0 and idle_s above 0")
 
 
 class RpcServer:
-    """Serves calls and streams at a listener, which it owns.
+    """Serves calls at a listener, which it owns.
 
     The thread that calls `step` or `serve` is the server's: handlers run in it and must not wait. `post` and
     `stop` may be called from any thread. Whatever one client sends can at most harm itself: what is malformed
@@ -80,27 +74,17 @@ class RpcServer:
         #: The server's thread, once there is one; no thread has the number 0.
         self._thread = 0
         self._stopped = False
-        self._tick_at = clock() + options.ping_s / 2
+        self._tick_at = 0.0
         self._stats = ServerStats()
         self._replies: ReplyMemory[Any] = ReplyMemory(
             capacity_bytes=options.reply_memory_bytes, max_open=options.max_open_calls
         )
-        self._sessions = SessionTable(
-            most=options.max_clients, idle_s=options.idle_s, ping_s=options.ping_s, drop=self._on_drop
-        )
+        self._sessions = SessionTable(most=options.max_clients, idle_s=options.idle_s, drop=self._on_drop)
         self._calls = CallService(self._sessions, self._replies, self._stats, self.post)
-        self._streams = StreamService(self._stats, max_streams=options.max_streams, window=options.window)
         self._actions: dict[type, Callable[[Session, Any, list[memoryview]], None]] = {
             messages.Reading: self._on_reading,
-            messages.Ping: self._on_ping,
-            messages.Pong: self._on_pong,
             messages.Request: self._calls.on_request,
-            messages.Inquiry: self._on_inquiry,
-            messages.Open: self._streams.on_open,
-            messages.Item: self._streams.on_item,
-            messages.Credit: self._streams.on_credit,
-            messages.End: self._streams.on_end,
-            messages.Abort: self._streams.on_abort,
+            messages.Inquiry: self._calls.on_inquiry,
         }
 
     @property
@@ -115,21 +99,10 @@ class RpcServer:
 
         body_type: what the arguments must be, e.g. a msgspec struct; anything else is answered with an error.
         remembered: whether a repeated call gets the first one's reply. Without it a call may be executed
-        again,
-            and no reply is kept: for methods that only read.
+            again, and no reply is kept: for methods that only read.
         """
         _check_name(method)
         self._calls.register(method, handler, body_type=body_type, remembered=remembered)
-
-    def register_stream(
-        self, method: str, factory: StreamFactory, *, body_type: Any = Any, item_type: Any = Any
-    ) -> None:
-        """Serve streams to `method` with a handler for each, made when a client opens it.
-
-        body_type, item_type: what the opening message and the items must be.
-        """
-        _check_name(method)
-        self._streams.register(method, factory, body_type=body_type, item_type=item_type)
 
     def step(self, timeout_s: float | None) -> bool:
         """Deal with one message, and with what is due; whether a message came."""
@@ -137,7 +110,7 @@ class RpcServer:
         self._run_posted()
         now = self._clock()
         if now >= self._tick_at:
-            self._tick_at = now + self._options.ping_s / 2
+            self._tick_at = now + self._options.idle_s / 16
             self._sessions.tick(now)
         until_tick = self._tick_at - now
         message = self._listener.receive(until_tick if timeout_s is None else min(timeout_s, until_tick))
@@ -169,13 +142,12 @@ class RpcServer:
         return replace(
             self._stats,
             clients=len(self._sessions),
-            streams=self._sessions.streams,
             reply_bytes=self._replies.nbytes,
             malformed=self._stats.malformed + self._listener.dropped,
         )
 
     def close(self) -> None:
-        """Break all streams, forget all clients and stop listening. May be called twice."""
+        """Forget all clients and stop listening. May be called twice."""
         self._sessions.clear()
         self._listener.close()
 
@@ -235,17 +207,6 @@ class RpcServer:
 
     def _on_reading(self, session: Session, *_: object) -> None:
         session.carrier.shares = True
-
-    def _on_ping(self, session: Session, *_: object) -> None:
-        session.send(messages.Pong(session.reports()))
-
-    def _on_pong(self, session: Session, header: messages.Pong, *_: object) -> None:
-        self._streams.on_reports(session, header.streams)
-
-    def _on_inquiry(self, session: Session, header: messages.Inquiry, *_: object) -> None:
-        self._calls.on_inquiry(session, header.calls)
-        self._streams.on_reports(session, header.streams)
-        session.send(messages.Pong(session.reports()))
 
 
 def _check_name(method: str) -> None:
