@@ -7,7 +7,6 @@ make what a thread waits with. So who is about to need some asks first.
 from __future__ import annotations
 
 import errno
-import fcntl
 import gc
 import os
 import resource
@@ -43,19 +42,14 @@ def require(count: int, what: str) -> None:
         raise exhausted(f"{what} needs {count} more, of which {left} are left")
 
 
-def has_spare(count: int, descriptor: int) -> bool:
-    """Whether so many more can be opened; quick where many can. descriptor: any that is open."""
-    first = soft_limit() - count
-    if first == sys.maxsize - count:
+def has_spare(count: int) -> bool:
+    """Whether so many more can be opened; quick where many can."""
+    # To try the last number of all would have the kernel make its table that long: 12 to 30 ms where there are threads.
+    taken = os.stat(_OWN).st_size  # how many are open, on Linux from 6.2; 0 before
+    if 0 < taken <= soft_limit() - count:
         return True
-    try:
-        found = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, first)
-    except OSError:
-        found = -1
-    else:
-        os.close(found)
-    # The system gives the lowest number, so that the first of the last ones is free as long as all of them are.
-    return found == first or (left := available()) is None or left >= count
+    left = available()
+    return left is None or left >= count
 
 
 def exhausted(what: str) -> DescriptorLimitError:

@@ -7,6 +7,7 @@ import pickle
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,11 +130,22 @@ def count_available() -> tuple[int | None, bool, bool]:
     ):  # no gaps, as in a process whose limit was never lowered
         pass
     with limited(10):
-        return descriptors.available(), descriptors.has_spare(10, 0), descriptors.has_spare(11, 0)
+        return descriptors.available(), descriptors.has_spare(10), descriptors.has_spare(11)
 
 
 def test_what_is_left_is_counted() -> None:
     assert in_fork(count_available) == (10, True, False)
+
+
+def table_after_reading(loader_class: Any) -> tuple[int, int]:
+    assert len([*loader_class(growing(4), batch_size=None, num_workers=1)]) == 4
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("FDSize:")[1].split()[0]), descriptors.soft_limit()
+
+
+def test_the_table_of_the_kernel_does_not_grow_to_the_limit(OurLoader: Any) -> None:
+    length, limit = in_fork(table_after_reading, OurLoader)
+    assert length < limit
 
 
 def test_the_error_pickles() -> None:

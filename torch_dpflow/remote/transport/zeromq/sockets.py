@@ -276,7 +276,7 @@ class ZeroMQListener(_Endpoint):
     def _look_after_descriptors(self) -> None:
         self._look_at = time.monotonic() + LOOK_S
         path = self.address.removeprefix("ipc://")
-        if descriptors.has_spare(descriptors.SPARE, self._wake_fd):
+        if descriptors.has_spare(descriptors.SPARE):
             if self._refuses:
                 os.replace(path + _ASIDE, path)
                 self._refuses = False
