@@ -76,17 +76,15 @@ class Arena:
     the child nothing is lent.
 
     Args:
-        budget_bytes: most memory that the arena takes, in use and free together.
-        directory: a private directory for named files, for one arena of a process; None takes memfds. Without
-            either (a platform without memfds, no directory) nothing is ever lent.
+        budget_bytes: most memory that the arena takes, in use and free together. On a platform without memfds
+            nothing is ever lent.
     """
 
-    def __init__(self, *, budget_bytes: int, directory: str | None = None) -> None:
+    def __init__(self, *, budget_bytes: int) -> None:
         if budget_bytes < 0:
             raise OptionError(f"budget_bytes={budget_bytes!r}: must be at least 0 (0 lends nothing)")
         self._budget = budget_bytes
-        self._directory = directory
-        self._usable = directory is not None or HAS_MEMFD
+        self._usable = HAS_MEMFD
         self._pid = os.getpid()
         self._token = secrets.token_bytes(segments.TOKEN_BYTES)
         self._lock = threading.Lock()
@@ -183,19 +181,13 @@ class Arena:
         try:
             if size > self._headroom.available() * _SHARE_OF_AVAILABLE:
                 return None
-            segment = self._create_segment(size - HEADER_BYTES)
+            segment = segments.create_memfd(self._numbers, size - HEADER_BYTES, self._token)
         except (OSError, RuntimeError):  # torch's mapping reports a refused mmap as RuntimeError
             return None
         self._classes.setdefault(size, deque()).append(segment)
         self._by_address[segment.address] = segment
         self.allocated_bytes += size
         return segment
-
-    def _create_segment(self, capacity: int) -> Segment:
-        if self._directory is not None:
-            path = segments.file_path(self._directory, self._pid, self._numbers)
-            return segments.create_file(path, self._numbers, capacity, self._token)
-        return segments.create_memfd(self._numbers, capacity, self._token)
 
     def _make_room(self, size: int) -> bool:
         """Trim for a new segment of `size`, whose like is not free: the least recently lent go first."""
@@ -227,8 +219,6 @@ class Arena:
         self._retired += 1
         segment.memory[0] = RETIRED
         segment.close()
-        if self._directory is not None:
-            segments.remove_file(segments.file_path(self._directory, self._pid, segment.number))
 
 
 def _size_class(nbytes: int) -> int:

@@ -26,21 +26,14 @@ class ArenaReader:
 
     Args:
         pid: the writer's process.
-        directory: what the writer's arena was given as `directory`.
     """
 
-    def __init__(self, pid: int, *, directory: str | None = None) -> None:
+    def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._directory = directory
         self._token: bytes | None = None
         self._segments: dict[int, Segment] = {}
         #: Of the writer's retired segments, how many there were when we last looked for them.
         self._retired = 0
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes of all segments in the cache of mappings."""
-        return sum(segment.size for segment in self._segments.values())
 
     def view(self, ref: BlockRef) -> Memory:
         """The block as a writable uint8 array of `ref.nbytes`. A reference can be opened once.
@@ -104,9 +97,6 @@ class ArenaReader:
         return segment
 
     def _open(self, ref: BlockRef) -> tuple[Segment, bytes]:
-        if self._directory is not None:
-            path = segments.file_path(self._directory, self._pid, ref.segment)
-            return segments.open_file(path, ref.segment, ref.capacity, self._token)
         return segments.open_memfd(self._pid, ref.fd, ref.segment, ref.capacity, self._token)
 
     def _unmap_retired(self) -> None:

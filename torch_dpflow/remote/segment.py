@@ -4,10 +4,9 @@ The header's first byte is the segment's state. The writer sets it to PUBLISHED 
 the segment, the reader stores FREE when nothing refers to the payload any more, and the writer leaves RETIRED
 in a segment that it gives back. None of that needs a message.
 
-A segment is a memfd where the platform has them: it has no name that could outlive its processes, it does not
-count against a container's small /dev/shm, and it is sealed so that nobody can shrink it under a mapping. Its
-pages are reserved when it is made, so that no later touch of them can fail with SIGBUS. Elsewhere it is a
-file in a private directory, which the reader unlinks as soon as it has mapped it.
+A segment is a memfd: it has no name that could outlive its processes, it does not count against a container's
+small /dev/shm, and it is sealed so that nobody can shrink it under a mapping. Its pages are reserved when it is
+made, so that no later touch of them can fail with SIGBUS. A platform without memfds has no segments.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class BlockRef(msgspec.Struct, array_like=True, frozen=True):
 
     #: Number of the segment, never used twice by one arena.
     segment: int
-    #: The writer's descriptor of the segment; -1 where it is a named file.
+    #: The writer's descriptor of the segment.
     fd: int
     #: Payload bytes of the segment.
     capacity: int
@@ -79,8 +78,7 @@ class Segment:
     capacity: int
     #: Header and payload.
     memory: memoryview
-    #: The writer's descriptor, by which the reader finds a memfd; -1 where the segment is a named file, and
-    #: in the reader.
+    #: The writer's descriptor, by which the reader finds it; -1 in the reader.
     fd: int
     #: Address of the payload.
     address: int
@@ -143,25 +141,6 @@ def create_memfd(number: int, capacity: int, token: bytes) -> Segment:
     return Segment(number, capacity, memory, fd, address)
 
 
-def create_file(path: str, number: int, capacity: int, token: bytes) -> Segment:
-    """Make a segment as a file. Raises OSError where the file system is full."""
-    size = HEADER_BYTES + capacity
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, size)
-        else:
-            os.ftruncate(fd, size)
-        memory, address = _map(path, size)
-    except BaseException:
-        os.unlink(path)
-        raise
-    finally:
-        os.close(fd)
-    _HEADER.pack_into(memory, 0, FREE, _MAGIC, number, capacity, token)
-    return Segment(number, capacity, memory, -1, address)
-
-
 def open_memfd(pid: int, fd: int, number: int, capacity: int, token: bytes | None) -> tuple[Segment, bytes]:
     """Map another process's memfd; returns it with the token of its arena.
 
@@ -182,30 +161,6 @@ def open_memfd(pid: int, fd: int, number: int, capacity: int, token: bytes | Non
     finally:
         os.close(own)
     return _check_header(memory, address, number, capacity, token, claim)
-
-
-def open_file(path: str, number: int, capacity: int, token: bytes | None) -> tuple[Segment, bytes]:
-    """Map a segment that is a file, and unlink it. Raises as `open_memfd`."""
-    own = _open(path, path)
-    try:
-        _check_size(own, capacity, path)
-        memory, address = _map_theirs(path, HEADER_BYTES + capacity, path)
-    finally:
-        os.close(own)
-    opened = _check_header(memory, address, number, capacity, token, path)
-    remove_file(path)
-    return opened
-
-
-def file_path(directory: str, pid: int, number: int) -> str:
-    """Where the named segments of process `pid` lie."""
-    return os.path.join(directory, f"segment-{pid}-{number}")
-
-
-def remove_file(path: str) -> None:
-    """Unlink a segment's file if it is still there."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 def _seals() -> int:
