@@ -42,16 +42,15 @@ class TestWindows:
     def test_a_window_is_filled_with_the_oldest_tasks_when_a_worker_joins(self):
         scheduler = Scheduler(window=3)
         assert told(scheduler, submit(1, 2, 3, 4), Join(0, 0.0)) == [Assign(0, [1, 2, 3])]
-        assert scheduler.snapshot().queued == 1
 
     def test_a_result_makes_room_for_one_task(self):
         scheduler = Scheduler(window=2)
         assert told(scheduler, submit(1, 2, 3), Join(0, 0.0), finish(0, 1)) == [Deliver(1, 0), Assign(0, [3])]
 
     def test_a_worker_cannot_run_what_it_has_finished(self):
-        scheduler = Scheduler(window=2)
+        scheduler = Scheduler(window=2, poison_limit=1)
         told(scheduler, submit(1, 2, 3), Join(0, 0.0), finish(0, 1, started=1))
-        assert scheduler.snapshot().workers[0].running == 2
+        assert told(scheduler, Lose(0, 0.0)) == [Poison(2, (0,))]
 
     def test_several_results_make_room_for_several_tasks(self):
         scheduler = Scheduler(window=3)
@@ -184,8 +183,8 @@ class TestStealing:
         assert told(scheduler, Cancel([2], 0.0)) == [Revoke(0, [2, 1]), Assign(1, [1])]
 
     def test_a_starved_worker_takes_a_copied_task_that_has_lost_its_copy(self):
-        scheduler = Scheduler(window=2, speculate_after_s=0.0)
-        told(scheduler, submit(1), Join(0, 0.0), Join(1, 0.0), Join(2, 0.0))  # 1 has a copy, 2 has nothing
+        scheduler = Scheduler(window=2, overtake_after_s=1.0)
+        told(scheduler, submit(1), Join(0, 0.0), Join(1, 0.0), Join(2, 0.0), Tick(1.0))  # 1 has a copy
         told(scheduler, finish(0, started=99))
         assert told(scheduler, Lose(1, 0.0)) == [Revoke(0, [1]), Assign(2, [1])]
 
@@ -229,7 +228,6 @@ class TestCancelling:
     def test_unknown_tasks_are_ignored(self):
         scheduler = Scheduler(window=1)
         assert told(scheduler, Cancel([5, 5], 0.0)) == []
-        assert scheduler.counters.cancelled == 0
 
     def test_a_backlog_full_of_cancelled_tasks_does_not_grow(self):
         scheduler = Scheduler(window=1)
@@ -309,7 +307,6 @@ class TestLoss:
         scheduler = Scheduler(window=2)
         told(scheduler, submit(1), Join(0, 0.0), Lose(0, 0.0))
         assert told(scheduler, Lose(0, 0.0)) == []
-        assert scheduler.counters.losses == 1
 
     def test_joining_under_a_live_id_loses_the_forerunner(self):
         scheduler = Scheduler(window=2, poison_limit=2)
@@ -346,68 +343,26 @@ class TestPoison:
     def test_an_idle_worker_that_is_lost_is_held_against_nothing(self):
         scheduler = Scheduler(window=1, poison_limit=1)
         assert told(scheduler, Join(0, 0.0), Lose(0, 0.0), submit(1)) == []
-        assert scheduler.snapshot().unfinished == 1
-
-
-class TestSpeculation:
-    def test_an_idle_worker_copies_the_oldest_overdue_task(self):
-        scheduler = Scheduler(window=1, speculate_after_s=2.0)
-        told(scheduler, submit(1, 2), Join(0, 0.0), Join(1, 1.0), Join(2, 1.0))
-        assert told(scheduler, Tick(1.9)) == []
-        assert told(scheduler, Tick(2.0)) == [Assign(2, [1])]
-        assert scheduler.counters.speculated == 1
-
-    def test_a_task_is_as_old_as_when_it_was_started(self):
-        scheduler = Scheduler(window=1, speculate_after_s=2.0)
-        told(scheduler, submit(1), Join(0, 0.0), Join(1, 0.0), finish(0, started=1, now=1.5))
-        assert told(scheduler, Tick(2.0)) == [Assign(1, [1])]
-
-    def test_the_first_result_wins_and_the_loser_is_busy_until_it_exchanges(self):
-        scheduler = Scheduler(window=1, speculate_after_s=0.0)
-        told(scheduler, submit(1), Join(0, 0.0), Join(1, 0.0))
-        assert told(scheduler, finish(1, 1)) == [Deliver(1, 1), Revoke(0, [1]), Starved([1])]
-        assert told(scheduler, submit(2)) == [Assign(1, [2])]
-        assert told(scheduler, finish(0, 1)) == [Discard(1, 0), Assign(0, [2])]  # a copy again
-
-    def test_a_task_is_copied_once(self):
-        scheduler = Scheduler(window=1, speculate_after_s=0.0)
-        told(scheduler, submit(1), Join(0, 0.0), Join(1, 0.0))
-        assert told(scheduler, Join(2, 9.0)) == [Starved([2])]
-
-    def test_neither_pinned_tasks_nor_suspects_are_copied(self):
-        scheduler = Scheduler(window=1, speculate_after_s=0.0)
-        told(scheduler, submit(1, to=0), submit(2), Join(0, 0.0), Join(1, 0.0), Lose(1, 0.0))
-        told(scheduler, Join(1, 0.0))
-        assert told(scheduler, Join(2, 9.0)) == [Starved([2])]
-
-    def test_the_copy_stays_when_the_first_holder_is_lost(self):
-        scheduler = Scheduler(window=1, speculate_after_s=0.0)
-        told(scheduler, submit(1), Join(0, 0.0), Join(1, 0.0))
-        assert told(scheduler, Lose(0, 0.0)) == []
-        assert scheduler.counters.requeues == 0
-        assert told(scheduler, finish(1, 1)) == [Deliver(1, 1), Starved([1])]
+        assert told(scheduler, Join(1, 0.0)) == [Assign(1, [1])]
 
 
 class TestOvertaking:
     def test_others_take_over_what_a_worker_holds_that_has_stopped(self):
         scheduler = Scheduler(window=3, overtake_after_s=1.0)
         told(scheduler, submit(1, 2, 3), Join(0, 0.0), Join(1, 0.5))
-        assert scheduler.snapshot().workers[0].held == (1, 2)
         assert told(scheduler, Tick(0.9)) == []
         assert told(scheduler, Tick(1.0)) == [Revoke(0, [2]), Assign(1, [1, 2])]
 
     def test_a_busy_worker_takes_over_too(self):
         scheduler = Scheduler(window=2, overtake_after_s=1.0)
         told(scheduler, Join(0, 0.0), Join(1, 0.0), submit(1, 2, 3, 4), finish(1, 2, now=0.9))
-        assert scheduler.snapshot().workers[1].held == (4,)
         assert told(scheduler, Tick(1.0)) == [Revoke(0, [3]), Assign(1, [1])]
-        assert scheduler.snapshot().queued == 1
         assert told(scheduler, finish(1, 4, now=1.1)) == [Deliver(4, 1), Assign(1, [3])]
 
     def test_one_that_was_overtaken_gets_nothing_until_it_is_heard_of(self):
         scheduler = Scheduler(window=2, overtake_after_s=1.0)
-        told(scheduler, Join(0, 0.0), Join(1, 0.0), submit(1), Tick(1.0), submit(2, 3, 4, now=1.0))
-        assert scheduler.snapshot().workers[0].held == (1,)
+        told(scheduler, Join(0, 0.0), Join(1, 0.0), submit(1), Tick(1.0))
+        assert told(scheduler, submit(2, 3, 4, now=1.0)) == [Assign(1, [2])]
         assert told(scheduler, finish(1, 1, now=1.1))[:2] == [Deliver(1, 1), Revoke(0, [1])]
         assert told(scheduler, finish(0, 1, now=5.0)) == [Discard(1, 0), Assign(0, [4])]
 
@@ -422,6 +377,25 @@ class TestOvertaking:
         told(scheduler, submit(40, now=now), Join(1, now))
         assert told(scheduler, Tick(now + 3.0)) == []
         assert told(scheduler, Tick(now + 4.0)) == [Assign(1, [40])]
+
+    def test_a_task_is_copied_once(self):
+        scheduler = Scheduler(window=1, overtake_after_s=1.0)
+        told(scheduler, submit(1), Join(0, 0.0), Join(1, 0.0))
+        assert told(scheduler, Tick(1.0)) == [Assign(1, [1])]
+        assert scheduler.counters.copies == 1
+        assert told(scheduler, Join(2, 9.0)) == [Starved([2])]
+        assert told(scheduler, Tick(9.0)) == []
+
+    def test_the_copy_stays_when_the_first_holder_is_lost(self):
+        scheduler = Scheduler(window=1, overtake_after_s=1.0)
+        told(scheduler, submit(1), Join(0, 0.0), Join(1, 0.0), Tick(1.0))
+        assert told(scheduler, Lose(0, 0.0)) == []
+        assert told(scheduler, finish(1, 1)) == [Deliver(1, 1), Starved([1])]
+
+    def test_a_pinned_task_is_not_copied(self):
+        scheduler = Scheduler(window=1, overtake_after_s=1.0)
+        told(scheduler, submit(1, to=0), Join(0, 0.0), Join(1, 0.0))
+        assert told(scheduler, Tick(9.0)) == []
 
     def test_a_suspect_is_not_copied(self):
         scheduler = Scheduler(window=2, overtake_after_s=1.0)
@@ -446,10 +420,9 @@ class TestBadInput:
             ({"window": True}, OptionTypeError),
             ({"window": 1, "poison_limit": 0}, OptionError),
             ({"window": 1, "poison_limit": None}, OptionTypeError),
-            ({"window": 1, "speculate_after_s": -1.0}, OptionError),
-            ({"window": 1, "speculate_after_s": math.nan}, OptionError),
-            ({"window": 1, "speculate_after_s": "1"}, OptionTypeError),
             ({"window": 1, "overtake_after_s": -1.0}, OptionError),
+            ({"window": 1, "overtake_after_s": math.nan}, OptionError),
+            ({"window": 1, "overtake_after_s": "1"}, OptionTypeError),
         ],
     )
     def test_options_out_of_range_are_refused_with_their_value(self, options, error):
@@ -464,8 +437,8 @@ class TestBadInput:
             scheduler.handle(submit(2, 1))
         with pytest.raises(OptionError, match="twice"):
             scheduler.handle(submit(3, 3))
-        assert scheduler.snapshot().unfinished == 1, "a refused event leaves no trace"
         scheduler.validate()
+        assert told(scheduler, Join(0, 0.0), finish(0, 1)) == [Deliver(1, 0), Starved([0])]
 
     def test_something_else_than_an_event_is_refused(self):
         with pytest.raises(OptionTypeError, match="handles Submit, Cancel, Join"):
@@ -486,14 +459,3 @@ class TestBadInput:
     def test_a_result_of_a_task_never_assigned_counts(self):
         scheduler = Scheduler(window=1)
         assert told(scheduler, submit(1, 2), Join(0, 0.0), finish(0, 2)) == [Deliver(2, 0)]
-
-
-def test_a_snapshot_shows_everything_and_stays_as_it_is():
-    scheduler = Scheduler(window=2)
-    told(scheduler, submit(1, 2, 3), submit(4, to=9), Join(0, 0.0))
-    snapshot = scheduler.snapshot()
-    told(scheduler, finish(0, 1, 2, 3), Lose(0, 0.0))
-    assert (snapshot.queued, snapshot.reserved, snapshot.unfinished) == (1, 1, 4)
-    assert snapshot.workers[0].held == (1, 2)
-    assert snapshot.workers[0].running == 1
-    assert snapshot.counters.delivered == 0

@@ -5,7 +5,7 @@ inside. The life of a task::
 
     Submit ──> global queue ──────────> a worker's window ──> Exchange ──> Deliver
        │                                 ▲    │     ▲
-       └─pinned─> reserved for a worker ─┘    │     └── stolen or copied from another window
+       └─pinned─> reserved for a worker ─┘    │     └── stolen or taken over from another window
                                               └─ Lose: back to where it came from, in its old place
 
 **Windows.** A worker holds up to `window` tasks, running and waiting, so that it never idles for a round
@@ -21,8 +21,7 @@ simulation (skewed costs, bounded lookahead, in-order delivery) the time to the 
 but several times as many tasks are loaded twice. `python -m benchmarks.scheduler` repeats it.
 
 **Over-allocation.** The victim is told at once (the thesis tells it at its next exchange), but may have
-started the task meanwhile. Then it runs twice and the first result wins. With `speculate_after_s`, a task
-that has been running for so long is copied to an idle worker that finds nothing else.
+started the task meanwhile. Then it runs twice and the first result wins.
 
 **Overtaking.** A worker that was frozen, or whose storage hangs, holds tasks that somebody waits for, and the
 others may never be idle. With `overtake_after_s`, one that has been at one task for so long, and for several
@@ -58,8 +57,7 @@ from torch_dpflow.remote.scheduler.events import (
     Tick,
     WorkerId,
 )
-from torch_dpflow.remote.scheduler.machine import Scheduler
-from torch_dpflow.remote.scheduler.snapshots import Counters, SchedulerSnapshot, WorkerSnapshot
+from torch_dpflow.remote.scheduler.machine import Counters, Scheduler
 
 __all__ = [
     "Assign",
@@ -76,11 +74,9 @@ __all__ = [
     "Poison",
     "Revoke",
     "Scheduler",
-    "SchedulerSnapshot",
     "Starved",
     "Submit",
     "TaskId",
     "Tick",
     "WorkerId",
-    "WorkerSnapshot",
 ]

@@ -65,7 +65,7 @@ class Lose(msgspec.Struct, frozen=True, gc=False):
 
 
 class Tick(msgspec.Struct, frozen=True, gc=False):
-    """Time has passed; needed for speculation, overtaking and time limits only."""
+    """Time has passed; needed for overtaking and time limits only."""
 
     now: float
 

@@ -29,9 +29,24 @@ from torch_dpflow.remote.scheduler.events import (
     WorkerId,
 )
 from torch_dpflow.remote.scheduler.pace import Pace
-from torch_dpflow.remote.scheduler.snapshots import Counters, SchedulerSnapshot, WorkerSnapshot
 from torch_dpflow.remote.scheduler.tasks import Backlog, Task
 from torch_dpflow.remote.scheduler.windows import Mirror, Windows
+
+
+class Counters(msgspec.Struct):
+    """What has happened since the scheduler was made; each only grows."""
+
+    submitted: int = 0
+    delivered: int = 0
+    poisoned: int = 0
+    #: Results not handed on: copies that came second, and results of tasks that nobody wants any more.
+    duplicates: int = 0
+    #: Waiting tasks moved from one worker to an idle one.
+    steals: int = 0
+    #: Running tasks given to another worker too, because theirs was overtaken.
+    copies: int = 0
+    #: Workers that were to be killed over a task that took too long.
+    timeouts: int = 0
 
 
 class Scheduler:
@@ -45,7 +60,6 @@ class Scheduler:
 
     window: the tasks a worker holds at most (K of the thesis), at least 1.
     poison_limit: how many workers a task may take down before it is given up, at least 1.
-    speculate_after_s: seconds after which a running task may be copied to an idle worker; None: never.
     overtake_after_s: seconds, at least, after which others take over what a worker holds that is at one task
         for much longer than usual, be they busy or not; None: never.
     task_timeout_s: seconds after which a worker that is still at one task is to be killed; None: never.
@@ -57,13 +71,11 @@ class Scheduler:
         *,
         window: int,
         poison_limit: int = 3,
-        speculate_after_s: float | None = None,
         overtake_after_s: float | None = None,
         task_timeout_s: float | None = None,
     ) -> None:
         self._windows = Windows(_at_least_one("window", window))
         self._poison_limit = _at_least_one("poison_limit", poison_limit)
-        self._speculate_after_s = _seconds("speculate_after_s", speculate_after_s)
         overtake_after_s = _seconds("overtake_after_s", overtake_after_s)
         self._task_timeout_s = _seconds("task_timeout_s", task_timeout_s)
         self._pace = None if overtake_after_s is None else Pace(overtake_after_s)
@@ -125,7 +137,6 @@ class Scheduler:
         for task_id in event.tasks:
             task = self._tasks.get(task_id)
             if task is not None:
-                self.counters.cancelled += 1
                 self._forget(task, None)
 
     def _join(self, event: Join, out: list[Instruction]) -> None:
@@ -160,7 +171,6 @@ class Scheduler:
         mirror = self._windows.mirrors.get(event.worker)
         if mirror is None:
             return
-        self.counters.losses += 1
         self._windows.remove(mirror)
         for task in mirror.held.values():
             task.holders = tuple(holder for holder in task.holders if holder is not mirror)
@@ -171,15 +181,12 @@ class Scheduler:
                 self._suspect(running, event.worker, out)
         for task in mirror.held.values():
             if not task.holders and task.id in self._tasks:
-                self.counters.requeues += 1
                 home = self._queue if task.pinned_to is None else mirror.reserved
                 home.give_back(task)
             for holder in task.holders:
                 self._windows.offer(holder)
 
     def _tick(self, event: Tick, out: list[Instruction]) -> None:
-        if self._speculate_after_s is not None:
-            self._windows.wake_idle()
         if self._pace is not None:
             for mirror in self._windows.stuck(event.now - self._pace.patience_s):
                 self._overtake(mirror, event.now)
@@ -194,7 +201,6 @@ class Scheduler:
         """Have others take over what a worker holds that seems to have stopped; may be called again."""
         mirror.overtaken = True
         while (waiting := mirror.last_movable()) is not None:
-            self.counters.overtaken += 1
             del mirror.held[waiting.id]
             waiting.holders = ()
             self._revoke(waiting, mirror)
@@ -203,7 +209,7 @@ class Scheduler:
         running = mirror.running_task()
         other = self._windows.emptiest()
         if running is not None and running.is_movable() and not running.losses and other is not None:
-            self.counters.speculated += 1
+            self.counters.copies += 1
             self._give(other, running, now)
 
     # -- tasks -------------------------------------------------------------------------------------------
@@ -250,7 +256,6 @@ class Scheduler:
         self._windows.place(mirror)
 
     def _revoke(self, task: Task, mirror: Mirror) -> None:
-        self.counters.revoked += 1
         self._revoked.setdefault(mirror.worker, []).append(task.id)
         self._windows.place(mirror)
 
@@ -266,7 +271,7 @@ class Scheduler:
         found = True
         for mirror in freed:
             if mirror.level == 0:
-                found = found and (self._steal(mirror, now) or self._copy(mirror, now))
+                found = found and self._steal(mirror, now)
                 if not found and not mirror.starved:
                     mirror.starved = True
                     starved.append(mirror.worker)
@@ -297,30 +302,7 @@ class Scheduler:
         self._give(thief, task, now)
         return True
 
-    def _copy(self, thief: Mirror, now: float) -> bool:
-        if self._speculate_after_s is None:
-            return False
-        task = self._windows.overdue(now - self._speculate_after_s)
-        if task is None:
-            return False
-        self.counters.speculated += 1
-        self._give(thief, task, now)
-        return True
-
     # -- inspection --------------------------------------------------------------------------------------
-
-    def snapshot(self) -> SchedulerSnapshot:
-        """Counters, depths and mirrors as they are now; O(workers x window)."""
-        return SchedulerSnapshot(
-            counters=msgspec.structs.replace(self.counters),
-            queued=len(self._queue),
-            reserved=sum(map(len, self._reserved.values())),
-            unfinished=len(self._tasks),
-            workers={
-                worker: WorkerSnapshot(tuple(mirror.held), mirror.running, len(mirror.reserved))
-                for worker, mirror in self._windows.mirrors.items()
-            },
-        )
 
     def validate(self) -> None:
         """Check every invariant; O(everything), for tests. Raises AssertionError."""

@@ -142,14 +142,10 @@ class Windows:
             self._lowest += 1
         return None
 
-    def wake_idle(self) -> None:
-        """Have idle workers look again for work."""
-        self.freed.extend(self.levels[0].values())
-
     def offer(self, mirror: Mirror) -> None:
-        """`wake_idle` if this mirror, which has changed, has something to steal."""
+        """Have idle workers look again for work if this mirror, which has changed, has something to steal."""
         if self.levels[0] and mirror.level > 1 and mirror.last_movable() is not None:
-            self.wake_idle()
+            self.freed.extend(self.levels[0].values())
 
     def loot(self) -> Task | None:
         """The task to steal: the last of the longest mirror, among equals of the longest running task."""
@@ -162,16 +158,6 @@ class Windows:
             if movable:
                 return min(movable)[2]
         return None
-
-    def overdue(self, latest: float) -> Task | None:
-        """The oldest task that has been running since `latest` or before and may be copied; no suspect."""
-        tasks = [
-            (task.order, task)
-            for mirror in self.mirrors.values()
-            if mirror.since <= latest and (task := mirror.running_task()) is not None
-            if task.is_movable() and not task.losses
-        ]
-        return min(tasks)[1] if tasks else None
 
     def stuck(self, latest: float) -> list[Mirror]:
         """The busy mirrors whose workers have been at one task since `latest` or before."""

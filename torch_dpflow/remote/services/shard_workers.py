@@ -168,7 +168,7 @@ class ShardWorkers:
             "workers": len(self._workers),
             "decodes": self.decodes,
             "steals": counters.steals,
-            "overtaken": counters.speculated,
+            "overtaken": counters.copies,
             "duplicates": counters.duplicates,
             "poisoned": counters.poisoned,
             "timeouts": counters.timeouts,
