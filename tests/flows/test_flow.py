@@ -7,7 +7,6 @@ import platform
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import msgspec
 import pytest
 
@@ -277,6 +276,7 @@ def test_damage_to_a_saved_flow_is_named(tmp_path: Path) -> None:
         whole[:-1],
         whole + b".",
         whole.replace(b"data-load-flow", b"data-load-flaw"),
+        whole.replace(b'"format":2', b'"format":1'),
     ):
         path.write_bytes(damaged)
         with pytest.raises(DamagedStoreError, match=r"x\.flow"):
@@ -307,19 +307,12 @@ def test_the_first_line_of_a_saved_flow_is_checked_too(tmp_path: Path, old: byte
             read(str(path))
 
 
-def _write_format_1(path: Path, code: bytes, **changed: Any) -> None:
-    """A file as the first format had it, which checked the code alone."""
-    record = {"kind": "data-load-flow", "format": 1, "name": "a/b", "version": 1, "shown": "a flow"}
-    python = ".".join(platform.python_version_tuple()[:2])
-    record |= {"python": python, "sha256": sha256_of(code), **changed}
+def _write(path: Path, code: bytes, *, python: str = ".".join(platform.python_version_tuple()[:2])) -> None:
+    """A file of whatever code, whole by its SHA-256."""
+    record = {"kind": "data-load-flow", "format": 2, "name": "a/b", "version": 1, "shown": "a flow"}
+    record |= {"python": python, "sha256": ""}
+    record["sha256"] = sha256_of(msgspec.json.encode(record) + b"\n" + code)
     path.write_bytes(msgspec.json.encode(record) + b"\n" + code)
-
-
-def test_files_of_the_first_format_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "x.flow"
-    flow = numbers_flow(Numbers(4))
-    _write_format_1(path, cloudpickle.dumps(flow))
-    assert (str(load_flow(str(path))), describe_flow(str(path)).shown) == (str(flow), "a flow")
 
 
 def test_what_cannot_be_loaded_is_told_with_its_file(tmp_path: Path) -> None:
@@ -329,10 +322,10 @@ def test_what_cannot_be_loaded_is_told_with_its_file(tmp_path: Path) -> None:
         (b"cnowhere_at_all\nthing\n.", UsageError, r"x\.flow cannot be loaded here: .*nowhere_at_all"),
         (pickle.dumps(5), OptionTypeError, r"x\.flow holds a int"),
     ):
-        _write_format_1(path, code)
+        _write(path, code)
         with pytest.raises(error, match=told):
             load_flow(str(path))
-    _write_format_1(path, b"", python="2.7")
+    _write(path, b"", python="2.7")
     with pytest.raises(UsageError, match=r"saved by Python 2\.7"):
         load_flow(str(path))
     with pytest.raises(OptionTypeError, match="flow=5"):

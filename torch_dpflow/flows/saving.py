@@ -17,21 +17,20 @@ from torch_dpflow.errors import DamagedStoreError, NewerFormatError, OptionTypeE
 from torch_dpflow.flows.flow import DataLoadFlow
 from torch_dpflow.options import check_type
 
-#: Format 1 had no check of its first line.
 _FORMAT = 2
 
 
 class FlowRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="data-load-flow"):
     """The first line of a flow's file."""
 
-    format: Literal[1, 2]
+    format: Literal[2]
     name: str
     version: Annotated[int, msgspec.Meta(ge=1)]
     #: As `str()` shows it.
     shown: str
     #: Code travels between equal minor versions of Python only: "3.11".
     python: str
-    #: Of this line with nothing here, and of what is behind it; in format 1 of what is behind it alone.
+    #: Of this line with nothing here, and of what is behind it.
     sha256: str
 
 
@@ -96,15 +95,12 @@ def _read(url: str | os.PathLike[str], storage_options: dict[str, Any]) -> tuple
     told = without_login(str(url))
     record = _record(line, told)
     # Encoded anew the line is as it was written, with no field that nobody knows.
-    is_whole = record.format == 1 or msgspec.json.encode(record) == line
-    if not is_whole or _digest(record, code) != record.sha256:
+    if msgspec.json.encode(record) != line or _digest(record, code) != record.sha256:
         raise DamagedStoreError(f"{told} does not match its SHA-256; it was damaged: restore it from a copy")
     return record, code
 
 
 def _digest(record: FlowRecord, code: bytes) -> str:
-    if record.format == 1:
-        return sha256_of(code)
     return sha256_of(msgspec.json.encode(replace(record, sha256="")) + b"\n" + code)
 
 
