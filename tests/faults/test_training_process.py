@@ -17,6 +17,7 @@ import pytest
 from tests.loader_cases import Indices
 from tests.new_process import in_fork, interpreter, run_interpreter
 from tests.workers import has_ended, worker_pids
+from torch_dpflow.directory import sweep
 from torch_dpflow.errors import LifetimeError
 
 BLOCKED = """
@@ -53,9 +54,15 @@ def place() -> Iterator[Path]:
     ids=["fork", "hung", "forkserver"],
 )
 def test_nothing_outlives_a_killed_training_process(
-    OurLoader: Any, eventually: Any, place: Path, method: str, hung: list[int], number: int
+    OurLoader: Any,
+    eventually: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    place: Path,
+    method: str,
+    hung: list[int],
+    number: int,
 ) -> None:
-    """Not even workers that hang in the user's code."""
+    """Not even workers that hang in the user's code; and files only until the next loader is made."""
     env = {"TMPDIR": str(place)}
     shared = set(os.listdir("/dev/shm"))
     with interpreter(BLOCKED, "dpflow", method, json.dumps(hung), env=env) as training:
@@ -65,7 +72,9 @@ def test_nothing_outlives_a_killed_training_process(
         training.send_signal(number)
         training.wait()
         eventually(lambda: all(map(has_ended, workers)), within_s=20, what="the end of the workers")
-    eventually(lambda: not left_in(place), within_s=10, what=f"the removal of {left_in(place)}")
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    sweep()  # as the next loader does
+    assert not left_in(place)
     mine = {name for name in set(os.listdir("/dev/shm")) - shared if str(training.pid) in name}
     assert not mine
 
@@ -91,7 +100,6 @@ threading.Event().wait()
 def test_not_even_workers_that_keep_the_interpreters_lock(
     OurLoader: Any, eventually: Any, place: Path
 ) -> None:
-    """No Python runs in them any more, so what they leave in the file system is for the next loader to sweep."""
     with interpreter(KEEPING_THE_LOCK, env={"TMPDIR": str(place)}) as training:
         assert training.stdout is not None
         workers = json.loads(training.stdout.readline())

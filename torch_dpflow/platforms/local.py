@@ -135,7 +135,8 @@ def end_all(handles: list[WorkerHandle]) -> None:
 
 def _process_descriptor(process: multiprocessing.process.BaseProcess) -> int | None:
     # multiprocessing's sentinel is a pipe that grandchildren inherit: it stays silent when a worker with a
-    # subprocess is killed. The kernel's descriptor of the process does not.
+    # subprocess is killed. The kernel's descriptor of the process does not; but old kernels and some sandboxes
+    # have none, where the sentinel has to do.
     if not hasattr(os, "pidfd_open") or process.pid is None:
         return None
     try:

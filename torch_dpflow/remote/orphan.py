@@ -19,26 +19,13 @@ def end_with(pid: int, directory: str, *, by_kernel: bool = False) -> None:
 
     A thread waits for it, so a worker that hangs in user code goes too. Call it once.
 
-    by_kernel: also where that code never lets go of the interpreter's lock. Only if the thread that started this
-        process lives as long as its process does: the kernel takes that thread's end for the parent's.
+    by_kernel: also where that code never lets go of the interpreter's lock; what is in `directory` is left to the
+        next sweep then. Only if the thread that started this process lives as long as its process does: the kernel
+        takes that thread's end for the parent's.
     """
     if by_kernel and sys.platform == "linux":
-        _let_the_kernel_end_us()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_watch, args=(pid, directory), name="dpflow-orphan", daemon=True).start()
-
-
-def _let_the_kernel_end_us() -> None:
-    """Be killed some seconds after the parent's death, without a line of Python.
-
-    The kernel can send a signal on the parent's death, but no delayed one, and the thread should have time to
-    remove the directory. So the signal's handler is the C library's `alarm` itself: handlers get the number of
-    their signal, SIGTRAP's is 5, and five seconds later SIGALRM ends the process.
-    """
-    libc = ctypes.CDLL(None)
-    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
-    libc.signal.restype = ctypes.c_void_p
-    libc.signal(signal.SIGTRAP, ctypes.cast(libc.alarm, ctypes.c_void_p))
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTRAP)
 
 
 def _watch(pid: int, directory: str) -> None:
@@ -55,7 +42,7 @@ def wait_for_end(pid: int) -> None:
         except ProcessLookupError:
             return
         except OSError:
-            pass  # an old kernel, or a sandbox that forbids the call
+            pass  # an old kernel, or a sandbox that forbids the call: both are supported
         else:
             poller = select.poll()
             poller.register(descriptor, select.POLLIN)
