@@ -6,12 +6,12 @@ import functools
 from typing import Any
 
 import psutil
-from torch.utils.data import IterDataPipe, MapDataPipe, _DatasetKind
-from torch.utils.data.dataloader import _sharding_worker_init_fn
+from torch.utils.data import IterDataPipe, MapDataPipe
 
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.own_state import has_state
 from torch_dpflow.remote.batches import Assignment
+from torch_dpflow.torch_private import DatasetKind, sharding_worker_init_fn
 
 #: Of the machine's memory, how much all workers together may share with the training process.
 SHARED_FRACTION = 4
@@ -22,7 +22,7 @@ def assignment_of(iterator: Any, loader: Any, options: LoaderOptions, *, own_str
     worker_init_fn = loader.worker_init_fn
     if isinstance(iterator._dataset, IterDataPipe | MapDataPipe):
         worker_init_fn = functools.partial(
-            _sharding_worker_init_fn, worker_init_fn, iterator._world_size, iterator._rank
+            sharding_worker_init_fn, worker_init_fn, iterator._world_size, iterator._rank
         )
     shared_memory = options.shared_memory
     if shared_memory is None:
@@ -45,7 +45,7 @@ def assignment_of(iterator: Any, loader: Any, options: LoaderOptions, *, own_str
 
 def has_own_streams(loader: Any, options: LoaderOptions) -> bool:
     """Whether batches belong to workers, each of which draws from random numbers of its own."""
-    if loader._dataset_kind == _DatasetKind.Iterable or options.seeding == "worker":
+    if loader._dataset_kind == DatasetKind.Iterable or options.seeding == "worker":
         return True
     if has_state(loader.dataset):  # which depends on what the worker has loaded before
         return True

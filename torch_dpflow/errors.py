@@ -9,7 +9,8 @@
     │   ├── StateError             (ValueError)  a state_dict that does not fit
     │   ├── LifetimeError          (RuntimeError)  used in a process that it does not belong to
     │   ├── NotPicklableError      (PicklingError, TypeError, AttributeError)  cannot travel to a worker
-    │   └── MissingExtraError      (ImportError)  an optional dependency is not installed
+    │   ├── MissingExtraError      (ImportError)  an optional dependency is not installed
+    │   └── UnsupportedTorchError  (ImportError)  torch has not what the package needs of it
     ├── DatasetError               a dataset store, or what it names
     │   ├── DatasetNotFoundError   (LookupError)  no such store, dataset, version or variant
     │   ├── DamagedStoreError      (ValueError)  a file of the store is missing, cut short or altered
@@ -74,6 +75,10 @@ class NotPicklableError(UsageError, pickle.PicklingError, TypeError, AttributeEr
 
 class MissingExtraError(UsageError, ImportError):
     """A dependency that only some users need is not installed; the message has the pip command."""
+
+
+class UnsupportedTorchError(UsageError, ImportError):
+    """The torch that is installed lacks a private name that the package uses; the message has its version."""
 
 
 class DatasetError(DPFlowError):

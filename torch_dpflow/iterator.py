@@ -7,8 +7,6 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
-from torch._utils import ExceptionWrapper
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torch_dpflow.assignment import assignment_of, has_own_streams
 from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError, WorkerError, WorkerStartError
@@ -27,13 +25,14 @@ from torch_dpflow.remote.messages import END, FAILURE
 from torch_dpflow.remote.worker import POSITION_BITS, POSITION_MASK
 from torch_dpflow.shard_events import Arrived, Broken, Died, Event, Poisoned, Started, Starved, Totals
 from torch_dpflow.state import StreamState
+from torch_dpflow.torch_private import BaseDataLoaderIter, ExceptionWrapper
 
 #: How many more workers than there are may end one after the other while none has ever loaded anything.
 FALSE_STARTS = 2
 RAISE_THE_LIMIT = " Raise LoaderOptions(restart_limit=...) if they are killed from outside."
 
 
-class WorkerIterator(_BaseDataLoaderIter):
+class WorkerIterator(BaseDataLoaderIter):
     """Delivers what a private shard's workers load.
 
     Belongs to one thread, the one that calls `next()`: it plans, waits, and starts replacements for workers that

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.data import _utils
+
+from torch_dpflow.torch_private import pin_memory
 
 
 class Pin:
@@ -26,4 +27,4 @@ class Pin:
             torch.set_num_threads(1)
             torch.accelerator.set_device_index(self._index)
             self._ready = True
-        return _utils.pin_memory.pin_memory(batch, self._device)
+        return pin_memory(batch, self._device)

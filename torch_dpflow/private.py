@@ -19,8 +19,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from torch._utils import ExceptionWrapper
-
 from torch_dpflow import descriptors
 from torch_dpflow.directory import PrivateDirectory
 from torch_dpflow.errors import DescriptorLimitError, LifetimeError, MessageError
@@ -38,6 +36,7 @@ from torch_dpflow.remote.transport import listen
 from torch_dpflow.remote.worker import Post
 from torch_dpflow.shard_events import Arrived, Broken, Died, Event, Poisoned, Started, Starved, Totals
 from torch_dpflow.state import StreamState
+from torch_dpflow.torch_private import ExceptionWrapper
 
 #: Tasks that a worker holds: one that it loads and one that waits, so that it never idles for an answer. More would
 #: only make more to steal.

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from torch.utils.data import _DatasetKind
 
 from torch_dpflow.errors import StateError
 from torch_dpflow.log import LOADER
@@ -18,6 +17,7 @@ from torch_dpflow.plan import Plan, generator_state, length_or_none, replay, sta
 from torch_dpflow.rng import RngState, capture_rng, following_rng, restore_generator, standing_at
 from torch_dpflow.state import LoaderState, OpeningStep, StreamState
 from torch_dpflow.streams import ended
+from torch_dpflow.torch_private import DatasetKind
 
 if TYPE_CHECKING:
     from torch_dpflow.remote.client import SharedJob
@@ -70,7 +70,7 @@ class Makeup:
 
     def __init__(self, loader: Any) -> None:
         self.kind: Literal["map", "iterable"] = (
-            "iterable" if loader._dataset_kind == _DatasetKind.Iterable else "map"
+            "iterable" if loader._dataset_kind == DatasetKind.Iterable else "map"
         )
         self._dataset = loader.dataset
         self._batch_size = loader.batch_size

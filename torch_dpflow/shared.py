@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import _DatasetKind
-from torch.utils.data.dataloader import _BaseDataLoaderIter
-
 from torch_dpflow.errors import OptionError, StateError
 from torch_dpflow.opening import LoaderView, begin
 from torch_dpflow.pinning import Pin
@@ -21,6 +18,7 @@ from torch_dpflow.remote.job_options import MAX_NAME, JobOptions
 from torch_dpflow.remote.ready_batches import TAKEN, Ready
 from torch_dpflow.rng import restore_generator
 from torch_dpflow.state import LoaderState
+from torch_dpflow.torch_private import BaseDataLoaderIter, DatasetKind
 
 if TYPE_CHECKING:
     from torch_dpflow.remote.client import SharedJob
@@ -53,7 +51,7 @@ def flow_version(flow: str) -> tuple[str, int]:
     return parts["name"], int(digits)
 
 
-class SharedLoaderIterator(_BaseDataLoaderIter):
+class SharedLoaderIterator(BaseDataLoaderIter):
     """One epoch of a job that shares its flow with others.
 
     With `shuffle=True`, and with the samplers that `routed_order` names, the flow's router decides the order,
@@ -302,7 +300,7 @@ def _assembling(loader: Any) -> Callable[[list[Any]], Any]:
 def check_shareable(loader: Any) -> None:
     """Raise OptionError for what a shared flow cannot have."""
     flow_version(loader.flow)
-    if loader._dataset_kind == _DatasetKind.Iterable:
+    if loader._dataset_kind == DatasetKind.Iterable:
         raise OptionError(
             "flow= is for map-style datasets, whose samples have numbers; leave it out for an IterableDataset"
         )

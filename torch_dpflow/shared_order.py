@@ -16,6 +16,7 @@ from torch_dpflow.errors import DeadlineError
 from torch_dpflow.remote.job_options import JobOptions, Replica, draw_name
 from torch_dpflow.samplers import DynaGCSSampler
 from torch_dpflow.samplers.indices import IndexArray
+from torch_dpflow.torch_private import default_store
 
 #: Counts the jobs of each flow in this process: ranks open them in the same order, as they run the same script.
 _opened: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -110,7 +111,7 @@ def common_name(flow: str, *, patience_s: float) -> str:
     Raises:
         DeadlineError: rank 0 has not opened the job.
     """
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     key = f"torch_dpflow/{flow}/{next(_opened[flow])}"
     if dist.get_rank() == 0:
         store.set(key, draw_name())

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import IterDataPipe, MapDataPipe, _DatasetKind, _utils, graph_settings
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
 
 from torch_dpflow.opening import begin
 from torch_dpflow.own_state import has_state
@@ -18,9 +17,10 @@ from torch_dpflow.progress import OPENING_ALONE
 from torch_dpflow.rng import capture_rng, loading_for, preserved_rng
 from torch_dpflow.state import StreamState
 from torch_dpflow.streams import Stream, at_rest, return_dataset
+from torch_dpflow.torch_private import BaseDataLoaderIter, DatasetKind, pin_memory
 
 
-class SingleProcessIterator(_BaseDataLoaderIter):
+class SingleProcessIterator(BaseDataLoaderIter):
     """Loads each batch in `next()`, in the training process.
 
     Args:
@@ -45,7 +45,7 @@ class SingleProcessIterator(_BaseDataLoaderIter):
             self._run.pending = None if isinstance(error, Exception) else pending
             raise
         self._progress.ask_dataset = self._asked()
-        if self._dataset_kind == _DatasetKind.Iterable or self._progress.ask_dataset is not None:
+        if self._dataset_kind == DatasetKind.Iterable or self._progress.ask_dataset is not None:
             self._progress.streams = self._progress.streams or [StreamState()]
         self._run.meter.begin_epoch()
 
@@ -71,7 +71,7 @@ class SingleProcessIterator(_BaseDataLoaderIter):
             self._progress.passed(position, samples)
             raise
         if self._pin_memory:
-            data = _utils.pin_memory.pin_memory(data, self._pin_memory_device)
+            data = pin_memory(data, self._pin_memory_device)
         self._progress.passed(position, samples)
         if self._progress.streams:
             delivered = self._progress.streams[0].delivered + 1
@@ -90,12 +90,12 @@ class SingleProcessIterator(_BaseDataLoaderIter):
 
     def _make_fetcher(self, loader: Any) -> Any:
         def torchs() -> Any:
-            return _DatasetKind.create_fetcher(
+            return DatasetKind.create_fetcher(
                 self._dataset_kind, self._dataset, self._auto_collation, self._collate_fn, self._drop_last
             )
 
         stream = self._progress.streams[0] if self._progress.streams else StreamState()
-        if self._dataset_kind != _DatasetKind.Iterable:
+        if self._dataset_kind != DatasetKind.Iterable:
             if stream.dataset is not None:
                 return_dataset(self._dataset, stream.dataset)
             return torchs()
@@ -112,7 +112,7 @@ class SingleProcessIterator(_BaseDataLoaderIter):
 
     def _asked(self) -> Callable[[], Any] | None:
         """What says where the dataset is, if it keeps a state."""
-        if self._dataset_kind != _DatasetKind.Iterable:
+        if self._dataset_kind != DatasetKind.Iterable:
             return partial(at_rest, self._dataset) if has_state(self._dataset) else None
         stream: Stream = self._fetcher
         return stream.state if stream.keeps_state else None

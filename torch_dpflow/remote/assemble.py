@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import default_collate
-from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
 
 from torch_dpflow.remote.memory import storage_over, tensor_over
 from torch_dpflow.remote.parcel import Frame, ParcelTable, decode_heads
 from torch_dpflow.remote.sample_parcel import numbers_beside
+from torch_dpflow.torch_private import collate, collate_tensor_fn, default_collate_fn_map
 
 #: Below this size torch stacks with one thread as well, bytes.
 _SMALL_BYTES = 1 << 15

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import IterDataPipe, _DatasetKind, _utils, graph_settings
+from torch.utils.data import IterDataPipe, graph_settings
 
 from torch_dpflow.errors import MessageError
 from torch_dpflow.own_state import Unsaved, opened, sealed
@@ -18,6 +18,7 @@ from torch_dpflow.remote.messages import BATCH, END, FAILURE
 from torch_dpflow.rng import begin_epoch_of_worker, capture_rng, restore_rng, seed_batch
 from torch_dpflow.state import StreamState
 from torch_dpflow.streams import Stream, at_rest, ended, return_dataset
+from torch_dpflow.torch_private import DatasetKind, generate_state, set_worker_info
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ class BatchSource:
     def __init__(self, assignment: Assignment, worker: int) -> None:
         self._assignment = assignment
         self._worker = worker
-        self._iterable = assignment.dataset_kind == _DatasetKind.Iterable
+        self._iterable = assignment.dataset_kind == DatasetKind.Iterable
         self._dataset = assignment.dataset
         self._order: EpochOrder | None = None
         self._fetcher: Any = None
@@ -181,7 +182,7 @@ class BatchSource:
 
     def _torch_fetcher(self) -> Any:
         assignment = self._assignment
-        return _DatasetKind.create_fetcher(
+        return DatasetKind.create_fetcher(
             assignment.dataset_kind,
             self._dataset,
             assignment.auto_collation,
@@ -230,7 +231,5 @@ def _become_worker(assignment: Assignment, worker: int) -> None:
     seed = assignment.base_seed + worker
     random.seed(seed)
     torch.manual_seed(seed)
-    np.random.seed(_utils.worker._generate_state(assignment.base_seed, worker))
-    _utils.worker._worker_info = _utils.worker.WorkerInfo(
-        id=worker, num_workers=assignment.num_workers, seed=seed, dataset=assignment.dataset
-    )
+    np.random.seed(generate_state(assignment.base_seed, worker))
+    set_worker_info(worker=worker, workers=assignment.num_workers, seed=seed, dataset=assignment.dataset)

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from torch_dpflow.remote.arena import Arena
 from torch_dpflow.remote.memory import storage_over, tensor_over
 from torch_dpflow.remote.parcel import LARGE_BYTES
+from torch_dpflow.torch_private import collate_tensor_fn, default_collate_fn_map
 
 _arena: Arena | None = None
 

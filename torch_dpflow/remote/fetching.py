@@ -6,9 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from torch._utils import ExceptionWrapper
-
 from torch_dpflow.errors import NotPicklableError
+from torch_dpflow.torch_private import ExceptionWrapper
 
 
 class ThreadedFetcher:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from torch._utils import ExceptionWrapper
-
 from torch_dpflow.errors import MessageError, PoisonTaskError
 from torch_dpflow.remote.assemble import assemble as assemble_samples
 from torch_dpflow.remote.assemble import assemble_parcels
 from torch_dpflow.remote.parcel import Frame, ParcelTable, decode
 from torch_dpflow.remote.protocol import POISONED, ServedSample
 from torch_dpflow.remote.ready_batches import Ready
+from torch_dpflow.torch_private import ExceptionWrapper
 
 #: A parcel and its frames, or an error in its place.
 Came: TypeAlias = tuple[ParcelTable, list[Frame]] | PoisonTaskError

@@ -16,10 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torch._utils import ExceptionWrapper
-
 from torch_dpflow.errors import LoaderTimeoutError
 from torch_dpflow.remote.stop_signal import StopSignal
+from torch_dpflow.torch_private import ExceptionWrapper
 
 #: In place of a batch that the training loop has.
 TAKEN: Any = object()

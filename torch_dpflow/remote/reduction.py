@@ -19,6 +19,7 @@ import torch
 from torch.storage import TypedStorage
 
 from torch_dpflow.remote.memory import WORD, Memory, address_of, memory_of, storage_over, tensor_over
+from torch_dpflow.torch_private import typed_storage, untyped_storage
 
 #: A view travels without the rest of its storage where it takes up less than this share, and so much less.
 _SPAN_SHARE = 0.5
@@ -153,7 +154,7 @@ class ParcelPickler(pickle.Pickler):
         return rebuild_storage, (_STAND_IN,)
 
     def _reduce_typed_storage(self, storage: TypedStorage) -> Any:
-        return rebuild_typed_storage, (storage._untyped_storage, storage.dtype)
+        return rebuild_typed_storage, (untyped_storage(storage), storage.dtype)
 
     def _reduce_span(self, span: _Span) -> Any:
         memory = span.memory
@@ -191,9 +192,7 @@ def rebuild_storage_on(storage: torch.UntypedStorage, device: str) -> torch.Unty
 
 def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> TypedStorage:
     """The typed face of a storage, as torch's own rebuilding functions want it."""
-    typed: Any = TypedStorage
-    face: TypedStorage = typed(wrap_storage=storage, dtype=dtype, _internal=True)
-    return face
+    return typed_storage(storage, dtype)
 
 
 def rebuild_tensor(

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, _utils
+from torch.utils.data import Dataset
 
 from torch_dpflow.errors import MessageError
 from torch_dpflow.remote.fetching import failure
@@ -19,6 +19,7 @@ from torch_dpflow.remote.sample_task import unpack_task
 from torch_dpflow.remote.script import pack, unpack
 from torch_dpflow.remote.unpicklable import explain_loading
 from torch_dpflow.rng import seed_batch
+from torch_dpflow.torch_private import set_worker_info
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,4 @@ def _become_worker(assignment: SampleAssignment, worker: int, workers: int) -> N
     random.seed(worker)
     torch.manual_seed(worker)
     np.random.seed(worker)
-    _utils.worker._worker_info = _utils.worker.WorkerInfo(
-        id=worker, num_workers=workers, seed=worker, dataset=assignment.parts.first
-    )
+    set_worker_info(worker=worker, workers=workers, seed=worker, dataset=assignment.parts.first)

@@ -10,9 +10,6 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch._utils import ExceptionWrapper
-
 from torch_dpflow.errors import NotPicklableError
 from torch_dpflow.remote import collate
 from torch_dpflow.remote.arena import Arena
@@ -38,6 +35,7 @@ from torch_dpflow.remote.running_task import RunningTask
 from torch_dpflow.remote.sealed import Sealed
 from torch_dpflow.remote.time_slices import take_long_slices
 from torch_dpflow.remote.transport import Frame, connect
+from torch_dpflow.torch_private import ExceptionWrapper, set_worker_signal_handlers
 
 #: A task's number is its epoch's generation above these bits and its batch's position below them.
 POSITION_BITS = 40
@@ -76,7 +74,7 @@ def main(sealed: Sealed, post: Post) -> None:
     # In this order: torch's handlers take the place of Python's, which call what they have found. And a handler
     # that is inherited would not be installed again.
     faulthandler.disable()
-    torch._C._set_worker_signal_handlers()
+    set_worker_signal_handlers()
     with open(last_words_path(post), "w") as words:
         faulthandler.enable(file=words)
         try:

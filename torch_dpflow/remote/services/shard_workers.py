@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from torch._utils import ExceptionWrapper
-
 from torch_dpflow.descriptors import exhausted, is_exhausted
 from torch_dpflow.errors import DescriptorLimitError, MessageError
 from torch_dpflow.remote.arena import ArenaReader
@@ -27,6 +25,7 @@ from torch_dpflow.remote.services.post import SERVICE
 from torch_dpflow.remote.services.shard import Shard
 from torch_dpflow.remote.settled import Settled, plain, settle
 from torch_dpflow.remote.transport import Listener
+from torch_dpflow.torch_private import ExceptionWrapper
 
 #: Tasks that a worker holds: those of a message's results, and some that wait meanwhile. Half of what torch's loader
 #: gives a worker ahead of need, with batches of 16.

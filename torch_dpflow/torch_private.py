@@ -1,0 +1,147 @@
+"""Every private name of torch that the package uses, under a name of ours. No other module touches one.
+
+torch may move or drop any of them in any release, without notice. What is missing is found here, as this module is
+imported, and not by a worker that fails in the middle of a training run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from torch_dpflow.errors import UnsupportedTorchError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = [
+    "ITERATOR_ATTRIBUTES",
+    "LOADER_ATTRIBUTES",
+    "TESTED",
+    "BaseDataLoaderIter",
+    "DatasetKind",
+    "ExceptionWrapper",
+    "collate",
+    "collate_tensor_fn",
+    "default_collate_fn_map",
+    "default_store",
+    "generate_state",
+    "pin_memory",
+    "set_worker_info",
+    "set_worker_signal_handlers",
+    "sharding_worker_init_fn",
+    "typed_storage",
+    "untyped_storage",
+]
+
+#: The releases at both ends of which the loader's contract tests run (`make test-versions`).
+TESTED = ("2.6", "2.13")
+#: What the package reads, sets or overrides of torch's loader, and of the iterator that it derives its own from.
+LOADER_ATTRIBUTES = ("_auto_collation", "_dataset_kind", "_get_iterator", "_index_sampler", "_iterator")
+ITERATOR_ATTRIBUTES = (
+    "_auto_collation",
+    "_base_seed",
+    "_collate_fn",
+    "_dataset",
+    "_dataset_kind",
+    "_drop_last",
+    "_index_sampler",
+    "_next_data",
+    "_num_workers",
+    "_persistent_workers",
+    "_pin_memory",
+    "_pin_memory_device",
+    "_rank",
+    "_reset",
+    "_sampler_iter",
+    "_shared_seed",
+    "_timeout",
+    "_world_size",
+)
+
+
+def _unsupported(missing: str) -> UnsupportedTorchError:
+    return UnsupportedTorchError(
+        f"torch {torch.__version__} lacks what torch_dpflow needs of it: {missing}. torch_dpflow is tested with torch "
+        f"{TESTED[0]} to {TESTED[1]}: install one of these, or a release of torch_dpflow that knows this torch"
+    )
+
+
+try:
+    from torch._C import _set_worker_signal_handlers as set_worker_signal_handlers
+    from torch._utils import ExceptionWrapper
+    from torch.utils.data._utils import pin_memory as _pin_memory
+    from torch.utils.data._utils import worker as _worker
+    from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_collate_fn_map
+    from torch.utils.data._utils.worker import _generate_state as generate_state
+    from torch.utils.data.dataloader import _BaseDataLoaderIter as BaseDataLoaderIter
+    from torch.utils.data.dataloader import _DatasetKind as DatasetKind
+    from torch.utils.data.dataloader import _sharding_worker_init_fn as sharding_worker_init_fn
+except ImportError as error:
+    raise _unsupported(str(error)) from error
+
+
+def pin_memory(batch: Any, device: str | None) -> Any:
+    """The batch in pinned memory, as torch's loader puts it there."""
+    return _pin_memory.pin_memory(batch, device)
+
+
+def set_worker_info(*, worker: int, workers: int, seed: int, dataset: Any) -> None:
+    """Have `torch.utils.data.get_worker_info()` say so in this process."""
+    _worker._worker_info = _worker.WorkerInfo(id=worker, num_workers=workers, seed=seed, dataset=dataset)
+
+
+def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """The typed face of a storage, as torch's own rebuilding functions want it, without torch's warning."""
+    typed: Any = torch.TypedStorage
+    face: torch.TypedStorage = typed(wrap_storage=storage, dtype=dtype, _internal=True)
+    return face
+
+
+def untyped_storage(storage: torch.TypedStorage) -> torch.UntypedStorage:
+    """What `typed_storage` was given, without torch's warning."""
+    return storage._untyped_storage
+
+
+def default_store() -> Store:
+    """The store by which the ranks of torch.distributed have found each other.
+
+    Raises:
+        UnsupportedTorchError: this torch has no such function. Found out here, as not every torch has ranks.
+    """
+    try:
+        from torch.distributed.distributed_c10d import _get_default_store
+    except ImportError as error:
+        raise _unsupported(str(error)) from error
+    return _get_default_store()
+
+
+def _check() -> None:
+    """Look for what an import does not show: members, and what instances have. Draws no random number of others'."""
+    # The generator is on the CPU, and torch draws on the default device.
+    with torch.device("cpu"):
+        loader = DataLoader([0], generator=torch.Generator())  # type: ignore[arg-type, var-annotated]
+        iterator = BaseDataLoaderIter(loader)
+    failure = ExceptionWrapper((ValueError, ValueError(), None), "")
+    demands: tuple[tuple[Any, tuple[str, ...]], ...] = (
+        (loader, LOADER_ATTRIBUTES),
+        (iterator, ITERATOR_ATTRIBUTES),
+        (failure, ("exc_msg", "exc_type", "reraise", "where")),
+        (DatasetKind, ("Iterable", "create_fetcher")),
+        (_worker, ("WorkerInfo", "_worker_info")),
+        (_pin_memory, ("pin_memory",)),
+    )
+    for thing, names in demands:
+        for name in names:
+            if not hasattr(thing, name):
+                whose = thing if hasattr(thing, "__name__") else type(thing)
+                raise AttributeError(f"{whose.__name__} has no {name}")
+    untyped_storage(typed_storage(torch.UntypedStorage(0), torch.uint8))
+
+
+try:
+    _check()
+except (AttributeError, TypeError) as error:
+    raise _unsupported(str(error)) from error
