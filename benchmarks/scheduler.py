@@ -15,10 +15,10 @@ from functools import partial
 from itertools import islice
 
 from benchmarks import report
+from benchmarks.simulated_fleet import OrderedConsumer, SimulatedFleet
 from torch_dpflow.remote.scheduler import Assign, Exchange, Instruction, Join, Scheduler, Submit
 from torch_dpflow.remote.scheduler.tasks import Task
 from torch_dpflow.remote.scheduler.windows import Windows
-from torch_dpflow.testing.fleet import OrderedConsumer, SimulatedFleet
 
 METRICS = (
     report.Metric(name="us_per_task", label="processor time [µs/task]", higher_is_better=False, spec=".2f"),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.oss_server import Fault, OSSServer
 from tests.datasets.samples_source import Numbered, publish
 from tests.new_process import interpreter
 from tests.shared_cluster import TestCluster
@@ -41,7 +42,6 @@ from torch_dpflow.flows import (
     LocalDataLoadFlowReader,
     RemoteDataLoadFlowReader,
 )
-from torch_dpflow.testing.oss_server import Fault, OSSServer
 
 IMPATIENT = ReadOptions(timeout_s=0.3, deadline_s=1.5, attempts=3, backoff_s=0.01)
 QUICK = JobOptions(idle_s=10.0, patience_s=60.0)
@@ -81,8 +81,8 @@ WHOLE = [number for number in range(COUNT) if number not in FAILURES]
 SERVER = """
 import signal, sys
 from pathlib import Path
-from torch_dpflow.testing.oss_server import Fault, OSSServer
-from torch_dpflow.testing.oss_server.__main__ import load
+from benchmarks.oss_server import Fault, OSSServer
+from benchmarks.oss_server.__main__ import load
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 with OSSServer() as server:

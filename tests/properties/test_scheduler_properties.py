@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from benchmarks.simulated_fleet import OrderedConsumer, SimulatedFleet
 from torch_dpflow.remote.scheduler import (
     Assign,
     Cancel,
@@ -25,7 +26,6 @@ from torch_dpflow.remote.scheduler import (
     Submit,
     Tick,
 )
-from torch_dpflow.testing.fleet import OrderedConsumer, SimulatedFleet
 
 WORKERS = st.integers(0, 3)
 

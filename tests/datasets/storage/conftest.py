@@ -9,9 +9,9 @@ import fsspec.asyn
 import pytest
 from moto.server import ThreadedMotoServer
 
+from benchmarks.oss_server import OSSServer
 from tests.datasets.storage.servers import BUCKET, s3_client
 from torch_dpflow.datasets.storage import ReadOptions
-from torch_dpflow.testing.oss_server import OSSServer
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import fsspec
 import pytest
 from torch.utils.data import DataLoader
 
+from benchmarks.oss_server import Fault, OSSServer
 from tests.datasets.samples_source import Numbered, numbers, publish
 from tests.datasets.storage.servers import BUCKET, S3_KEYS
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
@@ -38,7 +39,6 @@ from torch_dpflow.errors import (
     StorageUnavailableError,
     TruncatedObjectError,
 )
-from torch_dpflow.testing.oss_server import Fault, OSSServer
 
 COUNT = 22
 _stores = itertools.count()

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.oss_server import OSSServer, StoredObject
 from tests.datasets.storage.servers import BUCKET
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.overlapping import Overlap
 from torch_dpflow.errors import ObjectMissingError, TruncatedObjectError
-from torch_dpflow.testing.oss_server import OSSServer, StoredObject
 
 COUNT = 24
 

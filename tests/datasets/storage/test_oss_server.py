@@ -17,10 +17,10 @@ import ossfs
 import pytest
 import requests
 
+from benchmarks.oss_server import Fault, OSSServer
+from benchmarks.oss_server.messages import OSSError, Request
+from benchmarks.oss_server.signatures import check_signature, sign_v1
 from tests.datasets.storage.servers import BUCKET
-from torch_dpflow.testing.oss_server import Fault, OSSServer
-from torch_dpflow.testing.oss_server.messages import OSSError, Request
-from torch_dpflow.testing.oss_server.signatures import check_signature, sign_v1
 
 NAMES = ["a/1", "a/2", "a/b/3", "b/ü +&=.bin", "c"]
 
@@ -193,7 +193,7 @@ def test_corrupts_one_bit(oss: OSSServer, bucket: oss2.Bucket) -> None:
 def test_serves_a_folder_from_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep/x.bin").write_bytes(b"content")
-    command = [sys.executable, "-m", "torch_dpflow.testing.oss_server", "--folder", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.oss_server", "--folder", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ}) as process:
         assert process.stdout is not None
         endpoint = process.stdout.readline().strip()

@@ -13,13 +13,13 @@ import botocore.credentials
 import botocore.utils
 import pytest
 
+from benchmarks.oss_server import OSSServer, StoredObject
 from tests.datasets.storage.servers import BUCKET
 from tests.datasets.storage.signed_s3 import SignedS3
 from tests.datasets.storage.web_server import WebServer, reply
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, botocore_chain
 from torch_dpflow.datasets.storage.credentials import Credentials
 from torch_dpflow.errors import AccessDeniedError, StorageUnavailableError
-from torch_dpflow.testing.oss_server import OSSServer, StoredObject
 
 DATA = bytes(range(200))
 OLD = Credentials("old-key", "old-secret", "old-token")

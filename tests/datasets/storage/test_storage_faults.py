@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.oss_server import Fault, OSSServer, StoredObject
 from tests.datasets.storage.servers import BUCKET
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.patience import Patience
@@ -19,7 +20,6 @@ from torch_dpflow.errors import (
     StorageTimeoutError,
     StorageUnavailableError,
 )
-from torch_dpflow.testing.oss_server import Fault, OSSServer, StoredObject
 
 URL = f"oss://{BUCKET}/some/object.jpg"
 DATA = bytes(range(256)) * 400

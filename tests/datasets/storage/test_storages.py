@@ -14,6 +14,7 @@ import fsspec
 import pytest
 from fsspec.registry import _registry
 
+from benchmarks.oss_server import OSSServer, StoredObject
 from tests.datasets.storage.servers import BUCKET, S3_KEYS, s3_client
 from torch_dpflow.datasets.storage import ByteRange, ReadOptions, Storage, open_storage
 from torch_dpflow.datasets.storage.fsspec_storage import FsspecStorage
@@ -27,7 +28,6 @@ from torch_dpflow.errors import (
     OptionTypeError,
     StorageError,
 )
-from torch_dpflow.testing.oss_server import OSSServer, StoredObject
 from torch_dpflow.testing.storages import PrivateStorageContract, Put, StorageContract
 
 _folders = itertools.count()

@@ -11,6 +11,7 @@ from typing import Any
 import fsspec
 import pytest
 
+from benchmarks.oss_server import Fault, OSSServer
 from tests.datasets.samples_source import Numbered, contents, numbers, publish
 from tests.datasets.storage.servers import BUCKET, S3_KEYS
 from torch_dpflow.datasets import DatasetStore, Draft, verify
@@ -27,7 +28,6 @@ from torch_dpflow.errors import (
     PublishedError,
     StorageError,
 )
-from torch_dpflow.testing.oss_server import Fault, OSSServer
 
 _names = itertools.count()
 

@@ -13,11 +13,11 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from torch_dpflow.testing.oss_server.buckets import Buckets
-from torch_dpflow.testing.oss_server.faults import Fault, FaultPlan
-from torch_dpflow.testing.oss_server.messages import OSSError, Reply, Request
-from torch_dpflow.testing.oss_server.operations import perform
-from torch_dpflow.testing.oss_server.signatures import check_signature
+from benchmarks.oss_server.buckets import Buckets
+from benchmarks.oss_server.faults import Fault, FaultPlan
+from benchmarks.oss_server.messages import OSSError, Reply, Request
+from benchmarks.oss_server.operations import perform
+from benchmarks.oss_server.signatures import check_signature
 
 #: Seconds between two bytes of a trickling answer.
 TRICKLE_S = 0.1

@@ -8,7 +8,7 @@ import uuid
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
-from torch_dpflow.testing.oss_server.messages import OSSError
+from benchmarks.oss_server.messages import OSSError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import enum
 import threading
 from dataclasses import dataclass
 
-from torch_dpflow.testing.oss_server.messages import OSSError, Request
+from benchmarks.oss_server.messages import OSSError, Request
 
 
 class Fault(enum.Enum):

@@ -1,0 +1,8 @@
+"""A local server that speaks the protocol of Alibaba Cloud OSS: a test double of a cloud API."""
+
+from benchmarks.oss_server.buckets import StoredObject
+from benchmarks.oss_server.faults import Fault, FaultPlan
+from benchmarks.oss_server.messages import Request
+from benchmarks.oss_server.server import OSSServer
+
+__all__ = ["Fault", "FaultPlan", "OSSServer", "Request", "StoredObject"]
