@@ -18,11 +18,6 @@ COMMANDS = {
     "top": ("torch_dpflow.cli.cluster", "top", "Show what a cluster does, again and again."),
     "flow": ("torch_dpflow.cli.cluster_flow", "flow", "List, show, scale and delete flows."),
     "keygen": ("torch_dpflow.cli.cluster", "keygen", "Draw the keys of a cluster."),
-    "simulate": (
-        "torch_dpflow.cli.simulate",
-        "simulate",
-        "Ask what a cache would give jobs that share data.",
-    ),
     "dataset": (
         "torch_dpflow.cli.dataset",
         "dataset",
