@@ -14,12 +14,12 @@ from statistics import fmean
 import numpy as np
 import pytest
 
+from benchmarks.simulation.opt import OPT
 from tests.caches.replay import Order, Request, hit_rate, requests, stream
 from torch_dpflow.caches.alsd import ALSD
 from torch_dpflow.caches.lfu import LFU
 from torch_dpflow.caches.lru import LRU
 from torch_dpflow.caches.minio import MinIO
-from torch_dpflow.caches.opt import OPT
 from torch_dpflow.caches.policy import Policy
 from torch_dpflow.caches.refcnt import RefCnt
 from torch_dpflow.caches.use_distance import UseDistance

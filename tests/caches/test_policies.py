@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulation.opt import OPT
 from torch_dpflow.caches.alsd import ALSD
 from torch_dpflow.caches.lfu import LFU
 from torch_dpflow.caches.lru import LRU
 from torch_dpflow.caches.minio import MinIO
-from torch_dpflow.caches.opt import OPT
 from torch_dpflow.caches.policy import Policy
 from torch_dpflow.caches.ranked import RankedPolicy
 from torch_dpflow.caches.refcnt import RefCnt
@@ -29,8 +29,7 @@ class ByName(PolicyContract):
     options: ClassVar[dict[str, Any]] = {}
 
     def make_policy(self, *, stream: Any, keys: int, **budgets: Any) -> Policy:
-        options = self.options | ({"stream": stream} if self.policy == "opt" else {})
-        return make_policy(self.policy, keys=keys, **budgets, **options)
+        return make_policy(self.policy, keys=keys, **budgets, **self.options)
 
 
 class TestLRUContract(ByName):
@@ -59,8 +58,9 @@ class TestUseDistanceContract(ByName):
         return ExactALSD(aggregate="certain", **options)
 
 
-class TestOPTContract(ByName):
-    policy = "opt"
+class TestOPTContract(PolicyContract):
+    def make_policy(self, *, stream: Any, keys: int, **budgets: Any) -> Policy:
+        return OPT(stream=stream, keys=keys, **budgets)
 
 
 class TestALSDMinContract(ByName):
@@ -103,12 +103,9 @@ def read(policy: Policy, keys: list[int], job: str = "a") -> list[int]:
 
 
 def test_every_policy_is_known_by_its_name() -> None:
-    assert sorted(POLICIES) == [
-        "alsd", "alsd-mean", "lfu", "lru", "minio", "opt", "refcnt", "use-distance",
-    ]  # fmt: skip
+    assert sorted(POLICIES) == ["alsd", "alsd-mean", "lfu", "lru", "minio", "refcnt", "use-distance"]
     for name in POLICIES:
-        options = {"stream": np.arange(3)} if name == "opt" else {}
-        policy = make_policy(name, max_items=1, keys=3, **options)
+        policy = make_policy(name, max_items=1, keys=3)
         assert name.removesuffix("-mean") == policy.name
 
 

@@ -271,6 +271,7 @@ def test_a_registry_that_starts_anew_takes_up_what_runs() -> None:
         ({"cache_samples": 101}, "cache_samples=101; 0 to 100 are allowed"),
         ({"content": "../../x"}, "is no SHA-256"),
         ({"strategy": "none"}, "strategy='none' is unknown; choose one of"),
+        ({"strategy": "dynagcs-letter"}, "strategy='dynagcs-letter' is unknown; choose one of"),
         ({"policy": "shared-log"}, "policy='shared-log' is not one of"),
         ({"policy": "opt"}, "policy='opt' is not one of"),
         ({"task_timeout_s": 0.0}, "task_timeout_s=0.0; above 0 is allowed, or None"),

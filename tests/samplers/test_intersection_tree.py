@@ -1,4 +1,4 @@
-"""The intersection tree of DynaGCS: the thesis's contributions, pruning, and the two readings."""
+"""The intersection tree of DynaGCS: the thesis's contributions, pruning, and two readings of a round."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from benchmarks.simulation.dynagcs_letter import DynaGCSLetterGroup
 from torch_dpflow.samplers import sampling_group
 from torch_dpflow.samplers.cells import Cells
 from torch_dpflow.samplers.intersection_tree import IntersectionTree, speed_likeness
@@ -70,7 +71,7 @@ def test_removing_a_job_shrinks_its_nodes_and_drops_those_of_one_job() -> None:
 
 
 def test_a_round_to_the_letter_serves_jobs_without_room_and_goes_on_beyond_the_batch() -> None:
-    group = sampling_group("dynagcs-letter", 400)
+    group = DynaGCSLetterGroup(400)
     for job in ("a", "b", "c"):
         group.join(job, batch_size=8)
         group.start_epoch(job, 0)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.simulation.dynagcs_letter import DynaGCSLetterGroup
 from torch_dpflow.errors import OptionError
 from torch_dpflow.samplers import STRATEGIES, SamplingGroup, sampling_group
 from torch_dpflow.testing.samplers import SamplingContract
@@ -23,8 +24,9 @@ class TestDynaGCS(_Strategy):
     strategy = "dynagcs"
 
 
-class TestDynaGCSLetter(_Strategy):
-    strategy = "dynagcs-letter"
+class TestDynaGCSLetter(SamplingContract):
+    def make_group(self, size: int, capacity: int, seed: int) -> SamplingGroup:
+        return DynaGCSLetterGroup(size, capacity=capacity, seed=seed)
 
 
 class TestJoader(_Strategy):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from benchmarks.simulation.contestants import make_group
 from tests.samplers.timed_jobs import TimedJob, run_jobs
-from torch_dpflow.samplers import sampling_group
 
 SIZE, JOBS, RUNS = 48, 3, 400
 #: Half of the samples are everybody's, the others one job's each.
@@ -27,7 +27,7 @@ def failing_shares(strategy: str, *, independence: float = 0.0) -> tuple[float, 
             TimedJob(start, speed, members, epochs=2, batch_size=4, independence=independence)
             for start, speed, members in zip((0, 10, 19), (1.0, 0.7, 0.9), CORE)
         ]
-        readings = run_jobs(sampling_group(strategy, SIZE, capacity=10, seed=seed), jobs, seed)
+        readings = run_jobs(make_group(strategy, SIZE, capacity=10, seed=seed), jobs, seed)
         for k, reading in enumerate(readings):
             counts[k, np.arange(length), reading.orders[1]] += 1
     own = np.stack([count[:, members] for count, members in zip(counts, CORE)])

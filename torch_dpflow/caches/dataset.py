@@ -17,9 +17,6 @@ from torch_dpflow.caches.store import CacheStatistics, SampleStore
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.options import check_type
 
-#: Policies that know the past and what samplers tell; "opt" would have to know everything.
-_POLICIES = sorted(POLICIES.keys() - {"opt"})
-
 
 class ALSDCache(Dataset[Any]):
     """A view of a map-style dataset that keeps the samples which are read again soonest.
@@ -72,8 +69,8 @@ class ALSDCache(Dataset[Any]):
                 f"dataset is a {type(dataset).__name__}, which cannot be indexed; ALSDCache keeps samples by "
                 "index, so give a map-style dataset (one with __getitem__)"
             )
-        if policy not in _POLICIES:
-            raise OptionError(f"policy={policy!r} is not one of {_POLICIES}")
+        if policy not in sorted(POLICIES):
+            raise OptionError(f"policy={policy!r} is not one of {sorted(POLICIES)}")
         if transform is not None and not callable(transform):
             raise OptionTypeError(
                 f"transform={transform!r} is not callable; give a function of one sample, or None"

@@ -11,13 +11,12 @@ from torch_dpflow.caches.alsd import ALSD
 from torch_dpflow.caches.lfu import LFU
 from torch_dpflow.caches.lru import LRU
 from torch_dpflow.caches.minio import MinIO
-from torch_dpflow.caches.opt import OPT
 from torch_dpflow.caches.policy import Policy
 from torch_dpflow.caches.refcnt import RefCnt
 from torch_dpflow.caches.use_distance import UseDistance
 from torch_dpflow.errors import OptionError
 
-#: What makes a policy, by its name. "opt" wants its `stream` besides, so it serves for comparison only.
+#: What makes a policy, by its name.
 POLICIES: Mapping[str, Callable[..., Policy]] = MappingProxyType(
     {
         "alsd": ALSD,
@@ -25,7 +24,6 @@ POLICIES: Mapping[str, Callable[..., Policy]] = MappingProxyType(
         "lfu": LFU,
         "lru": LRU,
         "minio": MinIO,
-        "opt": OPT,
         "refcnt": RefCnt,
         "use-distance": UseDistance,
     }

@@ -111,8 +111,8 @@ def check_algorithms(policy: str, strategy: str) -> None:
     from torch_dpflow.caches.registry import POLICIES
     from torch_dpflow.samplers.registry import check_strategy
 
-    if policy not in (*POLICIES, "none") or policy == "opt":
-        raise OptionError(f"policy={policy!r} is not one of {[*sorted(set(POLICIES) - {'opt'}), 'none']}")
+    if policy not in (*POLICIES, "none"):
+        raise OptionError(f"policy={policy!r} is not one of {[*sorted(POLICIES), 'none']}")
     check_strategy(strategy)
 
 

@@ -1,7 +1,7 @@
-"""DynaGCS as the thesis has it (3.4.4): top-down sampling from an intersection tree, in two readings.
+"""DynaGCS as the thesis has it (3.4.4): top-down sampling from an intersection tree.
 
-Both share well, and neither is uniform where sets overlap in part: what is shared comes first. They are
-here for comparison; the shared log does the same work without that fault.
+It shares well, but is not uniform where sets overlap in part: what is shared comes first. The shared log does
+the same work without that fault.
 """
 
 from typing import Any
@@ -12,12 +12,18 @@ from torch_dpflow.samplers.intersection_tree import IntersectionTree
 from torch_dpflow.samplers.member import Member
 
 
-class IntersectionTreeGroup(BufferedGroup):
-    """What both readings have in common. At most 64 jobs.
+class DynaGCSGroup(BufferedGroup):
+    """Algorithm 3.11 in the reading that serves its purpose: a round ends with the batch. At most 64 jobs.
+
+    Only nodes all of whose jobs can take samples are sampled from, and only until the asking job's buffer
+    holds what it asks for. Taken word for word (`benchmarks/simulation/dynagcs_letter.py`), buffers grow, jobs that
+    are served by turns drift apart, and much is loaded for few.
 
     Cost: O(jobs² * cells) for a round, which gives the job that asks at least one sample; O(size) for the
     start of an epoch.
     """
+
+    strategy = "dynagcs"
 
     def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
         super().__init__(size, capacity=capacity, seed=seed)
@@ -42,6 +48,16 @@ class IntersectionTreeGroup(BufferedGroup):
 
     def _note_speeds(self) -> None:
         self._speeds.update((self._bits[name], member.speed) for name, member in self._members.items())
+
+    def _fill(self, member: Member, n: int) -> None:
+        hungry = self._hungry(member)
+        group, room = group_size(hungry), sum(1 << self._bits[m.name] for m in hungry)
+        buffer = self._buffers[member.name]
+        for node in list(self._tree.with_job(self._bits[member.name])):
+            if len(buffer) >= n:
+                return
+            if not node & ~room:
+                self._give(node, min(group, n - len(buffer)))
 
     def _give(self, node: int, count: int) -> None:
         """Sample up to `count` of what all jobs of the node need into their buffers."""
@@ -70,42 +86,6 @@ class IntersectionTreeGroup(BufferedGroup):
         self._tree.nodes = nodes
 
 
-class DynaGCSLetterGroup(IntersectionTreeGroup):
-    """Algorithm 3.11 word for word: a round samples from every node that the asking job is in.
-
-    The jobs of a node get the samples whether or not their buffers have room, and the round goes on to
-    groups of fewer jobs when the asking job has its batch. So buffers grow, jobs that are served by turns
-    drift apart, and much is loaded for few.
-    """
-
-    strategy = "dynagcs-letter"
-
-    def _fill(self, member: Member, n: int) -> None:
-        group = _group_size(self._hungry(member))
-        for node in list(self._tree.with_job(self._bits[member.name])):
-            self._give(node, group)
-
-
-class DynaGCSGroup(IntersectionTreeGroup):
-    """The reading that serves the thesis's purpose: a round fills jobs with room and ends with the batch.
-
-    Only nodes all of whose jobs can take samples are sampled from, and only until the asking job's buffer
-    holds what it asks for.
-    """
-
-    strategy = "dynagcs"
-
-    def _fill(self, member: Member, n: int) -> None:
-        hungry = self._hungry(member)
-        group, room = _group_size(hungry), sum(1 << self._bits[m.name] for m in hungry)
-        buffer = self._buffers[member.name]
-        for node in list(self._tree.with_job(self._bits[member.name])):
-            if len(buffer) >= n:
-                return
-            if not node & ~room:
-                self._give(node, min(group, n - len(buffer)))
-
-
-def _group_size(hungry: list[Member]) -> int:
+def group_size(hungry: list[Member]) -> int:
     """How many samples a round takes from a node: half of the smallest batch (eq. 3-8), at least one."""
     return max(1, min(member.batch_size for member in hungry) // 2)

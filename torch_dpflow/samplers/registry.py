@@ -2,7 +2,7 @@
 
 from torch_dpflow.errors import OptionError
 from torch_dpflow.samplers.coordl import CoorDLGroup
-from torch_dpflow.samplers.dynagcs_tree import DynaGCSGroup, DynaGCSLetterGroup
+from torch_dpflow.samplers.dynagcs_tree import DynaGCSGroup
 from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.independent import IndependentGroup
 from torch_dpflow.samplers.joader import JoaderGroup
@@ -14,7 +14,6 @@ STRATEGIES: dict[str, type[SamplingGroup]] = {
     for group in (
         SharedLogGroup,
         DynaGCSGroup,
-        DynaGCSLetterGroup,
         JoaderGroup,
         CoorDLGroup,
         IndependentGroup,
