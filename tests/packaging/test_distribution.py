@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import email
+import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import torch_dpflow
 
@@ -23,6 +29,30 @@ from setuptools import build_meta
 build_meta.build_wheel("dist")
 build_meta.build_sdist("dist")
 build_meta.build_editable("editable")
+"""
+
+#: Beside the library in its repository, and never in the wheel.
+BESIDE = ("benchmarks", "examples", "tests", "tools")
+#: Third parties test what they add with these; servers and simulated workers are the repository's own.
+SUITES = {"__init__", "exact_policies", "exact_traces", "policies", "samplers", "storages", "transports"}
+#: What needs an extra: the command line, tables of samples, and the suites. All else is there without.
+WITH_EXTRAS = ("torch_dpflow.cli.", "torch_dpflow.datasets.importers.table_values", "torch_dpflow.testing.")
+#: Imports every module of the wheel in the working directory without the packages that it is told to do without.
+IMPORT_ALL = """
+import importlib, json, pkgutil, sys
+for package in json.loads(sys.argv[1]):
+    sys.modules[package] = None
+import torch_dpflow
+assert torch_dpflow.__file__.startswith(sys.argv[2]), torch_dpflow.__file__
+refused = {}
+for module in pkgutil.walk_packages(torch_dpflow.__path__, "torch_dpflow.", onerror=lambda name: None):
+    if module.name.endswith("__main__"):  # runs what it holds
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ImportError as error:
+        refused[module.name] = str(error)
+print(json.dumps(refused))
 """
 
 
@@ -94,3 +124,58 @@ def test_the_source_distribution_builds_the_same(built: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert set(NEEDED) <= names
     assert modules(built) <= names
+
+
+def test_the_wheel_holds_the_library_alone(built: Path) -> None:
+    """Servers that tests and benchmarks read from, simulators and examples stay in the repository."""
+    (wheel,) = (built / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [Path(name) for name in archive.namelist() if ".dist-info/" not in name]
+        texts = {str(name): archive.read(str(name)).decode() for name in names if name.suffix == ".py"}
+    assert {name.parts[0] for name in names} == {"torch_dpflow"}
+    shipped = {"/".join(name.with_suffix("").parts[2:]) for name in names if name.parts[1] == "testing"}
+    assert shipped == SUITES
+    imported = re.compile(rf"""(?:import|from|import_module\(["']) ?(?:{"|".join(BESIDE)})\b""")
+    assert [name for name, text in texts.items() if imported.search(text)] == []
+
+
+def needed(requirements: Iterable[str]) -> set[str]:
+    """The distributions that these bring along, themselves included; no extra of theirs."""
+    found: set[str] = set()
+    waiting = [Requirement(line) for line in requirements]
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        found.add(name)
+        waiting += map(Requirement, metadata.requires(name) or ())
+    return found
+
+
+def test_every_module_is_imported_with_what_an_installation_brings(built: Path, tmp_path: Path) -> None:
+    """But for what needs an extra, and only for lack of that."""
+    (wheel,) = (built / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        requirements = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist")
+    brought = needed(requirements)
+    absent = [
+        module
+        for module, distributions in metadata.packages_distributions().items()
+        if module != "torch_dpflow" and not brought & set(map(canonicalize_name, distributions))
+    ]
+    assert {"click", "pytest", "pyarrow"} <= set(absent)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, json.dumps([*absent, *BESIDE]), str(tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    refused = json.loads(done.stdout)
+    assert [name for name in refused if not name.startswith(WITH_EXTRAS)] == []
+    assert all(re.search("click|rich|pytest|pyarrow", why) for why in refused.values()), refused
