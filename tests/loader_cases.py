@@ -119,6 +119,15 @@ class Failing(Indices):
         return index
 
 
+class Messaged(Exception):
+    """Has a `message`, and does not take it by keyword."""
+
+    message = "kept here"
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+
+
 class Deadly(Indices):
     """The process that loads `index` ends: by a signal, or by an exit code."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from tests.loader_cases import Failing, Indices, Samples, assert_same
+from tests.loader_cases import Failing, Indices, Messaged, Samples, assert_same
 from torch_dpflow.errors import WorkerError
 
 
@@ -31,6 +33,12 @@ class KeywordOnly(ValueError):
     def __init__(self, *, message: str) -> None:
         super().__init__(message)
         self.message = message
+
+
+#: Which Python has from 3.11 on.
+GROUPS: list[Exception] = (
+    [builtins.ExceptionGroup("several", [ValueError("bad value")])] if sys.version_info >= (3, 11) else []
+)
 
 
 class Unconstructible(Exception):
@@ -241,6 +249,16 @@ def test_an_exception_of_a_class_that_cannot_be_pickled(OurLoader: Any) -> None:
     assert "Local" in str(raised.value)
     assert "loader_cases.py" in str(raised.value)
     assert list(iterator) == [2, 3]
+
+
+@pytest.mark.parametrize("error", [Messaged("bad value"), *GROUPS], ids=lambda error: type(error).__name__)
+def test_an_exception_that_torch_cannot_make_again_arrives_with_its_text(
+    OurLoader: Any, error: Exception
+) -> None:
+    """Under torch's loader a bare TypeError comes, of its own attempt to make one."""
+    iterator = iter(OurLoader(Failing(1, {0: error}), num_workers=1))
+    with pytest.raises(RuntimeError, match=r"(?s)in DataLoader worker process 0.*Traceback.*bad value"):
+        next(iterator)
 
 
 def test_a_batch_that_cannot_be_pickled(OurLoader: Any) -> None:

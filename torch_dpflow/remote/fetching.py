@@ -32,9 +32,21 @@ def failure(worker: int, *, dataset: Any = None, index: Any = None) -> Exception
     Its text says more where more is known: the batch asks for an index beyond the dataset's length.
     """
     wrapper = ExceptionWrapper(where=f"in DataLoader worker process {worker}")
+    if not _can_be_raised(wrapper.exc_type):
+        wrapper.exc_type = RuntimeError
     if dataset is not None and issubclass(wrapper.exc_type, IndexError | KeyError):
         wrapper.exc_msg += _length_hint(dataset, index)
     return wrapper
+
+
+def _can_be_raised(kind: Any) -> bool:
+    """Whether torch, which makes what has a `message` by that keyword, does not fail there and tell of this alone."""
+    if getattr(kind, "message", None):
+        try:
+            kind(message="")
+        except Exception:
+            return False
+    return True
 
 
 def unpicklable_failure(worker: int, error: NotPicklableError) -> ExceptionWrapper:

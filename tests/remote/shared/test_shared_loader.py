@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.loader_cases import Stream
+from tests.loader_cases import Failing, Messaged, Stream
 from tests.shared_cluster import TestCluster
-from tests.shared_datasets import Failing, Numbers
+from tests.shared_datasets import Numbers
 from torch_dpflow import DPFlowDataLoader, JobOptions
 from torch_dpflow.errors import NotPicklableError, OptionError, OptionTypeError, StateError
 
@@ -134,11 +134,16 @@ def test_a_dataset_that_cannot_travel_is_told(make: Make) -> None:
         iter(make(dataset))
 
 
-def test_an_error_names_its_type_and_the_loader_goes_on(make: Make) -> None:
-    loader = make(Failing(12, raises=5), batch_size=4)
+@pytest.mark.parametrize(
+    ("error", "arrives"), [(LookupError("no image"), LookupError), (Messaged("no image"), RuntimeError)]
+)
+def test_an_error_names_its_type_and_the_loader_goes_on(
+    make: Make, error: Exception, arrives: type[Exception]
+) -> None:
+    loader = make(Failing(12, {5: error}), batch_size=4)
     iterator = iter(loader)
     next(iterator)
-    with pytest.raises(LookupError, match="no such image: 5"):
+    with pytest.raises(arrives, match=rf"{type(error).__name__}: no image"):
         next(iterator)
     next(iterator)
 
