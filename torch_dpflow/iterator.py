@@ -79,7 +79,6 @@ class WorkerIterator(BaseDataLoaderIter):
         # Of multiprocessing's kind: a process that it has started runs no others at its end. And before it ends
         # the workers, which could not clear away any more.
         self._close = Finalize(self, self._shard.close, exitpriority=0)
-        self._prime()
         self._take_up(epoch, pending, progress)
 
     @property
@@ -115,7 +114,6 @@ class WorkerIterator(BaseDataLoaderIter):
         self._generation += 1
         self._begin_epoch(loader, resumes=pending is not None)
         self._shard.begin_epoch(self._order(), self._progress.streams)
-        self._prime()
         self._take_up(epoch, pending, progress)
 
     def _begin_epoch(self, loader: Any, *, resumes: bool) -> None:
@@ -157,15 +155,19 @@ class WorkerIterator(BaseDataLoaderIter):
         self._run.meter.begin_epoch()
 
     def _take_up(self, epoch: int, pending: Any, progress: Any) -> None:
-        """See that the datasets of all workers took the states that they were given, where they were given any.
+        """Have the first batches loaded, and see that all workers' datasets took the states that they were given.
 
         Raises:
             StateError, or what a dataset raised instead: one did not. The loader is as before, without the state.
+            What the sampler raises, or Control-C: the loader is as before; a state stays for the next iteration.
         """
-        if not self._resumes or all(stream.dataset is None for stream in self._progress.streams):
+        if not self._resumes:
+            self._prime()
             return
         try:
-            self._await_beginnings()
+            self._prime()
+            if any(stream.dataset is not None for stream in self._progress.streams):
+                self._await_beginnings()
             if self._refusal is not None:
                 self._refusal.reraise()
         except BaseException:

@@ -6,7 +6,7 @@ import copy
 import io
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -167,32 +167,55 @@ def test_a_loader_made_otherwise_is_refused(OurLoader: Any, other: dict[str, Any
 
 
 class InterruptedOnce(StatefulSampler):
-    """One whose state is being brought back when Control-C comes, the first time."""
+    """One that Control-C comes in, the first time: while its state is brought back, or it is asked for an index."""
 
-    interruptions = 1
+    def __init__(self, size: int, where: str) -> None:
+        super().__init__(size)
+        self.where = where
+
+    def _meet(self, where: str) -> None:
+        if self.where == where:
+            self.where = ""
+            raise KeyboardInterrupt
 
     def load_state_dict(self, state: Any) -> None:
-        if self.interruptions:
-            self.interruptions -= 1
-            raise KeyboardInterrupt
+        self._meet("state")
         super().load_state_dict(state)
 
+    def __iter__(self) -> Iterator[int]:
+        for number, index in enumerate(super().__iter__()):
+            if number == 1:
+                self._meet("index")
+            yield index
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+
+@pytest.mark.parametrize(("num_workers", "where"), [(0, "state"), (1, "state"), (1, "index")])
+@pytest.mark.parametrize("persists", [False, True])
 def test_an_interruption_while_it_is_brought_back_leaves_it_to_the_next_iteration(
-    OurLoader: Any, num_workers: int
+    OurLoader: Any, num_workers: int, where: str, persists: bool
 ) -> None:
-    sampler = InterruptedOnce(12)
-    sampler.interruptions = 0
-    begun = OurLoader(Indices(12), sampler=sampler, batch_size=None, num_workers=num_workers)
+    def make(where: str) -> Any:
+        persistent = persists and num_workers > 0
+        sampler = InterruptedOnce(12, where)
+        return OurLoader(
+            Indices(12),
+            sampler=sampler,
+            batch_size=None,
+            num_workers=num_workers,
+            persistent_workers=persistent,
+        )
+
+    begun = make("")
     iterator = iter(begun)
     for _ in range(4):
         next(iterator)
-    resumed = OurLoader(Indices(12), sampler=InterruptedOnce(12), batch_size=None, num_workers=num_workers)
-    resumed.load_state_dict(begun.state_dict())
+    resumed, state = make(where), begun.state_dict()
+    resumed.load_state_dict(state)
     with pytest.raises(KeyboardInterrupt):
         iter(resumed)
+    assert resumed.state_dict() == state
     assert list(resumed) == list(iterator)
+    assert sorted(resumed) == list(range(12))
 
 
 RESUMING = """
