@@ -285,8 +285,17 @@ def assert_same(actual: Any, expected: Any, where: str = "it") -> None:
     assert type(actual) is type(expected), f"{where}: {type(actual)} instead of {type(expected)}"
     if isinstance(expected, torch.Tensor):
         assert actual.dtype == expected.dtype, where
-        assert actual.shape == expected.shape, where
         assert actual.layout == expected.layout, where
+        assert actual.is_nested == expected.is_nested, where
+        if expected.is_nested:
+            assert_same(actual.unbind(), expected.unbind(), where)
+            return
+        assert actual.shape == expected.shape, where
+        assert actual.is_quantized == expected.is_quantized, where
+        if expected.is_quantized:
+            assert actual.qscheme() == expected.qscheme(), where
+            assert_same(actual.dequantize(), expected.dequantize(), where)
+            actual, expected = actual.int_repr(), expected.int_repr()
         assert torch.equal(_bits(actual), _bits(expected)), f"{where}: {actual} instead of {expected}"
     elif isinstance(expected, np.ndarray):
         assert actual.dtype == expected.dtype, where
@@ -308,7 +317,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     dense = tensor.detach()
     if dense.layout is not torch.strided:
         dense = dense.to_dense()
-    dense = dense.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    dense = dense.as_subclass(torch.Tensor).resolve_conj().resolve_neg().contiguous().reshape(-1)
     return dense.view(torch.uint8) if dense.numel() else dense
 
 

@@ -9,6 +9,7 @@ import fractions
 import pathlib
 import warnings
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,26 @@ UNTOUCHED: dict[str, Any] = {
 }
 
 
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse, an index twice": lambda: torch.sparse_coo_tensor([[1, 1]], [1.0, 2.0], (3,)),
+    "sparse rows": lambda: torch.eye(4).to_sparse_csr(),
+    "sparse columns": lambda: torch.eye(4).to_sparse_csc(),
+    "sparse blocks": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "nested tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged tensor": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+}
+
+#: What torch's loader breaks: it gives other numbers, or what cannot be read.
+BROKEN_BY_TORCH: dict[str, Callable[[], torch.Tensor]] = {
+    "conjugate": lambda: torch.tensor([1 + 2j, -3j]).conj(),
+    "negative": lambda: torch.tensor([1 + 2j, -3j]).conj().imag,
+    "quantised": lambda: torch.quantize_per_tensor(torch.arange(30.0), 0.5, 1, torch.qint8),
+    "quantised by channel": lambda: torch.quantize_per_channel(
+        torch.arange(30.0).view(2, 15), torch.tensor([0.5, 1.0]), torch.tensor([1, 0]), 0, torch.quint8
+    ),
+}
+
+
 def as_it_is(sample: Any) -> Any:
     return sample
 
@@ -127,6 +148,21 @@ def test_unbatched_items_equal_torchs(Loader: Any, name: str) -> None:
     arguments = {"batch_size": None, "collate_fn": as_it_is}
     expected = one_batch(DataLoader, [UNTOUCHED[name]], **arguments)
     assert_same(one_batch(Loader, [UNTOUCHED[name]], **arguments), expected, name)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_tensors_of_any_layout_arrive(Loader: Any, name: str) -> None:
+    samples = [LAYOUTS[name]() for _ in range(2)]
+    assert_same(one_batch(Loader, samples, batch_size=2, collate_fn=as_it_is), samples)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("name", BROKEN_BY_TORCH)
+def test_lazy_and_quantised_tensors_arrive(OurLoader: Any, name: str) -> None:
+    samples = [BROKEN_BY_TORCH[name]() for _ in range(2)]
+    got = one_batch(OurLoader, samples, batch_size=2, collate_fn=as_it_is)
+    assert_same(got, samples)
 
 
 def numeric_dtypes() -> list[torch.dtype]:
