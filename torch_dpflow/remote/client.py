@@ -154,6 +154,7 @@ class SharedJob:
         self._links = ShardLinks(self._router)
         self._tickets = itertools.count(1)
         self._meter = LoaderMeter()
+        #: The latest; what is one stays one, as any thread may close the job meanwhile.
         self._iterator: SharedIterator | None = None
         self._delivered = self._nothing_of(0)
         self._closed = StopSignal()
@@ -281,7 +282,6 @@ class SharedJob:
             raise UsageError("the job has been closed; open another")
         if self._iterator is not None:
             self._iterator.close()
-            self._iterator = None
         self._delivered = delivered
 
     def _iterate(
@@ -321,6 +321,8 @@ class SharedJob:
             ),
             closed=closed,
         )
+        if self._closed.is_set():
+            self._iterator.close()  # whoever closed the job may have looked for it before it was there
         return self._iterator
 
     def _drawn_batches(self, left: int, given_up: StopSignal) -> Iterator[list[int]]:

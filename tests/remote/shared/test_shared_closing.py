@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow import DPFlowDataLoader, JobOptions
 from torch_dpflow.errors import UsageError
+from torch_dpflow.remote import client
 from torch_dpflow.remote.client import SharedJob, open_job
 from torch_dpflow.remote.shard_link import ShardLinks
 
@@ -132,3 +135,49 @@ def test_a_job_is_closed_by_many_threads_and_by_its_own(cluster: TestCluster, fl
     with pytest.raises(UsageError, match="its job was closed"):
         for _ in reading:
             pass
+
+
+def test_a_job_is_abandoned_at_any_line_of_an_epochs_beginning(cluster: TestCluster, flow: str) -> None:
+    """As by a finalizer: what is begun then ends by itself, and says that its job was closed."""
+    line = 0
+    while True:
+        job = open_job(flow, Numbers(60), address=cluster.address, batch_size=2)
+        next(job.traverse(0))
+        with AtLine(line, job.abandon) as abandoning:
+            try:
+                reading = job.traverse(1)
+            except UsageError:
+                reading = None
+        if not abandoning.done:
+            break
+        wait(lambda: not threads_of_jobs(), what="the threads' end")
+        if reading is not None:
+            with pytest.raises(UsageError, match="its job was closed"):
+                list(reading)
+        line += 1
+    job.close()
+    assert line > 10
+
+
+class AtLine:
+    """Calls something at the n-th line of the job's own code that this thread runs."""
+
+    def __init__(self, line: int, call: Callable[[], None]) -> None:
+        self._left, self._call, self.done = line, call, False
+
+    def __enter__(self) -> AtLine:
+        sys.settrace(self._step)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != client.__file__:
+            return None
+        if event == "line" and not self.done:
+            self.done = self._left == 0
+            self._left -= 1
+            if self.done:
+                self._call()
+        return self._step
