@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.cluster_command import CommandedCluster
+from tests.new_process import interpreter
 from tests.shared_cluster import free_port
 from torch_dpflow.cli.main import root
 from torch_dpflow.remote.transport.curve import create_cluster, write_connection_file
@@ -128,6 +129,19 @@ def test_up_advises_nobody_to_remove_a_file_that_is_no_state(tmp_path: Path) -> 
 
 def test_up_refuses_a_connection_file_that_it_cannot_write(tmp_path: Path) -> None:
     refused(run("up", "--connection-file", str(tmp_path / "none" / "file")), "No such file or directory")
+    refused(run("up", "--connection-file", str(tmp_path)), f"'{tmp_path}' is a directory; give a file in it")
+
+
+def test_up_refuses_a_limit_of_open_files_that_allows_no_worker(tmp_path: Path) -> None:
+    connection = tmp_path / "connection"
+    arguments = ["up", "--connection-file", str(connection)]
+    program = f"from torch_dpflow.cli.main import root; root({arguments!r})"
+    with interpreter(program, prefix=["prlimit", "--nofile=80:80"]) as process:
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Error: too many open files: a cluster needs a limit of 84 for its first worker" in said
+    assert "is 80 (`ulimit -n`). The hard limit is the same" in said
+    assert not connection.exists()
 
 
 @pytest.mark.parametrize("option", ["--listen", "--metrics"])
@@ -198,7 +212,7 @@ def test_a_connection_file_that_others_may_read_is_not_used(gone: str) -> None:
     ("address", "message"),
     [
         ("", "is the cluster up?"),
-        ("/", "Is a directory"),
+        ("/", "connection file '/' is a directory; give a file in it"),
         ("tcp://192.0.2.1:5555", "give the connection file"),
         ("tcp://127.0.0.1:99999", "address='tcp://127.0.0.1:99999'"),
         ("tcp://127.0.0.1", "address='tcp://127.0.0.1'"),

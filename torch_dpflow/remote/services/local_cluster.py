@@ -98,6 +98,7 @@ class LocalCluster:
         UsageError: a cluster is up that has left its connection file there.
         StateError: the state store cannot be used.
         TransportError: the address cannot be had.
+        DescriptorLimitError: the limit of open files allows no worker.
     """
 
     def __init__(self, options: ClusterOptions) -> None:

@@ -50,8 +50,15 @@ def most_workers() -> int:
     """How many workers all flows may have together, by the same limit.
 
     A flow has a router, and a shard or more; but there are never more flows, nor more shards, than workers.
+
+    Raises DescriptorLimitError where it allows none.
     """
-    return max(1, (most_processes() - 1) // 3)
+    most = (most_processes() - 1) // 3  # beside the coordinator
+    if most < 1:
+        raise exhausted(
+            f"a cluster needs a limit of {OWN_DESCRIPTORS + 4 * DESCRIPTORS} for its first worker"
+        )
+    return most
 
 
 class Node:

@@ -146,6 +146,8 @@ def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) 
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             content = file.read(1 << 16)
+    except IsADirectoryError as error:
+        raise OptionError(f"{name} is a directory; give a file in it") from error
     except OSError as error:
         raise OptionError(f"{name}: {error.strerror}; {missing}") from error
     mode = stat.S_IMODE(status.st_mode)
