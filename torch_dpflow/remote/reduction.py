@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.storage import TypedStorage
 
+from torch_dpflow.log import TRANSPORT
 from torch_dpflow.remote.memory import WORD, Memory, address_of, memory_of, storage_over, tensor_over
 from torch_dpflow.torch_private import typed_storage, untyped_storage
 
@@ -96,6 +97,15 @@ class _Stream:
         self.chunks.append(chunk)
 
 
+class _PlainStream:
+    """The file that pickle writes to where it does not write as `_Stream` knows: all of it goes to `chunks`."""
+
+    def __init__(self) -> None:
+        self.chunks: list[bytes] = []
+        self.sources: list[Source] = []
+        self.write = self.chunks.append
+
+
 def _begins_with_frame(chunk: bytes) -> bool:
     """Whether this may be pickle's own output, the tail of the chunk before it being chance.
 
@@ -119,7 +129,7 @@ class ParcelPickler(pickle.Pickler):
 
     def __init__(self, *, laid_out: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         self._laid_out = laid_out
-        stream = _Stream()
+        stream = _new_stream()
         self.chunks = stream.chunks
         self.sources = stream.sources
         # Not a method of ours: in a cycle with its pickler, a batch's memory would wait for the collector.
@@ -246,3 +256,29 @@ _REDUCERS: dict[type, Callable[[ParcelPickler, Any], Any]] = {
     _Span: ParcelPickler._reduce_span,
     np.ndarray: ParcelPickler._reduce_array,
 }
+
+
+def _takes_bytes_apart() -> bool:
+    """Whether big bytes objects leave the pickles of this Python as `_Stream` expects it, and come back."""
+    big = bytes(_APART_BYTES)
+    given = [big, "text", pickle.FRAME + bytes(8) + big, big]
+    pickler = ParcelPickler()
+    try:
+        pickler.dump(given)
+        buffers = [source.view() for source in pickler.sources]
+        found = pickle.loads(b"".join(pickler.chunks), buffers=buffers)
+    except Exception:
+        return False
+    return bool(
+        found == given and found[0] is found[3] and [source.key for source in pickler.sources] == [id(big)]
+    )
+
+
+_new_stream: Callable[[], _Stream | _PlainStream] = _Stream
+# What pickle writes is documented, how it cuts that into pieces is not: another Python may do so otherwise.
+if not _takes_bytes_apart():
+    _new_stream = _PlainStream
+    TRANSPORT.warning(
+        "this Python writes pickles otherwise than torch_dpflow expects: big bytes objects travel inside them, which "
+        "takes one copy more"
+    )
