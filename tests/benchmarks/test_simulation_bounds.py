@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulation.bounds import best_evictions, upper_bound
+from benchmarks.simulation.opt import OPT
 from benchmarks.simulation.scenarios import SCENARIOS
 from benchmarks.simulation.schedule import Kind, schedule
-from torch_dpflow.caches.opt import OPT
 
 
 def exhaustive_hits(rounds: list[list[int]], capacity: int) -> int:
@@ -63,7 +63,7 @@ def test_no_lru_is_better(rounds: list[list[int]], capacity: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(stream=st.lists(st.integers(0, 8), min_size=1, max_size=60), capacity=st.integers(1, 6))
-def test_one_access_at_a_time_it_is_the_library_s_own_opt(stream: list[int], capacity: int) -> None:
+def test_one_access_at_a_time_it_is_opt_as_a_policy(stream: list[int], capacity: int) -> None:
     samples = np.array(stream, dtype=np.int64)
     policy = OPT(stream=samples, max_items=capacity)
     for key in stream:
