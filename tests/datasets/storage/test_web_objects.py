@@ -202,6 +202,34 @@ def test_a_chunked_body_is_read(web: WebServer, reader: ObjectReader) -> None:
     assert reader.read(f"{web.url}/x", 7, 100) == DATA[7:100]
 
 
+def _without_size(handler: BaseHTTPRequestHandler) -> None:
+    handler.close_connection = True
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nhello\r\n0\r\n\r\n")
+
+
+def _with_hints(handler: BaseHTTPRequestHandler) -> None:
+    handler.wfile.write(
+        b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 200 OK\nContent-Length:\n 5\n\nhello"
+    )
+
+
+def test_unusual_heads_are_understood(web: WebServer, reader: ObjectReader) -> None:
+    web.answer = _with_hints
+    assert [reader.read(f"{web.url}/x") for _ in range(2)] == [b"hello"] * 2
+    web.answer = _without_size
+    with pytest.raises(StorageUnavailableError, match="does not say how long it is"):
+        reader.read(f"{web.url}/x")
+    web.answer = lambda handler: handler.wfile.write(b"HTTP/1.1 200 OK\r\nX: " + bytes(1 << 20)) and None
+    with pytest.raises(StorageUnavailableError, match="head of the answer"):
+        reader.read(f"{web.url}/x")
+
+
+def test_what_comes_behind_an_answer_is_not_taken_for_the_next(web: WebServer) -> None:
+    web.answer = lambda handler: reply(handler, 200, DATA[:200], content_length=100)
+    with ObjectReader(options=ReadOptions(attempts=1)) as reader:
+        assert [reader.read(f"{web.url}/x") for _ in range(3)] == [DATA[:100]] * 3
+
+
 def _endless(status: int) -> Callable[[BaseHTTPRequestHandler], None]:
     def answer(handler: BaseHTTPRequestHandler) -> None:
         handler.close_connection = True

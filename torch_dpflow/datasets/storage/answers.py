@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import http.client
 import logging
 import re
 
 from torch_dpflow.datasets.storage.base import ByteRange
+from torch_dpflow.datasets.storage.responses import Response
 from torch_dpflow.errors import StorageError, StorageUnavailableError, TruncatedObjectError
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
@@ -17,7 +17,7 @@ _PIECE = 1 << 20
 _LOG = logging.getLogger("torch_dpflow.datasets")
 
 
-def read_object(response: http.client.HTTPResponse, span: ByteRange, longest: int) -> bytes:
+def read_object(response: Response, span: ByteRange, longest: int) -> bytes:
     """The bytes of `span` from an answer with status 200 or 206.
 
     Raises:
@@ -32,8 +32,8 @@ def read_object(response: http.client.HTTPResponse, span: ByteRange, longest: in
     return _cut_out(response, span, longest)
 
 
-def _read_range(response: http.client.HTTPResponse, span: ByteRange, longest: int) -> bytes:
-    header = response.getheader("Content-Range", "")
+def _read_range(response: Response, span: ByteRange, longest: int) -> bytes:
+    header = response.fields.get("content-range", "")
     match = _CONTENT_RANGE.fullmatch(header)
     start, stop = (int(match[1]), int(match[2]) + 1) if match else (0, 0)
     is_rest = match is not None and match[3] in ("*", str(stop))
@@ -50,20 +50,20 @@ def _read_range(response: http.client.HTTPResponse, span: ByteRange, longest: in
     return data
 
 
-def _read_body(response: http.client.HTTPResponse, span: ByteRange, longest: int) -> bytes:
-    if response.length is None:
+def _read_body(response: Response, span: ByteRange, longest: int) -> bytes:
+    if response.left is None:
         data = _take(response, longest + 1)
         if len(data) > longest:
             raise StorageError(f"{span}: the answer is longer than the limit of {longest} bytes")
         return data
-    if response.length > longest:
-        raise StorageError(f"{span}: {response.length} bytes are above the limit of {longest}")
-    return response.read()
+    if response.left > longest:
+        raise StorageError(f"{span}: {response.left} bytes are above the limit of {longest}")
+    return response.read(response.left)
 
 
-def _cut_out(response: http.client.HTTPResponse, span: ByteRange, longest: int) -> bytes:
+def _cut_out(response: Response, span: ByteRange, longest: int) -> bytes:
     """The range from the whole object, which a server answers with that knows no ranges."""
-    size = response.length
+    size = response.left
     if size is not None and max(span.start, span.stop or 0) > size:
         raise TruncatedObjectError(f"{span}: the object has only {size} bytes")
     stop = span.stop or size
@@ -101,12 +101,10 @@ def _tell_of_cost(server: str) -> None:
     )
 
 
-def _take(response: http.client.HTTPResponse, count: int) -> bytes:
+def _take(response: Response, count: int) -> bytes:
     """The next `count` bytes of a body, fewer where it ends."""
     parts: list[bytes] = []
     while count and (part := response.read(min(count, _PIECE))):
         parts.append(part)
         count -= len(part)
-    if count and response.length:
-        raise http.client.IncompleteRead(b"", response.length)
     return b"".join(parts)

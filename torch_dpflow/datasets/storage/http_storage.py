@@ -7,10 +7,11 @@ import time
 
 from torch_dpflow.datasets.storage.answers import read_object
 from torch_dpflow.datasets.storage.base import ByteRange
-from torch_dpflow.datasets.storage.connections import Connections, KeepAliveConnection, Response
+from torch_dpflow.datasets.storage.connections import Connections, KeepAliveConnection
 from torch_dpflow.datasets.storage.exchanges import Refusal, Request, Service
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.options import ReadOptions
+from torch_dpflow.datasets.storage.responses import Response
 from torch_dpflow.errors import DPFlowError, StorageError
 
 #: Bytes of an error's text that are looked at.
@@ -59,13 +60,13 @@ class HttpStorage:
         is_used = connection is not None
         if connection is None:
             connection = self._connections.make(request.origin)
-        connection.limit(self._options.timeout_s, deadline)
         try:
-            response = connection.get(request.target, headers)
-        except (ConnectionError, http.client.RemoteDisconnected):
+            response = connection.get(request.target, headers, self._options.timeout_s, deadline)
+        except (ConnectionError, http.client.BadStatusLine):
             connection.close()
             if is_used and time.monotonic() < deadline:
-                # The server closed it while it was idle: not a failure of the storage, so no attempt is lost.
+                # The server closed it while it was idle, or sent more than it had said: not a failure of the
+                # storage, so no attempt is lost.
                 return self._fetch(request, span, deadline)
             raise
         except BaseException:
@@ -87,7 +88,7 @@ class HttpStorage:
                 if response.status in (200, 206)
                 else _refusal(response)
             )
-            is_done = response.isclosed() and not response.will_close
+            is_done = response.leaves_connection
         finally:
             if is_done:
                 self._connections.give_back(request.origin, connection)

@@ -83,13 +83,16 @@ def _basic_format(now: datetime) -> str:
 def _sign_v4(algorithm: str, secret: str, scope: tuple[str, ...], time: str, canonical: str) -> str:
     digest = hashlib.sha256(canonical.encode()).hexdigest()
     signed = f"{algorithm}\n{time}\n{'/'.join(scope)}\n{digest}"
-    return hmac.digest(_derived_key(secret, scope), signed.encode(), "sha256").hex()
+    # A copy is cheaper than `hmac.digest`, which hands over Python's lock too.
+    mac = _keyed(secret, scope).copy()
+    mac.update(signed.encode())
+    return mac.hexdigest()
 
 
 @functools.lru_cache(maxsize=64)
-def _derived_key(secret: str, scope: tuple[str, ...]) -> bytes:
-    """The key of one day, region and service: the same for a day's requests."""
+def _keyed(secret: str, scope: tuple[str, ...]) -> hmac.HMAC:
+    """With the key of one day, region and service: the same for a day's requests. To be copied."""
     key = secret.encode()
     for part in scope:
         key = hmac.digest(key, part.encode(), "sha256")
-    return key
+    return hmac.new(key, None, "sha256")
