@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -58,6 +60,17 @@ class TestLocal(StorageContract):
     def test_says_that_a_directory_is_no_object(self, storage: Storage, tmp_path: Path) -> None:
         with pytest.raises(ObjectMissingError, match="directory"):
             storage.fetch(ByteRange(str(tmp_path)), time.monotonic() + 9)
+
+    @pytest.mark.parametrize("stop", [None, 5])
+    def test_waits_for_nothing_that_is_no_file(
+        self, storage: Storage, tmp_path: Path, stop: int | None
+    ) -> None:
+        os.mkfifo(tmp_path / "fifo")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(tmp_path / "socket"))
+            for path in (tmp_path / "fifo", tmp_path / "socket"):
+                with pytest.raises(StorageError, match="give a regular file"):
+                    storage.fetch(ByteRange(str(path), 0, stop), time.monotonic() + 9)
 
     def test_refuses_what_is_above_the_limit(self, tmp_path: Path) -> None:
         (tmp_path / "x").write_bytes(b"12345")

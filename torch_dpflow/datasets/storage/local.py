@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 
 from torch_dpflow.datasets.storage.base import ByteRange
 from torch_dpflow.errors import (
@@ -27,7 +29,8 @@ class LocalStorage:
     def fetch(self, span: ByteRange, deadline: float) -> bytes:
         path = local_path(span.url)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # Without O_NONBLOCK a FIFO is waited for until somebody writes to it.
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 return self._read(descriptor, span)
             finally:
@@ -41,10 +44,18 @@ class LocalStorage:
         except PermissionError as error:
             raise AccessDeniedError(f"{span}: this user may not read the file: {error}") from error
         except OSError as error:
+            if error.errno in (errno.ESPIPE, errno.ENXIO):
+                raise _not_regular(span) from error
             raise StorageError(f"{span}: the file cannot be read: {error}") from error
 
     def _read(self, descriptor: int, span: ByteRange) -> bytes:
-        stop = os.fstat(descriptor).st_size if span.stop is None else span.stop
+        if span.stop is None:
+            found = os.fstat(descriptor)
+            if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+                raise _not_regular(span)
+            stop = found.st_size
+        else:
+            stop = span.stop  # of what is not regular no range can be read, or it ends
         if stop - span.start > self._longest:
             raise StorageError(f"{span}: {stop - span.start} bytes are above the limit of {self._longest}")
         if stop < span.start:
@@ -65,6 +76,10 @@ class LocalStorage:
 
     def close(self) -> None:
         """Nothing is kept open."""
+
+
+def _not_regular(span: ByteRange) -> StorageError:
+    return StorageError(f"{span}: this is a pipe, socket or device; give a regular file")
 
 
 def local_path(url: str) -> str:
