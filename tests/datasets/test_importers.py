@@ -21,7 +21,7 @@ from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.importers.listing import ListingImporter
 from torch_dpflow.datasets.importers.registry import make_importer
 from torch_dpflow.datasets.importers.speech import SpeechImporter
-from torch_dpflow.errors import MissingExtraError, OptionError, SourceError
+from torch_dpflow.errors import MissingExtraError, OptionError, OptionTypeError, SourceError
 
 
 def _write(root: Path, *paths: str) -> None:
@@ -223,6 +223,11 @@ def test_coco_needs_its_images_and_values_of_some_depth(tmp_path: Path) -> None:
     )
     with pytest.raises(SourceError, match=r"number 0 of 'annotations' in .* have bbox\[0\]=inf"):
         list(CocoImporter(str(path), images=str(tmp_path)).items())
+
+
+def test_a_word_keeps_no_segmentation(tmp_path: Path) -> None:
+    with pytest.raises(OptionTypeError, match="segmentation='no' is of type str"):
+        CocoImporter("a.json", images=tmp_path, segmentation="no")  # type: ignore[arg-type]
 
 
 def test_coco_annotations_that_were_cut_short_are_told(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset, verify
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.verify import Compared
+from torch_dpflow.errors import OptionTypeError
 
 
 @pytest.fixture
@@ -36,6 +37,12 @@ def test_nothing_is_found_where_all_is_well(store: DatasetStore, data: bool) -> 
     stored = publish(store, Numbered(10))
     assert list(verify(stored, data=data, progress=seen.append)) == []
     assert seen == [4, 8, 10]
+
+
+@pytest.mark.parametrize("switch", ["data", "own"])
+def test_a_word_switches_nothing_on(local_store: DatasetStore, switch: str) -> None:
+    with pytest.raises(OptionTypeError, match=f"{switch}='no' is of type str; give True or False"):
+        verify(publish(local_store, Numbered(1)), **{switch: "no"})  # type: ignore[arg-type]
 
 
 def test_missing_and_damaged_shards_are_found(local_store: DatasetStore) -> None:

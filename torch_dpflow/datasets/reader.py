@@ -79,6 +79,8 @@ class DatasetReader(Dataset[Sample]):
         if read_options is not None:
             check_type("read_options", read_options, ReadOptions, "a ReadOptions, or None")
         check_whole_number("metadata_cache", metadata_cache, minimum=1)
+        if check is not None:
+            check_type("check", check, bool, "True, False or None")
         if on_error not in get_args(OnError):
             raise OptionError(f"on_error={on_error!r}: give one of {get_args(OnError)}")
         self.stored = stored

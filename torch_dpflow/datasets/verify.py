@@ -11,6 +11,7 @@ from torch_dpflow.datasets.objects import Objects
 from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import DatasetError, DPFlowError, OptionTypeError
+from torch_dpflow.options import check_type
 
 #: A sample's number, where its object lies, and what is known of it.
 _Numbered = tuple[int, str, SampleMeta]
@@ -58,10 +59,12 @@ def verify(
         progress: called with the number of samples that are checked, after every shard.
         compared: counts what was compared of samples that are well.
 
-    Raises OptionTypeError where `stored` is something else.
+    Raises OptionTypeError where `stored` is something else, or a switch neither True nor False.
     """
     if not isinstance(stored, StoredDataset):
         raise OptionTypeError(f"stored={stored!r:.80}: give what DatasetStore.open('namespace/name') returns")
+    for name, switch in (("data", data), ("own", own)):
+        check_type(name, switch, bool, "True or False")
     given = stored.options if options is None else options
     return _problems(stored, data, own, Objects(given), progress, compared or Compared())
 

@@ -324,6 +324,7 @@ def test_a_fault_of_the_server_ends_in_an_error(
         {"on_error": "ignore"},
         {"metadata_cache": 0},
         {"metadata_cache": "x"},
+        {"check": "no"},
         {"storage_options": 5},
         {"read_options": 5},
         {"stored": "core/images"},

@@ -18,8 +18,8 @@ from tests.datasets.storage.signed_s3 import SignedS3
 from tests.datasets.storage.web_server import WebServer, serve_ranges
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import Credentials
-from torch_dpflow.datasets.storage.services import S3Service
-from torch_dpflow.errors import OptionError, StorageError
+from torch_dpflow.datasets.storage.services import OSSService, S3Service
+from torch_dpflow.errors import OptionError, OptionTypeError, StorageError
 
 DATA = bytes(range(250))
 KEYS = Credentials("key", "secret")
@@ -162,3 +162,11 @@ def test_tls_can_be_done_without() -> None:
     with WebServer(SignedS3(DATA, KEYS)) as server:
         assert _read(server, use_ssl=False, endpoint=server.url.partition("://")[2]) == DATA
         assert _read(server, use_ssl=False) == DATA
+
+
+@pytest.mark.parametrize(
+    ("service", "option"), [(S3Service, "anon"), (S3Service, "use_ssl"), (OSSService, "anon")]
+)
+def test_a_word_is_no_switch(service: type[S3Service] | type[OSSService], option: str) -> None:
+    with pytest.raises(OptionTypeError, match=f"{option}='no' is of type str; give True or False"):
+        service({"endpoint": "http://127.0.0.1:1", option: "no"})

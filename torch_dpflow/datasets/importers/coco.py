@@ -19,6 +19,7 @@ from torch_dpflow.datasets.importers.json_arrays import read_arrays
 from torch_dpflow.datasets.importers.tree import check_folder
 from torch_dpflow.datasets.urls import join_url, split_name
 from torch_dpflow.errors import SourceError
+from torch_dpflow.options import check_type
 
 #: What is kept of an image and of an annotation; the rest of COCO's fields serve other tasks.
 _IMAGE_FIELDS = ("id", "file_name", "width", "height")
@@ -60,6 +61,7 @@ class CocoImporter:
         segmentation: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
+        check_type("segmentation", segmentation, bool, "True or False")
         folder, self._name = split_name(str(annotations))
         self._files = Files(folder, options)
         self._kept = (*_ANNOTATION_FIELDS, "segmentation") if segmentation else _ANNOTATION_FIELDS

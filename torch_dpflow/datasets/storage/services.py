@@ -27,6 +27,7 @@ from torch_dpflow.datasets.storage.fsspec_options import endpoint_of
 from torch_dpflow.datasets.storage.signing import encode_path, sign_oss_v1, sign_oss_v4, sign_s3
 from torch_dpflow.datasets.storage.tls import tls_context
 from torch_dpflow.errors import OptionError
+from torch_dpflow.options import check_type
 
 _COMMON_OPTIONS = frozenset(
     {"key", "secret", "token", "anon", "endpoint", "endpoint_url", "region", "verify"}
@@ -47,7 +48,7 @@ class S3Service:
     """
 
     def __init__(self, options: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
-        self._is_anonymous = bool(options.get("anon"))
+        self._is_anonymous = _switch(options, "anon", False)
         self._credentials = CredentialSource(
             lambda: None if self._is_anonymous else find_s3_credentials(options, environ),
             # It looks at the process's own environment.
@@ -70,7 +71,7 @@ class S3Service:
         if style not in ("path", "virtual"):
             raise OptionError(f"addressing_style={style!r}: give 'path' or 'virtual'")
         self._is_virtual = style == "virtual"
-        self._scheme = "https" if options.get("use_ssl", True) else "http"
+        self._scheme = "https" if _switch(options, "use_ssl", True) else "http"
         self._endpoint = _parse_endpoint(endpoint, self._scheme) if endpoint else None
         #: where buckets lie that were asked for in another region, as far as their servers have said so
         self._regions: dict[str, str] = {}
@@ -132,9 +133,9 @@ class OSSService:
             )
         self._endpoint = _parse_endpoint(endpoint)
         self._region = options.get("region") or environ.get("OSS_REGION") or settings.get("region")
-        self._is_anonymous = bool(options.get("anon"))
+        self._is_anonymous = _switch(options, "anon", False)
         self._credentials = CredentialSource(
-            lambda: None if options.get("anon") else find_oss_credentials(options, environ)
+            lambda: None if self._is_anonymous else find_oss_credentials(options, environ)
         )
         self._is_virtual = not _is_address(self._endpoint.host)
         self._options, self._environ = options, environ
@@ -164,6 +165,14 @@ class OSSService:
         if self._region is None:
             return sign_oss_v1(bucket, key, credentials, now)
         return sign_oss_v4(bucket, key, self._region, credentials, now)
+
+
+def _switch(options: Mapping[str, Any], name: str, default: bool) -> bool:
+    """An option that is on or off; "no" is neither. Raises OptionTypeError."""
+    value = options.get(name, default)
+    if value is not None:
+        check_type(name, value, bool, "True or False")
+    return bool(value)
 
 
 def _has_other_keys(source: CredentialSource, request: Request, refusal: Refusal) -> bool:
