@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
+from torch_dpflow.datasets.importers import Importer, Item
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 
 
@@ -68,3 +69,11 @@ def numbers(count: int, *, first: int = 0) -> list[tuple[bytes, dict[str, Any]]]
 def numbers_for_import() -> list[tuple[bytes, dict[str, Any]]]:
     """An iterable to import by name."""
     return numbers(3)
+
+
+def check_starts(importer: Importer) -> list[Item]:
+    """All items; drawn from each position on they are the same."""
+    items = list(importer.items())
+    for start in range(len(items) + 1):
+        assert list(importer.items(start)) == items[start:]
+    return items

@@ -1,41 +1,29 @@
-"""Importers: what is found in trees, tables and annotation files, and what is wrong with them."""
+"""Importers: what is found in trees and iterables, by which names, and what is wrong with it."""
 
 from __future__ import annotations
 
-import json
-import random
-import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
-from pyarrow import csv, parquet
 from torchvision.datasets import ImageFolder
 
+from tests.datasets.samples_source import check_starts
 from torch_dpflow.datasets import DatasetStore, Draft, verify
-from torch_dpflow.datasets.importers import IMPORTERS, Importer, Item, importer_class
+from torch_dpflow.datasets.importers import IMPORTERS, Item, importer_class
 from torch_dpflow.datasets.importers.coco import CocoImporter
 from torch_dpflow.datasets.importers.image_folder import ImageFolderImporter
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.importers.listing import ListingImporter
 from torch_dpflow.datasets.importers.registry import make_importer
 from torch_dpflow.datasets.importers.speech import SpeechImporter
-from torch_dpflow.errors import MissingExtraError, OptionError, OptionTypeError, SourceError
+from torch_dpflow.errors import OptionError, SourceError
 
 
 def _write(root: Path, *paths: str) -> None:
     for path in paths:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_bytes(path.encode())
-
-
-def _check_starts(importer: Importer) -> list[Item]:
-    """All items; drawn from each position on they are the same."""
-    items = list(importer.items())
-    for start in range(len(items) + 1):
-        assert list(importer.items(start)) == items[start:]
-    return items
 
 
 @pytest.fixture
@@ -51,7 +39,7 @@ def pets(tmp_path: Path) -> Path:
 def test_image_trees_are_read_as_torchvision_does(pets: Path) -> None:
     importer = ImageFolderImporter(str(pets))
     theirs = ImageFolder(str(pets))
-    found = _check_starts(importer)
+    found = check_starts(importer)
     visible = [(path, label) for path, label in theirs.samples if not Path(path).name.startswith(".")]
     assert [(f"{pets}/{item.path}", item.meta["label"]) for item in found] == visible
     assert importer.info() == {"classes": theirs.classes}
@@ -124,122 +112,6 @@ def test_appended_classes_get_the_labels_that_follow(
     assert list(verify(local_store.open("core/pets"), data=True)) == []
 
 
-# -- COCO ---------------------------------------------------------------------------------------------------
-
-
-def _coco(path: Path, images: int, seed: int = 0) -> dict[str, Any]:
-    draw = random.Random(seed)
-    ids = draw.sample(range(1000), images)
-    document: dict[str, Any] = {"info": {"year": 2017}, "licenses": [{"id": 1}]}
-    document["annotations"] = [
-        {
-            "id": number,
-            "image_id": draw.choice(ids[1:]),
-            "category_id": draw.choice([1, 18]),
-            "bbox": [draw.random() * 100 for _ in range(4)],
-            "area": 12.5,
-            "iscrowd": 0,
-            "segmentation": [[1, 2, 3.5, 4]],
-        }
-        for number in range(5 * images)
-    ]
-    document["images"] = [
-        {"id": number, "file_name": f"{number:012d}.jpg", "width": 640, "height": 480, "flickr_url": "x"}
-        for number in ids
-    ]
-    document["categories"] = [{"id": 1, "name": "person"}, {"id": 18, "name": "dog"}]
-    path.write_text(json.dumps(document))
-    return document
-
-
-def _box(**change: Any) -> dict[str, Any]:
-    return {"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 2, 3, 4], **change}
-
-
-@pytest.mark.parametrize("segmentation", [False, True])
-def test_coco_annotations_are_joined_with_their_images(tmp_path: Path, segmentation: bool) -> None:
-    document = _coco(tmp_path / "instances.json", images=20)
-    importer = CocoImporter(str(tmp_path / "instances.json"), images=str(tmp_path), segmentation=segmentation)
-    found = _check_starts(importer)
-    assert [item.path for item in found] == [image["file_name"] for image in document["images"]]
-    for item, image in zip(found, document["images"]):
-        expected = [
-            {
-                name: record[name]
-                for name in record
-                if name != "image_id" and (segmentation or name != "segmentation")
-            }
-            for record in document["annotations"]
-            if record["image_id"] == image["id"]
-        ]
-        records = [json.loads(bytes(record)) for record in item.meta["annotations"]]
-        assert records == expected
-        assert (item.meta["image_id"], item.meta["height"]) == (image["id"], 480)
-    assert importer.info() == {"categories": document["categories"]}
-    assert importer.total() == 20
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"images": [{"id": 1}]}, "number 0 of 'images' has no 'file_name'"),
-        ({"images": [{"file_name": "a"}]}, "number 0 of 'images' has no 'id'"),
-        ({"images": [3]}, "number 0 of 'images'"),
-        ({"images": [{"id": 1, "file_name": "a"}] * 2}, "lists image 1 twice"),
-        ({"annotations": [_box(image_id=-5)]}, "annotations of image -5, which it does not list"),
-        ({"annotations": [{"id": 3}]}, "number 0 of 'annotations' has no 'image_id'"),
-        ({"images": [{"id": 1, "file_name": 5}]}, "number 0 of 'images': file_name is 5; give a path"),
-        ({"images": [{"id": 2**70, "file_name": "a"}]}, "id is 1180591620717411303424; give an integer"),
-        ({"annotations": [_box(bbox=[1, 2, 3])]}, r"bbox is \[1, 2, 3\]; give \[x, y, width, height\]"),
-        ({"annotations": [_box(bbox=[1, 2, 3, "4"])]}, "bbox is "),
-        ({"annotations": [_box(bbox=[1, 2, 3, float("nan")])]}, "it holds NaN, which is no JSON"),
-        ({"annotations": [_box(category_id=[1])]}, "category_id is "),
-        ({"annotations": [{"image_id": 1, "category_id": 1}]}, "has no 'bbox'"),
-        (
-            {"images": [{"id": 1, "file_name": "a"}], "annotations": [_box(category_id=7)]},
-            "number 0 of 'annotations' has category_id 7, which 'categories' do not have",
-        ),
-    ],
-)
-def test_what_is_wrong_with_coco_annotations_is_told(
-    tmp_path: Path, change: dict[str, Any], told: str
-) -> None:
-    path = tmp_path / "instances.json"
-    path.write_text(json.dumps({**_coco(path, images=3), **change}))
-    with pytest.raises(SourceError, match=f"instances.json is no file of COCO annotations: .*{told}"):
-        list(CocoImporter(str(path), images=str(tmp_path)).items())
-
-
-def test_coco_needs_its_images_and_values_of_some_depth(tmp_path: Path) -> None:
-    path = tmp_path / "instances.json"
-    _coco(path, images=3)
-    with pytest.raises(SourceError, match="there is no folder file:///no/such"):
-        list(CocoImporter(str(path), images="/no/such").items())
-    path.write_text('{"images": [' + "[" * 100_000)
-    with pytest.raises(SourceError, match="a value is nested too deeply"):
-        list(CocoImporter(str(path), images=str(tmp_path)).items())
-    path.write_text(
-        '{"images": [], "annotations": [{"bbox": [1e999, 1, 1, 1], "image_id": 1, "category_id": 1}]}'
-    )
-    with pytest.raises(SourceError, match=r"number 0 of 'annotations' in .* have bbox\[0\]=inf"):
-        list(CocoImporter(str(path), images=str(tmp_path)).items())
-
-
-def test_a_word_keeps_no_segmentation(tmp_path: Path) -> None:
-    with pytest.raises(OptionTypeError, match="segmentation='no' is of type str"):
-        CocoImporter("a.json", images=tmp_path, segmentation="no")  # type: ignore[arg-type]
-
-
-def test_coco_annotations_that_were_cut_short_are_told(tmp_path: Path) -> None:
-    path = tmp_path / "instances.json"
-    _coco(path, images=3)
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(SourceError, match="ends in its middle"):
-        list(CocoImporter(str(path), images=str(tmp_path)).items())
-    with pytest.raises(SourceError, match=r"there is no .*gone\.json"):
-        list(CocoImporter(str(tmp_path / "gone.json"), images=str(tmp_path)).items())
-
-
 # -- speech -------------------------------------------------------------------------------------------------
 
 
@@ -256,7 +128,7 @@ def speech(tmp_path: Path) -> Path:
 
 
 def test_speech_is_joined_with_its_transcripts(speech: Path) -> None:
-    found = _check_starts(SpeechImporter(str(speech)))
+    found = check_starts(SpeechImporter(str(speech)))
     assert [item.meta["utterance"] for item in found] == sorted(
         path.stem for path in speech.glob("*/*/*.flac")
     )
@@ -285,171 +157,6 @@ def test_what_is_wrong_with_speech_is_told(speech: Path) -> None:
     transcript.write_bytes(b"103-1240-0000 \xff")
     with pytest.raises(SourceError, match=r"trans\.txt is no UTF-8"):
         list(SpeechImporter(str(speech)).items())
-
-
-# -- tables -------------------------------------------------------------------------------------------------
-
-
-def _rows(count: int) -> list[dict[str, Any]]:
-    return [
-        {
-            "file": f"clips/{n}.bin",
-            "label": n % 7,
-            "score": n / 2,
-            "name": f"a,{n}\n'x'",
-            "start": 10 * n,
-            "size": 10,
-        }
-        for n in range(count)
-    ]
-
-
-def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
-    table = pa.Table.from_pylist(rows)
-    if path.suffix == ".parquet":
-        parquet.write_table(table, path, row_group_size=100)
-    else:
-        options = csv.WriteOptions(delimiter="\t" if path.suffix == ".tsv" else ",")
-        csv.write_csv(table, path, options)
-
-
-@pytest.mark.parametrize("name", ["list.csv", "list.tsv", "list.parquet"])
-def test_tables_list_samples(tmp_path: Path, name: str) -> None:
-    rows = _rows(30)
-    if name != "list.parquet":
-        for row in rows:
-            row["name"] = row["name"].replace("\n", " ")
-    _write_table(tmp_path / name, rows)
-    importer = ListingImporter(
-        str(tmp_path / name), path_column="file", offset_column="start", length_column="size"
-    )
-    found = _check_starts(importer)
-    assert importer.root == f"file://{tmp_path}"
-    for item, row in zip(found, rows, strict=True):
-        assert (item.path, item.offset, item.length) == (row["file"], row["start"], 10)
-        assert item.meta == {"label": row["label"], "score": row["score"], "name": row["name"]}
-
-
-def test_large_tables_are_read_in_batches(tmp_path: Path) -> None:
-    path = tmp_path / "list.parquet"
-    _write_table(path, [{"path": f"{n}.bin", "n": n} for n in range(10_000)])
-    importer = ListingImporter(str(path))
-    for start in (0, 1, 4095, 4096, 4097, 9999, 10_000):
-        assert [item.meta["n"] for item in importer.items(start)] == list(range(start, 10_000))
-    assert importer.total() == 10_000
-
-
-def test_nulls_are_left_out(tmp_path: Path) -> None:
-    _write_table(
-        tmp_path / "list.parquet", [{"path": "a", "x": 1, "y": None}, {"path": "b", "x": None, "y": 2}]
-    )
-    found = list(ListingImporter(str(tmp_path / "list.parquet")).items())
-    assert [item.meta for item in found] == [{"x": 1}, {"y": 2}]
-
-
-@pytest.mark.parametrize(
-    ("header", "row", "told"),
-    [
-        ("path,sum", "a,md5:00", "checksum='md5:00': give 'crc32:'"),
-        ("path,sum", "a,12", "checksum='12'"),
-        ("path,start,size", "a,-5,2", "offset=-5: give a whole number"),
-        ("path,start,size", "a,five,2", "offset='five'"),
-        ("path,start,size", "a,1.5,2", r"offset=1\.5"),
-        ("path,start,size", "a,1,", "offset=1 without a length"),
-    ],
-)
-def test_what_a_store_could_not_hold_is_refused_with_its_row(
-    tmp_path: Path, local_store: DatasetStore, header: str, row: str, told: str
-) -> None:
-    path = tmp_path / "list.csv"
-    path.write_text(f"{header}\n{row}\n")
-    columns = {"sum": "checksum_column", "start": "offset_column", "size": "length_column"}
-    settings = {columns[name]: name for name in header.split(",")[1:]}
-    draft = Draft(local_store, "core/x", "v1")
-    with pytest.raises(SourceError, match=rf"list\.csv, row 0: {told}.*\(columns: path='path', "):
-        draft.add("train", make_importer("listing", str(path), settings))
-    assert local_store.versions("core/x") == []
-
-
-def test_checksums_may_be_upper_case_and_paths_digits(tmp_path: Path, local_store: DatasetStore) -> None:
-    (tmp_path / "list.csv").write_text("path,sum\n001,crc32:ABCDEF01\n002,\n")
-    draft = Draft(local_store, "core/x", "v1")
-    draft.add("train", ListingImporter(str(tmp_path / "list.csv"), checksum_column="sum"))
-    draft.publish()
-    samples = list(local_store.open("core/x").samples())
-    assert [(sample.path, sample.checksum) for sample in samples] == [
-        ("001", "crc32:abcdef01"),
-        ("002", None),
-    ]
-
-
-def test_what_is_wrong_with_a_table_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "list.csv"
-    path.write_text("path,x\na,1\n,2\n")
-    with pytest.raises(SourceError, match=r"list\.csv has no column \['file'\]; it has \['path', 'x'\]"):
-        list(ListingImporter(str(path), path_column="file").items())
-    with pytest.raises(SourceError, match=r"list\.csv, row 1: path='': give a path"):
-        list(ListingImporter(str(path)).items())
-    path.write_text("path,x\na,1,2\n")
-    with pytest.raises(SourceError, match=r"list\.csv cannot be read"):
-        list(ListingImporter(str(path)).items())
-    with pytest.raises(SourceError, match=r"there is no .*gone\.csv"):
-        list(ListingImporter(str(tmp_path / "gone.csv")).items())
-    with pytest.raises(OptionError, match=r"ends with \.xlsx; give a \.csv"):
-        ListingImporter("list.xlsx")
-
-
-def test_nanoseconds_become_text(tmp_path: Path, local_store: DatasetStore) -> None:
-    columns = {
-        "path": pa.array(["a", "b"]),
-        "at": pa.array([1, None], pa.timestamp("ns")),
-        "zoned": pa.array([1, 2], pa.timestamp("ns", tz="UTC")),
-        "whole": pa.array([2_000_000_000, None], pa.timestamp("ns")),
-        "took": pa.array([-1_500_000_001, 1], pa.duration("ns")),
-        "time": pa.array([1, 2], pa.time64("ns")),
-    }
-    parquet.write_table(pa.table(columns), tmp_path / "list.parquet")
-    draft = Draft(local_store, "core/x", "v1")
-    draft.add("train", ListingImporter(str(tmp_path / "list.parquet")))
-    draft.publish()
-    assert local_store.open("core/x").sample(0).fields() == {
-        "at": "1970-01-01T00:00:00.000000001",
-        "zoned": "1970-01-01T00:00:00.000000001Z",
-        "whole": "1970-01-01T00:00:02",
-        "took": "-PT1.500000001S",
-        "time": "00:00:00.000000001",
-    }
-    nested = pa.table({"path": ["a"], "inner": pa.array([[1]], pa.list_(pa.timestamp("ns")))})
-    parquet.write_table(nested, tmp_path / "list.parquet")
-    with pytest.raises(SourceError, match=r"list\.parquet, column 'inner' of type list.*store it as text"):
-        list(ListingImporter(str(tmp_path / "list.parquet")).items())
-
-
-def test_numbers_of_a_table_that_json_cannot_hold_are_named(
-    tmp_path: Path, local_store: DatasetStore
-) -> None:
-    table = pa.table({"path": ["a", "b"], "score": pa.array([None, float("nan")])})
-    parquet.write_table(table, tmp_path / "list.parquet")
-    draft = Draft(local_store, "core/x", "v1")
-    with pytest.raises(SourceError, match=r"annotations of b have score=nan"):
-        draft.add("train", ListingImporter(str(tmp_path / "list.parquet")))
-
-
-def test_damaged_pages_are_told(tmp_path: Path) -> None:
-    path = tmp_path / "list.parquet"
-    table = pa.table({"path": [f"{number}.bin" for number in range(5000)]})
-    parquet.write_table(table, path, use_dictionary=False, compression="gzip")
-    data = bytearray(path.read_bytes())
-    data[100:4000] = b"\xa5" * 3900
-    path.write_bytes(data)
-    with pytest.raises(SourceError, match=r"list\.parquet cannot be read"):
-        list(ListingImporter(str(path)).items())
-
-
-def test_without_pyarrow_the_way_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'torch_dpflow\[datasets\]'"):
-        next(ListingImporter(str(tmp_path / "list.csv")).items())
 
 
 # -- iterables and names -------------------------------------------------------------------------------------

@@ -1,0 +1,127 @@
+"""COCO annotations: joined with their images, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.datasets.samples_source import check_starts
+from torch_dpflow.datasets.importers.coco import CocoImporter
+from torch_dpflow.errors import OptionTypeError, SourceError
+
+
+def _coco(path: Path, images: int, seed: int = 0) -> dict[str, Any]:
+    draw = random.Random(seed)
+    ids = draw.sample(range(1000), images)
+    document: dict[str, Any] = {"info": {"year": 2017}, "licenses": [{"id": 1}]}
+    document["annotations"] = [
+        {
+            "id": number,
+            "image_id": draw.choice(ids[1:]),
+            "category_id": draw.choice([1, 18]),
+            "bbox": [draw.random() * 100 for _ in range(4)],
+            "area": 12.5,
+            "iscrowd": 0,
+            "segmentation": [[1, 2, 3.5, 4]],
+        }
+        for number in range(5 * images)
+    ]
+    document["images"] = [
+        {"id": number, "file_name": f"{number:012d}.jpg", "width": 640, "height": 480, "flickr_url": "x"}
+        for number in ids
+    ]
+    document["categories"] = [{"id": 1, "name": "person"}, {"id": 18, "name": "dog"}]
+    path.write_text(json.dumps(document))
+    return document
+
+
+def _box(**change: Any) -> dict[str, Any]:
+    return {"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 2, 3, 4], **change}
+
+
+@pytest.mark.parametrize("segmentation", [False, True])
+def test_coco_annotations_are_joined_with_their_images(tmp_path: Path, segmentation: bool) -> None:
+    document = _coco(tmp_path / "instances.json", images=20)
+    importer = CocoImporter(str(tmp_path / "instances.json"), images=str(tmp_path), segmentation=segmentation)
+    found = check_starts(importer)
+    assert [item.path for item in found] == [image["file_name"] for image in document["images"]]
+    for item, image in zip(found, document["images"]):
+        expected = [
+            {
+                name: record[name]
+                for name in record
+                if name != "image_id" and (segmentation or name != "segmentation")
+            }
+            for record in document["annotations"]
+            if record["image_id"] == image["id"]
+        ]
+        records = [json.loads(bytes(record)) for record in item.meta["annotations"]]
+        assert records == expected
+        assert (item.meta["image_id"], item.meta["height"]) == (image["id"], 480)
+    assert importer.info() == {"categories": document["categories"]}
+    assert importer.total() == 20
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"images": [{"id": 1}]}, "number 0 of 'images' has no 'file_name'"),
+        ({"images": [{"file_name": "a"}]}, "number 0 of 'images' has no 'id'"),
+        ({"images": [3]}, "number 0 of 'images'"),
+        ({"images": [{"id": 1, "file_name": "a"}] * 2}, "lists image 1 twice"),
+        ({"annotations": [_box(image_id=-5)]}, "annotations of image -5, which it does not list"),
+        ({"annotations": [{"id": 3}]}, "number 0 of 'annotations' has no 'image_id'"),
+        ({"images": [{"id": 1, "file_name": 5}]}, "number 0 of 'images': file_name is 5; give a path"),
+        ({"images": [{"id": 2**70, "file_name": "a"}]}, "id is 1180591620717411303424; give an integer"),
+        ({"annotations": [_box(bbox=[1, 2, 3])]}, r"bbox is \[1, 2, 3\]; give \[x, y, width, height\]"),
+        ({"annotations": [_box(bbox=[1, 2, 3, "4"])]}, "bbox is "),
+        ({"annotations": [_box(bbox=[1, 2, 3, float("nan")])]}, "it holds NaN, which is no JSON"),
+        ({"annotations": [_box(category_id=[1])]}, "category_id is "),
+        ({"annotations": [{"image_id": 1, "category_id": 1}]}, "has no 'bbox'"),
+        (
+            {"images": [{"id": 1, "file_name": "a"}], "annotations": [_box(category_id=7)]},
+            "number 0 of 'annotations' has category_id 7, which 'categories' do not have",
+        ),
+    ],
+)
+def test_what_is_wrong_with_coco_annotations_is_told(
+    tmp_path: Path, change: dict[str, Any], told: str
+) -> None:
+    path = tmp_path / "instances.json"
+    path.write_text(json.dumps({**_coco(path, images=3), **change}))
+    with pytest.raises(SourceError, match=f"instances.json is no file of COCO annotations: .*{told}"):
+        list(CocoImporter(str(path), images=str(tmp_path)).items())
+
+
+def test_coco_needs_its_images_and_values_of_some_depth(tmp_path: Path) -> None:
+    path = tmp_path / "instances.json"
+    _coco(path, images=3)
+    with pytest.raises(SourceError, match="there is no folder file:///no/such"):
+        list(CocoImporter(str(path), images="/no/such").items())
+    path.write_text('{"images": [' + "[" * 100_000)
+    with pytest.raises(SourceError, match="a value is nested too deeply"):
+        list(CocoImporter(str(path), images=str(tmp_path)).items())
+    path.write_text(
+        '{"images": [], "annotations": [{"bbox": [1e999, 1, 1, 1], "image_id": 1, "category_id": 1}]}'
+    )
+    with pytest.raises(SourceError, match=r"number 0 of 'annotations' in .* have bbox\[0\]=inf"):
+        list(CocoImporter(str(path), images=str(tmp_path)).items())
+
+
+def test_a_word_keeps_no_segmentation(tmp_path: Path) -> None:
+    with pytest.raises(OptionTypeError, match="segmentation='no' is of type str"):
+        CocoImporter("a.json", images=tmp_path, segmentation="no")  # type: ignore[arg-type]
+
+
+def test_coco_annotations_that_were_cut_short_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "instances.json"
+    _coco(path, images=3)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(SourceError, match="ends in its middle"):
+        list(CocoImporter(str(path), images=str(tmp_path)).items())
+    with pytest.raises(SourceError, match=r"there is no .*gone\.json"):
+        list(CocoImporter(str(tmp_path / "gone.json"), images=str(tmp_path)).items())
