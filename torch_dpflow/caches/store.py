@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch_dpflow.caches.policy import Job, Policy
 from torch_dpflow.caches.samples import duplicate, measure
 from torch_dpflow.errors import UsageError
 from torch_dpflow.lookahead import Lookahead
+from torch_dpflow.single_flight import Flight, Flights, fail
 
 #: The one job that reads a store of its own.
 _JOB: Job = "owner"
@@ -51,15 +52,6 @@ class CacheStatistics:
         return self.hits / max(1, self.hits + self.misses)
 
 
-class _Flight(Future[Any]):
-    """A load under way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        #: who loads
-        self.thread = threading.get_ident()
-
-
 class SampleStore:
     """Samples by key, as many as the policy keeps.
 
@@ -87,7 +79,7 @@ class SampleStore:
         self._before_read = before_read
         self._lock = threading.Lock()
         #: by thread, the load that it waits for
-        self._waits: dict[int, _Flight] = {}
+        self._waits: dict[int, Flight] = {}
         self._empty()
         _STORES.add(self)
 
@@ -110,7 +102,7 @@ class SampleStore:
         """The samples of `keys`, in order. `load` gets the places in `keys` of those that it has to load."""
         found: list[Any] = [None] * len(keys)
         own: list[int] = []
-        flights: dict[int, _Flight] = {}
+        flights: dict[int, Flight] = {}
         told = self._ask(len(keys))
         with self._lock:
             self._tell(told)
@@ -163,7 +155,7 @@ class SampleStore:
         self._policy = self._make_policy()
         self._samples: dict[int, Any] = {}
         #: loads under way
-        self._flights: dict[int, _Flight] = {}
+        self._flights = Flights()
         self._loads = self._errors = 0
         #: accesses that the policy counted as misses: those that joined a load, and those repeated because
         #: the load that they had joined was interrupted
@@ -173,18 +165,14 @@ class SampleStore:
         if told is not None:
             self._policy.foresee(_JOB, told)
 
-    def _board(self, key: int) -> tuple[_Flight, bool]:
-        """The load of a key under way, or a new one; and whether it was under way."""
-        flight = self._flights.get(key)
-        if flight is not None:
-            self._joined += 1
-            return flight, True
-        flight = self._flights[key] = _Flight()
-        return flight, False
+    def _board(self, key: int) -> tuple[Flight, bool]:
+        flight, joined = self._flights.board(key)
+        self._joined += joined
+        return flight, joined
 
-    def _waits_for(self, thread: int, flight: _Flight) -> bool:
+    def _waits_for(self, thread: int, flight: Flight) -> bool:
         """Whether a load cannot end before `thread` goes on: the thread runs it, or somebody whom it waits for does."""
-        onward: _Flight | None = flight
+        onward: Flight | None = flight
         while onward is not None and not onward.done():
             if onward.thread == thread:
                 return True
@@ -196,9 +184,9 @@ class SampleStore:
         self._joined -= 1
         self._abandoned += 1
 
-    def _keep(self, keys: list[int], flights: list[_Flight], kept: list[Any], sizes: list[int]) -> None:
+    def _keep(self, keys: list[int], flights: list[Flight], kept: list[Any], sizes: list[int]) -> None:
         """Offer loaded samples to the policy, unless they were loaded for a content that was cleared."""
-        current = [self._land(key, flight) for key, flight in zip(keys, flights)]
+        current = [self._flights.land(key, flight) for key, flight in zip(keys, flights)]
         if all(current):
             gone: Sequence[int]
             if len(keys) == 1:
@@ -210,13 +198,6 @@ class SampleStore:
                 del self._samples[key]
         self._loads += sum(current)
 
-    def _land(self, key: int, flight: _Flight) -> bool:
-        """A load is over; returns whether it is still wanted."""
-        wanted = self._flights.get(key) is flight
-        if wanted:
-            del self._flights[key]
-        return wanted
-
     # -- without the lock ------------------------------------------------------------------------------------
 
     def _ask(self, count: int) -> Lookahead | None:
@@ -226,7 +207,7 @@ class SampleStore:
         return duplicate(sample) if self._copies else sample
 
     def _load(
-        self, keys: list[int], flights: list[_Flight], load: Callable[[], Sequence[Any]]
+        self, keys: list[int], flights: list[Flight], load: Callable[[], Sequence[Any]]
     ) -> Sequence[Any]:
         """Load samples that nobody else is loading, for everybody who waits for them."""
         try:
@@ -247,16 +228,12 @@ class SampleStore:
             flight.set_result(sample)
         return loaded
 
-    def _fail(self, keys: list[int], flights: list[_Flight], error: BaseException) -> None:
+    def _fail(self, keys: list[int], flights: list[Flight], error: BaseException) -> None:
         with self._lock:
-            self._errors += sum([self._land(key, flight) for key, flight in zip(keys, flights)])
-        for flight in flights:
-            if isinstance(error, Exception):
-                flight.set_exception(error)
-            else:
-                flight.cancel()  # an interrupt is meant for one thread: the others start over
+            self._errors += sum([self._flights.land(key, flight) for key, flight in zip(keys, flights)])
+        fail(flights, error)
 
-    def _wait(self, key: int, flight: _Flight, load: Callable[[], Any]) -> Any:
+    def _wait(self, key: int, flight: Flight, load: Callable[[], Any]) -> Any:
         thread = threading.get_ident()
         with self._lock:
             in_a_circle = self._waits_for(thread, flight)
@@ -283,7 +260,7 @@ class SampleStore:
         interrupted = self._lock.locked()
         self._lock = threading.Lock()
         self._abandoned += len(self._flights)
-        self._flights, self._waits = {}, {}
+        self._flights, self._waits = Flights(), {}
         if interrupted:
             self._empty()
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 
 from torch_dpflow.datasets.spec import DatasetShardMeta, Variant
 from torch_dpflow.errors import DPFlowError
+from torch_dpflow.single_flight import Flight, Flights, fail
 
 #: Bytes that a decoded sample takes beside the shard's own, which it refers to.
 _BYTES_PER_SAMPLE = 256
@@ -44,7 +45,7 @@ class ShardCache:
         self._capacity = capacity
         self._lock = threading.Lock()
         self._shards: OrderedDict[int, DatasetShardMeta] = OrderedDict()
-        self._loading: dict[int, Future[Loaded]] = {}
+        self._loading = Flights()
         #: Bytes that the kept shards take; guarded by the lock.
         self._used = 0
         #: Shards read so far.
@@ -75,47 +76,42 @@ class ShardCache:
 
     def _get(self, numbers: Sequence[int]) -> Mapping[int, Loaded]:
         found: dict[int, Loaded] = {}
-        ours: dict[int, Future[Loaded]] = {}
-        others: dict[int, Future[Loaded]] = {}
+        ours: dict[int, Flight] = {}
+        others: dict[int, Flight] = {}
         with self._lock:
             for number in numbers:
                 if number in self._shards:
                     self._shards.move_to_end(number)
                     found[number] = self._shards[number]
-                elif number in self._loading:
-                    others[number] = self._loading[number]
                 else:
-                    ours[number] = self._loading[number] = Future()
+                    flight, joined = self._loading.board(number)
+                    (others if joined else ours)[number] = flight
         if ours:
             found.update(self._load_ours(ours))
-        for number, future in others.items():
+        for number, flight in others.items():
             try:
-                found[number] = future.result()
+                found[number] = flight.result()
             except CancelledError:
                 found.update(self._get([number]))
         return found
 
-    def _load_ours(self, ours: Mapping[int, Future[Loaded]]) -> dict[int, Loaded]:
+    def _load_ours(self, ours: Mapping[int, Flight]) -> dict[int, Loaded]:
         """Load what nobody else loads, and tell who has come to wait for it meanwhile."""
         try:
             loaded = dict(zip(ours, self._load(list(ours)), strict=True))
         except BaseException as error:
             with self._lock:
-                for number in ours:
-                    del self._loading[number]
-            for future in ours.values():
-                if isinstance(error, Exception):
-                    future.set_exception(error)
-                else:
-                    future.cancel()  # an interrupt is meant for one thread: the others start over
+                for number, flight in ours.items():
+                    self._loading.land(number, flight)
+            fail(ours.values(), error)
             raise
         with self._lock:
             for number, shard in loaded.items():
-                del self._loading[number]
+                self._loading.land(number, ours[number])
                 if isinstance(shard, DatasetShardMeta):
                     self._keep(number, shard)
-        for number, future in ours.items():
-            future.set_result(loaded[number])
+        for number, flight in ours.items():
+            flight.set_result(loaded[number])
         return loaded
 
     def _keep(self, number: int, shard: DatasetShardMeta) -> None:
