@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
 from torch_dpflow.datasets import DatasetStore
+from torch_dpflow.datasets.spec import Dataset
 
 _names = itertools.count()
 
@@ -37,3 +39,17 @@ def store(store_url: str) -> DatasetStore:
 def local_store(tmp_path: Path) -> DatasetStore:
     """An empty store on disk."""
     return DatasetStore.create(str(tmp_path / "datasets"))
+
+
+@pytest.fixture
+def metadata_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the metadata shards that have been read and decoded."""
+    reads: list[int] = []
+    decode = Dataset.decode_shard
+
+    def decode_and_note(dataset: Dataset, variant: str, number: int, data: bytes, **named: Any) -> Any:
+        reads.append(number)
+        return decode(dataset, variant, number, data, **named)
+
+    monkeypatch.setattr(Dataset, "decode_shard", decode_and_note)
+    return reads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ def _as_is(value: Any) -> Any:
 
 
 @pytest.fixture
-def arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Arena]]:
+def arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Arena]:
     """Installs a new arena wherever it is called."""
     monkeypatch.setenv(
         "TORCHINDUCTOR_CACHE_DIR", str(tmp_path)
@@ -69,8 +69,9 @@ def arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         collate.install(arena)
         return arena
 
-    yield install
-    collate.uninstall()
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, collate_tensor_fn)
+    monkeypatch.setattr(collate, "_arena", None)
+    return install
 
 
 def described(value: Any) -> Any:
@@ -227,15 +228,5 @@ def test_a_function_of_the_user_s_stays() -> None:
     try:
         collate.install(Arena(budget_bytes=1 << 20))
         assert default_collate(tensors(2)) == "theirs"
-        collate.uninstall()
-        assert default_collate(tensors(2)) == "theirs"
     finally:
         default_collate_fn_map[torch.Tensor] = collate_tensor_fn
-
-
-def test_uninstalling_puts_torch_s_function_back(arena: Callable[[], Arena]) -> None:
-    arena()
-    assert default_collate_fn_map[torch.Tensor] is not collate_tensor_fn
-    collate.uninstall()
-    collate.uninstall()
-    assert default_collate_fn_map[torch.Tensor] is collate_tensor_fn

@@ -126,7 +126,6 @@ def test_what_is_far_ahead_makes_room_for_what_a_job_waits_for_and_is_loaded_aga
     assert pool.statistics().held_bytes == 20
     assert pool.fetch("a", 51, [0]) == [Serve(51, [(0, "zero")])]
     assert pool.release("b", [0]) == [Load(4, 1, 3)]
-    assert pool.statistics().reloads == 1
 
 
 def test_without_room_a_fetch_is_answered_with_what_is_there() -> None:

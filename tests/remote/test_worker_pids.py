@@ -36,7 +36,7 @@ def test_a_number_that_is_not_proved_is_neither_watched_nor_killed(workers: Work
     with subprocess.Popen(["sleep", "60"]) as bystander:
         peer = b"0/7/token"
         workers.shard.hear(peer, [encode(WorkerHello(0, 7, bystander.pid, None))])
-        assert workers.shard.count == 1
+        assert workers.shard.figures()["workers"] == 1
         assert workers.shard.unwatched == {0: 7}
         workers.shard.hear(peer, [encode(Stranger())])  # which no worker says: it is to be replaced
         assert workers.to_end == [(0, 7)]
@@ -44,11 +44,11 @@ def test_a_number_that_is_not_proved_is_neither_watched_nor_killed(workers: Work
         bystander.kill()
         bystander.wait()
         workers.turn()
-        assert workers.shard.count == 1, "the end of a process that may be any is nobody's"
+        assert workers.shard.figures()["workers"] == 1, "the end of a process that may be any is nobody's"
     workers.shard.ended(0, 6)
-    assert workers.shard.count == 1
+    assert workers.shard.figures()["workers"] == 1
     workers.shard.ended(0, 7)
-    assert workers.shard.count == 0
+    assert workers.shard.figures()["workers"] == 0
 
 
 def test_nothing_but_a_segment_is_opened_of_a_process_that_is_told_of(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_worker_in_another_pid_namespace_loads_and_is_replaced(workers: Worker
     finally:
         end(first)
     workers.shard.ended(0, 1)
-    assert workers.shard.count == 0
+    assert workers.shard.figures()["workers"] == 0
     workers.shard.cancel([1])
     second = start(2)
     try:

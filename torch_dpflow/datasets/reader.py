@@ -139,11 +139,6 @@ class DatasetReader(Dataset[Sample]):
         """How many samples this process has left out, by the name of the error."""
         return dict(self._opened.get().skipped)
 
-    @property
-    def metadata_loads(self) -> int:
-        """How many metadata shards this process has read."""
-        return self._opened.get().shards.loads
-
     def close(self) -> None:
         """Close this process's connections and end its threads. The reader may be used again."""
         opened = self._opened.drop()

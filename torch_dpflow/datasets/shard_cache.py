@@ -48,8 +48,6 @@ class ShardCache:
         self._loading = Flights()
         #: Bytes that the kept shards take; guarded by the lock.
         self._used = 0
-        #: Shards read so far.
-        self.loads = 0
 
     def __contains__(self, number: int) -> bool:
         return number in self._shards
@@ -117,7 +115,6 @@ class ShardCache:
     def _keep(self, number: int, shard: DatasetShardMeta) -> None:
         self._shards[number] = shard
         self._used += self._cost(number)
-        self.loads += 1
         while self._used > self._capacity and len(self._shards) > 1:
             oldest, _ = self._shards.popitem(last=False)
             self._used -= self._cost(oldest)

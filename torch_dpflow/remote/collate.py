@@ -28,14 +28,6 @@ def install(arena: Arena) -> None:
         default_collate_fn_map[torch.Tensor] = _collate_tensors
 
 
-def uninstall() -> None:
-    """Put torch's own function back."""
-    global _arena
-    _arena = None
-    if default_collate_fn_map.get(torch.Tensor) is _collate_tensors:
-        default_collate_fn_map[torch.Tensor] = collate_tensor_fn
-
-
 def _collate_tensors(
     batch: tuple[torch.Tensor, ...] | list[torch.Tensor],
     *,

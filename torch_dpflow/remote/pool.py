@@ -88,16 +88,11 @@ class Pool:
         self._loading: dict[int, PoolObject] = {}
         #: Most loads under way; may be changed at any time.
         self.concurrency = concurrency
-        self._wants = self._shared = self._loads = self._reloads = 0
+        self._wants = self._shared = self._loads = 0
         #: Whether everything that could make room has, and a sample that is waited for has none.
         self._pressed = False
 
     # -- jobs ------------------------------------------------------------------------------------------------
-
-    @property
-    def jobs(self) -> tuple[str, ...]:
-        """The jobs that read, in the order in which they joined."""
-        return tuple(self._jobs)
 
     def join(self, job: str, *, counts: bool = True) -> None:
         """A job begins to read; one that is there already is left as it is.
@@ -227,7 +222,6 @@ class Pool:
             wants=self._wants,
             shared=self._shared,
             loads=self._loads,
-            reloads=self._reloads,
             held_bytes=self._shelf.held,
             reserved_bytes=self._shelf.reserved,
             capacity_bytes=self._shelf.capacity,
@@ -295,7 +289,6 @@ class Pool:
             self._queue.discard(first)
             self._shelf.reserve(first)
             self._loads += 1
-            self._reloads += first.loads > 0
             first.loading = self._loads
             first.loads += 1
             self._loading[first.loading] = first

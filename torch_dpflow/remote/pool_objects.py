@@ -60,9 +60,8 @@ class PoolStatistics:
     wants: int
     #: Of these, those that were here or on their way.
     shared: int
-    #: Loads begun, and of these those begun again because the sample had had to make room unserved.
+    #: Loads begun.
     loads: int
-    reloads: int
     #: Bytes held now, and expected of loads under way.
     held_bytes: int
     reserved_bytes: int
@@ -76,11 +75,6 @@ class PoolStatistics:
     jobs: int
     #: Samples drawn by chance from what is kept; see `pool_staged`.
     drawn: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """Wants that needed no load, per want; 0.0 before the first."""
-        return self.shared / max(1, self.wants)
 
 
 @dataclass(eq=False, slots=True)

@@ -37,9 +37,6 @@ class CallTable:
         self._open: dict[int, OpenCall] = {}
         self._answered: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     @property
     def settled(self) -> int:
         """Every call below this number is over."""
@@ -53,10 +50,6 @@ class CallTable:
         self._next += 1
         self._open[call.id] = call
         return call
-
-    def get(self, call_id: int) -> OpenCall | None:
-        """The open call of that number."""
-        return self._open.get(call_id)
 
     def finish(self, call_id: int) -> OpenCall | None:
         """Close a call that is answered or given up; None where it is closed already."""

@@ -196,7 +196,7 @@ class RpcServer:
         if session is not None:
             session.meet_again(carrier)
         else:
-            session = Session(client, carrier, self._listener.send, self._stats)
+            session = Session(client, carrier, self._listener.send)
             self._sessions.add(session, now)
         if reads:
             session.send(messages.Reading())

@@ -11,7 +11,7 @@ from torch_dpflow.remote.messages import Header, Reply, encode
 from torch_dpflow.remote.rpc.payload import Carrier
 from torch_dpflow.remote.transport.base import Frame
 
-#: Sends a message to a client; False where it is gone or its queue is full.
+#: Sends a message to a client; False where it is gone or its queue is full, of which nobody takes note: it asks again.
 Send: TypeAlias = Callable[[bytes, Sequence[Frame]], bool]
 
 
@@ -30,8 +30,6 @@ class ServerStats:
     repeats: int = 0
     #: Calls answered with an error.
     failures: int = 0
-    #: Messages that could not be sent: the client was gone, or did not read.
-    undeliverable: int = 0
     #: Clients known now, and bytes of replies remembered for repeated calls.
     clients: int = 0
     reply_bytes: int = 0
@@ -40,23 +38,22 @@ class ServerStats:
 class Session:
     """One client, from its Hello until it is gone, silent for too long, or crowded out."""
 
-    def __init__(self, client: bytes, carrier: Carrier, send: Send, stats: ServerStats) -> None:
+    def __init__(self, client: bytes, carrier: Carrier, send: Send) -> None:
         self.client = client
         self.carrier = carrier
         #: When it last said something; the server's clock, seconds.
         self.heard = 0.0
         self._send = send
-        self._stats = stats
 
     def send(self, header: Header) -> None:
         """Send a message without payload."""
-        self._post([encode(header)])
+        self._send(self.client, [encode(header)])
 
     def send_payload(self, header: Reply, frames: Sequence[Frame]) -> None:
         """Send a message with payload. Raises MessageError where it exceeds a limit."""
         if frames:
             frames, header.packing = self.carrier.pack(frames)
-        self._post([encode(header), *frames])
+        self._send(self.client, [encode(header), *frames])
 
     def meet_again(self, carrier: Carrier) -> None:
         """The client has said Hello once more: it did not get our answer."""
@@ -66,10 +63,6 @@ class Session:
     def close(self) -> None:
         """The client is forgotten."""
         self.carrier.close()
-
-    def _post(self, frames: Sequence[Frame]) -> None:
-        if not self._send(self.client, frames):
-            self._stats.undeliverable += 1
 
 
 class SessionTable:

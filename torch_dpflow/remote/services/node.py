@@ -90,7 +90,6 @@ class Node:
         self._refused = 0
         self._clock = AwakeClock()
         self._own = Launch(COORDINATOR, COORDINATOR, coordinator)
-        self._desired: list[Launch] = []
         self._children: dict[str, tuple[int, Child]] = {}
         self._watch: ChildWatch | None = None
         #: Who waits for changes: until when, and what it has seen.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -86,18 +85,6 @@ class Requester(Protocol):
         """This worker has been at one task, or at its own start, for longer than it may: it must be replaced."""
 
 
-@dataclass
-class ShardCounters:
-    """What a shard has seen beside what its scheduler counts."""
-
-    #: Messages that could not be understood.
-    malformed: int = 0
-    #: Messages of workers that had been given up.
-    stale: int = 0
-    #: Results whose shared memory was gone with its worker.
-    lost_results: int = 0
-
-
 class Shard:
     """Owns tasks and their payloads until a result has come. One thread drives it.
 
@@ -125,7 +112,7 @@ class Shard:
         self._scheduler = scheduler
         self._requester = requester
         self._clock = clock
-        self.counters = ShardCounters()
+        self._malformed = 0
         #: What each unfinished task needs, by task.
         self._payloads: dict[int, Frame] = {}
         #: The connection of each worker number.
@@ -200,8 +187,8 @@ class Shard:
                 case _:
                     raise MessageError(f"a shard hears no {type(header).__name__} from workers")
         except MessageError as error:
-            self.counters.malformed += 1
-            if self.counters.malformed <= MALFORMED_LOGGED:
+            self._malformed += 1
+            if self._malformed <= MALFORMED_LOGGED:
                 TRANSPORT.warning("a message from connection %r was dropped: %s", peer[:8], error)
             self._distrust(peer)
         except DescriptorLimitError as error:
@@ -240,7 +227,6 @@ class Shard:
         worker = _worker_of(peer)
         if self._peers.get(worker) != peer:
             # It was given up for lost, and its window with it; its replacement repeats what it has done.
-            self.counters.stale += 1
             return
         results: dict[int, tuple[Finished, Any]] = {}
         for finished, own in _split(exchange, frames):
@@ -248,7 +234,6 @@ class Shard:
                 opened = self._requester.open(worker, finished, own)
             except SegmentLostError:
                 # Its death will be noticed, and then the task is given to another. If it lives, it has to go.
-                self.counters.lost_results += 1
                 self._requester.failed(worker)
                 continue
             results[finished.task] = (finished, opened)

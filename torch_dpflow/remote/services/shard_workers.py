@@ -104,11 +104,6 @@ class ShardWorkers:
         self._false_starts = 0  # among them are those that have gone because fewer are to be
 
     @property
-    def count(self) -> int:
-        """Workers that are there."""
-        return len(self._workers)
-
-    @property
     def unwatched(self) -> dict[int, int]:
         """The incarnations of workers whose end is not seen here, by number: `ended` is to tell of it."""
         return {
