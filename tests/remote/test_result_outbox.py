@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from torch_dpflow.remote import result_outbox
 from torch_dpflow.remote.messages import Exchange, Finished, decode
 from torch_dpflow.remote.parcel import encode
 from torch_dpflow.remote.protocol import SAMPLE
@@ -20,10 +19,10 @@ Message = tuple[list[int], int | None, int]
 class Shard:
     """What hears a worker, and its outbox."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Listener, hold_s: float, late_s: float) -> None:
         self._listener = listener
         self._connection = connect(listener.address)
-        self.outbox = ResultOutbox(self._connection)
+        self.outbox = ResultOutbox(self._connection, hold_s=hold_s, late_s=late_s)
 
     def add(self, task: int, *, hold: bool = True, frames: int = 1, value: object = None) -> None:
         table, own = encode(value)
@@ -46,13 +45,27 @@ class Shard:
         self._listener.close()
 
 
+#: Longer than any test, seconds; not more than a thread can wait.
+FOREVER_S = 1e6
+
+
 @pytest.fixture
-def shard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shard]:
-    monkeypatch.setattr(result_outbox, "HOLD_S", 1e9)
-    monkeypatch.setattr(result_outbox, "LATE_S", 1e9)
-    opened = Shard(listen(f"inproc://{secrets.token_hex(8)}"))
-    yield opened
-    opened.close()
+def opened() -> Iterator[Callable[[float, float], Shard]]:
+    """Opens a shard whose worker's results wait so long, and go so late."""
+    shards: list[Shard] = []
+
+    def open_shard(hold_s: float, late_s: float) -> Shard:
+        shards.append(Shard(listen(f"inproc://{secrets.token_hex(8)}"), hold_s, late_s))
+        return shards[-1]
+
+    yield open_shard
+    for shard in shards:
+        shard.close()
+
+
+@pytest.fixture
+def shard(opened: Callable[[float, float], Shard]) -> Shard:
+    return opened(FOREVER_S, FOREVER_S)
 
 
 def test_the_first_goes_at_once_and_those_that_follow_go_together(shard: Shard) -> None:
@@ -70,15 +83,15 @@ def test_one_that_may_not_wait_takes_along_those_that_do(shard: Shard) -> None:
     assert shard.heard() == ([1, 2], 3, 2)
 
 
-def test_slow_results_do_not_wait(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(result_outbox, "HOLD_S", 0.0)
+def test_slow_results_do_not_wait(opened: Callable[[float, float], Shard]) -> None:
+    shard = opened(0.0, FOREVER_S)
     for task in range(3):
         shard.add(task)
         assert shard.heard() == ([task], task + 1, 1)
 
 
-def test_what_waits_goes_when_the_next_takes_long(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(result_outbox, "LATE_S", 0.001)
+def test_what_waits_goes_when_the_next_takes_long(opened: Callable[[float, float], Shard]) -> None:
+    shard = opened(FOREVER_S, 0.001)
     shard.add(0)
     assert shard.heard() == ([0], 1, 1)
     shard.add(1)

@@ -29,10 +29,13 @@ class ResultOutbox:
 
     Args:
         connection: to the shard. Whoever else uses it while results wait holds `lock`.
+        hold_s: how long a result waits for others, seconds.
+        late_s: after how many seconds results go although the worker is at the next sample still.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, *, hold_s: float = HOLD_S, late_s: float = LATE_S) -> None:
         self._connection = connection
+        self._hold_s, self._late_s = hold_s, late_s
         self.lock = threading.Lock()
         self._finished: list[Finished] = []
         self._frames: list[Frame] = []
@@ -58,7 +61,7 @@ class ResultOutbox:
             self._nbytes += finished.parcel.nbytes
             self._started = started
             full = len(self._finished) == TOGETHER or self._nbytes >= BYTES_TOGETHER
-            if hold and not full and time.monotonic() - self._sent_at < HOLD_S:
+            if hold and not full and time.monotonic() - self._sent_at < self._hold_s:
                 self._waiting.set()
             else:
                 self._send()
@@ -86,9 +89,9 @@ class ResultOutbox:
     def _send_late(self) -> None:
         while not self._closed.is_set():
             self._waiting.wait()
-            self._closed.wait(LATE_S)
+            self._closed.wait(self._late_s)
             with self.lock:
                 if not self._finished:
                     self._waiting.clear()
-                elif time.monotonic() - self._sent_at >= LATE_S:
+                elif time.monotonic() - self._sent_at >= self._late_s:
                     self._send()

@@ -144,11 +144,12 @@ def test_a_sample_costs_at_most_one_metadata_shard(images: StoredDataset, metada
 
 
 def test_metadata_stays_within_its_bytes(images: StoredDataset, metadata_reads: list[int]) -> None:
-    """With room for one shard, a batch over all of them is right, and nothing but the last is kept."""
+    """With room for one shard, a batch over all of them is right, and no more than one is kept."""
     reader = DatasetReader(images, metadata_cache=1)
     assert [fields["number"] for _, fields in reader.__getitems__([5, 0, 3, 1])] == [5, 0, 3, 1]
     assert len(metadata_reads) == 3
-    assert len(reader._opened.get().shards._shards) == 1
+    reader.__getitems__([5, 0, 3, 1])
+    assert len(metadata_reads) >= 5
     reader.close()
 
 
