@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import psutil
 from torch.utils.data import IterDataPipe, MapDataPipe
 
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.own_state import has_state
 from torch_dpflow.remote.batches import Assignment
+from torch_dpflow.remote.headroom import of_machine
 from torch_dpflow.torch_private import DatasetKind, sharding_worker_init_fn
 
 #: Of the machine's memory, how much all workers together may share with the training process.
@@ -26,7 +26,7 @@ def assignment_of(iterator: Any, loader: Any, options: LoaderOptions, *, own_str
         )
     shared_memory = options.shared_memory
     if shared_memory is None:
-        shared_memory = psutil.virtual_memory().total // SHARED_FRACTION // iterator._num_workers
+        shared_memory = of_machine("MemTotal") // SHARED_FRACTION // iterator._num_workers
     return Assignment(
         dataset=iterator._dataset,
         dataset_kind=iterator._dataset_kind,

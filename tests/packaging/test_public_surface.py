@@ -38,6 +38,21 @@ UNASKED = (
     "torch_dpflow.testing",
     "torch_dpflow.cli",
 )
+#: What only shared flows, services and stored datasets need, or a loader once it is iterated.
+LATER = (
+    "zmq",
+    "fsspec",
+    "cloudpickle",
+    "snappy",
+    "psutil",
+    "torch_dpflow.caches",
+    "torch_dpflow.datasets",
+    "torch_dpflow.flows",
+    "torch_dpflow.remote.client",
+    "torch_dpflow.remote.protocol",
+    "torch_dpflow.remote.shared_iterator",
+    "torch_dpflow.samplers",
+)
 #: Names are imported when they are first asked for, so all are.
 PROGRAM = f"""
 import json, sys, torch_dpflow
@@ -78,6 +93,16 @@ def test_importing_the_library_brings_nothing_that_only_some_need() -> None:
     program = (
         "import json, sys\nfrom torch_dpflow import *\n"
         f"print(json.dumps([m for m in {UNASKED!r} if m in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+
+
+def test_the_loader_s_import_brings_only_what_a_private_loader_needs() -> None:
+    program = (
+        "import json, sys\nfrom torch_dpflow import DPFlowDataLoader, LoaderOptions\n"
+        f"print(json.dumps([m for m in {LATER!r} if m in sys.modules]))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from torch_dpflow.remote.headroom import Headroom
+from torch_dpflow.remote.headroom import Headroom, of_machine
 
 MIB = 1 << 20
 #: Of each version of control groups: its line, where its groups lie, its files, and what can be dropped.
@@ -74,5 +74,6 @@ def test_groups_without_a_limit_do_not_count(machine: Machine, limit: object) ->
 
 
 def test_the_machine_s_own_memory_is_the_most_there_is(tmp_path: Path) -> None:
+    assert of_machine("MemTotal") == psutil.virtual_memory().total
     assert 0 < Headroom().available() <= psutil.virtual_memory().total
     assert Headroom(memberships=tmp_path / "none", mount=tmp_path).available() > 0

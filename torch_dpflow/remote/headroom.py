@@ -10,7 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
+
+def of_machine(name: str) -> int:
+    """Bytes of the machine's memory by the kernel's own account: "MemTotal", "MemAvailable" and so on."""
+    with open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 class _Files(NamedTuple):
@@ -37,7 +41,7 @@ class Headroom:
     def __init__(
         self, *, memberships: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
     ) -> None:
-        total = psutil.virtual_memory().total
+        total = of_machine("MemTotal")
         self._groups = [
             (folder, files)
             for folder, files in _groups(memberships, mount)
@@ -46,7 +50,7 @@ class Headroom:
 
     def available(self) -> int:
         """Bytes. Raises OSError where the process has no descriptor left to look them up."""
-        machine = int(psutil.virtual_memory().available)
+        machine = of_machine("MemAvailable")
         return min([machine, *(_left_in(folder, files) for folder, files in self._groups)])
 
 

@@ -9,12 +9,13 @@ from typing import Any
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.options import check_seconds, check_whole_number
 from torch_dpflow.remote.flow_spec import MAX_SHARDS, MAX_SIZE, MIN_MEMORY, check_algorithms
-from torch_dpflow.remote.protocol import MAX_RANKS
 
 #: Room for samples where nothing says how much, bytes.
 DEFAULT_MEMORY_BYTES = 1 << 30
 #: Most bytes that an option may name.
 MAX_BYTES = 2**53
+#: Most ranks of one job.
+MAX_RANKS = 1024
 #: Longest name of a job, characters.
 MAX_NAME = 100
 

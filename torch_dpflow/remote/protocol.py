@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from torch_dpflow.remote.flow_spec import FlowSpec
+from torch_dpflow.remote.job_options import MAX_RANKS
 from torch_dpflow.remote.messages import Count, Name, Seconds, Text
 from torch_dpflow.remote.parcel import ParcelTable
 
@@ -16,8 +17,6 @@ MAX_SAMPLES = 1 << 14
 POISON_LIMIT = 3
 #: Most bytes of what the workers of one flow load, packed, and of one piece of that.
 MAX_CONTENT_BYTES, CONTENT_PIECE_BYTES = 1 << 30, 4 << 20
-#: Most ranks of one job.
-MAX_RANKS = 1024
 #: Most processes of one node.
 MAX_PROCESSES = 8192
 #: Most states of a flow that are remembered.
