@@ -13,7 +13,8 @@ from torch_dpflow.options import check_whole_number
 class ReadOptions:
     """Limits of every read. Raises OptionError or OptionTypeError for a value that is not allowed."""
 
-    #: Seconds without a byte from the storage after which an attempt is given up.
+    #: Seconds without a byte from the storage after which an attempt is given up; in the middle of a body up to twice
+    #: as many.
     timeout_s: float = 20.0
     #: Seconds that one read may take, all its attempts and the pauses between them together; and that a batch
     #: of reads goes on without any of them bringing its bytes.
