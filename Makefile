@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 STAMP := $(VENV)/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types layers unit test-slow bench clean help
+.PHONY: demo test lint types layers unit test-slow test-versions bench clean help
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -41,6 +41,9 @@ unit: $(STAMP)
 
 test-slow: $(STAMP)  ## the long tests: uniformity over 10,000 epochs, long soaks
 	$(BIN)/python -m pytest -m slow --timeout 3600
+
+test-versions:  ## the loader's contract tests with the oldest and the newest supported versions
+	$(PYTHON) tools/test_versions.py
 
 clean:  ## remove the virtual environment and every cache
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.new_process import run_interpreter
-from torch_dpflow.torch_private import ITERATOR_ATTRIBUTES, LOADER_ATTRIBUTES
+from torch_dpflow.torch_private import ITERATOR_ATTRIBUTES, LOADER_ATTRIBUTES, TESTED
 
 PACKAGE = Path(__file__).resolve().parents[2] / "torch_dpflow"
 FENCE = PACKAGE / "torch_private.py"
@@ -81,6 +81,12 @@ def test_what_is_missing_is_named_with_the_torch_that_lacks_it() -> None:
         assert name in text
         assert text.startswith(f"torch {torch.__version__} lacks")
         assert "install one of" in text
+
+
+def test_the_torch_that_is_said_to_be_tested_is_the_one_that_is() -> None:
+    bounds, pins = (FENCE.parents[1] / name for name in ("setup.cfg", "constraints.txt"))
+    assert f"\n    torch >= {TESTED[0]}\n" in bounds.read_text()
+    assert f"\ntorch=={TESTED[1]}." in pins.read_text()
 
 
 def test_a_user_is_told_where_the_loader_is_imported() -> None:

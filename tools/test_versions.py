@@ -1,0 +1,176 @@
+"""Runs the loader's contract tests at both ends of the supported versions: `make test-versions`.
+
+The oldest end is what setup.cfg states as the lower bounds, on the oldest Python; the newest end is the torch that
+constraints.txt pins, with the newest release of everything else, on the newest Python here. Each has an environment of
+its own in build/versions. What this machine cannot get is said at the end, and makes the exit status 2.
+
+pip's torch for Linux is linked to CUDA's libraries, which take gigabytes. No test here uses a GPU: only the two small
+ones that torch calls as it is imported are installed, and empty ones, made by `cc`, stand in for the others.
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "build" / "versions"
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+TESTS = ("tests/contracts", "tests/remote/test_sample_parcel.py", "tests/remote/test_plain_pickles.py")
+TOOLS = ("pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "pillow")
+#: Python says so, from 3.12 on, wherever a process with threads forks; torch's loader does that as well.
+NO_WARNING = "ignore:This process .* is multi-threaded:DeprecationWarning"
+#: Torch's requirements that are CUDA's, and those of them that it calls when it is imported.
+CUDA = re.compile(r"nvidia|triton|cuda")
+CALLED = re.compile(r"nvidia-cuda-(runtime|cupti)")
+#: What torch prints where it can be imported: its version, and that of numpy.
+IMPORTS = (
+    "import sys, torch, numpy; print('Python', sys.version.split()[0], torch.__version__, numpy.__version__)"
+)
+
+
+class Missing(Exception):
+    """Something that this machine does not have."""
+
+
+def main(chosen: list[str]) -> int:
+    here = {version: path for version in PYTHONS if (path := _interpreter(version))}
+    lines = [f"no Python {version} here" for version in PYTHONS if version not in here]
+    status = 2 if lines else 0
+    for end, version in (("oldest", PYTHONS[0]), ("newest", max(here, key=PYTHONS.index, default=""))):
+        try:
+            if version not in here:
+                raise Missing(f"there is no Python {version}")
+            failed = _test(end, here[version], chosen)
+        except Missing as error:
+            lines.append(f"{end}: not tested: {error}")
+            status = status or 2
+        else:
+            lines.append(f"{end}: {'FAILED' if failed else 'passed'}: {_said(FOLDER / end)}")
+            status = 1 if failed else status
+    print("\n".join(["", *lines]))
+    return status
+
+
+def _test(end: str, interpreter: str, chosen: list[str]) -> bool:
+    """Whether a test fails."""
+    folder = FOLDER / end
+    torch, others = _requirements()[end]
+    if not (folder / "made").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        _run([interpreter, "-m", "venv", str(folder)], "make a virtual environment")
+        _install(folder, "--no-deps", torch)
+        cuda = _install_torchs(folder)
+        _install(folder, *others, *TOOLS)
+        if cuda:
+            _stand_in(folder)
+        (folder / "made").touch()
+    _said(folder)
+    command = [folder / "bin/python", "-m", "pytest", "-q", "-m", "not slow", "-W", NO_WARNING]
+    command += ["-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", *(chosen or TESTS)]
+    return subprocess.run(command, cwd=ROOT, env=_environment(folder), check=False).returncode != 0
+
+
+def _requirements() -> dict[str, tuple[str, list[str]]]:
+    """Of each end: torch, and all else."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    bounds = [line.split(" >= ") for line in setup["options"]["install_requires"].split("\n") if line]
+    pinned = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    lowest = {name: f"{name}=={bound}" for name, bound in bounds}
+    return {
+        "oldest": (lowest["torch"], [lowest[name] for name in lowest if name != "torch"]),
+        "newest": (pinned.group(), [name for name in lowest if name != "torch"]),
+    }
+
+
+def _install_torchs(folder: Path) -> bool:
+    """Install what torch needs, and of CUDA's packages only what is called; whether there are any."""
+    program = "from importlib.metadata import requires; print('\\n'.join(requires('torch')))"
+    needed = [
+        re.split(r"\s*;", line)[0]
+        for line in _run([folder / "bin/python", "-c", program], "ask what torch needs").splitlines()
+        if "extra ==" not in line
+    ]
+    cuda = [name for name in needed if CUDA.match(name)]
+    # fsspec comes with ours, in the release that is to be tested.
+    _install(folder, *(name for name in needed if name not in cuda and not name.startswith("fsspec")))
+    called = [re.sub(r"\[.*?\]", "", name) for name in cuda if CALLED.match(name)]
+    if called:
+        _install(folder, "--no-deps", *called)
+    return bool(cuda)
+
+
+def _stand_in(folder: Path) -> None:
+    """Make empty libraries of all that torch's own are linked to and that are not there."""
+    libraries = next(folder.glob("lib/python*/site-packages/torch/lib"))
+    there = {path.name for path in folder.glob("lib/python*/site-packages/nvidia/**/*.so*")}
+    needed: set[str] = set()
+    wanted: defaultdict[str, set[str]] = defaultdict(set)
+    for path in libraries.glob("*.so*"):
+        told = _run(["readelf", "-d", path], "read a library")
+        needed.update(re.findall(r"NEEDED.*\[(lib(?:cu|nccl|nv)[^\]]*)\]", told))
+        for name in re.findall(r"\bU (\S+)", _run(["nm", "-D", "--undefined-only", path], "read a library")):
+            function, _, library = name.partition("@")
+            wanted[library.lstrip("@")].add(function)
+    (folder / "stand-ins").mkdir()
+    loose = {
+        name for name in wanted[""] if re.match(r"(cu[a-zA-Z]*|nccl|nvrtc|nvshmem\w*|cufile)[A-Z]", name)
+    }
+    for library in sorted(needed - there - {"libcuda.so.1"}):
+        _make_library(folder / "stand-ins" / library, wanted[library], loose)
+        loose = set()  # those without a version may be in any of them
+
+
+def _make_library(path: Path, functions: set[str], loose: set[str]) -> None:
+    source = "".join(f"int {name}(void) {{ return 1; }}\n" for name in sorted(functions | loose))
+    script = path.with_name(path.name + ".map")
+    script.write_text(f"{path.name} {{ global: {' '.join(f'{name};' for name in sorted(functions))} }};\n")
+    command = ["cc", "-shared", "-fPIC", "-w", "-fno-builtin", f"-Wl,-soname,{path.name}", "-o", str(path)]
+    command += [f"-Wl,--version-script,{script}"] if functions else []
+    _run([*command, "-x", "c", "-"], "make a library", source or "int nothing;")
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    found = [folder / "stand-ins", *folder.glob("lib/python*/site-packages/nvidia/**/lib")]
+    path = os.pathsep.join(map(str, found))
+    return {**os.environ, "LD_LIBRARY_PATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def _said(folder: Path) -> str:
+    program = [folder / "bin/python", "-c", IMPORTS]
+    return _run(program, "import torch", env=_environment(folder)).strip()
+
+
+def _install(folder: Path, *what: str) -> None:
+    pip = [folder / "bin/python", "-m", "pip", "install", "--disable-pip-version-check", "-q"]
+    _run([*pip, *what], f"install {' '.join(what)}")
+
+
+def _interpreter(version: str) -> str | None:
+    places = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    for path in (*map(str, places), shutil.which(f"python{version}")):
+        if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return path
+    return None
+
+
+def _run(command: list[str | Path], act: str, stdin: str = "", env: dict[str, str] | None = None) -> str:
+    try:
+        done = subprocess.run(command, input=stdin, env=env, capture_output=True, text=True, check=True)
+    except FileNotFoundError as error:
+        raise Missing(f"cannot {act}: there is no {command[0]}") from error
+    except subprocess.CalledProcessError as error:
+        raise Missing(f"cannot {act}: {(error.stderr.strip().splitlines() or ['it failed'])[-1]}") from error
+    return done.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
