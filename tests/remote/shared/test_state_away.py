@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import signal
+import sqlite3
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
@@ -16,6 +21,10 @@ from tests.shared_datasets import Numbers
 from tests.workers import has_ended
 from torch_dpflow.cli.main import root
 from torch_dpflow.remote.client import JobOptions, SharedJob, open_job
+from torch_dpflow.remote.cluster_address import find_cluster
+from torch_dpflow.remote.flow_registration import register
+from torch_dpflow.remote.flow_spec import FlowSpec
+from torch_dpflow.remote.protocol import Scale
 from torch_dpflow.remote.state_store import open_store
 
 OPTIONS = JobOptions(patience_s=60.0, ready=1, asked=2)
@@ -98,3 +107,41 @@ def test_a_second_cluster_does_not_share_the_store(
     assert "another cluster keeps its flows in the state store" in refused.output
     assert cluster.flows() is not None
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "body"), [("scale", Scale("f", 3, 5)), ("delete", "f")], ids=["scale", "delete"]
+)
+def test_what_was_acknowledged_outlives_the_coordinator(tmp_path: Path, method: str, body: object) -> None:
+    """The store takes no write for a moment: what dies before that has acknowledged nothing."""
+    state = tmp_path / "state"
+    cluster = TestCluster.start(tmp_path, state=str(state))
+    acknowledged = threading.Event()
+
+    def ask_and_kill() -> None:
+        with cluster.coordinator() as client:
+            pid = cluster.processes("coordinator")[0].pid
+            client.call(method, body)
+            os.kill(pid, signal.SIGKILL)
+            wait(lambda: has_ended(pid), what="the coordinator's end")
+            acknowledged.set()
+
+    try:
+        content = b"nothing that would be loaded"
+        digest = hashlib.sha256(content).hexdigest()
+        spec = FlowSpec(name="f", version=1, size=8, content=digest, fingerprint={})
+        register(find_cluster(cluster.address), spec, content, patience_s=30)
+        with closing(open_store(str(state))) as store:
+            wait(lambda: store.find("flow/"), what="the flow in the store")
+        with closing(sqlite3.connect(state, isolation_level=None)) as held:
+            held.execute("BEGIN IMMEDIATE")
+            asking = threading.Thread(target=ask_and_kill)
+            asking.start()
+            acknowledged.wait(1)
+            held.execute("ROLLBACK")
+        assert acknowledged.wait(30)
+        asking.join()
+        found = cluster.flows()
+        assert not found if method == "delete" else found["f@1"].spec.workers == 5
+    finally:
+        cluster.stop()

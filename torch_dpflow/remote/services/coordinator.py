@@ -291,7 +291,7 @@ class Coordinator:
                 f"{sorted(self._running)}; wait until one is idle, or start `dpflow up` with more"
             )
 
-    def _on_scale(self, call: IncomingCall) -> Result:
+    def _on_scale(self, call: IncomingCall) -> Later:
         scale: Scale = call.body
         for name, value in (("shards", scale.shards), ("workers", scale.workers)):
             if self._limits.workers is not None and (value or 0) > self._limits.workers:
@@ -311,10 +311,14 @@ class Coordinator:
             spec.workers,
             extra={"flow": spec.instance},
         )
-        return Result(flow.view(self._parts().get(spec.instance), self._clock()))
+        view = flow.view(self._parts().get(spec.instance), self._clock())
+        self._store.once_written(lambda: call.answer(view))  # else it might die with what it has promised
+        return LATER
 
-    def _on_delete(self, call: IncomingCall) -> None:
+    def _on_delete(self, call: IncomingCall) -> Later:
         self._obey(self._registry.delete(call.body, self._clock()))
+        self._store.once_written(lambda: call.answer(None))
+        return LATER
 
     def _on_flows(self, call: IncomingCall) -> Result:
         return Result(self.views()[0])

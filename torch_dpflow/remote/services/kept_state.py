@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +34,7 @@ class KeptState:
         self._values: dict[str, bytes] = {}
         #: What the store does not have, or has and should not.
         self._unwritten: set[str] = set()
+        self._awaiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._changed = threading.Event()
         self._complained = False
 
@@ -79,20 +81,29 @@ class KeptState:
             self._unwritten.add(key)
         self._changed.set()
 
+    def once_written(self, done: Callable[[], None]) -> None:
+        """Have `done` called, in the thread, when the store has what has been put so far, or cannot be used."""
+        self._awaiting.put(done)
+        self._changed.set()
+
     # -- in the thread ---------------------------------------------------------------------------------------
 
     def _write(self) -> None:
         while True:
             self._changed.wait(RENEW_S)
             self._changed.clear()
+            awaiting = [self._awaiting.get() for _ in range(self._awaiting.qsize())]
             try:
                 self._write_once()
             except Exception as error:  # whatever it is, what is known is written in the end
                 self._complain(error)
                 self._changed.set()
-                time.sleep(RETRY_S)
             else:
                 self._relieve()
+            for done in awaiting:
+                done()
+            if self._complained:
+                time.sleep(RETRY_S)
 
     def _write_once(self) -> None:
         if not self._store.renew(self._owner):
