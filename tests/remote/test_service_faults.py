@@ -39,11 +39,13 @@ from torch_dpflow.remote.protocol import (
     ServedSample,
     StartEpoch,
 )
-from torch_dpflow.remote.refusals import OverloadedError
+from torch_dpflow.remote.refusals import OverloadedError, StaleRoutingError
 from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
 from torch_dpflow.remote.transport import TransportOptions, listen
 
 SIZE = 6
+#: More fetches than a job with pauses makes while it beats this often, and far fewer than one without.
+MOST_FETCHES, BEATS = 100, 2
 
 
 class FailingService:
@@ -153,6 +155,21 @@ def test_a_refusal_is_the_callers_and_not_asked_again(
     with pytest.raises(UsageError, match=r"^there is no such sample$"):
         list(open_().traverse(0))
     assert service.calls[method] == 1
+
+
+def test_a_job_pauses_while_its_router_names_a_shard_that_is_none_of_its_flow(
+    service: FailingService, open_: Callable[[], SharedJob], eventually: Callable[..., None]
+) -> None:
+    """Another flow's listens there by now: the table comes anew, and says the same."""
+    service.faults["fetch"], service.error = (
+        float("inf"),
+        StaleRoutingError("a shard of 'other@1', not of 'f@1'"),
+    )
+    with closing(open_().traverse(0)) as batches:
+        eventually(lambda: service.calls["beat"] >= BEATS and service.calls["fetch"], what="its heartbeats")
+        assert service.calls["fetch"] < MOST_FETCHES
+    with pytest.raises(UsageError, match="was given up"):
+        next(batches)
 
 
 @pytest.mark.parametrize(("faults", "calls"), [(2, 3), (float("inf"), 5)])
