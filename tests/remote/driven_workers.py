@@ -14,7 +14,13 @@ from torch_dpflow.remote.transport import Listener, listen
 class Workers:
     """The workers of a shard, driven by hand."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        task_timeout_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.listener: Listener = listen(address)
         #: Who is to be ended by somebody else, and what has been loaded.
         self.to_end: list[tuple[int, int]] = []
@@ -25,8 +31,8 @@ class Workers:
             1,
             lambda arrived: self.loaded.update(arrived),
             end=lambda worker, incarnation: self.to_end.append((worker, incarnation)),
-            task_timeout_s=None,
-            clock=time.monotonic,
+            task_timeout_s=task_timeout_s,
+            clock=clock,
         )
 
     def turn(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.remote.driven_workers import Workers
-from torch_dpflow.remote.messages import WorkerHello, WorkerReady, encode
+from torch_dpflow.remote.messages import Exchange, WorkerHello, WorkerReady, encode
 from torch_dpflow.remote.pool_objects import Load
 from torch_dpflow.remote.protocol import POISONED
 
@@ -58,3 +58,18 @@ def test_workers_that_are_taken_away_while_they_begin_are_no_such(workers: Worke
     workers.shard.resize(1)
     workers.turn()
     assert not workers.loaded
+
+
+def test_the_limit_of_a_start_leaves_out_the_fetching_of_what_is_to_be_loaded(tmp_path: Path) -> None:
+    now_s = [0.0]
+    workers = Workers(f"ipc://{tmp_path}/shard", task_timeout_s=10.0, clock=lambda: now_s[0])
+    with closing(workers.listener):
+        workers.shard.load([Load(0, 0, 0)])
+        peer = begin(workers, 0)
+        for now_s[0] in (8.0, 16.0, 24.0):
+            workers.shard.hear(peer, [encode(Exchange([], None))])
+            workers.turn()
+            assert not workers.to_end
+        now_s[0] = 34.0
+        workers.turn()
+        assert workers.to_end == [(0, 1)]

@@ -72,7 +72,7 @@ from torch_dpflow.remote.transport import connect
 sample_worker.IDLE_S = 0.2
 number, incarnation = 0, int(sys.argv[2])
 connection = connect(sys.argv[1], identity=f"{number}/{incarnation}/token".encode())
-SampleWorker(connection, number, incarnation, lambda digest: open(sys.argv[3], "rb")).work()
+SampleWorker(connection, number, incarnation, lambda digest, going_on: open(sys.argv[3], "rb")).work()
 """
 
 

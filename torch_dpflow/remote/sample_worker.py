@@ -17,6 +17,7 @@ from torch_dpflow.errors import MessageError, NotPicklableError
 from torch_dpflow.remote.arena import Arena
 from torch_dpflow.remote.fetching import unpicklable_failure
 from torch_dpflow.remote.messages import (
+    Exchange,
     Finished,
     Stop,
     Window,
@@ -68,7 +69,7 @@ class SampleWorker:
     """Holds a window of its shard's tasks and loads the oldest.
 
     Args:
-        content: opens what is to be loaded, packed, by its digest.
+        content: opens what is to be loaded, packed, by its digest; calls what it is given again and again meanwhile.
         up: called when it has what it is to load.
     """
 
@@ -77,7 +78,7 @@ class SampleWorker:
         connection: Connection,
         number: int,
         incarnation: int,
-        content: Callable[[str], IO[bytes]],
+        content: Callable[[str, Callable[[], None]], IO[bytes]],
         up: Callable[[], None] = lambda: None,
     ) -> None:
         self._content = content
@@ -165,10 +166,14 @@ class SampleWorker:
         if shared_memory:
             _end_with(pid)
         #: Open to the end of this process: it is kept on the host for as long.
-        self._packed = self._content(bytes(greeting[GREETING.size :]).decode())
+        self._packed = self._content(bytes(greeting[GREETING.size :]).decode(), self._go_on)
         self._source = SampleSource(self._packed, self._number, workers)
         self._connection.send([encode(WorkerReady())])
         self._up()
+
+    def _go_on(self) -> None:
+        """How long a content travels says nothing of the code in it, for whose start alone there is a limit."""
+        self._connection.send([encode(Exchange([], None))])
 
     def _load_oldest(self) -> None:
         if self._source is None:

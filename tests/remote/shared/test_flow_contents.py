@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import resource
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,12 @@ from torch_dpflow.remote import flow_registration
 from torch_dpflow.remote.client import SharedJob
 from torch_dpflow.remote.cluster_address import find_cluster
 from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.protocol import ContentPiece, ContentRequest
-from torch_dpflow.remote.rpc import RpcClient
-from torch_dpflow.remote.services.contents import ContentFiles
+from torch_dpflow.remote.protocol import ContentPiece, ContentRequest, ProcessView, Running
+from torch_dpflow.remote.rpc import IncomingCall, Result, RpcClient, RpcServer
+from torch_dpflow.remote.services import contents
+from torch_dpflow.remote.services.contents import ContentFiles, open_content
+from torch_dpflow.remote.services.post import ClusterPlace
+from torch_dpflow.remote.transport import listen
 
 Join = Callable[..., SharedJob]
 
@@ -152,3 +156,51 @@ def test_what_a_full_disk_has_taken_in_part_is_not_taken_for_whole(tmp_path: Pat
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert files.receive(ContentPiece(digest, 0, 1000), memoryview(content)) == 1000
     assert files.read(ContentRequest(digest, 0)) == (1000, content)
+
+
+def test_a_host_fetches_a_content_once_and_gives_up_where_none_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contents, "FETCH_S", 0.3)
+    monkeypatch.setattr(contents, "RETRY_S", 0.05)
+    monkeypatch.setattr(contents, "LOOK_S", 0.05)
+    content, place, asked, waited = os.urandom(10_000), ClusterPlace(directory=str(tmp_path)), [], []
+    digest = hashlib.sha256(content).hexdigest()
+    server = RpcServer(listen(place.node_address))
+    coordinator = ProcessView("coordinator", "coordinator", 1, os.getpid(), server.address, {})
+
+    def give(call: IncomingCall) -> Result:
+        if not waited:
+            raise UsageError("no such content is stored")
+        asked.append(call.body.offset)
+        begin = call.body.offset
+        return Result(len(content), [content[begin : begin + 5000]])
+
+    def fetch() -> None:
+        with open_content(place, digest, lambda: waited.append(1), coordinator="coordinator") as file:
+            fetched.append(file.read())
+
+    server.register(
+        "changes", lambda call: Result(Running(1, [coordinator])), body_type=int, remembered=False
+    )
+    server.register("content", give, body_type=ContentRequest, remembered=False)
+    serving = threading.Thread(target=server.serve)
+    serving.start()
+    fetched: list[bytes] = []
+    try:
+        with pytest.raises(DPFlowError, match="no such content"):
+            open_content(place, digest, lambda: None, coordinator="coordinator")
+        waited.append(0)
+        fetching = [threading.Thread(target=fetch) for _ in range(3)]
+        for thread in fetching:
+            thread.start()
+        for thread in fetching:
+            thread.join()
+    finally:
+        server.stop()
+        serving.join()
+        server.close()
+    assert fetched == [content] * 3
+    assert asked == [0, 5000]
+    assert len(waited) > 1
+    assert [path.name for path in (tmp_path / "contents").iterdir()] == [digest]

@@ -13,8 +13,8 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +28,9 @@ from torch_dpflow.remote.services.post import SERVICE, ClusterPlace
 MAX_DRAFTS, MAX_WAITING = 64, 32
 #: How long the coordinator may take to answer for a piece, and the pause after it has not, seconds.
 PIECE_S, RETRY_S = 30.0, 1.0
-_DRAFT = ".part"
+#: How long whoever fetches does without a piece until it gives up, and how often who waits for it looks, seconds.
+FETCH_S, LOOK_S = 120.0, 0.5
+_DRAFT, _LOCK = ".part", ".lock"
 
 
 @dataclass(slots=True)
@@ -190,12 +192,16 @@ class Contents:
             self._work.get()()
 
 
-def open_content(place: ClusterPlace, digest: str, coordinator: str) -> IO[bytes]:
+def open_content(
+    place: ClusterPlace, digest: str, going_on: Callable[[], None], *, coordinator: str
+) -> IO[bytes]:
     """A content, to be read: fetched from the coordinator by the first process of this host that asks, for all of them.
 
     It stays on the host for as long as any of them has it open, and after that until another one is fetched.
 
+    going_on: called again and again meanwhile.
     coordinator: the id of its process.
+    Raises DPFlowError where it cannot be fetched for `FETCH_S`, or is another.
     """
     folder = Path(place.directory, "contents")
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -204,7 +210,9 @@ def open_content(place: ClusterPlace, digest: str, coordinator: str) -> IO[bytes
         try:
             file = open(path, "rb")  # noqa: SIM115
         except FileNotFoundError:
-            _fetch(place, path, coordinator)
+            with _locked(Path(f"{path}{_LOCK}"), going_on):  # another process may have fetched it meanwhile
+                if not path.exists():
+                    _fetch(place, path, coordinator, going_on)
             continue
         fcntl.flock(file, fcntl.LOCK_SH)
         if os.fstat(file.fileno()).st_nlink:  # else it has been swept in between
@@ -212,28 +220,42 @@ def open_content(place: ClusterPlace, digest: str, coordinator: str) -> IO[bytes
         file.close()
 
 
-def _fetch(place: ClusterPlace, path: Path, coordinator: str) -> None:
-    """Fetch a content unless another process does, for which this one waits."""
-    lock = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.exists():
-            return
-        _sweep(path.parent)
-        draft = path.with_suffix(_DRAFT)
-        with open(draft, "wb") as file:
-            _copy(place, path.name, coordinator, file)
-        os.replace(draft, path)
-    finally:
-        os.close(lock)
+@contextmanager
+def _locked(path: Path, going_on: Callable[[], None]) -> Iterator[None]:
+    """Have a file locked, which is removed after it."""
+    while True:
+        with open(path, "ab") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                going_on()
+                time.sleep(LOOK_S)
+                continue
+            if os.fstat(lock.fileno()).st_nlink:  # else who had it before has removed it
+                try:
+                    yield
+                finally:
+                    path.unlink()
+                return
 
 
-def _copy(place: ClusterPlace, digest: str, coordinator: str, file: IO[bytes]) -> None:
-    """Fetch a content piece by piece, however often the coordinator is away meanwhile."""
-    hashed, size = hashlib.sha256(), -1
+def _fetch(place: ClusterPlace, path: Path, coordinator: str, going_on: Callable[[], None]) -> None:
+    _sweep(path.parent)
+    draft = path.with_suffix(_DRAFT)
+    with open(draft, "wb") as file:
+        _copy(place, path.name, coordinator, file, going_on)
+    os.replace(draft, path)
+
+
+def _copy(
+    place: ClusterPlace, digest: str, coordinator: str, file: IO[bytes], going_on: Callable[[], None]
+) -> None:
+    """Fetch a content piece by piece, however often the coordinator is away for a while."""
+    hashed, size, latest = hashlib.sha256(), -1, time.monotonic()
     while file.tell() != size:
+        going_on()
         try:
-            with place.connect(locate(place, coordinator), timeout_s=PIECE_S) as client:
+            with place.connect(locate(place, coordinator, timeout_s=PIECE_S), timeout_s=PIECE_S) as client:
                 while file.tell() != size:
                     request = ContentRequest(digest, file.tell())
                     answer = client.call("content", request, reply_type=int)
@@ -243,7 +265,11 @@ def _copy(place: ClusterPlace, digest: str, coordinator: str, file: IO[bytes]) -
                         raise MessageError(f"a piece of {piece.nbytes} bytes at {file.tell()} of {size}")
                     file.write(piece)
                     hashed.update(piece)
+                    latest = time.monotonic()
+                    going_on()
         except DPFlowError as error:
+            if time.monotonic() - latest >= FETCH_S:
+                raise
             SERVICE.warning("what its flow loads cannot be fetched and is asked for again (%s)", error)
             time.sleep(RETRY_S)
     if hashed.hexdigest() != digest:

@@ -106,7 +106,7 @@ class Shard:
         start_timeout_s: float | None = None,
     ) -> None:
         self._start_timeout_s = start_timeout_s
-        #: Since when workers that have been greeted and are not ready have been starting, seconds.
+        #: Since when workers that have been greeted and are not ready have been starting, or heard of, seconds.
         self._starting: dict[int, float] = {}
         self._listener = listener
         self._scheduler = scheduler
@@ -227,6 +227,9 @@ class Shard:
         worker = _worker_of(peer)
         if self._peers.get(worker) != peer:
             # It was given up for lost, and its window with it; its replacement repeats what it has done.
+            return
+        if worker in self._starting:  # it fetches what it is to load
+            self._starting[worker] = self._clock()
             return
         results: dict[int, tuple[Finished, Any]] = {}
         for finished, own in _split(exchange, frames):
