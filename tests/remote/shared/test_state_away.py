@@ -95,6 +95,7 @@ def test_a_coordinator_that_starts_anew_while_the_store_is_frozen_waits_and_jobs
         finally:
             redis.thaw()
         wait(lambda: f"{flow}@1" in cluster.flows(), what="the flow at the next coordinator")
+        wait(lambda: cluster.processes(f"{flow}@1/"), what="what its node says")
         assert [view.pid for view in cluster.processes(f"{flow}@1/")] == before
 
 
