@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 Keys = npt.NDArray[np.integer[Any]]
 #: Distance as real part, minus the load number as imaginary part: numpy orders complex numbers by the real
-#: part, then by the imaginary part, and that is the order in which keys go.
+#: part, then by the imaginary part, and that is the order in which keys go. It has no partition by two arrays, and
+#: sorting by two (lexsort) takes 17 times as long as a partition of these, for 200,000 keys.
 Ranks = npt.NDArray[np.complex128]
 
 #: Fronts that one slab is split into at once, and that one slab may take up before the next is begun.
