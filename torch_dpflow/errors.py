@@ -20,6 +20,7 @@
     ├── StageError                 (RuntimeError)  a stage of a flow failed on a sample
     ├── WorkerError                (RuntimeError)  a worker or the code that it runs
     │   ├── WorkerStartError       workers end before they load anything
+    │   ├── LaunchError            (OSError)  the platform refuses to start a process
     │   └── PoisonTaskError        a batch that took down every worker it was given to
     ├── LoaderTimeoutError         (RuntimeError, TimeoutError)  no batch within `timeout`
     ├── DescriptorLimitError       (RuntimeError, OSError)  too many open files
@@ -123,6 +124,10 @@ class WorkerError(DPFlowError, RuntimeError):
 
 class WorkerStartError(WorkerError):
     """Workers end again and again before they have loaded anything."""
+
+
+class LaunchError(WorkerError, OSError):
+    """The platform on which a process was to run refuses to start it."""
 
 
 class PoisonTaskError(WorkerError):

@@ -16,8 +16,9 @@ from torch_dpflow.opening import begin
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.pinning import Pin
 from torch_dpflow.plan import is_drawn_at_start, samples_in
-from torch_dpflow.platforms.base import WorkerHandle
-from torch_dpflow.platforms.local import LocalPlatform, LocalWorker
+from torch_dpflow.platforms.base import Handle
+from torch_dpflow.platforms.fork_server import local_platform
+from torch_dpflow.platforms.local import LocalHandle
 from torch_dpflow.private import PrivateShard
 from torch_dpflow.progress import OPENING_AGAIN, OPENING_WORKERS
 from torch_dpflow.remote.batches import Begun, EpochOrder
@@ -62,10 +63,8 @@ class WorkerIterator(BaseDataLoaderIter):
         self._begin_epoch(loader, resumes=pending is not None)
         try:
             self._shard = PrivateShard(
-                LocalPlatform(
-                    assignment_of(self, loader, self._options, own_stream=self._own_stream),
-                    loader.multiprocessing_context or torch.multiprocessing,
-                ),
+                local_platform(loader.multiprocessing_context or torch.multiprocessing),
+                assignment_of(self, loader, self._options, own_stream=self._own_stream),
                 workers=self._num_workers,
                 order=self._order(),
                 streams=self._progress.streams,
@@ -92,7 +91,7 @@ class WorkerIterator(BaseDataLoaderIter):
         if self._shard is None:
             return self._ended_workers
         handles = self._shard.handles
-        return [handle.process for handle in handles if isinstance(handle, LocalWorker)]
+        return [handle.process for handle in handles if isinstance(handle, LocalHandle)]
 
     # -- an epoch ----------------------------------------------------------------------------------------
 
@@ -368,7 +367,7 @@ class WorkerIterator(BaseDataLoaderIter):
             self._refusal = self._refusal or begun.failure
             self._unbegun.discard(worker)
 
-    def _replace(self, worker: int, dead: WorkerHandle) -> None:
+    def _replace(self, worker: int, dead: Handle) -> None:
         assert self._shard is not None
         self._deaths += 1
         limit = self._options.restart_limit

@@ -21,15 +21,16 @@ from typing import Any
 
 from torch_dpflow import descriptors
 from torch_dpflow.directory import PrivateDirectory
-from torch_dpflow.errors import DescriptorLimitError, LifetimeError, MessageError
-from torch_dpflow.platforms.base import Platform, WorkerHandle
-from torch_dpflow.platforms.local import end_all
+from torch_dpflow.errors import DescriptorLimitError, LifetimeError, MessageError, NotPicklableError
+from torch_dpflow.platforms.base import Handle, Platform, ProcessSpec
+from torch_dpflow.remote import worker as worker_process
 from torch_dpflow.remote.arena import ArenaReader
-from torch_dpflow.remote.batches import Begun, EpochOrder
+from torch_dpflow.remote.batches import Assignment, Begun, EpochOrder
 from torch_dpflow.remote.messages import FAILURE, Finished, WorkerHello
 from torch_dpflow.remote.parcel import decode
 from torch_dpflow.remote.running_task import RunningTaskReader
 from torch_dpflow.remote.scheduler import Scheduler
+from torch_dpflow.remote.sealed import Sealed
 from torch_dpflow.remote.services.awake_clock import AwakeClock
 from torch_dpflow.remote.services.shard import Shard
 from torch_dpflow.remote.transport import listen
@@ -43,6 +44,8 @@ from torch_dpflow.torch_private import ExceptionWrapper
 WINDOW = 2
 #: How long a worker may take to finish its batch when the loader closes, seconds; torch's figure.
 GRACE_S = 5.0
+#: How long a worker that has not, and is asked to end at once, may take before it is killed, seconds.
+TERMINATE_S = 1.0
 #: How often the shard's thread looks at time limits, seconds, where there are any.
 TICK_S = 0.5
 #: Descriptors that a worker takes here: two pipes, one for its process and one for its connection; and what is needed
@@ -58,7 +61,8 @@ class PrivateShard:
     All methods belong to the training thread.
 
     Args:
-        platform: starts the workers.
+        platform: starts the workers; closed with the shard.
+        assignment: what all of them load.
         workers: how many.
         order: the first epoch, alike for all workers; `streams` says where each one's own stream begins.
         streams: per worker, or empty.
@@ -72,6 +76,7 @@ class PrivateShard:
     def __init__(
         self,
         platform: Platform,
+        assignment: Assignment,
         *,
         workers: int,
         order: EpochOrder,
@@ -83,6 +88,9 @@ class PrivateShard:
         needed = workers * WORKER_DESCRIPTORS + OWN_DESCRIPTORS
         descriptors.require(needed, f"a loader with {workers} workers")
         self._platform = platform
+        self._assignment = Sealed(assignment)
+        #: Their numbers, by the names under which they are launched.
+        self._workers = {f"worker-{worker}": worker for worker in range(workers)}
         self._pin = pin
         self._order = order
         self._streams: list[StreamState | None] = [*streams] or [None] * workers
@@ -94,15 +102,15 @@ class PrivateShard:
         self._commands: deque[Callable[[], None]] = deque()
         self._readers: dict[int, ArenaReader] = {}
         self._running: dict[int, RunningTaskReader | None] = {}
-        self._handles: dict[int, WorkerHandle] = {}
-        #: Workers that are believed to live; the shard's thread owns it once that has started.
-        self._watched: dict[int, WorkerHandle] = {}
+        #: The latest process under each number; only the training thread changes it.
+        self._handles: dict[int, Handle] = {}
         self._incarnations = [0] * workers
         self._closing = False
         self._grace_s = GRACE_S
         self._owner = os.getpid()
         self._directory = PrivateDirectory()
         self._listener = listen(f"ipc://{self._directory.path}/shard")
+        self._listener.watch(platform.news)
         self._task_timeout_s = task_timeout_s
         # Workers do not pay for the time that this process was stopped, by a debugger or with its container.
         self._clock = AwakeClock()
@@ -115,12 +123,11 @@ class PrivateShard:
         self._tick_at = 0.0
         self._thread = threading.Thread(target=self._run, name="dpflow-shard", daemon=True)
         try:
-            started = [self._start(worker) for worker in range(workers)]
+            for worker in range(workers):
+                self._start(worker)
         except BaseException:
             self.close(grace_s=0)
             raise
-        for worker, handle in enumerate(started):
-            self._employ(worker, handle)
         self._thread.start()
 
     # -- for the training thread -------------------------------------------------------------------------
@@ -186,7 +193,7 @@ class PrivateShard:
 
         self._command(begin)
 
-    def replace_worker(self, worker: int, dead: WorkerHandle) -> str:
+    def replace_worker(self, worker: int, dead: Handle) -> str:
         """Start another process in place of one that died; returns how it died. Starts none where one has been.
 
         Raises DescriptorLimitError where this process has too many files open; it can be called again.
@@ -197,9 +204,7 @@ class PrivateShard:
             obituary = self.bury(worker)
             self._incarnations[worker] += 1
             descriptors.require(WORKER_DESCRIPTORS + OWN_DESCRIPTORS, f"another process for worker {worker}")
-            handle = self._start(worker)
-        successor = handle
-        self._command(lambda: self._employ(worker, successor))
+            self._start(worker)
         return obituary
 
     def bury(self, worker: int) -> str:
@@ -207,10 +212,9 @@ class PrivateShard:
         handle = self._handles.get(worker)
         if handle is None:  # this was interrupted the last time
             return "has ended"
-        obituary = handle.obituary()
-        handle.end(grace_s=0)
+        end = handle.describe()
         del self._handles[worker]
-        return obituary
+        return str(end)
 
     @property
     def is_own(self) -> bool:
@@ -218,7 +222,7 @@ class PrivateShard:
         return self._owner == os.getpid()
 
     @property
-    def handles(self) -> list[WorkerHandle]:
+    def handles(self) -> list[Handle]:
         """The workers' processes, by number."""
         return [handle for _, handle in sorted(self._handles.items())]
 
@@ -242,12 +246,13 @@ class PrivateShard:
             self._thread.join()
         elif self._thread.ident is None:  # a worker could not be started, so it never was
             self._shut_down()
-        handles, self._handles = list(self._handles.values()), {}
-        end_all(handles)
+        self._platform.close(grace_s=TERMINATE_S)
+        for handle in self._handles.values():
+            handle.describe()  # also those whose end was told and not heard any more
+        self._handles.clear()
         # The shard and this object know each other, so what they hold would wait for the garbage collector.
         self._readers.clear()
         self._running.clear()
-        self._watched.clear()
         self._events.clear()
         self._directory.remove()
 
@@ -264,7 +269,7 @@ class PrivateShard:
         self._commands.append(command)
         self._listener.wake()
 
-    def _start(self, worker: int) -> WorkerHandle:
+    def _start(self, worker: int) -> None:
         post = Post(
             worker=worker,
             incarnation=self._incarnations[worker],
@@ -273,8 +278,20 @@ class PrivateShard:
             directory=self._directory.path,
             from_main_thread=threading.current_thread() is threading.main_thread(),
         )
-        handle = self._handles[worker] = self._platform.start(post)
-        return handle
+        spec = ProcessSpec(
+            name=f"worker-{worker}",
+            incarnation=post.incarnation,
+            target=worker_process.main,
+            arguments=(self._assignment, post),
+            words=worker_process.last_words_path(post),
+        )
+        try:
+            self._handles[worker] = self._platform.launch(spec)
+        except NotPicklableError as error:
+            raise NotPicklableError(
+                f"the dataset, collate_fn or worker_init_fn cannot travel: {error}. Define it at the top of a module "
+                "(no lambda, no local class), leave out open files and locks, or pass multiprocessing_context='fork'"
+            ) from error
 
     # -- the shard's thread ------------------------------------------------------------------------------
 
@@ -289,17 +306,15 @@ class PrivateShard:
 
     def _turn(self) -> None:
         message = self._listener.receive(self._tick_s)
-        # A death wakes it without a message; to ask every worker after every message would cost more than the rest.
-        ended = (
-            [] if message is not None else [w for w, handle in self._watched.items() if handle.has_ended()]
-        )
+        is_quiet = message is None  # a death wakes it without a message
         while message is not None:
             self._shard.hear(*message)
             message = self._listener.receive(0)
         while self._commands:
             self._commands.popleft()()
-        for worker in ended:
-            self._dismiss(worker)
+        if is_quiet:
+            for handle in self._platform.take():
+                self._dismiss(handle)
         if self._tick_s is not None and time.monotonic() >= self._tick_at:
             self._shard.tick()
             self._tick_at = time.monotonic() + self._tick_s
@@ -311,28 +326,18 @@ class PrivateShard:
     def _shut_down(self) -> None:
         """Send the workers home and wait until those that listen have left; the others have nothing to finish."""
         self._shard.stop_workers()
+        leaving = set(self._shard.connected)
         deadline = time.monotonic() + self._grace_s
-        while self._leaving() and (left_s := deadline - time.monotonic()) > 0:
+        while leaving and (left_s := deadline - time.monotonic()) > 0:
             self._listener.receive(left_s)
+            leaving.difference_update(self._workers[handle.name] for handle in self._platform.take())
         self._listener.close()
 
-    def _leaving(self) -> bool:
-        """Whether a worker that has been told to stop is still there."""
-        for worker, handle in list(self._watched.items()):
-            if handle.has_ended():
-                del self._watched[worker]
-                self._listener.unwatch(handle.ended)
-        return any(worker in self._watched for worker in self._shard.connected)
-
-    def _employ(self, worker: int, handle: WorkerHandle) -> None:
-        if self._watched.get(worker) is not handle:
-            self._watched[worker] = handle
-            self._listener.watch(handle.ended)
-
-    def _dismiss(self, worker: int) -> None:
+    def _dismiss(self, handle: Handle) -> None:
+        worker = self._workers[handle.name]
+        if handle.incarnation != self._incarnations[worker]:
+            return  # its start was interrupted before it was known, and another has taken its place
         # Results that it sent before its end count; only then is the rest given to others.
-        handle = self._watched.pop(worker)
-        self._listener.unwatch(handle.ended)
         while (message := self._listener.receive(0)) is not None:
             self._shard.hear(*message)
         # First the death, then what came of it, so that a poisoned task's last words are known.
@@ -399,7 +404,7 @@ class PrivateShard:
         self._kill(worker, f"it had been at one batch, or at its start, for more than {limit}")
 
     def _kill(self, worker: int, why: str) -> None:
-        handle = self._watched.get(worker)
+        handle = self._handles.get(worker)
         if handle is not None:
             handle.kill(why)  # which is logged with its replacement
 

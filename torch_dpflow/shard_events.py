@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch_dpflow.platforms.base import WorkerHandle
+from torch_dpflow.platforms.base import Handle
 from torch_dpflow.remote.batches import Begun
 from torch_dpflow.state import StreamState
 
@@ -48,7 +48,7 @@ class Died:
     """A worker has ended; its tasks are queued again and wait for its replacement or for others."""
 
     worker: int
-    handle: WorkerHandle
+    handle: Handle
 
 
 @dataclass(frozen=True)

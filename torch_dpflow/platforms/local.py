@@ -1,158 +1,189 @@
-"""Workers as processes of this machine, started as torch's loader starts its own."""
+"""Processes of this machine: forked from this one, started afresh, or forked by a fork server."""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing.process
 import os
 import pickle
 import select
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch_dpflow import descriptors
-from torch_dpflow.errors import NotPicklableError
-from torch_dpflow.platforms.base import WorkerHandle
-from torch_dpflow.remote import worker
-from torch_dpflow.remote.batches import Assignment
-from torch_dpflow.remote.sealed import Sealed
-from torch_dpflow.remote.worker import Post
+from torch_dpflow.errors import LaunchError, NotPicklableError
+from torch_dpflow.platforms.base import LAST_WORDS, Capabilities, End, ProcessSpec
 
-#: How long a worker that was told to terminate may take before it is killed, seconds.
-TERMINATE_S = 1.0
-#: The most that is read of a worker's last words, characters.
-LAST_WORDS = 4000
+#: How long it may take until it is known how a process has ended, seconds: a fork server is asked.
+REAP_S = 1.0
+#: How long processes that were killed may take to go, seconds.
+END_S = 5.0
+#: What one has open where it was started: two pipes to it, and a descriptor of the process.
+DESCRIPTORS = 3
 
 
 class LocalPlatform:
-    """Starts workers through a multiprocessing context, or a module that is used as one (torch.multiprocessing)."""
+    """Starts processes through a multiprocessing context, or a module that is used as one (torch.multiprocessing).
 
-    def __init__(self, assignment: Assignment, context: Any) -> None:
-        self._assignment = Sealed(assignment)
+    Under fork the thread that launches is the one that is copied.
+    """
+
+    capabilities = Capabilities(shares_memory=True, accepts_connections=True, longest_life_s=None)
+
+    def __init__(self, context: Any) -> None:
         self._context = context
-
-    def start(self, post: Post) -> WorkerHandle:
-        process = self._context.Process(
-            target=worker.main,
-            args=(self._assignment, post),
-            name=f"dpflow-worker-{post.worker}",
-            daemon=True,
-        )
         try:
-            with self._control_c_waits():
-                process.start()
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            raise NotPicklableError(
-                f"the dataset, collate_fn or worker_init_fn cannot be sent to a worker: {error}. Under "
-                f"{self._context.get_start_method()!r} everything a worker needs is pickled: define it at the top of a "
-                "module (no lambda, no local class), leave out open files and locks, or pass "
-                "multiprocessing_context='fork'"
-            ) from error
+            self._poller = select.epoll()
         except OSError as error:
             if descriptors.is_exhausted(error):
-                raise descriptors.exhausted(f"worker {post.worker} cannot be started") from error
+                raise descriptors.exhausted("no process can be started") from error
             raise
-        return LocalWorker(process, post)
+        self.news = self._poller.fileno()
+        #: Those whose end has not been taken, by descriptor.
+        self._running: dict[int, LocalHandle] = {}
 
-    @contextlib.contextmanager
-    def _control_c_waits(self) -> Iterator[None]:
-        """Have a worker begin with SIGINT blocked, until it is ready to leave in silence.
+    def launch(self, spec: ProcessSpec) -> LocalHandle:
+        process = self._context.Process(
+            target=spec.target, args=spec.arguments, name=f"dpflow-{spec.name}", daemon=True
+        )
+        try:
+            self._start(process)
+            handle = LocalHandle(process, spec)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise NotPicklableError(
+                f"what {spec.name} is to run cannot be sent to it: {error}. Under "
+                f"{self._context.get_start_method()!r} everything that a process needs is pickled"
+            ) from error
+        except (OSError, EOFError) as error:
+            if descriptors.is_exhausted(error):
+                raise descriptors.exhausted(f"{spec.name} cannot be started") from error
+            raise LaunchError(f"{spec.name} cannot be started: {error or type(error).__name__}") from error
+        self._running[handle.descriptor] = handle
+        self._poller.register(handle.descriptor, select.EPOLLIN)
+        return handle
 
-        Not under forkserver: its server would be started with it, and keep it blocked for other processes too.
-        """
-        if self._context.get_start_method() == "forkserver":
-            yield
-            return
+    def take(self) -> list[LocalHandle]:
+        ended = [self._running[descriptor] for descriptor, _ in self._poller.poll(0)]
+        for handle in ended:
+            self._release(handle)
+        return ended
+
+    def close(self, *, grace_s: float = 0.0) -> None:
+        running = list(self._running.values())
+        for handle in running:
+            handle.terminate() if grace_s > 0 else handle.kill()
+        deadline = time.monotonic() + grace_s
+        for handle in running:
+            handle.await_end(deadline)
+        for handle in running:
+            handle.kill()  # stopped, or it ignores SIGTERM
+        deadline = time.monotonic() + END_S
+        for handle in running:
+            handle.await_end(deadline)
+            self._release(handle)
+            handle.describe()
+        self._poller.close()
+
+    def _start(self, process: BaseProcess) -> None:
+        """Have a process begin with SIGINT blocked, until it is ready to leave in silence."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            yield
+            process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
+    def _release(self, handle: LocalHandle) -> None:
+        # Not left to its closing: forked processes have the descriptor too, and what they have stays watched.
+        if self._running.pop(handle.descriptor, None) is not None:
+            self._poller.unregister(handle.descriptor)
+            handle.release()
 
-class LocalWorker:
-    """A worker process that is a child of this process, or of its forkserver."""
 
-    def __init__(self, process: multiprocessing.process.BaseProcess, post: Post) -> None:
-        #: The process as multiprocessing knows it.
+class LocalHandle:
+    """A process that is a child of this process, or of its fork server.
+
+    Known by the kernel's descriptor of it. multiprocessing's own is a pipe that grandchildren inherit: it stays silent
+    when a process with a subprocess is killed. And where a fork server is killed multiprocessing takes all of its
+    processes for dead, and sends them no signal any more.
+    """
+
+    def __init__(self, process: BaseProcess, spec: ProcessSpec) -> None:
+        self.name, self.incarnation = spec.name, spec.incarnation
+        self.pid = process.pid or 0
+        #: The process as multiprocessing knows it. It is not closed: who has taken it from torch's loader may still ask
+        #: how it has ended.
         self.process = process
-        self._post = post
-        self._closed = False
+        self._words = spec.words
         self._killed_for = ""
-        self._descriptor: int | None = _process_descriptor(process)
-        self.ended: int = self._descriptor if self._descriptor is not None else process.sentinel
+        self._end: End | None = None
+        #: Against a signal to a descriptor that another thread closes.
+        self._lock = threading.Lock()
+        self._released = False
+        self.descriptor, self._is_kernels = _descriptor_of(process)
 
-    def has_ended(self) -> bool:
-        poller = select.poll()
-        poller.register(self.ended, select.POLLIN)
-        return bool(poller.poll(0))
-
-    def obituary(self) -> str:
-        self.process.join(TERMINATE_S)
-        how = f"was killed: {self._killed_for}" if self._killed_for else _how(self.process.exitcode)
-        return f"pid {self.process.pid} {how}{self._last_words()}"
-
-    def kill(self, why: str) -> None:
-        self._killed_for = why
-        self.process.kill()
+    def kill(self, why: str = "") -> None:
+        self._killed_for = self._killed_for or why
+        self._send(signal.SIGKILL)
 
     def terminate(self) -> None:
-        if not self.has_ended():
-            self.process.terminate()
+        """Ask it to end now; does not wait."""
+        self._send(signal.SIGTERM)
 
-    def end(self, *, grace_s: float) -> None:
-        if self._closed:
-            return
-        self.process.join(max(0.0, grace_s))
-        if self.process.is_alive():
-            self.process.kill()  # stopped, or it ignores SIGTERM
-            self.process.join()
-        # Not closed: who has taken the processes from the iterator may still ask them, as torch's, how they ended.
-        self._closed = True
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+    def describe(self) -> End | None:
+        if self._end is None and (self._released or self._has_ended(0.0)):
+            self.process.join(REAP_S)
+            code = self.process.exitcode
+            self._end = End(
+                code=None if code is None or code < 0 else code,
+                signal=-code if code is not None and code < 0 else None,
+                killed_for=self._killed_for,
+                words=self._last_words(),
+                place=f"pid {self.process.pid}",
+            )
+        return self._end
+
+    def await_end(self, deadline: float) -> None:
+        """Wait until it has ended, or until then on the monotonic clock, seconds."""
+        self._has_ended(max(0.0, deadline - time.monotonic()))
+
+    def release(self) -> None:
+        """Close the descriptor of it: it has ended, or is given up."""
+        with self._lock:
+            self._released = True
+            os.close(self.descriptor)
+
+    def _send(self, number: int) -> None:
+        with self._lock, suppress(ProcessLookupError):
+            if self._released:
+                return
+            if self._is_kernels:
+                signal.pidfd_send_signal(self.descriptor, number)
+            elif self.process.pid is not None:
+                os.kill(self.process.pid, number)
+
+    def _has_ended(self, within_s: float) -> bool:
+        poller = select.poll()
+        poller.register(self.descriptor, select.POLLIN)
+        return bool(poller.poll(within_s * 1000))
 
     def _last_words(self) -> str:
-        try:
-            with open(worker.last_words_path(self._post), errors="replace") as file:
-                words = file.read(LAST_WORDS).strip()
-        except OSError:
+        if not self._words:
             return ""
-        return f"; its last words:\n{words}" if words else ""
+        with suppress(OSError), open(self._words, errors="replace") as file:
+            return file.read(LAST_WORDS).strip()
+        return ""
 
 
-def end_all(handles: list[WorkerHandle]) -> None:
-    """End these workers, which were told to go and have not, within one common period."""
-    for handle in handles:
-        handle.terminate()
-    deadline = time.monotonic() + TERMINATE_S
-    for handle in handles:
-        handle.end(grace_s=deadline - time.monotonic())
-
-
-def _process_descriptor(process: multiprocessing.process.BaseProcess) -> int | None:
-    # multiprocessing's sentinel is a pipe that grandchildren inherit: it stays silent when a worker with a
-    # subprocess is killed. The kernel's descriptor of the process does not; but old kernels and some sandboxes
-    # have none, where the sentinel has to do.
-    if not hasattr(os, "pidfd_open") or process.pid is None:
-        return None
+def _descriptor_of(process: BaseProcess) -> tuple[int, bool]:
+    """What becomes readable when the process ends, to be closed by the caller; whether it is the kernel's."""
+    assert process.pid is not None
     try:
-        return os.pidfd_open(process.pid)
-    except OSError:
-        return None
-
-
-def _how(exitcode: int | None) -> str:
-    if exitcode is None:
-        return "has not been reaped"
-    if exitcode >= 0:
-        return f"exited with code {exitcode}"
-    try:
-        name = signal.Signals(-exitcode).name
-    except ValueError:
-        name = f"signal {-exitcode}"
-    hint = " (the kernel's out-of-memory killer sends it too)" if name == "SIGKILL" else ""
-    return f"was ended by {name}{hint}"
+        return os.pidfd_open(process.pid), True
+    except (OSError, AttributeError) as error:
+        if not descriptors.is_exhausted(error):
+            return os.dup(process.sentinel), False  # an old kernel, or a sandbox that forbids the call
+        process.kill()
+        process.join()
+        raise

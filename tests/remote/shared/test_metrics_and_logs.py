@@ -201,7 +201,8 @@ def test_every_line_says_what_it_is_about_and_restarts_are_counted(
     )
     ended = [line for line in lines if line["level"] == "warning" and line["process"] == "node"]
     assert [line["text"] for line in ended if line["flow"] == f"{flow}@1"] == [
-        f"{worker.id} has ended unexpectedly with code -9; another takes its place"
+        f"{worker.id} has ended unexpectedly (pid {worker.pid} was ended by SIGKILL (the kernel's out-of-memory killer "
+        "sends it too)); another takes its place"
     ]
     told = [line for line in lines if "its samples go to others" in line["text"]]
     assert [(line["flow"], line["shard"], line["worker"], line["job"]) for line in told] == [

@@ -22,16 +22,18 @@ from torch_dpflow.descriptors import raise_limit
 from torch_dpflow.directory import PrivateDirectory
 from torch_dpflow.errors import OptionError, StateError, UsageError
 from torch_dpflow.log import LogOptions, write_lines
+from torch_dpflow.platforms.fork_server import ForkServerPlatform
 from torch_dpflow.remote.allotment import ClusterLimits
 from torch_dpflow.remote.cluster_address import default_connection_file
 from torch_dpflow.remote.flow_spec import MAX_WORKERS
 from torch_dpflow.remote.services.announcement import Announcement, check_vacant, lock_file
 from torch_dpflow.remote.services.coordinator import CoordinatorArguments
 from torch_dpflow.remote.services.metrics_server import check_metrics_address
-from torch_dpflow.remote.services.node import WISHED_DESCRIPTORS, Node, most_workers
+from torch_dpflow.remote.services.node import LEASE_S, WISHED_DESCRIPTORS, Node, most_workers
 from torch_dpflow.remote.services.post import ClusterPlace
-from torch_dpflow.remote.services.roles import COORDINATOR
+from torch_dpflow.remote.services.roles import COORDINATOR, PRELOAD
 from torch_dpflow.remote.state_store import open_store
+from torch_dpflow.remote.supervision import START_S
 from torch_dpflow.remote.transport.curve import create_cluster, read_key_file
 
 
@@ -153,7 +155,10 @@ class LocalCluster:
             options.limits.memory_bytes,
             options.metrics or "",
         )
-        node = Node(place, msgspec.msgpack.encode(arguments), preload=options.preload)
+        # Services start by a fork of one process that has imported what they need. The node waits for it, and nothing
+        # else of the cluster goes on meanwhile.
+        platform = ForkServerPlatform(preload=[*PRELOAD, *options.preload], patience_s=(LEASE_S, START_S))
+        node = Node(place, msgspec.msgpack.encode(arguments), platform)
         self._announcement.follow(lambda: node.address_of(COORDINATOR))
         return node
 

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing import forkserver
-from multiprocessing.process import BaseProcess
-from typing import Any
+from contextlib import contextmanager
 
 from torch_dpflow.descriptors import exhausted, soft_limit
-from torch_dpflow.errors import UsageError
+from torch_dpflow.errors import DescriptorLimitError, LaunchError, OptionError, UsageError
+from torch_dpflow.platforms.base import Handle, Platform, ProcessSpec
+from torch_dpflow.platforms.local import DESCRIPTORS
 from torch_dpflow.remote.messages import Count
 from torch_dpflow.remote.protocol import Beat, Desire, Ending, Launch, ProcessView, Running, Standing
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
 from torch_dpflow.remote.services.awake_clock import AwakeClock
-from torch_dpflow.remote.services.child_watch import DESCRIPTORS, Child, ChildWatch
 from torch_dpflow.remote.services.post import SERVICE, ClusterPlace, ServicePost, subjects_of
-from torch_dpflow.remote.services.roles import COORDINATOR, PRELOAD, ROLES, main
-from torch_dpflow.remote.supervision import START_S, Forget, Instruction, Kill, Spawn, Supervisor
+from torch_dpflow.remote.services.roles import COORDINATOR, ROLES, main
+from torch_dpflow.remote.supervision import Forget, Instruction, Kill, Spawn, Supervisor
 from torch_dpflow.remote.transport import listen
 
 #: How long a process may be silent before it is killed and started again, seconds.
@@ -33,8 +29,6 @@ LOOK_S = 0.5
 HOLD_S = 0.5
 #: A client that has been silent for so long is forgotten, seconds: processes beat every second.
 IDLE_CLIENT_S = 30.0
-#: How long processes that were killed may take to go, seconds.
-END_S = 5.0
 #: Most messages that are taken in before a node looks after its processes.
 BURST = 1024
 #: Of a node's descriptors, how many are not for its processes, and how many it asks for: more than any cluster needs.
@@ -43,7 +37,7 @@ OWN_DESCRIPTORS, WISHED_DESCRIPTORS = 64, 65536
 
 def most_processes() -> int:
     """How many processes this one may keep, by its limit of open files."""
-    return max(0, soft_limit() - OWN_DESCRIPTORS) // DESCRIPTORS
+    return max(0, soft_limit() - OWN_DESCRIPTORS) // (DESCRIPTORS + 1)  # and its connection
 
 
 def most_workers() -> int:
@@ -70,18 +64,26 @@ class Node:
     Args:
         place: where its processes meet.
         coordinator: arguments of the coordinator's role, msgpack.
-        preload: modules that its processes are forked with, beside those that every one of them needs.
+        platform: starts its processes; closed with the node.
+
+    Raises:
+        OptionError: nobody could connect to what this platform starts.
     """
 
     def __init__(
         self,
         place: ClusterPlace,
         coordinator: bytes,
+        platform: Platform,
         *,
         lease_s: float = LEASE_S,
-        preload: Sequence[str] = (),
     ) -> None:
+        if not platform.capabilities.accepts_connections:
+            raise OptionError(
+                f"platform={platform!r}: services must be reached by others, which it does not allow"
+            )
         self._place = place
+        self._platform = platform
         self._lease_s = lease_s
         self._supervisor = Supervisor(
             lease_s=lease_s, most=most_processes(), most_starting=max(2, len(os.sched_getaffinity(0)))
@@ -90,22 +92,19 @@ class Node:
         self._refused = 0
         self._clock = AwakeClock()
         self._own = Launch(COORDINATOR, COORDINATOR, coordinator)
-        self._children: dict[str, tuple[int, Child]] = {}
-        self._watch: ChildWatch | None = None
+        #: Those that have been launched and not been seen to end.
+        self._processes: dict[str, Handle] = {}
         #: Who waits for changes: until when, and what it has seen.
         self._asking: list[tuple[float, int, IncomingCall]] = []
         #: When to look after the processes next, seconds.
         self._look_at = 0.0
         self._stopped = False
         self._ready: Callable[[], None] | None = None
-        # Services start by a fork of one process that has imported what they need.
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([*PRELOAD, *preload])
-        #: The one that made the latest process.
-        self._fork_server: int | None = None
         # A process that has died says no goodbye, and its successor is another client.
         options = ServerOptions(shared_bytes=0, idle_s=IDLE_CLIENT_S)
-        self._server = RpcServer(listen(place.node_address), options=options)
+        listener = listen(place.node_address)
+        listener.watch(platform.news)
+        self._server = RpcServer(listener, options=options)
         self._server.register("beat", self._on_beat, body_type=Beat, remembered=False)
         self._server.register("desire", self._on_desire, body_type=Desire)
         self._server.register("processes", self._on_processes, body_type=None, remembered=False)
@@ -120,7 +119,6 @@ class Node:
         """
         self._ready = ready
         try:
-            self._watch = ChildWatch(lambda: self._server.post(self._look_soon))
             self._obey(self._supervisor.desire([self._own], self._clock()))
             while not self._stopped:
                 self._server.step(self._until_due())
@@ -128,14 +126,13 @@ class Node:
                 heard = 0
                 while heard < BURST and self._server.step(0.0):
                     heard += 1
-                if time.monotonic() >= self._look_at or self._is_spawn_due():
-                    self._look()
+                ended = self._platform.take()
+                if ended or time.monotonic() >= self._look_at or self._is_spawn_due():
+                    self._look(ended)
                     self._look_at = time.monotonic() + LOOK_S
                 self._answer_asking()
         finally:
-            if self._watch is not None:
-                self._watch.close()
-            self._end_all()
+            self._platform.close()
             self._server.close()
 
     def address_of(self, id: str) -> str:
@@ -159,22 +156,19 @@ class Node:
         due = self._supervisor.next_due
         return due is not None and due <= self._clock()
 
-    def _look_soon(self) -> None:
-        # Not at once: what a look raises is to end this node, and not to be logged as what a message had brought about.
-        self._look_at = 0.0
-
-    def _look(self) -> None:
+    def _look(self, ended: Sequence[Handle]) -> None:
         now = self._clock()
-        for id, (incarnation, child) in list(self._children.items()):
-            if child.has_ended():
-                del self._children[id]
-                code = child.bury()
-                if self._supervisor.wants(id, incarnation):
-                    text = "%s has ended unexpectedly with code %s; another takes its place"
-                    SERVICE.warning(text, id, code, extra=subjects_of(id))
-                else:
-                    SERVICE.info("%s has ended", id, extra=subjects_of(id))
-                self._obey(self._supervisor.ended(id, incarnation, now))
+        for process in ended:
+            id, incarnation = process.name, process.incarnation
+            if self._processes.get(id) is process:
+                del self._processes[id]
+            end = process.describe()
+            if self._supervisor.wants(id, incarnation):
+                text = "%s has ended unexpectedly (%s); another takes its place"
+                SERVICE.warning(text, id, end, extra=subjects_of(id))
+            else:
+                SERVICE.info("%s has ended", id, extra=subjects_of(id))
+            self._obey(self._supervisor.ended(id, incarnation, now))
         self._obey(self._supervisor.tick(now))
         self._tell_refused()
 
@@ -206,36 +200,16 @@ class Node:
             place=self._place,
             owner=os.getpid(),
         )
-        process = self._context.Process(target=main, args=(post,), name=f"dpflow-{post.id}", daemon=True)
+        spec = ProcessSpec(name=post.id, incarnation=post.incarnation, target=main, arguments=(post,))
         try:
-            self._start(process)
-        except (OSError, EOFError) as error:
-            # The fork server has been killed: the next start begins with another.
-            SERVICE.warning("%s could not be started (%r)", post.id, error, extra=subjects_of(post.id))
+            process = self._platform.launch(spec)
+        except (LaunchError, DescriptorLimitError) as error:
+            SERVICE.warning("%s", error, extra=subjects_of(post.id))
             self._obey(self._supervisor.ended(post.id, post.incarnation, self._clock()))
             return
-        child = Child(process)
-        self._children[post.id] = (post.incarnation, child)
-        assert self._watch is not None
-        self._watch.add(child)
-        SERVICE.info("%s has been started (pid %d)", post.id, child.pid, extra=subjects_of(post.id))
-        self._supervisor.started(post.id, post.incarnation, child.pid, self._clock())
-
-    def _start(self, process: BaseProcess) -> None:
-        # It waits for the fork server without end, and nothing else of the cluster goes on meanwhile.
-        known, made = self._fork_server, threading.Event()
-
-        def watch() -> None:
-            # A new one imports first.
-            if not made.wait(self._lease_s) and (known == _fork_server() or not made.wait(START_S)):
-                _kill_fork_server()
-
-        threading.Thread(target=watch, name="dpflow-fork", daemon=True).start()
-        try:
-            process.start()
-        finally:
-            made.set()
-        self._fork_server = _fork_server()
+        self._processes[post.id] = process
+        SERVICE.info("%s has been started (pid %d)", post.id, process.pid, extra=subjects_of(post.id))
+        self._supervisor.started(post.id, post.incarnation, process.pid, self._clock())
 
     def _kill(self, kill: Kill) -> None:
         if self._supervisor.wants(kill.id, kill.incarnation):
@@ -243,19 +217,12 @@ class Node:
             SERVICE.warning(text, kill.id, self._lease_s, extra=subjects_of(kill.id))
         else:
             SERVICE.info("%s is to end", kill.id, extra=subjects_of(kill.id))
-        running = self._children.get(kill.id)
-        if running is not None and running[0] == kill.incarnation:
-            running[1].kill()
+        self._end(kill.id, kill.incarnation)
 
-    def _end_all(self) -> None:
-        children = [child for _, child in self._children.values()]
-        for child in children:
-            child.kill()
-        deadline = time.monotonic() + END_S
-        for child in children:
-            if child.has_ended(deadline - time.monotonic()):
-                child.bury()
-        self._children.clear()
+    def _end(self, id: str, incarnation: int) -> None:
+        process = self._processes.get(id)
+        if process is not None and process.incarnation == incarnation:
+            process.kill()
 
     def _on_beat(self, call: IncomingCall) -> Result:
         beat: Beat = call.body
@@ -293,31 +260,13 @@ class Node:
 
     def _on_end(self, call: IncomingCall) -> None:
         ending: Ending = call.body
-        running = self._children.get(ending.id)
         if subjects_of(ending.id).get("worker") is None:
             raise UsageError(f"{ending.id!r} is no worker; nothing else is ended so")
-        if running is not None and running[0] == ending.incarnation:
-            SERVICE.warning("%s is killed, as its shard asks", ending.id, extra=subjects_of(ending.id))
-            running[1].kill()
+        SERVICE.warning("%s is killed, as its shard asks", ending.id, extra=subjects_of(ending.id))
+        self._end(ending.id, ending.incarnation)
 
     def _on_stop(self, call: IncomingCall) -> None:
         self._stopped = True
-
-
-def _fork_server() -> int | None:
-    server: Any = forkserver._forkserver
-    pid: int | None = server._forkserver_pid
-    return pid
-
-
-def _kill_fork_server() -> None:
-    pid = _fork_server()
-    if pid is not None:
-        SERVICE.warning(
-            "the fork server (pid %d) makes no process and is killed; another takes its place", pid
-        )
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager

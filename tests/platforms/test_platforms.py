@@ -1,0 +1,93 @@
+"""Every platform of ours keeps the contract."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.workers import has_ended
+from torch_dpflow.errors import DescriptorLimitError, LaunchError
+from torch_dpflow.platforms.base import Platform, ProcessSpec
+from torch_dpflow.platforms.fork_server import ForkServerPlatform, local_platform
+from torch_dpflow.platforms.local import LocalPlatform
+from torch_dpflow.testing.platforms import PlatformContract, wakes
+from torch_dpflow.testing.processes import sleep
+
+
+class TestFork(PlatformContract):
+    def new_platform(self) -> Platform:
+        return LocalPlatform(multiprocessing.get_context("fork"))
+
+
+class TestSpawn(PlatformContract):
+    def new_platform(self) -> Platform:
+        return LocalPlatform(multiprocessing.get_context("spawn"))
+
+
+class TestForkServer(PlatformContract):
+    def new_platform(self) -> Platform:
+        return local_platform(multiprocessing.get_context("forkserver"))
+
+
+@pytest.fixture
+def fork_server() -> Iterator[ForkServerPlatform]:
+    platform = ForkServerPlatform(patience_s=(0.5, 60.0))
+    yield platform
+    platform.close()
+
+
+def test_a_worker_with_a_subprocess_is_seen_to_end() -> None:
+    platform = LocalPlatform(multiprocessing.get_context("fork"))
+    handle = platform.launch(ProcessSpec(name="parent", incarnation=0, target=run_sleep))
+    try:
+        handle.kill()
+        assert wakes(platform, 30.0), "its pipe lives on in the subprocess"
+        assert list(platform.take()) == [handle]
+    finally:
+        platform.close()
+
+
+def run_sleep() -> None:
+    subprocess.run(["sleep", "2"], check=False)
+
+
+def test_too_many_open_files_are_told_as_such() -> None:
+    platform = LocalPlatform(multiprocessing.get_context("fork"))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spec = ProcessSpec(name="one", incarnation=0, target=sleep, arguments=(60.0,))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(DescriptorLimitError, match="one cannot be started"):
+            platform.launch(spec)
+        with pytest.raises(DescriptorLimitError, match="no process can be started"):
+            LocalPlatform(multiprocessing.get_context("fork"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    platform.close()
+
+
+def test_a_hanging_fork_server_is_killed_and_another_takes_its_place(fork_server: ForkServerPlatform) -> None:
+    first = fork_server.launch(ProcessSpec(name="first", incarnation=0, target=sleep, arguments=(60.0,)))
+    server = fork_server_of(first.pid)
+    os.kill(server, signal.SIGSTOP)
+    spec = ProcessSpec(name="second", incarnation=0, target=sleep, arguments=(60.0,))
+    with pytest.raises(LaunchError, match="second cannot be started"):
+        fork_server.launch(spec)
+    second = fork_server.launch(spec)
+    assert fork_server_of(second.pid) != server
+    assert not has_ended(first.pid)
+    assert first.describe() is None
+    first.kill()  # which multiprocessing takes for dead
+    assert wakes(fork_server, 30.0)
+    assert list(fork_server.take()) == [first]
+
+
+def fork_server_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])

@@ -1,0 +1,223 @@
+"""What every platform must do: subclass `PlatformContract`, make one, and let pytest collect it.
+
+::
+
+    class TestMyPlatform(PlatformContract):
+        def new_platform(self):
+            return MyPlatform()
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+try:
+    import pytest
+except ImportError as error:
+    raise ImportError(
+        "torch_dpflow.testing.platforms needs pytest, and it is not installed: pip install 'torch_dpflow[testing]'"
+    ) from error
+
+from torch_dpflow.errors import NotPicklableError
+from torch_dpflow.platforms.base import LAST_WORDS, End, Handle, Platform, ProcessSpec
+from torch_dpflow.remote.arena import ArenaReader
+from torch_dpflow.remote.messages import WorkerHello, decode
+from torch_dpflow.testing.processes import (
+    PATIENCE_S,
+    answer,
+    call_at,
+    ignore,
+    leave,
+    lend,
+    sleep,
+    write_and_die,
+)
+
+
+class PlatformContract:
+    """The contract of `torch_dpflow.platforms.base`, as tests.
+
+    Where processes do not share this host's network and files a subclass leaves out the tests that need them.
+    """
+
+    def new_platform(self) -> Platform:
+        """A platform that has started nothing."""
+        raise NotImplementedError(f"{type(self).__name__} must say what to test")
+
+    # --- fixtures and helpers ---
+
+    @pytest.fixture
+    def platform(self) -> Iterator[Platform]:
+        platform = self.new_platform()
+        yield platform
+        platform.close()
+
+    @pytest.fixture
+    def door(self) -> Iterator[socket.socket]:
+        """Where processes of the test call."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(PATIENCE_S)
+            yield server
+
+    def launch(
+        self, platform: Platform, target: Any, *arguments: Any, name: str = "one", words: str = ""
+    ) -> Handle:
+        spec = ProcessSpec(name=name, incarnation=3, target=target, arguments=arguments, words=words)
+        return platform.launch(spec)
+
+    def ended(self, platform: Platform) -> list[Handle]:
+        """Waits for news; who has ended."""
+        assert wakes(platform, PATIENCE_S), "no process has ended"
+        return list(platform.take())
+
+    def end_of(self, platform: Platform, handle: Handle) -> End:
+        """Waits for the end of the only one that runs."""
+        assert self.ended(platform) == [handle]
+        end = handle.describe()
+        assert end is not None
+        return end
+
+    # --- starts ---
+
+    def test_arguments_arrive_whole(self, platform: Platform, door: socket.socket) -> None:
+        data = os.urandom(1 << 16)
+        handle = self.launch(platform, call_at, door.getsockname(), data)
+        assert (handle.name, handle.incarnation) == ("one", 3)
+        assert received(door) == data
+        assert self.end_of(platform, handle).code == 0
+
+    def test_what_cannot_travel_is_refused_and_others_go_on(self, platform: Platform) -> None:
+        refused = None
+        try:
+            handle = self.launch(platform, sleep, threading.Lock())
+        except NotPicklableError as error:
+            refused = str(error)
+        else:  # it was inherited, and cannot be slept for
+            assert self.end_of(platform, handle).code == 1
+        assert refused is None or ("one" in refused and "lock" in refused)
+        again = self.launch(platform, leave, 0)
+        assert self.end_of(platform, again).code == 0
+
+    # --- ends ---
+
+    def test_an_end_is_told_once_with_its_code(self, platform: Platform) -> None:
+        handle = self.launch(platform, leave, 7)
+        end = self.end_of(platform, handle)
+        assert (end.code, end.signal) == (7, None)
+        assert "exited with code 7" in str(end)
+        assert not wakes(platform, 0.0)
+        assert list(platform.take()) == []
+        assert handle.describe() == end, "it can be asked again"
+
+    def test_nothing_is_told_of_one_that_runs(self, platform: Platform) -> None:
+        handle = self.launch(platform, sleep, PATIENCE_S)
+        assert not wakes(platform, 0.0)
+        assert list(platform.take()) == []
+        assert handle.describe() is None
+
+    def test_a_killed_one_is_told_of_with_the_reason(self, platform: Platform) -> None:
+        handle = self.launch(platform, sleep, PATIENCE_S)
+        handle.kill("it was in the way")
+        handle.kill()
+        end = self.end_of(platform, handle)
+        assert end.killed_for == "it was in the way"
+        assert "was killed: it was in the way" in str(end)
+        handle.kill("again")  # of one that has ended: nothing happens
+        assert handle.describe() == end
+
+    def test_each_of_several_is_told_of_once(self, platform: Platform) -> None:
+        handles = [self.launch(platform, sleep, PATIENCE_S, name=f"one-{place}") for place in range(3)]
+        for handle in reversed(handles):
+            handle.kill()
+            assert self.ended(platform) == [handle]
+        again = self.launch(platform, sleep, PATIENCE_S, name="one-0")
+        again.kill()
+        assert self.ended(platform) == [again]
+
+    def test_any_thread_may_wait_and_kill(self, platform: Platform) -> None:
+        ended: list[Handle] = []
+        thread = threading.Thread(target=lambda: ended.extend(self.ended(platform)))
+        thread.start()
+        handle = self.launch(platform, sleep, PATIENCE_S)
+        handle.kill()
+        thread.join()
+        assert ended == [handle]
+
+    def test_last_words_are_cut(self, platform: Platform, tmp_path: Path) -> None:
+        path = str(tmp_path / "words")
+        text = "alas " * LAST_WORDS
+        end = self.end_of(platform, self.launch(platform, write_and_die, path, text, words=path))
+        assert (end.code, end.signal) == (None, signal.SIGTERM)
+        assert 0 < len(end.words) <= LAST_WORDS
+        assert "SIGTERM" in str(end)
+        assert "its last words:\nalas" in str(end)
+
+    # --- closing ---
+
+    def test_closing_ends_who_runs_also_the_deaf(self, platform: Platform, door: socket.socket) -> None:
+        deaf = self.launch(platform, ignore, int(signal.SIGTERM), door.getsockname(), name="deaf")
+        assert received(door) == b"deaf"
+        idle = self.launch(platform, sleep, PATIENCE_S, name="idle")
+        platform.close(grace_s=0.2)
+        ends = [handle.describe() for handle in (deaf, idle)]
+        assert [end is not None and end.code for end in ends] == [None, None]
+        platform.close()
+
+    def test_closing_gives_back_what_is_held(self) -> None:
+        with closing(self.new_platform()) as platform:  # what it shares with others is there from now on
+            self.end_of(platform, self.launch(platform, leave, 0))
+        before = set(os.listdir("/proc/self/fd"))
+        platform = self.new_platform()
+        self.end_of(platform, self.launch(platform, leave, 0))
+        self.launch(platform, sleep, PATIENCE_S)
+        platform.close()
+        del platform
+        assert set(os.listdir("/proc/self/fd")) <= before
+
+    # --- capabilities ---
+
+    def test_memory_is_shared_where_it_says_so(self, platform: Platform, door: socket.socket) -> None:
+        self.launch(platform, lend, door.getsockname())
+        hello = decode(received(door))
+        assert isinstance(hello, WorkerHello)
+        assert hello.probe is not None
+        with closing(ArenaReader(hello.pid)) as reader:
+            assert reader.probe(hello.probe) is platform.capabilities.shares_memory
+
+    def test_connections_are_accepted_where_it_says_so(self, platform: Platform, door: socket.socket) -> None:
+        self.launch(platform, answer, door.getsockname())
+        port = int(received(door))
+        heard = b""
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), PATIENCE_S) as connection:
+            heard = connection.recv(16)
+        assert (heard == b"here") is platform.capabilities.accepts_connections
+
+    def test_a_life_has_a_length(self, platform: Platform) -> None:
+        longest = platform.capabilities.longest_life_s
+        assert longest is None or longest > 0
+
+
+def wakes(platform: Platform, within_s: float) -> bool:
+    """Whether there is news."""
+    poller = select.poll()
+    poller.register(platform.news, select.POLLIN)
+    return bool(poller.poll(within_s * 1000))
+
+
+def received(door: socket.socket) -> bytes:
+    """All that the next one who calls there sends."""
+    connection, _ = door.accept()
+    with connection:
+        connection.settimeout(PATIENCE_S)
+        parts = []
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
