@@ -348,9 +348,11 @@ class PrivateShard:
 
     # -- what the shard asks of us (`Requester`) ---------------------------------------------------------
 
-    def admits(self, hello: WorkerHello) -> bool:
-        incarnations = self._incarnations
-        return 0 <= hello.worker < len(incarnations) and hello.incarnation == incarnations[hello.worker]
+    def refusal(self, hello: WorkerHello) -> str:
+        if hello.worker >= len(self._incarnations):
+            return f"there are {len(self._incarnations)} workers"
+        newest = self._incarnations[hello.worker]
+        return "" if hello.incarnation == newest else f"incarnation {newest} is the one that counts"
 
     def shares_memory(self, hello: WorkerHello) -> bool:
         reader = self._readers[hello.worker] = ArenaReader(hello.pid)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import socket
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import zmq
 
 from tests.loader_cases import Indices
+from torch_dpflow.platforms.base import ProcessSpec
+from torch_dpflow.platforms.local import LocalPlatform
 from torch_dpflow.remote.messages import Exchange, Stop, WorkerHello, WorkerReady, encode
+from torch_dpflow.remote.worker import Post, last_words_path, main
+from torch_dpflow.testing.platforms import wakes
 
 SIZE = 400
 
@@ -57,3 +63,33 @@ def test_strangers_at_the_socket_are_not_heard(OurLoader: Any) -> None:
     seen += [int(index) for batch in iterator for index in batch]
     assert seen == list(range(SIZE))
     assert loader.stats().restarts == 0
+
+
+def test_a_worker_that_was_replaced_is_told_so_and_ends(OurLoader: Any) -> None:
+    loader = OurLoader(Indices(SIZE), batch_size=2, num_workers=1)
+    iterator = iter(loader)
+    seen = next(iterator).tolist()
+    shard = iterator._shard
+    post = Post(
+        worker=0,
+        incarnation=9,
+        address=shard._listener.address,
+        owner=os.getpid(),
+        directory=shard._directory.path,
+        from_main_thread=False,
+    )
+    platform = LocalPlatform(multiprocessing.get_context("fork"))
+    words = last_words_path(post)
+    with closing(platform):
+        spec = ProcessSpec(
+            name="late", incarnation=9, target=main, arguments=(shard._assignment, post), words=words
+        )
+        late = platform.launch(spec)
+        assert wakes(platform, 60.0)
+        assert list(platform.take()) == [late]
+        end = late.describe()
+    assert end is not None
+    assert end.code == 1
+    assert "incarnation 0 is the one that counts" in end.words
+    seen += [int(index) for batch in iterator for index in batch]
+    assert seen == list(range(SIZE))

@@ -19,10 +19,19 @@ from tests.shared_datasets import Hanging
 from torch_dpflow.errors import MessageError, PoisonTaskError
 from torch_dpflow.remote.arena import ArenaReader, BlockRef
 from torch_dpflow.remote.client import JobOptions, open_job
-from torch_dpflow.remote.messages import Stranger, WorkerHello, encode
+from torch_dpflow.remote.messages import (
+    PROTOCOL_VERSION,
+    Stranger,
+    WorkerHello,
+    WorkerRefused,
+    WorkerWelcome,
+    decode,
+    encode,
+)
 from torch_dpflow.remote.pool_objects import Load
 from torch_dpflow.remote.protocol import SAMPLE
 from torch_dpflow.remote.samples import Parts, SampleAssignment
+from torch_dpflow.remote.transport import connect
 
 
 @pytest.fixture
@@ -39,6 +48,7 @@ def test_a_number_that_is_not_proved_is_neither_watched_nor_killed(workers: Work
         assert workers.shard.figures()["workers"] == 1
         assert workers.shard.unwatched == {0: 7}
         workers.shard.hear(peer, [encode(Stranger())])  # which no worker says: it is to be replaced
+        workers.shard.hear(peer, [b"nor this"])
         assert workers.to_end == [(0, 7)]
         assert bystander.poll() is None
         bystander.kill()
@@ -49,6 +59,36 @@ def test_a_number_that_is_not_proved_is_neither_watched_nor_killed(workers: Work
     assert workers.shard.figures()["workers"] == 1
     workers.shard.ended(0, 7)
     assert workers.shard.figures()["workers"] == 0
+
+
+def test_a_worker_that_does_not_belong_is_told_so_and_ends(workers: Workers) -> None:
+    def answer(hello: WorkerHello, own: bytes = b"hello") -> Any:
+        identity = f"{hello.worker}/{hello.incarnation}/token".encode()
+        with closing(connect(workers.listener.address, identity=identity)) as connection:
+            connection.send([encode(hello) if own == b"hello" else own])
+            workers.turn()
+            frames = connection.receive(20.0)
+        assert frames is not None
+        return decode(frames[0])
+
+    def hello(incarnation: int, version: int = PROTOCOL_VERSION) -> WorkerHello:
+        return WorkerHello(0, incarnation, os.getpid(), None, None, version)
+
+    older = answer(hello(1, PROTOCOL_VERSION + 1))
+    assert isinstance(older, WorkerRefused)
+    assert f"version {PROTOCOL_VERSION + 1}" in older.reason
+    assert isinstance(answer(hello(1), b"a message of the next century"), WorkerRefused)
+    assert isinstance(answer(hello(3)), WorkerWelcome)
+    late = answer(hello(2))
+    assert isinstance(late, WorkerRefused)
+    assert "incarnation 3 has taken its place" in late.reason
+    assert workers.shard.unwatched == {0: 3}
+    # A real one: started long ago, and here only now.
+    with interpreter(ELSEWHERE, workers.listener.address, "1", "nowhere") as worker:
+        workers.until(lambda: worker.poll() is not None)
+        assert worker.returncode == 0, worker.communicate()
+        worker.communicate()
+    assert workers.shard.unwatched == {0: 3}
 
 
 def test_nothing_but_a_segment_is_opened_of_a_process_that_is_told_of(tmp_path: Path) -> None:

@@ -159,6 +159,7 @@ class WorkerHello(_Header, tag=30):
     probe: ProbeRef | None
     #: Where the worker writes which task it is at (`RunningTask`), or None where it does not.
     running: BlockRef | None = None
+    version: Count = PROTOCOL_VERSION
 
 
 class WorkerWelcome(_Header, tag=31):
@@ -166,6 +167,12 @@ class WorkerWelcome(_Header, tag=31):
 
     #: Whether the worker's shared memory can be read here.
     shared_memory: bool
+
+
+class WorkerRefused(_Header, tag=38):
+    """Shard to worker: you do not belong here, or cannot be understood; go."""
+
+    reason: Text
 
 
 class WorkerReady(_Header, tag=36):
@@ -228,6 +235,7 @@ Header: TypeAlias = (
     | Missing
     | WorkerHello
     | WorkerWelcome
+    | WorkerRefused
     | WorkerReady
     | WorkerBegun
     | EpochBegin

@@ -23,6 +23,7 @@ from torch_dpflow.remote.messages import (
     Window,
     WorkerHello,
     WorkerReady,
+    WorkerRefused,
     WorkerWelcome,
     decode,
     encode,
@@ -35,7 +36,7 @@ from torch_dpflow.remote.sample_parcel import encode_sample
 from torch_dpflow.remote.samples import SampleSource
 from torch_dpflow.remote.services.contents import open_content
 from torch_dpflow.remote.services.locate import locate
-from torch_dpflow.remote.services.post import Heart, ServicePost
+from torch_dpflow.remote.services.post import SERVICE, Heart, ServicePost
 from torch_dpflow.remote.services.roles import COORDINATOR
 from torch_dpflow.remote.supervision import UP
 from torch_dpflow.remote.time_slices import take_long_slices
@@ -126,7 +127,7 @@ class SampleWorker:
 
     def _say_hello(self) -> None:
         """Until it is heard: the shard that it was meant for may have died over it, and another taken its place."""
-        while self._source is None:
+        while self._source is None and not self._stopped:
             self._connection.send([encode(self._hello())])
             frames = self._connection.receive(HELLO_S)
             if frames is not None:
@@ -154,6 +155,9 @@ class SampleWorker:
                 elif self._shard != GREETING.unpack_from(frames[0])[0]:
                     # Another, which numbers its tasks from the first on: nothing of this process may reach it.
                     self._stopped = True
+            case WorkerRefused(reason=reason):
+                SERVICE.error("it ends, as its shard does not take it: %s", reason)
+                self._stopped = True
             case Stop():
                 self._stopped = True
 

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch_dpflow.errors import NotPicklableError
+from torch_dpflow.errors import NotPicklableError, WorkerError
 from torch_dpflow.remote import collate
 from torch_dpflow.remote.arena import Arena
 from torch_dpflow.remote.batches import Assignment, BatchSource, Loaded
@@ -25,6 +25,7 @@ from torch_dpflow.remote.messages import (
     WorkerBegun,
     WorkerHello,
     WorkerReady,
+    WorkerRefused,
     WorkerWelcome,
     decode,
     encode,
@@ -139,6 +140,8 @@ class _Worker:
                 self._share_memory(shared_memory)
                 self._begin(frames[0])
                 self._connection.send([encode(WorkerReady())])
+            case WorkerRefused(reason=reason):
+                raise WorkerError(f"its shard does not take it: {reason}")
             case EpochBegin():
                 held = len(self._tasks)
                 self._tasks.clear()

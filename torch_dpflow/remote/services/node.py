@@ -217,11 +217,8 @@ class Node:
             SERVICE.warning(text, kill.id, self._lease_s, extra=subjects_of(kill.id))
         else:
             SERVICE.info("%s is to end", kill.id, extra=subjects_of(kill.id))
-        self._end(kill.id, kill.incarnation)
-
-    def _end(self, id: str, incarnation: int) -> None:
-        process = self._processes.get(id)
-        if process is not None and process.incarnation == incarnation:
+        process = self._processes.get(kill.id)
+        if process is not None and process.incarnation == kill.incarnation:
             process.kill()
 
     def _on_beat(self, call: IncomingCall) -> Result:
@@ -262,8 +259,10 @@ class Node:
         ending: Ending = call.body
         if subjects_of(ending.id).get("worker") is None:
             raise UsageError(f"{ending.id!r} is no worker; nothing else is ended so")
-        SERVICE.warning("%s is killed, as its shard asks", ending.id, extra=subjects_of(ending.id))
-        self._end(ending.id, ending.incarnation)
+        process = self._processes.get(ending.id)
+        if process is not None and process.incarnation == ending.incarnation:
+            SERVICE.warning("%s is killed, as its shard asks", ending.id, extra=subjects_of(ending.id))
+            process.kill("its shard asked for it")
 
     def _on_stop(self, call: IncomingCall) -> None:
         self._stopped = True

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 from torch_dpflow.errors import DescriptorLimitError, MessageError, SegmentLostError
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.remote.messages import (
+    MAX_TEXT,
+    PROTOCOL_VERSION,
     EpochBegin,
     Exchange,
     Finished,
@@ -22,6 +24,7 @@ from torch_dpflow.remote.messages import (
     WorkerBegun,
     WorkerHello,
     WorkerReady,
+    WorkerRefused,
     WorkerWelcome,
     decode,
     encode,
@@ -54,8 +57,8 @@ _NO_RESULTS: Mapping[int, tuple[Finished, Any]] = MappingProxyType({})
 class Requester(Protocol):
     """On whose behalf a shard loads. Called in the shard's thread."""
 
-    def admits(self, hello: WorkerHello) -> bool:
-        """Whether this is a worker that was started for this shard and has not been replaced."""
+    def refusal(self, hello: WorkerHello) -> str:
+        """Why this is no worker of this shard, or none any more; empty where it is one."""
 
     def shares_memory(self, hello: WorkerHello) -> bool:
         """Whether this worker's shared memory can be read here. Raises DescriptorLimitError: it is not welcome yet."""
@@ -190,19 +193,33 @@ class Shard:
             self._malformed += 1
             if self._malformed <= MALFORMED_LOGGED:
                 TRANSPORT.warning("a message from connection %r was dropped: %s", peer[:8], error)
-            self._distrust(peer)
+            self._distrust(peer, str(error))
         except DescriptorLimitError as error:
             TRANSPORT.error("a message from connection %r was dropped: %s", peer[:8], error)
 
-    def _distrust(self, peer: bytes) -> None:
-        """Have a worker replaced that talks nonsense: the task that it is at would never be answered."""
-        for worker, known in self._peers.items():
-            if known == peer:
-                self._requester.failed(worker)
+    def _distrust(self, peer: bytes, reason: str) -> None:
+        """Have a worker replaced that talks nonsense: the task that it is at would never be answered.
+
+        Whoever else does is told why nothing comes of it: a worker of another release would wait for ever.
+        """
+        workers = [worker for worker, known in self._peers.items() if known == peer]
+        for worker in workers:
+            self._requester.failed(worker)
+        if not workers:
+            self._listener.send(peer, [encode(WorkerRefused(reason[:MAX_TEXT]))])
 
     def _welcome(self, peer: bytes, hello: WorkerHello) -> None:
-        if hello.worker != _worker_of(peer) or not self._requester.admits(hello):
-            raise MessageError(f"there is no worker {hello.worker}, incarnation {hello.incarnation}, here")
+        if hello.version != PROTOCOL_VERSION:
+            raise MessageError(
+                f"worker {hello.worker} speaks version {hello.version} of the protocol, its shard {PROTOCOL_VERSION}: "
+                "install the same release of torch_dpflow for both"
+            )
+        reason = self._requester.refusal(hello)
+        if hello.worker != _worker_of(peer) or reason:
+            who = f"worker {hello.worker}, incarnation {hello.incarnation}"
+            raise MessageError(
+                f"{who}, is none of this shard: {reason or 'its connection has another number'}"
+            )
         # It may take the place of one that has not been seen to end, which is lost first.
         shared = self._requester.shares_memory(hello)
         if self._peers.get(hello.worker) != peer:  # else it says hello again

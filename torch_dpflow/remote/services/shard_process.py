@@ -73,7 +73,7 @@ class Enlistment:
 
 
 class WorkerWatch:
-    """A thread that has the node end workers which the shard cannot, and tells it of the end of those it cannot see."""
+    """A thread that has the node end workers for the shard, and tells it of the end of those that it cannot see."""
 
     def __init__(self, post: ServicePost) -> None:
         self._post = post

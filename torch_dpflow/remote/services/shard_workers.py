@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-import select
-import signal
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
-from torch_dpflow.descriptors import exhausted, is_exhausted
 from torch_dpflow.errors import DescriptorLimitError, MessageError
 from torch_dpflow.remote.arena import ArenaReader
+from torch_dpflow.remote.arena_peers import ArenaPeers
 from torch_dpflow.remote.messages import Finished, WorkerHello
 from torch_dpflow.remote.pool_objects import Load
 from torch_dpflow.remote.protocol import FAILED, POISON_LIMIT, POISONED, SAMPLE
@@ -43,11 +40,12 @@ class _Worker:
     incarnation: int
     #: Of its shared memory; None where that cannot be read here.
     reader: ArenaReader | None
-    #: Readable when the process has ended. None where the kernel has no such descriptors, or where nothing has proved
-    #: that the process of the number that it tells of is the worker: it may run on another host or in a container.
-    descriptor: int | None
     #: Where it writes which task it is at; None where it does not, or cannot be read.
     running: RunningTaskReader | None
+    #: Whether its end is seen here: it shares memory, and the kernel tells.
+    is_watched: bool = False
+    #: Whether it is to be ended.
+    is_ending: bool = False
 
 
 class ShardWorkers:
@@ -58,7 +56,7 @@ class ShardWorkers:
         content: the digest of what they load, which they fetch themselves.
         workers: how many there are to be.
         loaded: called with the numbers of loads and what each came to. Not while `hear` is at work: `flush` calls.
-        end: called with the number and incarnation of a worker that is to be ended and cannot be from here.
+        end: called with the number and incarnation of a worker that is to be ended, which is its node's to do.
         task_timeout_s: as of `FlowSpec`.
         clock: seconds; should stand still while this process does, or workers pay for its pauses.
     """
@@ -96,7 +94,9 @@ class ShardWorkers:
         self._rests_done = 0
         #: How many workers have ended before they were ready, since one was.
         self._false_starts = 0
-        self._poller = select.poll()
+        self._peers = ArenaPeers()
+        #: The newest process that has said hello under each number.
+        self._newest: dict[int, int] = {}
 
     def resize(self, workers: int) -> None:
         """So many there are to be from now on."""
@@ -107,9 +107,7 @@ class ShardWorkers:
     def unwatched(self) -> dict[int, int]:
         """The incarnations of workers whose end is not seen here, by number: `ended` is to tell of it."""
         return {
-            number: worker.incarnation
-            for number, worker in self._workers.items()
-            if worker.descriptor is None
+            number: worker.incarnation for number, worker in self._workers.items() if not worker.is_watched
         }
 
     def ended(self, number: int, incarnation: int) -> None:
@@ -141,11 +139,8 @@ class ShardWorkers:
 
     def look(self) -> None:
         """See which workers have ended, and which seem to have stopped."""
-        ended = {descriptor for descriptor, _ in self._poller.poll(0)}
-        if ended:
-            for number, worker in list(self._workers.items()):
-                if worker.descriptor in ended:
-                    self._lose(number, worker)
+        for number in self._peers.ended():
+            self._lose(number, self._workers[number])
         self._give_up_unless_workers_start()
         self._shard.tick()
 
@@ -191,15 +186,15 @@ class ShardWorkers:
                 self._arrived.append((task, plain(POISONED, text)))
 
     def _dismiss(self, number: int) -> None:
-        worker = self._workers.pop(number, None)
-        if worker is not None and worker.descriptor is not None:
-            self._poller.unregister(worker.descriptor)
-            os.close(worker.descriptor)
+        self._workers.pop(number, None)
+        self._peers.forget(number)
 
     # -- what the shard asks of us (`Requester`) ---------------------------------------------------------
 
-    def admits(self, hello: WorkerHello) -> bool:
-        return True  # nodes start them, and how many there are is theirs to know
+    def refusal(self, hello: WorkerHello) -> str:
+        # Nodes start them, and how many there are is theirs to know.
+        newest = self._newest.get(hello.worker, hello.incarnation)
+        return "" if hello.incarnation >= newest else f"incarnation {newest} has taken its place"
 
     def shares_memory(self, hello: WorkerHello) -> bool:
         before = self._workers.get(hello.worker)
@@ -208,13 +203,11 @@ class ShardWorkers:
         self._dismiss(hello.worker)
         reader = ArenaReader(hello.pid)
         shares = hello.probe is not None and reader.probe(hello.probe)
-        worker = _Worker(hello.incarnation, None, None, None)
-        if shares:  # and only then the process of this number here is the worker
+        worker = _Worker(hello.incarnation, None, None)
+        if shares:
             worker.running = RunningTaskReader.open(reader, hello.running)
-            worker.reader, worker.descriptor = reader, _descriptor_of(hello)
-        if worker.descriptor is not None:
-            self._poller.register(worker.descriptor, select.POLLIN)
-        self._workers[hello.worker] = worker
+            worker.reader, worker.is_watched = reader, self._peers.watch(hello.worker, hello.pid)
+        self._workers[hello.worker], self._newest[hello.worker] = worker, hello.incarnation
         return shares
 
     def epoch_for(self, worker: int) -> bytes:
@@ -252,25 +245,11 @@ class ShardWorkers:
 
     def failed(self, worker: int) -> None:
         known = self._workers.get(worker)
-        if known is None:
-            return
-        if known.descriptor is None:
+        if known is not None and not known.is_ending:
+            known.is_ending = True
             self._end(worker, known.incarnation)
-        else:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(known.descriptor, signal.SIGKILL)
 
     def overdue(self, worker: int) -> None:
         text = "it has been at one sample, or at its start, for more than task_timeout_s=%g s and is killed"
         SERVICE.warning(text, self._task_timeout_s, extra={"worker": worker})
         self.failed(worker)
-
-
-def _descriptor_of(hello: WorkerHello) -> int | None:
-    """A descriptor of a worker's process; None where there are no such. DescriptorLimitError: there are too many."""
-    try:
-        return os.pidfd_open(hello.pid)
-    except OSError as error:
-        if is_exhausted(error):  # it says hello again until there is one
-            raise exhausted(f"worker {hello.worker} cannot be watched") from error
-        return None
