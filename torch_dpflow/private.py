@@ -274,9 +274,7 @@ class PrivateShard:
             worker=worker,
             incarnation=self._incarnations[worker],
             address=self._listener.address,
-            owner=self._owner,
             directory=self._directory.path,
-            from_main_thread=threading.current_thread() is threading.main_thread(),
         )
         spec = ProcessSpec(
             name=f"worker-{worker}",
@@ -284,6 +282,7 @@ class PrivateShard:
             target=worker_process.main,
             arguments=(self._assignment, post),
             words=worker_process.last_words_path(post),
+            directory=self._directory.path,
         )
         try:
             self._handles[worker] = self._platform.launch(spec)

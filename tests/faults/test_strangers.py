@@ -74,9 +74,7 @@ def test_a_worker_that_was_replaced_is_told_so_and_ends(OurLoader: Any) -> None:
         worker=0,
         incarnation=9,
         address=shard._listener.address,
-        owner=os.getpid(),
         directory=shard._directory.path,
-        from_main_thread=False,
     )
     platform = LocalPlatform(multiprocessing.get_context("fork"))
     words = last_words_path(post)

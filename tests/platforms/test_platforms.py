@@ -32,6 +32,8 @@ class TestSpawn(PlatformContract):
 
 
 class TestForkServer(PlatformContract):
+    starter = multiprocessing.get_context("spawn")  # a fork takes its parent's fork server for its own
+
     def new_platform(self) -> Platform:
         return local_platform(multiprocessing.get_context("forkserver"))
 

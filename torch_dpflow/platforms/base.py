@@ -38,6 +38,8 @@ class ProcessSpec:
         target: what it runs, in its main thread: a function at the top of a module.
         arguments: of the target. They are pickled, except where the process is a fork and inherits them.
         words: a file where it leaves what it has to say when it dies, if it shares this host's files; else empty.
+        directory: one that is private to those who are launched and the one that launches, which removes it; where that
+            one is killed they do. Empty: there is none.
     """
 
     name: str
@@ -45,6 +47,7 @@ class ProcessSpec:
     target: Callable[..., None]
     arguments: tuple[Any, ...] = ()
     words: str = ""
+    directory: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +99,7 @@ class Handle(Protocol):
 
 
 class Platform(Protocol):
-    """Starts processes.
+    """Starts processes. They end with the one that starts them, however it ends.
 
     One thread launches and another may take: the one that waits for `news`. Everything else belongs to either.
     """

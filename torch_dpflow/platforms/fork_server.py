@@ -24,6 +24,8 @@ class ForkServerPlatform(LocalPlatform):
         preload: modules that processes are forked with. Only the first start of the fork server heeds them.
         patience_s: how long the fork server may take to make a process, and to come up, seconds; one that takes longer
             is killed, and the next launch begins another. None: it is waited for, as others may use it.
+        outlived: whether processes go on where the fork server is killed. Else the kernel ends them with it: where this
+            process is killed, also those that never let go of the interpreter's lock.
     """
 
     def __init__(
@@ -32,11 +34,13 @@ class ForkServerPlatform(LocalPlatform):
         *,
         preload: Sequence[str] = (),
         patience_s: tuple[float, float] | None = None,
+        outlived: bool = False,
     ) -> None:
         super().__init__(context or multiprocessing.get_context("forkserver"))
         if preload:
             self._context.set_forkserver_preload(list(preload))
         self._patience_s = patience_s
+        self._may_be_killed_by_kernel = not outlived
         #: The one that made the latest process.
         self._known: int | None = None
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch_dpflow import descriptors
 from torch_dpflow.errors import LaunchError, NotPicklableError
 from torch_dpflow.platforms.base import LAST_WORDS, Capabilities, End, ProcessSpec
+from torch_dpflow.platforms.orphan import end_with
 
 #: How long it may take until it is known how a process has ended, seconds: a fork server is asked.
 REAP_S = 1.0
@@ -30,6 +31,8 @@ class LocalPlatform:
     Under fork the thread that launches is the one that is copied.
     """
 
+    #: Whether the kernel may end a process with its parent. Another thread than the main one it would take for it.
+    _may_be_killed_by_kernel = True
     capabilities = Capabilities(shares_memory=True, accepts_connections=True, longest_life_s=None)
 
     def __init__(self, context: Any) -> None:
@@ -45,8 +48,9 @@ class LocalPlatform:
         self._running: dict[int, LocalHandle] = {}
 
     def launch(self, spec: ProcessSpec) -> LocalHandle:
+        by_kernel = self._may_be_killed_by_kernel and threading.current_thread() is threading.main_thread()
         process = self._context.Process(
-            target=spec.target, args=spec.arguments, name=f"dpflow-{spec.name}", daemon=True
+            target=_run, args=(spec, os.getpid(), by_kernel), name=f"dpflow-{spec.name}", daemon=True
         )
         try:
             self._start(process)
@@ -99,6 +103,12 @@ class LocalPlatform:
         if self._running.pop(handle.descriptor, None) is not None:
             self._poller.unregister(handle.descriptor)
             handle.release()
+
+
+def _run(spec: ProcessSpec, owner: int, by_kernel: bool) -> None:
+    """What a process does: no line of its target's before it is sure to end with its owner."""
+    end_with(owner, spec.directory, by_kernel=by_kernel)
+    spec.target(*spec.arguments)
 
 
 class LocalHandle:

@@ -85,13 +85,14 @@ class ProcessView(Body):
     role: Name
     #: Higher for each process that has run under this id.
     incarnation: Count
-    #: 0 while it does not run.
+    #: Its number where it runs, for people; 0 while it does not run, or where it has none.
     pid: Count
     #: Empty until its first beat.
     address: Text
     status: dict[Name, Any]
     #: How often it has been started again.
     restarts: Count = 0
+    runs: bool = True
 
 
 class Running(Body):

@@ -14,6 +14,7 @@ from typing import IO, Any
 import msgspec
 
 from torch_dpflow.errors import MessageError, NotPicklableError
+from torch_dpflow.platforms.orphan import wait_for_end
 from torch_dpflow.remote.arena import Arena
 from torch_dpflow.remote.fetching import unpicklable_failure
 from torch_dpflow.remote.messages import (
@@ -28,7 +29,6 @@ from torch_dpflow.remote.messages import (
     decode,
     encode,
 )
-from torch_dpflow.remote.orphan import wait_for_end
 from torch_dpflow.remote.protocol import FAILED
 from torch_dpflow.remote.result_outbox import ResultOutbox
 from torch_dpflow.remote.running_task import RunningTask

@@ -66,7 +66,8 @@ class _Process:
     launch: Launch
     desired: bool = True
     incarnation: int = 0
-    #: 0 while none runs.
+    #: Whether one runs, and its number where it runs, for people; 0 while none does, or where it has none.
+    runs: bool = False
     pid: int = 0
     began: float = 0.0
     #: When it was heard last, seconds, and how long before that; None before it was heard at all.
@@ -123,7 +124,7 @@ class Supervisor:
             if id not in wanted or not _runs_as(process.launch, wanted[id]):
                 process.desired = False
                 out += self._kill(process)
-                if not process.pid:
+                if not process.runs:
                     out.append(self._forget(id))
         for id, launch in wanted.items():
             known = self._processes.get(id)
@@ -136,7 +137,7 @@ class Supervisor:
     def started(self, id: str, incarnation: int, pid: int, now: float) -> None:
         """A process has been spawned."""
         process = self._processes[id]
-        process.pid, process.began = pid, now
+        process.runs, process.pid, process.began = True, pid, now
         self.revision += 1
 
     def ended(self, id: str, incarnation: int, now: float) -> list[Instruction]:
@@ -144,7 +145,7 @@ class Supervisor:
         process = self._processes.get(id)
         if process is None or process.incarnation != incarnation:
             return []
-        process.pid = 0
+        process.runs, process.pid = False, 0
         process.starting = False
         self.revision += 1
         if not process.desired:
@@ -181,7 +182,7 @@ class Supervisor:
         out: list[Instruction] = []
         for process in self._processes.values():
             process.starting &= now - process.began < PACE_S
-            if process.pid and not process.killed and self._is_silent(process, now):
+            if process.runs and not process.killed and self._is_silent(process, now):
                 process.killed = True
                 out += self._kill(process)
         return out + self._spawn_due(now)
@@ -190,7 +191,14 @@ class Supervisor:
         """What is desired, and how it does."""
         return [
             ProcessView(
-                id, one.launch.role, one.incarnation, one.pid, one.told_address, one.status, one.restarts
+                id,
+                one.launch.role,
+                one.incarnation,
+                one.pid,
+                one.told_address,
+                one.status,
+                one.restarts,
+                one.runs,
             )
             for id, one in self._processes.items()
             if one.desired
@@ -236,13 +244,13 @@ class Supervisor:
         others = sorted(
             max(one.gap, now - one.heard)
             for one in self._processes.values()
-            if one is not process and one.pid and one.heard is not None and not one.killed
+            if one is not process and one.runs and one.heard is not None and not one.killed
         )
         late = others[len(others) // 4] if others else 0.0
         return min(max(1.0, late / LATE_S), MOST_LENIENT)
 
     def _kill(self, process: _Process) -> list[Instruction]:
-        return [Kill(process.launch.id, process.incarnation)] if process.pid else []
+        return [Kill(process.launch.id, process.incarnation)] if process.runs else []
 
     def _forget(self, id: str) -> Instruction:
         del self._processes[id]

@@ -30,7 +30,6 @@ from torch_dpflow.remote.messages import (
     decode,
     encode,
 )
-from torch_dpflow.remote.orphan import end_with
 from torch_dpflow.remote.parcel import encode as encode_parcel
 from torch_dpflow.remote.running_task import RunningTask
 from torch_dpflow.remote.sealed import Sealed
@@ -51,12 +50,8 @@ class Post:
     #: Counts the processes that have worked under this number.
     incarnation: int
     address: str
-    #: The training process.
-    owner: int
-    #: Private to the owner and its workers; removed by whoever goes last.
+    #: Private to the training process and its workers.
     directory: str
-    #: The thread that starts this worker lives as long as its process.
-    from_main_thread: bool
 
 
 def last_words_path(post: Post) -> str:
@@ -71,7 +66,6 @@ def main(sealed: Sealed, post: Post) -> None:
         sealed: what to load (an `Assignment`).
         post: where.
     """
-    end_with(post.owner, post.directory, by_kernel=post.from_main_thread)
     # In this order: torch's handlers take the place of Python's, which call what they have found. And a handler
     # that is inherited would not be installed again.
     faulthandler.disable()

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import signal
@@ -38,6 +39,7 @@ from torch_dpflow.testing.processes import (
     leave,
     lend,
     sleep,
+    start_and_stay,
     write_and_die,
 )
 
@@ -47,6 +49,9 @@ class PlatformContract:
 
     Where processes do not share this host's network and files a subclass leaves out the tests that need them.
     """
+
+    #: How a process is started that uses the platform.
+    starter: Any = multiprocessing.get_context("fork")
 
     def new_platform(self) -> Platform:
         """A platform that has started nothing."""
@@ -181,6 +186,17 @@ class PlatformContract:
         platform.close()
         del platform
         assert set(os.listdir("/proc/self/fd")) <= before
+
+    def test_none_outlives_who_started_it(self, door: socket.socket) -> None:
+        starter = self.starter.Process(target=start_and_stay, args=(self.new_platform, door.getsockname()))
+        starter.start()
+        connection, _ = door.accept()
+        with connection:
+            connection.settimeout(PATIENCE_S)
+            assert connection.recv(4) == b"held"
+            starter.kill()
+            starter.join()
+            assert connection.recv(1) == b"", "it has hung up"
 
     # --- capabilities ---
 

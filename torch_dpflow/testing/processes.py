@@ -7,7 +7,10 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+from torch_dpflow.platforms.base import Platform, ProcessSpec
 
 #: How long what must happen may take, seconds.
 PATIENCE_S = 60.0
@@ -56,4 +59,18 @@ def ignore(number: int, address: tuple[str, int]) -> None:
     """Ignores a signal, and lives on."""
     signal.signal(number, signal.SIG_IGN)
     call_at(address, b"deaf")
+    time.sleep(PATIENCE_S)
+
+
+def hold(address: tuple[str, int]) -> None:
+    """Calls there, and stays on the line."""
+    with socket.create_connection(address) as connection:
+        connection.sendall(b"held")
+        connection.recv(1)
+
+
+def start_and_stay(new_platform: Callable[[], Platform], address: tuple[str, int]) -> None:
+    """Has another process call there, and lives on."""
+    platform = new_platform()
+    platform.launch(ProcessSpec(name="held", incarnation=0, target=hold, arguments=(address,)))
     time.sleep(PATIENCE_S)

@@ -89,7 +89,7 @@ from torch_dpflow.remote.rpc import RpcServer
 from torch_dpflow.remote.services.post import ClusterPlace, ServicePost
 from torch_dpflow.remote.services.shard_process import Enlistment
 post = ServicePost(id="f@1/shard-000", role="shard", incarnation=7, arguments=b"", settings=b"", address="",
-                   place=ClusterPlace(directory=sys.argv[1]), owner=os.getpid())
+                   place=ClusterPlace(directory=sys.argv[1]))
 Enlistment(post, SimpleNamespace(server=RpcServer(post.listen()), room=0), "f@1/router")
 sys.stdin.read()
 """

@@ -161,7 +161,7 @@ class Coordinator:
 
     def _observe_router(self, instance: str, view: ProcessView, now: float) -> None:
         jobs = view.status.get("jobs")
-        is_up = bool(view.address and view.pid)
+        is_up = bool(view.address and view.runs)
         if is_up and isinstance(jobs, int):
             self._obey(self._registry.report(instance, jobs, now))
         flow = next((flow for flow in self._registry.flows if flow.spec.instance == instance), None)

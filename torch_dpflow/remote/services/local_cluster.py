@@ -157,7 +157,9 @@ class LocalCluster:
         )
         # Services start by a fork of one process that has imported what they need. The node waits for it, and nothing
         # else of the cluster goes on meanwhile.
-        platform = ForkServerPlatform(preload=[*PRELOAD, *options.preload], patience_s=(LEASE_S, START_S))
+        platform = ForkServerPlatform(
+            preload=[*PRELOAD, *options.preload], patience_s=(LEASE_S, START_S), outlived=True
+        )
         node = Node(place, msgspec.msgpack.encode(arguments), platform)
         self._announcement.follow(lambda: node.address_of(COORDINATOR))
         return node

@@ -198,9 +198,14 @@ class Node:
             settings=spawn.launch.settings,
             address=spawn.address,
             place=self._place,
-            owner=os.getpid(),
         )
-        spec = ProcessSpec(name=post.id, incarnation=post.incarnation, target=main, arguments=(post,))
+        spec = ProcessSpec(
+            name=post.id,
+            incarnation=post.incarnation,
+            target=main,
+            arguments=(post,),
+            directory=self._place.directory,
+        )
         try:
             process = self._platform.launch(spec)
         except (LaunchError, DescriptorLimitError) as error:

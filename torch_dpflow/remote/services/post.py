@@ -102,8 +102,6 @@ class ServicePost:
     #: Where the process before it listened; empty for the first.
     address: str
     place: ClusterPlace
-    #: The node's process.
-    owner: int
 
     def listen(self, address: str = "") -> Listener:
         """Listen where the process before this one did, if there was one; else at `address`, if given.

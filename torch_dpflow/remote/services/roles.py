@@ -10,7 +10,6 @@ from collections.abc import Callable
 from importlib import import_module
 
 from torch_dpflow.log import write_lines
-from torch_dpflow.remote.orphan import end_with
 from torch_dpflow.remote.services.post import ServicePost, subjects_of
 
 #: The id of the one process that a node keeps of its own accord.
@@ -27,8 +26,7 @@ PRELOAD = [target.partition(":")[0] for target in ROLES.values()]
 
 
 def main(post: ServicePost) -> None:
-    """Be what the post says until the process ends, at the latest with its node."""
-    end_with(post.owner, post.place.directory)
+    """Be what the post says until the process ends."""
     write_lines(post.place.log, {**subjects_of(post.id), "process": post.id, "pid": os.getpid()})
     # What a process is at, when it seems to hang: kill -USR1 writes the stacks of its threads to stderr.
     faulthandler.register(signal.SIGUSR1, all_threads=True)

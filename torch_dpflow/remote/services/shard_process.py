@@ -109,7 +109,7 @@ class WorkerWatch:
         if not unwatched:
             return
         views: list[ProcessView] = node.call("processes", reply_type=list[ProcessView]).body
-        running = {view.id: view.incarnation for view in views if view.pid}
+        running = {view.id: view.incarnation for view in views if view.runs}
         for worker, incarnation in unwatched.items():
             if running.get(self._id_of(worker)) != incarnation:
                 shard.server.post(partial(shard.workers.ended, worker, incarnation))

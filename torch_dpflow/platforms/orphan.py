@@ -1,4 +1,4 @@
-"""A worker ends with the process that it works for, even when that one is killed and can tell nobody."""
+"""A process ends with the one that has started it, even when that one is killed and can tell nobody."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ POLL_S = 1.0
 
 
 def end_with(pid: int, directory: str, *, by_kernel: bool = False) -> None:
-    """From now on this process exits when process `pid` does, and removes `directory` on its way out.
+    """From now on this process exits when process `pid` does, and removes `directory`, if any, on its way out.
 
     A thread waits for it, so a worker that hangs in user code goes too. Call it once.
 
@@ -30,7 +30,8 @@ def end_with(pid: int, directory: str, *, by_kernel: bool = False) -> None:
 
 def _watch(pid: int, directory: str) -> None:
     wait_for_end(pid)
-    shutil.rmtree(directory, ignore_errors=True)
+    if directory:
+        shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 
 
