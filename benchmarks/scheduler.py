@@ -16,7 +16,14 @@ from itertools import islice
 
 from benchmarks import report
 from benchmarks.simulated_fleet import OrderedConsumer, SimulatedFleet
-from torch_dpflow.remote.scheduler import Assign, Exchange, Instruction, Join, Scheduler, Submit
+from torch_dpflow.remote.scheduler import (
+    AddWorker,
+    Assign,
+    Exchanged,
+    Scheduler,
+    SchedulerInstruction,
+    Submit,
+)
 from torch_dpflow.remote.scheduler.tasks import Task
 from torch_dpflow.remote.scheduler.windows import Windows
 
@@ -103,20 +110,20 @@ def live(workers: int, tasks: int, window: int = 2) -> report.Figures:
     queues = [deque[int]() for _ in range(workers)]
     unsubmitted = iter(range(tasks))
 
-    def follow(instructions: list[Instruction]) -> None:
+    def follow(instructions: list[SchedulerInstruction]) -> None:
         for instruction in instructions:
             if isinstance(instruction, Assign):
                 queues[instruction.worker].extend(instruction.tasks)
 
     begin = time.process_time()
     for worker in range(workers):
-        scheduler.handle(Join(worker, 0.0))
+        scheduler.handle(AddWorker(worker, 0.0))
     follow(scheduler.handle(Submit([next(unsubmitted) for _ in range(2 * workers)], None, 0.0)))
     while scheduler.counters.delivered < tasks:
         for worker, queue in enumerate(queues):
             if queue:
                 done = queue.popleft()
-                follow(scheduler.handle(Exchange(worker, [done], queue[0] if queue else None, 0.0)))
+                follow(scheduler.handle(Exchanged(worker, [done], queue[0] if queue else None, 0.0)))
                 follow(scheduler.handle(Submit(list(islice(unsubmitted, 1)), None, 0.0)))
     return {"us_per_task": 1e6 * (time.process_time() - begin) / tasks}
 

@@ -9,17 +9,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from torch_dpflow.remote.scheduler import (
+    AddWorker,
     Assign,
     Deliver,
     Discard,
-    Event,
-    Exchange,
-    Join,
-    Kill,
+    Exchanged,
+    KillWorker,
     Lose,
     Poison,
     Revoke,
     Scheduler,
+    SchedulerEvent,
     Submit,
     TaskId,
     WorkerId,
@@ -68,7 +68,7 @@ class SimulatedFleet:
         #: Called with each task when it is delivered.
         self.on_delivered: Callable[[TaskId], None] = lambda task: None
         for worker in self._workers:
-            self.tell(Join(worker, self.now))
+            self.tell(AddWorker(worker, self.now))
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         """Do this `delay_s` seconds from now; at equal times, first come, first served."""
@@ -85,7 +85,7 @@ class SimulatedFleet:
         """Have tasks loaded."""
         self.tell(Submit(tasks, pinned_to, self.now))
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: SchedulerEvent) -> None:
         """Pass any event to the scheduler and carry out what it says."""
         for instruction in self._scheduler.handle(event):
             match instruction:
@@ -98,7 +98,7 @@ class SimulatedFleet:
                     self.discarded.append(task)
                 case Poison(task):
                     self.poisoned.append(task)
-                case Kill(number):
+                case KillWorker(number):
                     self._take_down(number)
 
     def _send(self, instruction: Assign | Revoke) -> None:
@@ -144,12 +144,12 @@ class SimulatedFleet:
     def _replace(self, number: WorkerId) -> None:
         self.tell(Lose(number, self.now))
         self._workers[number] = _SimulatedWorker()
-        self.tell(Join(number, self.now))
+        self.tell(AddWorker(number, self.now))
 
     def _exchange(self, number: WorkerId) -> None:
         worker = self._workers[number]
         finished, worker.finished, started = worker.finished, [], worker.running
-        self.after(self._latency_s, lambda: self.tell(Exchange(number, finished, started, self.now)))
+        self.after(self._latency_s, lambda: self.tell(Exchanged(number, finished, started, self.now)))
 
 
 class _SimulatedWorker:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass
-class Flight:
+class InFlightBatch:
     """One batch on its way."""
 
     position: int
@@ -29,13 +29,13 @@ class InFlight:
 
     def __init__(self, *, in_order: bool) -> None:
         self._in_order = in_order
-        self._flights: dict[int, Flight] = {}
+        self._flights: dict[int, InFlightBatch] = {}
         self._arrived: deque[int] = deque()
 
     def __len__(self) -> int:
         return len(self._flights)
 
-    def add(self, flight: Flight) -> None:
+    def add(self, flight: InFlightBatch) -> None:
         """A batch was planned; positions rise."""
         self._flights[flight.position] = flight
 
@@ -49,7 +49,7 @@ class InFlight:
             self._arrived.append(position)
             flight.outcome = outcome
 
-    def take(self) -> Flight | None:
+    def take(self) -> InFlightBatch | None:
         """The batch to be delivered next, if it is there; it is not in flight any more."""
         if self._in_order:
             flight = next(iter(self._flights.values()), None)
@@ -60,12 +60,12 @@ class InFlight:
                 return self._flights.pop(flight.position)
         return None
 
-    def put_back(self, flight: Flight) -> None:
+    def put_back(self, flight: InFlightBatch) -> None:
         """A batch that was taken, and could not be delivered, is the next one again."""
         self._flights = {flight.position: flight, **self._flights}
         self._arrived.appendleft(flight.position)
 
-    def drop_waiting(self, worker: int) -> list[Flight]:
+    def drop_waiting(self, worker: int) -> list[InFlightBatch]:
         """Take out what this worker owes: nothing will come of it."""
         dropped = [f for f in self._flights.values() if f.worker == worker and f.outcome is None]
         for flight in dropped:
@@ -76,7 +76,7 @@ class InFlight:
         """Whose batches are in flight, by position."""
         return [flight.worker for flight in self._flights.values() if flight.worker is not None]
 
-    def first_waiting(self) -> Flight | None:
+    def first_waiting(self) -> InFlightBatch | None:
         """The oldest batch of which nothing has come."""
         return next((flight for flight in self._flights.values() if flight.outcome is None), None)
 

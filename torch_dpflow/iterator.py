@@ -10,7 +10,7 @@ import torch
 
 from torch_dpflow.assignment import assignment_of, has_own_streams
 from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError, WorkerError, WorkerStartError
-from torch_dpflow.in_flight import Flight, InFlight, Rotation
+from torch_dpflow.in_flight import InFlight, InFlightBatch, Rotation
 from torch_dpflow.log import LOADER
 from torch_dpflow.opening import begin
 from torch_dpflow.options import LoaderOptions
@@ -145,7 +145,7 @@ class WorkerIterator(BaseDataLoaderIter):
                     self._rotation.end(worker)
         self._due = list(progress.due)
         #: Drawn, and not yet with the workers for sure.
-        self._drawn: Flight | None = None
+        self._drawn: InFlightBatch | None = None
         #: Whether a draw was interrupted: a sampler's generator ends with it, which looks like its last batch.
         self._cut = False
         self._starved = False
@@ -213,7 +213,7 @@ class WorkerIterator(BaseDataLoaderIter):
             position, index = self._progress.plan.draw()
             while self._progress.was_delivered(position):
                 position, index = self._progress.plan.draw()
-            self._drawn = Flight(position, index, worker)
+            self._drawn = InFlightBatch(position, index, worker)
         except StopIteration:
             return
         except KeyboardInterrupt:
@@ -236,7 +236,7 @@ class WorkerIterator(BaseDataLoaderIter):
                     continue
                 return self._deliver(flight)
 
-    def _next_flight(self) -> Flight:
+    def _next_flight(self) -> InFlightBatch:
         """Wait for the batch that is due. Raises StopIteration at the end of the epoch."""
         self._take_in_what_happened()
         while True:
@@ -257,7 +257,7 @@ class WorkerIterator(BaseDataLoaderIter):
                 )
             self._await_event()
 
-    def _deliver(self, flight: Flight) -> Any:
+    def _deliver(self, flight: InFlightBatch) -> Any:
         samples = samples_in(flight.index) if self._auto_collation else 1
         outcome = flight.outcome
         self._refill(flight)
@@ -274,7 +274,7 @@ class WorkerIterator(BaseDataLoaderIter):
         self._count()
         return outcome.value
 
-    def _refill(self, flight: Flight) -> None:
+    def _refill(self, flight: InFlightBatch) -> None:
         """Have another batch loaded in place of this one. If that fails, as the sampler may, this one is due again."""
         rotation, worker = self._rotation, flight.worker
         if rotation is not None and worker is not None:
@@ -287,7 +287,7 @@ class WorkerIterator(BaseDataLoaderIter):
                 rotation.assign(worker)
             raise
 
-    def _end_stream(self, flight: Flight) -> None:
+    def _end_stream(self, flight: InFlightBatch) -> None:
         """A worker's iterable dataset has no more: what it owes will not come."""
         assert self._rotation is not None
         assert self._shard is not None
@@ -393,7 +393,7 @@ class WorkerIterator(BaseDataLoaderIter):
             self._counted.duplicates - before.duplicates, self._counted.steals - before.steals
         )
 
-    def _poison_error(self, flight: Flight, poisoned: Poisoned) -> PoisonTaskError:
+    def _poison_error(self, flight: InFlightBatch, poisoned: Poisoned) -> PoisonTaskError:
         return PoisonTaskError(
             f"the batch of {_named(flight.index)} took down {len(poisoned.workers)} workers one after the other "
             f"and is given up; the last one, {self._last_words}\nLoad these samples with num_workers=0 to see why; "

@@ -63,9 +63,9 @@ class LoaderMeter:
         self.time_to_first_batch_s = None
         self.epochs += 1
 
-    def waiting(self) -> "_Waiting":
+    def waiting(self) -> "_WaitingTime":
         """A context manager whose body is one `next()` of the training loop."""
-        return _Waiting(self)
+        return _WaitingTime(self)
 
     def waited(self, entered_s: float) -> None:
         """A `next()` that began at this time, by `time.perf_counter`, is over."""
@@ -105,7 +105,7 @@ class LoaderMeter:
         )
 
 
-class _Waiting:
+class _WaitingTime:
     """What a generator with `contextmanager` would be, in half its time."""
 
     __slots__ = ("_entered_s", "_meter")

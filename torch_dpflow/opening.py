@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterDataPipe, graph_settings
 
 from torch_dpflow.plan import open_order, repeat_draws, return_sampler
-from torch_dpflow.progress import OPENING_AGAIN, Makeup, Origin, Progress, new_plan
+from torch_dpflow.progress import OPENING_AGAIN, EpochOrigin, Makeup, Progress, new_plan
 from torch_dpflow.rng import fingerprints, following_rng, restore_generator, standing_at
 from torch_dpflow.state import LoaderState, OpeningStep, StreamState
 from torch_dpflow.streams import return_dataset
@@ -95,7 +95,7 @@ def _return_to_rest(loader: Any, state: LoaderState) -> None:
 def _afresh(
     iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]
 ) -> Progress:
-    origin = Origin(loader.generator)
+    origin = EpochOrigin(loader.generator)
     start(loader)
     return _progress(loader, opening, origin, iterator._sampler_iter, iterator._base_seed)
 
@@ -121,7 +121,7 @@ def _share_seed(iterator: Any, seed: int | None) -> None:
 def _next_with_same_seed(loader: Any, state: LoaderState) -> tuple[Progress, int | None]:
     """The epoch after one of persistent workers, which keep their base seed."""
     assert state.base_seed is not None
-    origin = Origin(loader.generator)
+    origin = EpochOrigin(loader.generator)
     batches = open_order(OPENING_AGAIN, loader._index_sampler, loader.generator)
     opening, shared_seed = _with_shared_seeds(OPENING_AGAIN, loader), None
     if isinstance(loader.dataset, IterDataPipe):
@@ -132,7 +132,7 @@ def _next_with_same_seed(loader: Any, state: LoaderState) -> tuple[Progress, int
 def _progress(
     loader: Any,
     opening: Sequence[OpeningStep],
-    origin: Origin,
+    origin: EpochOrigin,
     batches: Any,
     base_seed: int,
     streams: Sequence[StreamState] = (),

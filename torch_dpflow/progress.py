@@ -92,7 +92,7 @@ class Makeup:
         }
 
 
-class Origin:
+class EpochOrigin:
     """What the order of an epoch is drawn from, noted before it is."""
 
     def __init__(self, generator: torch.Generator | None) -> None:
@@ -124,7 +124,7 @@ class Progress:
         base_seed: int,
         keeps_seed: bool,
         opening: Sequence[OpeningStep],
-        origin: Origin,
+        origin: EpochOrigin,
         began: dict[str, str],
         plan: Plan,
         generator: torch.Generator | None,
@@ -187,7 +187,7 @@ class Progress:
             raise
         assert state.base_seed is not None
         assert state.plan_rng is not None
-        origin = Origin(None)
+        origin = EpochOrigin(None)
         origin.rng, origin.generator = state.plan_rng, state.plan_generator
         progress = cls(
             makeup=makeup,

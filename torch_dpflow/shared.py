@@ -102,9 +102,9 @@ class SharedLoaderIterator(BaseDataLoaderIter):
             super().__init__(view)
             self._index_sampler = loader._index_sampler
             self._base_seed = state.base_seed
-        return self._traverse(loader, order, _Resumed.of(state))
+        return self._traverse(loader, order, _ResumedEpoch.of(state))
 
-    def _traverse(self, loader: Any, order: RoutedOrder, resumed: _Resumed) -> SharedIterator:
+    def _traverse(self, loader: Any, order: RoutedOrder, resumed: _ResumedEpoch) -> SharedIterator:
         base_seed = int(self._base_seed)
         job = job_of(loader, base_seed if order.seed is None else order.seed, order, resumed.seed)
         iteration, self._run.epoch = self._run.epoch, self._run.epoch + 1
@@ -160,7 +160,7 @@ class SharedLoaderIterator(BaseDataLoaderIter):
 
 
 @dataclass(frozen=True)
-class _Resumed:
+class _ResumedEpoch:
     """What a state says of an order that the router decides; nothing where there is none."""
 
     #: Decides the order.
@@ -170,7 +170,7 @@ class _Resumed:
     done: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, state: LoaderState | None) -> _Resumed:
+    def of(cls, state: LoaderState | None) -> _ResumedEpoch:
         if state is None or state.shared is None:
             return cls()
         seed, epoch = state.shared.get("seed"), state.shared.get("epoch")

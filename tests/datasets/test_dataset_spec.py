@@ -17,8 +17,8 @@ from torch_dpflow.datasets.schemas import json_schemas
 from torch_dpflow.datasets.spec import (
     Dataset,
     DatasetShardMeta,
-    Place,
     SampleMeta,
+    SamplePlace,
     ShardEntry,
     StoreRecord,
     Variant,
@@ -128,7 +128,7 @@ def test_each_sample_has_one_place(samples: int, shard_size: int) -> None:
     variant = Variant(data="data", samples=samples, shard_size=shard_size, shards=[entry] * count)
     places = [variant.locate(index) for index in range(samples)]
     shards = [variant.shard_samples(number) for number in range(count)]
-    assert places == [Place(shard, n) for shard, held in enumerate(shards) for n in range(held)]
+    assert places == [SamplePlace(shard, n) for shard, held in enumerate(shards) for n in range(held)]
     for outside in (-1, samples):
         with pytest.raises(IndexError, match=f"there are {samples}"):
             variant.locate(outside)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from torch_dpflow.datasets.shard_cache import Loaded, ShardCache
+from torch_dpflow.datasets.shard_cache import LoadedShard, ShardCache
 from torch_dpflow.errors import DamagedStoreError
 
 
@@ -18,7 +18,7 @@ def test_an_interrupt_ends_the_load_of_one_thread_only() -> None:
     interrupts = iter([KeyboardInterrupt()])
     shard = DamagedStoreError("stands for a shard")
 
-    def load(numbers: Sequence[int]) -> list[Loaded]:
+    def load(numbers: Sequence[int]) -> list[LoadedShard]:
         for interrupt in interrupts:
             loading.set()
             waiting.wait()

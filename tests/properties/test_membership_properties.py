@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from torch_dpflow.remote.membership import Heard, Joined, Leave, Lost, Membership, Stale, Tick
+from torch_dpflow.remote.membership import ExpireLeases, Heard, LeaseGranted, Leave, Lost, Membership, Stale
 
 PEERS = st.sampled_from("abc")
 GENERATIONS = st.integers(0, 4)
@@ -27,7 +27,7 @@ class Members(RuleBasedStateMachine):
         self.membership.validate()
         for change in changes:
             match change:
-                case Joined(peer, generation):
+                case LeaseGranted(peer, generation):
                     assert peer not in self.members
                     assert generation > self.gone.get(peer, -1)
                     self.members[peer] = generation
@@ -63,7 +63,7 @@ class Members(RuleBasedStateMachine):
     @rule()
     def tick(self):
         silent = {peer for peer in self.members if self.last_heard[peer] + LEASE <= self.now}
-        changes = self.tell(Tick(self.now))
+        changes = self.tell(ExpireLeases(self.now))
         assert all(isinstance(change, Lost) and change.reason == "lapsed" for change in changes)
         assert {change.peer for change in changes} == silent
 

@@ -11,18 +11,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from benchmarks.simulated_fleet import OrderedConsumer, SimulatedFleet
 from torch_dpflow.remote.scheduler import (
+    AddWorker,
     Assign,
-    Cancel,
+    CancelTasks,
     Deliver,
     Discard,
-    Exchange,
-    Join,
-    Kill,
+    Exchanged,
+    IdleWorkers,
+    KillWorker,
     Lose,
     Poison,
     Revoke,
     Scheduler,
-    Starved,
     Submit,
     Tick,
 )
@@ -121,7 +121,7 @@ class Interleavings(RuleBasedStateMachine):
                 self.delivered.add(task)
             case Discard(task, _):
                 assert task not in self.open_tasks(), "a first result must not be dropped"
-            case Kill(worker):
+            case KillWorker(worker):
                 assert self.limit is not None
                 assert worker in self.members.keys() - self.condemned, "one that is there, and once"
                 self.condemned.add(worker)
@@ -129,7 +129,7 @@ class Interleavings(RuleBasedStateMachine):
                 assert task in self.open_tasks()
                 assert len(workers) == self.poison_limit >= late
                 self.poisoned.add(task)
-            case Starved(workers):
+            case IdleWorkers(workers):
                 assert self.starved.isdisjoint(workers), "said once"
                 self.starved.update(workers)
 
@@ -147,7 +147,7 @@ class Interleavings(RuleBasedStateMachine):
     def cancel(self, data):
         tasks = data.draw(st.lists(st.integers(0, len(self.pins)), max_size=4))
         self.cancelled |= self.open_tasks() & set(tasks)
-        self.tell(Cancel, tasks)
+        self.tell(CancelTasks, tasks)
 
     @rule(worker=WORKERS, in_flight_arrives=st.booleans())
     def join(self, worker, in_flight_arrives):
@@ -157,7 +157,7 @@ class Interleavings(RuleBasedStateMachine):
         self.starved.discard(worker)
         self.condemned.discard(worker)
         self.members[worker] = Process(worker)
-        self.tell(Join, worker)
+        self.tell(AddWorker, worker)
 
     @rule(worker=WORKERS, lives_on=st.booleans())
     def lose(self, worker, lives_on):
@@ -202,7 +202,7 @@ class Interleavings(RuleBasedStateMachine):
         finished, started = process.outbox.popleft()
         self.condemned.discard(process.worker)
         self.sent.append((process.worker, finished, started))
-        self.tell(Exchange, process.worker, finished, started)
+        self.tell(Exchanged, process.worker, finished, started)
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data(), forged=st.integers(0, 3))
@@ -213,7 +213,7 @@ class Interleavings(RuleBasedStateMachine):
             finished = [data.draw(st.integers(0, len(self.pins)))]
             started = data.draw(st.none() | st.integers(0, len(self.pins)))
         self.condemned.discard(worker)
-        self.tell(Exchange, worker, finished, started)
+        self.tell(Exchanged, worker, finished, started)
 
     @rule()
     def tick(self):
@@ -410,7 +410,7 @@ def test_no_worker_holds_two_more_than_another_after_a_submit(window, workers, t
     scheduler = Scheduler(window=window)
     held = [0] * workers
     for worker in range(workers):
-        scheduler.handle(Join(worker, 0.0))
+        scheduler.handle(AddWorker(worker, 0.0))
     for task in range(tasks):
         for given_out in scheduler.handle(Submit([task], None, 0.0)):
             held[given_out.worker] += len(given_out.tasks)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torch_dpflow.remote.arena import BlockRef
-from torch_dpflow.remote.parcel import LARGE_BYTES, ParcelTable, Place, encode
+from torch_dpflow.remote.parcel import LARGE_BYTES, BufferSpan, ParcelTable, encode
 
 FOLDER = Path(__file__).parent / "corpus_parcel"
 
@@ -54,13 +54,13 @@ def _with_a_frame_of_its_own() -> tuple[ParcelTable, list[bytes]]:
     first = bytes(frames[0])
     small, big = table.buffers
     content = [first[: big.offset], first[big.offset : big.offset + big.size]]
-    return ParcelTable(2, (), table.head, (small, Place(1, 0, big.size))), content
+    return ParcelTable(2, (), table.head, (small, BufferSpan(1, 0, big.size))), content
 
 
 def _with_big_bytes() -> tuple[ParcelTable, list[bytes]]:
     """A parcel with a bytes object out of band, as if 100 bytes were big."""
     table, frames = encode([bytes(LARGE_BYTES), 5])
-    return ParcelTable(2, (), table.head, (Place(1, 0, 100),)), [bytes(frames[0]), bytes(range(100))]
+    return ParcelTable(2, (), table.head, (BufferSpan(1, 0, 100),)), [bytes(frames[0]), bytes(range(100))]
 
 
 def _malformed() -> Iterator[tuple[str, ParcelTable, list[bytes]]]:
@@ -72,20 +72,20 @@ def _malformed() -> Iterator[tuple[str, ParcelTable, list[bytes]]]:
     yield "too-many-frames", table, [*content, b""]
     yield "empty-frames", table, [b"", b""]
     yield "head-cut", table, [content[0][: head.size // 2], content[1]]
-    yield "head-elsewhere", ParcelTable(2, (), Place(1, 0, 10), (small, own)), content
-    yield "head-beyond", ParcelTable(2, (), Place(0, 0, 1 << 40), (small, own)), content
-    yield "head-negative", ParcelTable(2, (), Place(0, 0, -1), (small, own)), content
+    yield "head-elsewhere", ParcelTable(2, (), BufferSpan(1, 0, 10), (small, own)), content
+    yield "head-beyond", ParcelTable(2, (), BufferSpan(0, 0, 1 << 40), (small, own)), content
+    yield "head-negative", ParcelTable(2, (), BufferSpan(0, 0, -1), (small, own)), content
     yield "no-buffers", ParcelTable(2, (), head, ()), content
     yield "one-buffer", ParcelTable(2, (), head, (own,)), content
-    yield "short-buffer", ParcelTable(2, (), head, (Place(0, small.offset, 40), own)), content
-    yield "huge-buffer", ParcelTable(2, (), head, (Place(0, small.offset, 1 << 62), own)), content
-    yield "inside-head", ParcelTable(2, (), head, (Place(0, 0, 48), own)), content
-    yield "unaligned", ParcelTable(2, (), head, (Place(0, small.offset + 1, 48), own)), content
-    yield "part-of-a-frame", ParcelTable(2, (), head, (small, Place(1, 32, 32))), content
-    yield "no-such-frame", ParcelTable(2, (), head, (small, Place(7, 0, 64))), content
-    yield "no-such-block", ParcelTable(2, blocks, head, (small, Place(-2, 0, 64))), content
-    yield "block-without-reader", ParcelTable(2, blocks, head, (small, Place(-1, 0, 64))), content
-    yield "head-in-block", ParcelTable(2, blocks, Place(-1, 0, 64), (small, own)), content
+    yield "short-buffer", ParcelTable(2, (), head, (BufferSpan(0, small.offset, 40), own)), content
+    yield "huge-buffer", ParcelTable(2, (), head, (BufferSpan(0, small.offset, 1 << 62), own)), content
+    yield "inside-head", ParcelTable(2, (), head, (BufferSpan(0, 0, 48), own)), content
+    yield "unaligned", ParcelTable(2, (), head, (BufferSpan(0, small.offset + 1, 48), own)), content
+    yield "part-of-a-frame", ParcelTable(2, (), head, (small, BufferSpan(1, 32, 32))), content
+    yield "no-such-frame", ParcelTable(2, (), head, (small, BufferSpan(7, 0, 64))), content
+    yield "no-such-block", ParcelTable(2, blocks, head, (small, BufferSpan(-2, 0, 64))), content
+    yield "block-without-reader", ParcelTable(2, blocks, head, (small, BufferSpan(-1, 0, 64))), content
+    yield "head-in-block", ParcelTable(2, blocks, BufferSpan(-1, 0, 64), (small, own)), content
 
 
 def _write(name: str, table: ParcelTable, frames: list[bytes]) -> None:

@@ -14,13 +14,13 @@ from torch_dpflow.remote.flow_registry import (
     REPLACED_S,
     STARTING_S,
     UNREAD_S,
+    FlowInstruction,
     FlowRegistry,
     FlowState,
-    Forget,
-    Instruction,
-    Save,
-    Start,
-    Stop,
+    ForgetFlow,
+    SaveFlow,
+    StartFlow,
+    StopFlow,
 )
 from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.protocol import LifeStep, Part
@@ -40,10 +40,10 @@ def spec(name: str = "imagenet/train", version: int = 1, **changes: Any) -> Flow
 
 def test_a_life_from_registration_to_deletion() -> None:
     flows, flow = FlowRegistry(), spec()
-    assert flows.register(flow, 0.0) == [Save(flow)]
+    assert flows.register(flow, 0.0) == [SaveFlow(flow)]
     assert flows.flows[0].state is FlowState.CREATED
     found, told = flows.access(flow.name, 1, 1.0)
-    assert told == [Start(flow)]
+    assert told == [StartFlow(flow)]
     assert flows.report(flow.instance, 0, 2.0) == []
     assert found.state is FlowState.READY
     flows.report(flow.instance, 2, 3.0)
@@ -53,12 +53,12 @@ def test_a_life_from_registration_to_deletion() -> None:
     flows.report(flow.instance, 0, 1000.0)
     assert found.state is FlowState.READY
     assert flows.tick(1059.0) == []
-    assert flows.tick(1060.0) == [Stop(flow.instance)]
+    assert flows.tick(1060.0) == [StopFlow(flow.instance)]
     assert found.state is FlowState.IDLE
-    assert flows.access(flow.name, 1, 2000.0)[1] == [Start(flow)]
+    assert flows.access(flow.name, 1, 2000.0)[1] == [StartFlow(flow)]
     flows.report(flow.instance, 0, 2001.0)
-    assert flows.tick(3000.0) == [Stop(flow.instance)]
-    assert flows.delete(flow.name, 3001.0) == [Stop(flow.instance), Forget(flow)]
+    assert flows.tick(3000.0) == [StopFlow(flow.instance)]
+    assert flows.delete(flow.name, 3001.0) == [StopFlow(flow.instance), ForgetFlow(flow)]
     assert found.state is FlowState.DELETED
     assert flows.flows == []
     assert [(state.value, since) for state, since in found.life] == [
@@ -90,11 +90,11 @@ def test_a_flow_can_be_scaled_and_keeps_it() -> None:
     flows = FlowRegistry()
     flows.register(spec(workers=2), 0.0)
     scaled = spec(workers=3, shards=3)
-    assert flows.scale("imagenet/train", 3, None) == (flows.flows[0], [Save(scaled)])
+    assert flows.scale("imagenet/train", 3, None) == (flows.flows[0], [SaveFlow(scaled)])
     assert flows.register(spec(workers=2), 1.0) == []
     assert flows.flows[0].spec == scaled
-    assert flows.scale("imagenet/train", 2, 8)[1] == [Save(spec(workers=8, shards=2))]
-    assert flows.scale("imagenet/train", 1, None)[1] == [Save(spec(workers=8))]
+    assert flows.scale("imagenet/train", 2, 8)[1] == [SaveFlow(spec(workers=8, shards=2))]
+    assert flows.scale("imagenet/train", 1, None)[1] == [SaveFlow(spec(workers=8))]
 
 
 def test_the_flow_that_nobody_has_read_for_longest_makes_way() -> None:
@@ -104,9 +104,9 @@ def test_the_flow_that_nobody_has_read_for_longest_makes_way() -> None:
         flows.access(name, 1, float(number))
         flows.report(f"{name}@1", int(name == "a"), float(number))
     assert flows.make_way(3.0) == []
-    assert flows.make_way(1.0 + UNREAD_S) == [Stop("b@1")]
+    assert flows.make_way(1.0 + UNREAD_S) == [StopFlow("b@1")]
     assert flows.make_way(1.0 + UNREAD_S) == []
-    assert flows.make_way(2.0 + UNREAD_S) == [Stop("c@1")]
+    assert flows.make_way(2.0 + UNREAD_S) == [StopFlow("c@1")]
     assert flows.make_way(100.0) == []
 
 
@@ -136,9 +136,9 @@ def test_services_are_not_idle_while_they_start_but_are_given_up_in_the_end() ->
     assert flows.tick(STARTING_S - 1) == []
     flows.report(flow.instance, 0, STARTING_S - 1)
     assert flows.tick(STARTING_S + 1) == []
-    assert flows.tick(STARTING_S + 2) == [Stop(flow.instance)]
+    assert flows.tick(STARTING_S + 2) == [StopFlow(flow.instance)]
     flows.access(flow.name, 1, 1000.0)
-    assert flows.tick(1000.0 + STARTING_S) == [Stop(flow.instance)]
+    assert flows.tick(1000.0 + STARTING_S) == [StopFlow(flow.instance)]
     assert found.state is FlowState.IDLE
 
 
@@ -155,8 +155,8 @@ def test_another_content_of_the_same_description_can_stand_in_for_one_that_never
     flow = flows.offered(other.content)
     assert flow is not None
     assert flow is flows.offered(spec().content), "either may come first"
-    assert flows.settle(flow, other.content) == [Save(other)]
-    assert flows.access(other.name, 1, 2.0)[1] == [Start(other)]
+    assert flows.settle(flow, other.content) == [SaveFlow(other)]
+    assert flows.access(other.name, 1, 2.0)[1] == [StartFlow(other)]
     assert flows.offered(spec().content) is None, "what comes later is not taken"
 
 
@@ -201,9 +201,9 @@ def test_a_higher_version_replaces_and_jobs_of_the_lower_one_read_on() -> None:
     flows.register(spec(), 0.0)
     flows.access("imagenet/train", 1, 0.0)
     flows.report("imagenet/train@1", 1, 0.0)
-    assert flows.register(spec(version=2), 1.0) == [Save(spec(version=2))]
+    assert flows.register(spec(version=2), 1.0) == [SaveFlow(spec(version=2))]
     assert flows.access("imagenet/train", 1, 2.0)[1] == [], "its jobs ask again when its router has died"
-    assert flows.access("imagenet/train", 2, 2.0)[1] == [Start(spec(version=2))]
+    assert flows.access("imagenet/train", 2, 2.0)[1] == [StartFlow(spec(version=2))]
     flows.report("imagenet/train@2", 1, 3.0)
     assert flows.tick(100.0) == []
     flows.report("imagenet/train@1", 0, 110.0)
@@ -211,7 +211,7 @@ def test_a_higher_version_replaces_and_jobs_of_the_lower_one_read_on() -> None:
     flows.report("imagenet/train@1", 1, 111.0)
     assert flows.tick(1000.0) == []
     flows.report("imagenet/train@1", 0, 1000.0)
-    assert flows.tick(1000.0 + REPLACED_S) == [Stop("imagenet/train@1"), Forget(spec())]
+    assert flows.tick(1000.0 + REPLACED_S) == [StopFlow("imagenet/train@1"), ForgetFlow(spec())]
     with pytest.raises(UsageError, match=r"version 1, is not in force \(version 2 is\); read that one"):
         flows.access("imagenet/train", 1, 2000.0)
 
@@ -229,7 +229,7 @@ def test_a_flow_that_nobody_reads_gives_way_to_a_higher_version_at_once() -> Non
     flows = FlowRegistry()
     flows.register(spec(), 0.0)
     flows.register(spec(version=2), 1.0)
-    assert flows.tick(1.0) == [Stop("imagenet/train@1"), Forget(spec())]
+    assert flows.tick(1.0) == [StopFlow("imagenet/train@1"), ForgetFlow(spec())]
 
 
 def test_a_flow_that_is_read_cannot_be_deleted() -> None:
@@ -243,7 +243,7 @@ def test_a_flow_that_is_read_cannot_be_deleted() -> None:
 
 
 def test_services_of_a_flow_that_is_not_known_are_ended() -> None:
-    assert FlowRegistry().report("gone@1", 1, 0.0) == [Stop("gone@1")]
+    assert FlowRegistry().report("gone@1", 1, 0.0) == [StopFlow("gone@1")]
 
 
 def test_a_registry_that_starts_anew_takes_up_what_runs() -> None:
@@ -301,7 +301,7 @@ def test_services_run_only_where_somebody_needs_them(steps: list[tuple[str, str,
     now = 0.0
     for what, name, version, jobs in steps:
         now += 40.0
-        told: list[Instruction] = []
+        told: list[FlowInstruction] = []
         instance = f"{name}@{version}"
         try:
             if what == "register":
@@ -319,9 +319,9 @@ def test_services_run_only_where_somebody_needs_them(steps: list[tuple[str, str,
         except UsageError:
             pass
         for instruction in told:
-            if isinstance(instruction, Start):
+            if isinstance(instruction, StartFlow):
                 running.add(instruction.spec.instance)
-            elif isinstance(instruction, Stop):
+            elif isinstance(instruction, StopFlow):
                 running.discard(instruction.instance)
         flows.validate()
         known = {flow.spec.instance: flow for flow in flows.flows}

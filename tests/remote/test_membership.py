@@ -7,13 +7,13 @@ import pytest
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.remote.membership import (
     MOST_REMEMBERED,
+    ExpireLeases,
     Heard,
-    Joined,
+    LeaseGranted,
     Leave,
     Lost,
     Membership,
     Stale,
-    Tick,
 )
 
 
@@ -26,49 +26,53 @@ def told(membership, *events):
 
 def test_a_peer_joins_when_it_is_first_heard():
     membership = Membership(lease_s=10.0)
-    assert told(membership, Heard("a", 1, 0.0)) == [Joined("a", 1)]
+    assert told(membership, Heard("a", 1, 0.0)) == [LeaseGranted("a", 1)]
     assert membership.members == {"a": 1}
 
 
 def test_a_heartbeat_renews_the_lease():
     membership = Membership(lease_s=10.0)
     assert told(membership, Heard("a", 1, 0.0), Heard("a", 1, 9.0)) == []
-    assert told(membership, Tick(18.9)) == []
-    assert told(membership, Tick(19.0)) == [Lost("a", 1, "lapsed")]
+    assert told(membership, ExpireLeases(18.9)) == []
+    assert told(membership, ExpireLeases(19.0)) == [Lost("a", 1, "lapsed")]
 
 
 def test_silence_for_a_lease_loses_the_peer_and_no_other():
     membership = Membership(lease_s=10.0)
-    assert told(membership, Heard("a", 1, 0.0), Heard("b", 1, 5.0), Tick(10.0)) == [Lost("a", 1, "lapsed")]
+    assert told(membership, Heard("a", 1, 0.0), Heard("b", 1, 5.0), ExpireLeases(10.0)) == [
+        Lost("a", 1, "lapsed")
+    ]
     assert membership.members == {"b": 1}
-    assert told(membership, Tick(15.0)) == [Lost("b", 1, "lapsed")]
+    assert told(membership, ExpireLeases(15.0)) == [Lost("b", 1, "lapsed")]
 
 
 def test_what_arrived_before_the_tick_counts_even_if_the_lease_is_over():
     membership = Membership(lease_s=10.0)
-    assert told(membership, Heard("a", 1, 0.0), Heard("a", 1, 60.0), Tick(60.0)) == []
+    assert told(membership, Heard("a", 1, 0.0), Heard("a", 1, 60.0), ExpireLeases(60.0)) == []
 
 
 def test_a_lost_generation_stays_lost():
     membership = Membership(lease_s=10.0)
-    told(membership, Heard("a", 1, 0.0), Tick(10.0))
+    told(membership, Heard("a", 1, 0.0), ExpireLeases(10.0))
     assert told(membership, Heard("a", 1, 11.0)) == [Stale("a", 1, 1)]
-    assert told(membership, Heard("a", 2, 12.0)) == [Joined("a", 2)]
+    assert told(membership, Heard("a", 2, 12.0)) == [LeaseGranted("a", 2)]
 
 
 def test_a_new_generation_replaces_the_old_one():
     membership = Membership(lease_s=10.0)
     answer = told(membership, Heard("a", 1, 0.0), Heard("a", 3, 1.0))
-    assert answer == [Lost("a", 1, "replaced"), Joined("a", 3)]
+    assert answer == [Lost("a", 1, "replaced"), LeaseGranted("a", 3)]
     assert told(membership, Heard("a", 2, 2.0)) == [Stale("a", 2, 3)]
-    assert told(membership, Tick(11.0)) == [Lost("a", 3, "lapsed")], "a stale heartbeat renews nothing"
+    assert told(membership, ExpireLeases(11.0)) == [Lost("a", 3, "lapsed")], (
+        "a stale heartbeat renews nothing"
+    )
 
 
 def test_a_peer_that_leaves_is_lost_at_once():
     membership = Membership(lease_s=10.0)
     assert told(membership, Heard("a", 1, 0.0), Leave("a", 1, 1.0)) == [Lost("a", 1, "left")]
     assert told(membership, Heard("a", 1, 2.0)) == [Stale("a", 1, 1)]
-    assert told(membership, Tick(99.0)) == []
+    assert told(membership, ExpireLeases(99.0)) == []
 
 
 def test_the_goodbye_of_an_old_generation_does_not_touch_the_new_one():
@@ -86,16 +90,16 @@ def test_the_goodbye_of_an_unheard_generation_ends_it_and_those_before():
 def test_who_is_gone_is_forgotten_in_time():
     membership = Membership(lease_s=10.0, remember_s=20.0)
     for number in range(1_000):
-        told(membership, Heard(f"peer {number}", 1, float(number)), Tick(float(number)))
+        told(membership, Heard(f"peer {number}", 1, float(number)), ExpireLeases(float(number)))
     assert len(membership._gone) <= 20
-    assert told(membership, Heard("peer 0", 1, 1_000.0)) == [Joined("peer 0", 1)]
+    assert told(membership, Heard("peer 0", 1, 1_000.0)) == [LeaseGranted("peer 0", 1)]
 
 
 def test_time_that_runs_backwards_stands_still():
     membership = Membership(lease_s=10.0)
     told(membership, Heard("a", 1, 100.0), Heard("b", 1, 0.0))
-    assert told(membership, Tick(50.0)) == []
-    assert told(membership, Tick(110.0)) == [Lost("a", 1, "lapsed"), Lost("b", 1, "lapsed")]
+    assert told(membership, ExpireLeases(50.0)) == []
+    assert told(membership, ExpireLeases(110.0)) == [Lost("a", 1, "lapsed"), Lost("b", 1, "lapsed")]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,7 @@ def test_options_out_of_range_are_refused_with_their_value(options, error):
 
 
 def test_something_else_than_an_event_is_refused():
-    with pytest.raises(OptionTypeError, match="handles Heard, Leave and Tick"):
+    with pytest.raises(OptionTypeError, match="handles Heard, Leave and ExpireLeases"):
         Membership(lease_s=1.0).handle(Stale("a", 1, 1))
 
 
@@ -125,4 +129,4 @@ def test_of_those_that_are_gone_only_so_many_are_remembered():
         membership.handle(Leave(f"stranger {number}", 1, 0.0))
     membership.validate()
     assert told(membership, Heard("stranger 1", 1, 0.0)) == [Stale("stranger 1", 1, 1)]
-    assert told(membership, Heard("stranger 0", 1, 0.0)) == [Joined("stranger 0", 1)]
+    assert told(membership, Heard("stranger 0", 1, 0.0)) == [LeaseGranted("stranger 0", 1)]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.remote.parcel_corpus import Seed, load
 from torch_dpflow.errors import MessageError, TransportError
 from torch_dpflow.remote.arena import Arena, ArenaReader, BlockRef
-from torch_dpflow.remote.parcel import Frame, ParcelTable, Place, decode, discard
+from torch_dpflow.remote.parcel import BufferSpan, Frame, ParcelTable, decode, discard
 
 SEEDS = load()
 WELL_FORMED = {name: seed for name, seed in SEEDS.items() if not name.startswith("bad-")}
@@ -36,7 +36,7 @@ numbers = st.one_of(
     st.integers(-(1 << 63), (1 << 64) - 1),
 )
 refs = st.builds(BlockRef, numbers, numbers, numbers, numbers, numbers, numbers)
-places = st.builds(Place, numbers, numbers, numbers)
+places = st.builds(BufferSpan, numbers, numbers, numbers)
 names = st.sampled_from(sorted(WELL_FORMED))
 
 
@@ -87,7 +87,7 @@ def test_heads_cut_short(seed: Seed) -> None:
     table = _table.decode(seed.table)
     for size in range(table.head.size):
         with pytest.raises(MessageError):
-            decode(msgspec.structs.replace(table, head=Place(0, 0, size)), seed.frames)
+            decode(msgspec.structs.replace(table, head=BufferSpan(0, 0, size)), seed.frames)
 
 
 @_fuzz
@@ -113,15 +113,15 @@ def test_frames_cut_short_or_changed_in_number(name: str, frames: list[int], dat
     name="pair",
     blocks=[],
     head=None,
-    buffers=[Place(0, 128, -64), Place(0, 1 << 63, 64)],
+    buffers=[BufferSpan(0, 128, -64), BufferSpan(0, 1 << 63, 64)],
     count=1,
     alignment=0,
 )
 def test_made_up_tables(
     name: str,
     blocks: list[BlockRef],
-    head: Place | None,
-    buffers: list[Place] | None,
+    head: BufferSpan | None,
+    buffers: list[BufferSpan] | None,
     count: int,
     alignment: int,
 ) -> None:
@@ -147,7 +147,7 @@ def test_tables_with_one_place_changed(name: str, data: Any) -> None:
     if not table.buffers:
         return
     position = data.draw(st.integers(0, len(table.buffers) - 1))
-    field = data.draw(st.sampled_from(Place.__struct_fields__))
+    field = data.draw(st.sampled_from(BufferSpan.__struct_fields__))
     buffers = list(table.buffers)
     buffers[position] = msgspec.structs.replace(buffers[position], **{field: data.draw(numbers)})
     survive(msgspec.structs.replace(table, buffers=tuple(buffers)), seed.frames, None)
@@ -161,4 +161,4 @@ def test_made_up_references(changes: dict[str, int]) -> None:
     assert block is not None
     block.memory[:] = 0  # no pickle at all
     ref = msgspec.structs.replace(arena.publish(block), **changes)
-    survive(ParcelTable(0, (ref,), Place(-1, 0, 100), (Place(-1, 64, 64),)), [], reader)
+    survive(ParcelTable(0, (ref,), BufferSpan(-1, 0, 100), (BufferSpan(-1, 64, 64),)), [], reader)

@@ -28,7 +28,7 @@ from torch_dpflow.remote.protocol import (
     Access,
     Ask,
     ContentPiece,
-    Draw,
+    DrawSamples,
     JobBeat,
     JobId,
     Join,
@@ -65,7 +65,7 @@ class FailingService:
             ("join", Join, lambda body: Result(Joined(1, SIZE, table))),
             ("table", None, lambda body: Result(table)),
             ("start", StartEpoch, lambda body: None),
-            ("draw", Draw, self._draw),
+            ("draw", DrawSamples, self._draw),
             ("want", Ask, lambda body: None),
             ("fetch", Ask, self._fetch),
             ("beat", JobBeat, lambda body: Result(1)),
@@ -86,7 +86,7 @@ class FailingService:
 
         return serve
 
-    def _draw(self, draw: Draw) -> Result:
+    def _draw(self, draw: DrawSamples) -> Result:
         keys = np.arange(draw.position, min(SIZE, draw.position + draw.count), dtype=np.int64)
         return Result(None, [keys.tobytes()])
 

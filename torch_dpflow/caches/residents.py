@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.caches.slabs import Keys, Ranks, Slabs
+from torch_dpflow.caches.slabs import Ranks, Slabs
+from torch_dpflow.lookahead import Keys
 
 Distances = npt.NDArray[np.float64]
 

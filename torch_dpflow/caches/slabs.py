@@ -7,12 +7,12 @@ and minimum spanning trees", 2010) over numpy arrays, for keys whose ranks sink 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-Keys = npt.NDArray[np.integer[Any]]
+from torch_dpflow.lookahead import Keys
+
 #: Distance as real part, minus the load number as imaginary part: numpy orders complex numbers by the real
 #: part, then by the imaginary part, and that is the order in which keys go. It has no partition by two arrays, and
 #: sorting by two (lexsort) takes 17 times as long as a partition of these, for 200,000 keys.

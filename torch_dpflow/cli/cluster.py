@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from torch_dpflow.cli.cluster_calls import (
     to_json,
 )
 from torch_dpflow.cli.cluster_printing import print_flows, print_processes, print_sharing, print_top
+from torch_dpflow.cli.dataset_options import Command
 from torch_dpflow.descriptors import soft_limit
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.log import FORMATS, LEVELS, LogOptions
@@ -30,8 +30,6 @@ from torch_dpflow.remote.cluster_figures import ClusterFigures, figures_of
 if TYPE_CHECKING:
     from torch_dpflow.remote.rpc import RpcClient
     from torch_dpflow.remote.services.local_cluster import ClusterOptions, LocalCluster
-
-Command = Callable[..., Any]
 
 
 def _up_options(command: Command) -> Command:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from torch_dpflow.datasets.files import Files
-from torch_dpflow.datasets.progress import DraftRecord, Progress
+from torch_dpflow.datasets.progress import DraftRecord, ImportProgress
 from torch_dpflow.datasets.spec import Dataset, encode_file
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.datasets.verify import Compared, verify
@@ -92,7 +92,7 @@ def _begin(files: Files, dataset: Dataset, name: str) -> None:
         source={"copy of": dataset.digest},
         parent=dataset.parent,
     )
-    Progress(files, dataset.version, name).begin(record)
+    ImportProgress(files, dataset.version, name).begin(record)
 
 
 def _copy_variant(stored: StoredDataset, files: Files, progress: CopyProgress) -> None:
@@ -122,5 +122,5 @@ def _check(copied: StoredDataset, compared: Compared) -> None:
             f"the copy of {copied.ref} is not published, for sample {problem.sample} cannot be read as it should be: "
             f"{problem.what}; verify what it was copied from, and discard the copy"
         )
-    if Progress(copied.files, copied.dataset.version, copied.variant_name).record() is None:
+    if ImportProgress(copied.files, copied.dataset.version, copied.variant_name).record() is None:
         raise OptionError(f"the copy of {copied.ref} was discarded meanwhile")

@@ -11,7 +11,7 @@ from torch_dpflow.datasets.describing import Describer
 from torch_dpflow.datasets.importers.base import Importer
 from torch_dpflow.datasets.names import DatasetRef
 from torch_dpflow.datasets.packing import packs_of
-from torch_dpflow.datasets.progress import DraftRecord, Progress
+from torch_dpflow.datasets.progress import DraftRecord, ImportProgress
 from torch_dpflow.datasets.spec import Dataset, Variant, encode_file, sealed
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset, now
 from torch_dpflow.datasets.urls import without_login
@@ -238,7 +238,7 @@ class Draft:
     def _finished(self) -> dict[str, Variant]:
         found = {}
         for name in sorted(self._added | {child.name for child in self._files.children(self._folder)}):
-            variant = Progress(self._files, self._version, name).finished()
+            variant = ImportProgress(self._files, self._version, name).finished()
             if variant is None:
                 raise OptionError(
                     f"the import of {self._ref}:{name} has not ended, or was discarded meanwhile; add it again to go "

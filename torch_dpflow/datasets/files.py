@@ -34,7 +34,7 @@ _EXCLUSIVE_PUT: dict[str, dict[str, Any]] = {
 _LISTING_DEADLINES = 10
 
 
-class Child(NamedTuple):
+class DirectoryEntry(NamedTuple):
     """An entry of a directory."""
 
     name: str
@@ -182,7 +182,7 @@ class Files:
                 fs.makedirs(full.rpartition("/")[0], exist_ok=True)
             fs.pipe_file(full, data, **options)
 
-    def children(self, path: str = "") -> list[Child]:
+    def children(self, path: str = "") -> list[DirectoryEntry]:
         """What a directory holds but hidden entries, sorted by name; nothing when there is none such."""
         fs, full = self.filesystem, self._full(path)
         fs.invalidate_cache()
@@ -196,7 +196,7 @@ class Files:
         for entry in entries:
             name = entry["name"].rstrip("/").rpartition("/")[2]
             if name and not name.startswith(".") and entry["name"].rstrip("/") != full.rstrip("/"):
-                found.append(Child(name, _is_directory(fs, entry), entry.get("size")))
+                found.append(DirectoryEntry(name, _is_directory(fs, entry), entry.get("size")))
         return sorted(found)
 
     def real(self, path: str) -> str:

@@ -20,12 +20,12 @@ import msgspec
 
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.spec import (
-    Count,
     Label,
     Location,
     ShardEntry,
     SpecStruct,
     Variant,
+    WholeNumber,
     decode_file,
     encode_file,
 )
@@ -50,8 +50,8 @@ class ImportedShard(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag
     """One shard is in its place."""
 
     format: Literal[1]
-    shard: Count
-    samples: Count
+    shard: WholeNumber
+    samples: WholeNumber
     entry: ShardEntry
 
 
@@ -65,7 +65,7 @@ class ImportedVariant(SpecStruct, frozen=True, kw_only=True, tag_field="kind", t
 _Note = TypeVar("_Note", DraftRecord, ImportedShard, ImportedVariant)
 
 
-class Progress:
+class ImportProgress:
     """How far the import of one variant has come, kept in the store itself.
 
     Args:

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 
 from torch_dpflow.datasets.checksums import matches
 from torch_dpflow.datasets.compact import CompactShards
-from torch_dpflow.datasets.shard_cache import Loaded, ShardCache, shard_cost
-from torch_dpflow.datasets.spec import Place, SampleMeta, url_below
+from torch_dpflow.datasets.shard_cache import LoadedShard, ShardCache, shard_cost
+from torch_dpflow.datasets.spec import SampleMeta, SamplePlace, url_below
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.datasets.store import StoredDataset
@@ -153,7 +153,7 @@ class DatasetReader(Dataset[Sample]):
                 raise IndexError(f"sample {number} is out of range; {self.stored.ref} has {count} samples")
         return [number % count for number in numbers]
 
-    def _describe(self, opened: _Opened, indices: Sequence[int]) -> list[_Described | DPFlowError]:
+    def _describe(self, opened: _OpenedVariant, indices: Sequence[int]) -> list[_Described | DPFlowError]:
         """Where each sample lies, from as few shards as hold them all."""
         locate = self.stored.variant.locate
         places = [locate(index) for index in indices]
@@ -162,7 +162,7 @@ class DatasetReader(Dataset[Sample]):
             described[position] = self._described(opened, meta)
         return [what for what in described if what is not None]
 
-    def _described(self, opened: _Opened, meta: SampleMeta | DPFlowError) -> _Described | DPFlowError:
+    def _described(self, opened: _OpenedVariant, meta: SampleMeta | DPFlowError) -> _Described | DPFlowError:
         if isinstance(meta, DPFlowError):
             return meta
         try:
@@ -176,8 +176,8 @@ class DatasetReader(Dataset[Sample]):
         except DPFlowError as error:
             return error
 
-    def _open(self) -> _Opened:
-        return _Opened(
+    def _open(self) -> _OpenedVariant:
+        return _OpenedVariant(
             self.stored, self._storage_options, self._read_options, self._metadata_cache, self._compact
         )
 
@@ -225,7 +225,7 @@ class _Described:
         return content, self.fields
 
 
-def _sample_of(shard: Loaded, offset: int) -> SampleMeta | DPFlowError:
+def _sample_of(shard: LoadedShard, offset: int) -> SampleMeta | DPFlowError:
     return shard if isinstance(shard, DPFlowError) else shard.samples[offset]
 
 
@@ -236,7 +236,7 @@ def _span(url: str, meta: SampleMeta) -> ByteRange:
     return ByteRange(url, meta.offset, meta.offset + meta.length)
 
 
-class _Opened:
+class _OpenedVariant:
     """What one process has open for a reader."""
 
     def __init__(
@@ -259,7 +259,7 @@ class _Opened:
         self._lock = threading.Lock()
         self._root: str | None = None
 
-    def metas(self, places: Sequence[Place]) -> Iterator[tuple[int, SampleMeta | DPFlowError]]:
+    def metas(self, places: Sequence[SamplePlace]) -> Iterator[tuple[int, SampleMeta | DPFlowError]]:
         """Which of the places, and what is known of the sample there."""
         by_shard: dict[int, list[int]] = {}
         for position, place in enumerate(places):
@@ -279,13 +279,13 @@ class _Opened:
             self._root = url_below(self._stored.url, self._stored.variant.data)
         return url_below(self._root, meta.path)
 
-    def _load(self, numbers: Sequence[int]) -> list[Loaded]:
+    def _load(self, numbers: Sequence[int]) -> list[LoadedShard]:
         dataset, name = self._stored.dataset, self._stored.variant_name
         urls = [join_url(self._stored.url, dataset.shard_path(name, number)) for number in numbers]
         contents = self._metadata.read_each([ByteRange(url) for url in urls])
         return [self._decode(number, url, data) for number, url, data in zip(numbers, urls, contents)]
 
-    def _decode(self, number: int, url: str, data: bytes | DPFlowError) -> Loaded:
+    def _decode(self, number: int, url: str, data: bytes | DPFlowError) -> LoadedShard:
         if isinstance(data, ObjectMissingError):
             return DamagedStoreError(f"{url} is missing; restore it from a copy")
         if isinstance(data, DPFlowError):

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.names import DatasetRef
 from torch_dpflow.datasets.packing import is_pack, packs_of
-from torch_dpflow.datasets.progress import Progress
+from torch_dpflow.datasets.progress import ImportProgress
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.datasets.urls import split_chain
 from torch_dpflow.errors import OptionError
@@ -64,7 +64,7 @@ def prune(store: DatasetStore, dataset_id: str) -> int:
 def _check_children(files: Files, ref: DatasetRef, drafts: Collection[str]) -> None:
     for draft in drafts:
         for variant in files.children(f"drafts/{draft}"):
-            record = Progress(files, draft, variant.name).record()
+            record = ImportProgress(files, draft, variant.name).record()
             if record is not None and record.parent == ref.version:
                 raise OptionError(
                     f"the unfinished import {ref.id}:{draft} continues {ref}; let it end, or discard it, first"

@@ -14,7 +14,7 @@ from torch_dpflow.single_flight import Flight, Flights, fail
 #: Bytes that a decoded sample takes beside the shard's own, which it refers to.
 _BYTES_PER_SAMPLE = 256
 
-Loaded = DatasetShardMeta | DPFlowError
+LoadedShard = DatasetShardMeta | DPFlowError
 
 
 def shard_cost(variant: Variant, number: int) -> int:
@@ -36,7 +36,7 @@ class ShardCache:
 
     def __init__(
         self,
-        load: Callable[[Sequence[int]], Sequence[Loaded]],
+        load: Callable[[Sequence[int]], Sequence[LoadedShard]],
         cost: Callable[[int], int],
         capacity: int,
     ) -> None:
@@ -52,7 +52,7 @@ class ShardCache:
     def __contains__(self, number: int) -> bool:
         return number in self._shards
 
-    def portions(self, numbers: Sequence[int]) -> Iterator[Mapping[int, Loaded]]:
+    def portions(self, numbers: Sequence[int]) -> Iterator[Mapping[int, LoadedShard]]:
         """The shards `numbers`, in portions that take no more than the capacity together.
 
         Whoever lets go of one portion before taking the next holds twice the capacity at most.
@@ -72,8 +72,8 @@ class ShardCache:
         if portion:
             yield self._get(portion)
 
-    def _get(self, numbers: Sequence[int]) -> Mapping[int, Loaded]:
-        found: dict[int, Loaded] = {}
+    def _get(self, numbers: Sequence[int]) -> Mapping[int, LoadedShard]:
+        found: dict[int, LoadedShard] = {}
         ours: dict[int, Flight] = {}
         others: dict[int, Flight] = {}
         with self._lock:
@@ -93,7 +93,7 @@ class ShardCache:
                 found.update(self._get([number]))
         return found
 
-    def _load_ours(self, ours: Mapping[int, Flight]) -> dict[int, Loaded]:
+    def _load_ours(self, ours: Mapping[int, Flight]) -> dict[int, LoadedShard]:
         """Load what nobody else loads, and tell who has come to wait for it meanwhile."""
         try:
             loaded = dict(zip(ours, self._load(list(ours)), strict=True))

@@ -34,7 +34,7 @@ FORMAT = 1
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _FIELDS = msgspec.json.Decoder(dict[str, Any])
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+WholeNumber = Annotated[int, msgspec.Meta(ge=0)]
 DatasetId = Annotated[str, msgspec.Meta(pattern=ID_PATTERN, description="namespace/name")]
 Label = Annotated[str, msgspec.Meta(pattern=LABEL_PATTERN)]
 Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
@@ -62,9 +62,9 @@ class SampleMeta(SpecStruct, frozen=True, kw_only=True, gc=False):
     #: Relative to the variant's data root, or a URL.
     path: Location
     #: Where the sample begins inside the object, bytes; None: the sample is the whole object.
-    offset: Count | None = None
+    offset: WholeNumber | None = None
     #: Bytes of the sample; None: not known (then `offset` is None too).
-    length: Count | None = None
+    length: WholeNumber | None = None
     checksum: Checksum | None = None
     #: The annotations as a JSON object, still encoded: a shard costs little more in memory than on disk.
     meta: EncodedObject
@@ -94,7 +94,7 @@ class DatasetShardMeta(SpecStruct, frozen=True, kw_only=True, tag_field="kind", 
     version: Label
     variant: Label
     #: Which shard of the variant, from 0.
-    shard: Count
+    shard: WholeNumber
     samples: list[SampleMeta]
 
 
@@ -104,11 +104,11 @@ class ShardEntry(SpecStruct, frozen=True, kw_only=True, gc=False):
     #: Under which version's directory the shard lies.
     version: Label
     #: Size of the file.
-    bytes: Count
+    bytes: WholeNumber
     sha256: Sha256
 
 
-class Place(NamedTuple):
+class SamplePlace(NamedTuple):
     """Where the metadata of a sample is: which shard, and which of its samples."""
 
     shard: int
@@ -120,7 +120,7 @@ class Variant(SpecStruct, frozen=True, kw_only=True):
 
     #: Where the samples' data lies: a path relative to the dataset's directory, or a URL.
     data: Location
-    samples: Count
+    samples: WholeNumber
     #: Samples in every shard but the last.
     shard_size: Annotated[int, msgspec.Meta(ge=1)]
     shards: list[ShardEntry]
@@ -129,11 +129,11 @@ class Variant(SpecStruct, frozen=True, kw_only=True):
     #: Where the samples came from: the importer and what it was given.
     source: dict[str, Any] = {}
 
-    def locate(self, index: int) -> Place:
+    def locate(self, index: int) -> SamplePlace:
         """Where sample `index` (0 to samples - 1) is described. Raises IndexError outside."""
         if not 0 <= index < self.samples:
             raise IndexError(f"sample {index} is out of range; there are {self.samples}, from 0")
-        return Place(*divmod(index, self.shard_size))
+        return SamplePlace(*divmod(index, self.shard_size))
 
     def shard_samples(self, number: int) -> int:
         """How many samples shard `number` holds."""
@@ -235,7 +235,7 @@ def url_below(url: str, path: str) -> str:
     return join_url(url, path)
 
 
-class _Header(msgspec.Struct):
+class _FileHeader(msgspec.Struct):
     kind: str
     format: int
 
@@ -251,7 +251,7 @@ def decode_file(data: bytes, kind: type[_Kind], name: str) -> _Kind:
         DamagedStoreError: it is no JSON, of another kind, or breaks the schema.
     """
     try:
-        header = msgspec.json.decode(data, type=_Header)
+        header = msgspec.json.decode(data, type=_FileHeader)
         if header.format > FORMAT:
             raise NewerFormatError(
                 f"{name} has format {header.format}; this release reads up to {FORMAT}: update torch_dpflow"

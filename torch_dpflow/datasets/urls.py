@@ -25,7 +25,7 @@ _CHAIN = re.compile(r"::(?=[a-z][a-z0-9+.-]*://|/)")
 _CACHE = re.compile(r"[a-z0-9]+::")
 
 
-class Chain(NamedTuple):
+class ChainedUrl(NamedTuple):
     """A URL whose object lies inside another: `zip://folder/a.jpg::s3://bucket/data.zip`."""
 
     #: with its scheme: `zip://folder/a.jpg`
@@ -34,14 +34,14 @@ class Chain(NamedTuple):
     outer: str
 
 
-def split_chain(url: str) -> Chain:
+def split_chain(url: str) -> ChainedUrl:
     """Take apart where an object lies inside another. Raises OptionError for fsspec's caches."""
     if _CACHE.match(url):
         raise OptionError(
             f"{without_login(url)}: fsspec's caches are not read through; give what stands behind the '::'"
         )
     link = None if url.partition("://")[0] in ONE_FILE_SYSTEM else _CHAIN.search(url)
-    return Chain(url, "") if link is None else Chain(url[: link.start()], url[link.start() :])
+    return ChainedUrl(url, "") if link is None else ChainedUrl(url[: link.start()], url[link.start() :])
 
 
 def file_system_of(url: str) -> str:

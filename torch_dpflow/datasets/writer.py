@@ -12,7 +12,7 @@ from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Importer, Item
 from torch_dpflow.datasets.names import DatasetRef
 from torch_dpflow.datasets.packing import ShardPacks
-from torch_dpflow.datasets.progress import DraftRecord, ImportedShard, Progress
+from torch_dpflow.datasets.progress import DraftRecord, ImportedShard, ImportProgress
 from torch_dpflow.datasets.spec import (
     DatasetShardMeta,
     SampleMeta,
@@ -52,7 +52,7 @@ class VariantWriter:
         self._id, self._version, self._variant = ref.id, ref.version, ref.variant
         self._record = record
         self._base = base
-        self._progress = Progress(files, ref.version, ref.variant)
+        self._progress = ImportProgress(files, ref.version, ref.variant)
 
     def write(self, importer: Importer, describer: Describer, progress: ProgressCallback) -> Variant:
         """Import whatever is still missing, and return the whole variant.

@@ -21,14 +21,14 @@ ErrorPolicy = Literal["raise", "skip"]
 
 
 @dataclass(frozen=True)
-class Source:
+class FlowSource:
     """Where a flow's samples come from: a stored dataset by name, or a dataset at hand under a name."""
 
     ref: DatasetRef
     #: A map-style dataset that stands in for the stored one; None: the store has it.
     samples: Any = None
 
-    def is_same(self, other: Source) -> bool:
+    def is_same(self, other: FlowSource) -> bool:
         """Whether both give the same samples, as far as can be told."""
         if self.ref != other.ref:
             return False
@@ -74,7 +74,7 @@ class DataLoadFlow:
             raise OptionError(f"name={name!r} has more than two parts; give namespace/name")
         self.name = name
         self.on_error: ErrorPolicy = on_error
-        self._source: Source | None = None
+        self._source: FlowSource | None = None
         self._stages: list[Stage] = []
 
     # -- describing --------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class DataLoadFlow:
                 f"samples is a {type(samples).__name__}, which has no length or cannot be indexed; give a "
                 "map-style dataset"
             )
-        self._source = Source(_named(name, version=version, variant=variant), samples)
+        self._source = FlowSource(_named(name, version=version, variant=variant), samples)
         return self
 
     def map(
@@ -150,7 +150,7 @@ class DataLoadFlow:
     # -- what is described -------------------------------------------------------------------------------
 
     @property
-    def source(self) -> Source:
+    def source(self) -> FlowSource:
         """Where samples come from. Raises UsageError before `dataset()` was called."""
         if self._source is None:
             raise UsageError(

@@ -13,7 +13,7 @@ from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
 from torch_dpflow.flows.arguments import LEAST_INT64, MOST_INT64, whole_number
-from torch_dpflow.flows.flow import DataLoadFlow, Source
+from torch_dpflow.flows.flow import DataLoadFlow, FlowSource
 from torch_dpflow.flows.read import DataLoadFlowRead
 from torch_dpflow.flows.staged import StagedDataset
 from torch_dpflow.options import check_type, check_whole_number
@@ -90,7 +90,7 @@ class LocalDataLoadFlowReader:
             samples = ALSDCache(StagedDataset(samples, kept, name), self._cache)
         return DataLoadFlowRead(flow, StagedDataset(samples, stages, name, seed=self._seed))
 
-    def open(self, source: Source) -> Any:
+    def open(self, source: FlowSource) -> Any:
         """The samples that a flow begins with. Raises as `read`."""
         if source.samples is not None:
             return source.samples

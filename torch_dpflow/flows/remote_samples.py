@@ -76,7 +76,7 @@ class RemoteSamples(Dataset[Any]):
 
     def __init__(self, shared: SharedFlow) -> None:
         self._shared = shared
-        self._opened = PerProcess(_Opened)
+        self._opened = PerProcess(_OpenedFlow)
 
     def __len__(self) -> int:
         return len(self._shared.dataset)
@@ -113,7 +113,7 @@ class RemoteSamples(Dataset[Any]):
         return RemoteSamples, (self._shared,)
 
 
-class _Opened:
+class _OpenedFlow:
     """A process's job. Made twice where two threads come first, which is why it joins only under the lock."""
 
     def __init__(self) -> None:

@@ -67,7 +67,7 @@ class Begun:
     failure: Any
 
 
-class Loaded(NamedTuple):
+class LoadedBatch(NamedTuple):
     """One task's outcome."""
 
     #: BATCH, FAILURE or END.
@@ -120,10 +120,10 @@ class BatchSource:
             return None
         return Begun(generation=order.generation, stream=self._beginning(), failure=self._broken)
 
-    def load(self, position: int, index: Any) -> Loaded:
+    def load(self, position: int, index: Any) -> LoadedBatch:
         """Load the batch of these indices, which has this position in the plan. Never raises an Exception."""
         if self._broken is not None:
-            return Loaded(FAILURE, self._broken, None)
+            return LoadedBatch(FAILURE, self._broken, None)
         if self._order is None:
             raise MessageError("a task came before its epoch")
         if not self._assignment.own_stream:
@@ -135,13 +135,13 @@ class BatchSource:
                 # What comes after it goes on from here.
                 kept = sealed(self._dataset, ended(self._fetcher.state()))
                 stream = StreamState(delivered=self._delivered, ended=True, dataset=kept, rng=capture_rng())
-                return Loaded(END, None, stream)
-            return Loaded(FAILURE, failure(self._worker), self._stream_state())
+                return LoadedBatch(END, None, stream)
+            return LoadedBatch(FAILURE, failure(self._worker), self._stream_state())
         except Exception:
-            return Loaded(
+            return LoadedBatch(
                 FAILURE, failure(self._worker, dataset=self._dataset, index=index), self._stream_state()
             )
-        return Loaded(BATCH, value, self._stream_state())
+        return LoadedBatch(BATCH, value, self._stream_state())
 
     def _begin_stream(self, stream: StreamState | None) -> None:
         """Make the fetcher, at the stream's place, with the generators as they were there.

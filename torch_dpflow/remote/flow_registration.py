@@ -36,7 +36,7 @@ _ATTEMPTS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class JobDataset:
     """What a job's dataset is to the workers of its flow, and what of that may be kept."""
 
     parts: Parts
@@ -48,20 +48,20 @@ class Source:
     cache: ALSDCache | None
 
 
-def source_of(dataset: Any, options: JobOptions) -> Source:
+def source_of(dataset: Any, options: JobOptions) -> JobDataset:
     """How a dataset is loaded by a flow: whole, or in two parts where it says which of them may be kept."""
     cache = dataset if isinstance(dataset, ALSDCache) else None
     if cache is not None:
         dataset = Parts(cache.dataset, None if cache.transform is None else Transformed(cache.transform))
     elif not isinstance(dataset, Parts):
-        return Source(parts=Parts(dataset), repeatable=bool(options.repeatable), staged=False, cache=None)
+        return JobDataset(parts=Parts(dataset), repeatable=bool(options.repeatable), staged=False, cache=None)
     if dataset.rest is not None and options.repeatable is not None:
         # All of it is repeatable, or nothing is: there is one part.
         dataset = Parts(replace(dataset, stand_in=None), stand_in=dataset.stand_in)
     repeatable = dataset.rest is None and (
         cache is not None if options.repeatable is None else options.repeatable
     )
-    return Source(parts=dataset, repeatable=repeatable, staged=dataset.rest is not None, cache=cache)
+    return JobDataset(parts=dataset, repeatable=repeatable, staged=dataset.rest is not None, cache=cache)
 
 
 def length_of(dataset: Any) -> int:
@@ -80,7 +80,7 @@ def length_of(dataset: Any) -> int:
 def describe(
     flow: str,
     version: int,
-    source: Source,
+    source: JobDataset,
     assignment: SampleAssignment,
     packed: bytes,
     *,
@@ -137,7 +137,7 @@ def _called(function: Callable[[int], Any] | None) -> str:
     return f"{getattr(function, '__qualname__', type(function).__qualname__):.200} ({fingerprint(function)})"
 
 
-def _memory_of(source: Source, options: JobOptions) -> int:
+def _memory_of(source: JobDataset, options: JobOptions) -> int:
     """Room of the pools: what was asked for, or what the cache around the dataset may hold and what is on its way."""
     if options.memory_bytes is not None:
         return options.memory_bytes
@@ -145,7 +145,7 @@ def _memory_of(source: Source, options: JobOptions) -> int:
     return DEFAULT_MEMORY_BYTES if held is None else held + UNDER_WAY_BYTES
 
 
-def _samples_of(source: Source, size: int) -> int:
+def _samples_of(source: JobDataset, size: int) -> int:
     """How many samples the cache around the dataset may hold, where it says so; else 0."""
     held = None if source.cache is None else parse_capacity(source.cache.capacity).items
     return min(held or 0, size)

@@ -52,31 +52,31 @@ class FlowState(enum.Enum):
     DELETED = "deleted"
 
 
-class Start(msgspec.Struct, frozen=True):
+class StartFlow(msgspec.Struct, frozen=True):
     """Have a router and shards for this flow; they may be there."""
 
     spec: FlowSpec
 
 
-class Stop(msgspec.Struct, frozen=True):
+class StopFlow(msgspec.Struct, frozen=True):
     """End the services of this instance, if there are any."""
 
     instance: str
 
 
-class Save(msgspec.Struct, frozen=True):
+class SaveFlow(msgspec.Struct, frozen=True):
     """Keep this flow where it outlives the process."""
 
     spec: FlowSpec
 
 
-class Forget(msgspec.Struct, frozen=True):
+class ForgetFlow(msgspec.Struct, frozen=True):
     """Keep this flow no longer."""
 
     spec: FlowSpec
 
 
-Instruction: TypeAlias = Start | Stop | Save | Forget
+FlowInstruction: TypeAlias = StartFlow | StopFlow | SaveFlow | ForgetFlow
 
 
 @dataclass(slots=True)
@@ -152,7 +152,7 @@ class FlowRegistry:
         instance = self._current.get(name)
         return None if instance is None else self._flows[instance]
 
-    def register(self, spec: FlowSpec, now: float) -> list[Instruction]:
+    def register(self, spec: FlowSpec, now: float) -> list[FlowInstruction]:
         """A job describes the flow that it is going to read.
 
         Raises:
@@ -193,7 +193,7 @@ class FlowRegistry:
                 return flow
         return None
 
-    def settle(self, flow: Flow, content: str) -> list[Instruction]:
+    def settle(self, flow: Flow, content: str) -> list[FlowInstruction]:
         """This content, which was announced, has come as the flow's first: it is what the flow loads.
 
         Descriptions that agree may still differ in the bytes of what is loaded, and who registered first may have
@@ -204,9 +204,9 @@ class FlowRegistry:
         if taken.content == flow.spec.content:
             return []
         flow.spec = taken
-        return [Save(taken)]
+        return [SaveFlow(taken)]
 
-    def access(self, name: str, version: int, now: float) -> tuple[Flow, list[Instruction]]:
+    def access(self, name: str, version: int, now: float) -> tuple[Flow, list[FlowInstruction]]:
         """A job wants to read; its services are started unless they run.
 
         Raises:
@@ -229,13 +229,13 @@ class FlowRegistry:
         if flow.state in (FlowState.READY, FlowState.ACCESSED):
             return flow, []
         flow.starting = True
-        return flow, [Start(flow.spec)]
+        return flow, [StartFlow(flow.spec)]
 
-    def report(self, instance: str, jobs: int, now: float) -> list[Instruction]:
+    def report(self, instance: str, jobs: int, now: float) -> list[FlowInstruction]:
         """The router of this instance is up and serves so many jobs."""
         flow = self._flows.get(instance)
         if flow is None:
-            return [Stop(instance)]
+            return [StopFlow(instance)]
         # While services start nobody can read, however long it takes.
         if jobs or flow.jobs or flow.starting:
             flow.touched = now
@@ -244,7 +244,7 @@ class FlowRegistry:
         flow.enter(FlowState.ACCESSED if jobs else FlowState.READY, now)
         return []
 
-    def scale(self, name: str, shards: int, workers: int | None) -> tuple[Flow, list[Instruction]]:
+    def scale(self, name: str, shards: int, workers: int | None) -> tuple[Flow, list[FlowInstruction]]:
         """A person gives this flow other numbers of shards and workers.
 
         workers: of all shards together; None: as many as it has, but one for each shard at least.
@@ -259,18 +259,18 @@ class FlowRegistry:
         scaled = msgspec.structs.replace(flow.spec, shards=shards, workers=workers)
         scaled.check()
         flow.spec = scaled
-        return flow, [Save(scaled)]
+        return flow, [SaveFlow(scaled)]
 
-    def make_way(self, now: float) -> list[Instruction]:
+    def make_way(self, now: float) -> list[FlowInstruction]:
         """There is no room for another flow: end the services of the one that nobody has read for longest."""
         unread = [flow for flow in self._flows.values() if flow.is_unread(now)]
         if not unread:
             return []
         longest = min(unread, key=lambda flow: flow.touched)
         longest.enter(FlowState.IDLE, now)
-        return [Stop(longest.spec.instance)]
+        return [StopFlow(longest.spec.instance)]
 
-    def delete(self, name: str, now: float) -> list[Instruction]:
+    def delete(self, name: str, now: float) -> list[FlowInstruction]:
         """A person does not want this flow any more.
 
         Raises:
@@ -282,11 +282,11 @@ class FlowRegistry:
         flow.enter(FlowState.DELETED, now)
         del self._current[name]
         del self._flows[flow.spec.instance]
-        return [Stop(flow.spec.instance), Forget(flow.spec)]
+        return [StopFlow(flow.spec.instance), ForgetFlow(flow.spec)]
 
-    def tick(self, now: float) -> list[Instruction]:
+    def tick(self, now: float) -> list[FlowInstruction]:
         """Time has passed: end the services that nobody has used for long."""
-        out: list[Instruction] = []
+        out: list[FlowInstruction] = []
         for instance, flow in list(self._flows.items()):
             patience = REPLACED_S if flow.replaced else flow.spec.idle_s
             if flow.starting:
@@ -296,11 +296,11 @@ class FlowRegistry:
             asleep = flow.state in (FlowState.CREATED, FlowState.IDLE) and not flow.starting
             if flow.replaced and (unused or asleep):
                 del self._flows[instance]
-                out += [Stop(instance), Forget(flow.spec)]
+                out += [StopFlow(instance), ForgetFlow(flow.spec)]
             elif unused:
                 flow.enter(FlowState.IDLE, now)
                 flow.starting = False
-                out.append(Stop(instance))
+                out.append(StopFlow(instance))
         return out
 
     def _known(self, name: str) -> Flow:
@@ -309,13 +309,13 @@ class FlowRegistry:
             raise UsageError(f"flow {name!r} is not registered; registered are {sorted(self._current)}")
         return flow
 
-    def _put_in_force(self, flow: Flow) -> list[Instruction]:
+    def _put_in_force(self, flow: Flow) -> list[FlowInstruction]:
         earlier = self.find(flow.spec.name)
         if earlier is not None:
             earlier.replaced = True
         self._flows[flow.spec.instance] = flow
         self._current[flow.spec.name] = flow.spec.instance
-        return [Save(flow.spec)]
+        return [SaveFlow(flow.spec)]
 
     def validate(self) -> None:
         """Check every invariant; O(flows), for tests. Raises AssertionError."""

@@ -62,7 +62,7 @@ class JointOrder:
         #: By rank, what it has of the epoch that it is in, and of those before; until every rank has said so.
         self._told: dict[int, dict[int, Held]] = {}
         #: The epochs that are dealt, at most two; empty until every rank is there.
-        self._epochs: dict[int, _Epoch] = {}
+        self._epochs: dict[int, _JointEpoch] = {}
 
     @property
     def awaited(self) -> tuple[int, ...]:
@@ -138,7 +138,7 @@ class JointOrder:
                 raise UsageError(
                     f"the ranks of job {self._job!r} are in epochs {epochs}; resume all from one state"
                 )
-            dealt: dict[int, _Epoch] = {}
+            dealt: dict[int, _JointEpoch] = {}
             for epoch in epochs:
                 for before in dealt.values():
                     before.finish()
@@ -163,10 +163,10 @@ class JointOrder:
             held.append(told.get(epoch, Held(epoch)))
         return held
 
-    def _deal(self, epoch: int, held: list[Held]) -> _Epoch:
+    def _deal(self, epoch: int, held: list[Held]) -> _JointEpoch:
         done = np.unique(np.concatenate([one.samples for one in held]))
         self._group.start_epoch(self._job, epoch, done=done)
-        return _Epoch(self._shares, held, partial(self._group.next, self._job))
+        return _JointEpoch(self._shares, held, partial(self._group.next, self._job))
 
     def validate(self) -> None:
         """Check every invariant; O(samples), for tests. Raises AssertionError."""
@@ -176,7 +176,7 @@ class JointOrder:
             dealt.validate()
 
 
-class _Epoch:
+class _JointEpoch:
     """The slots of one epoch, filled from the first on as ranks draw.
 
     Args:

@@ -9,9 +9,9 @@ back under a new generation.
 
 ::
 
-    Heard, new generation ──> Joined ──> Heard, same generation: the lease is renewed
-                                 │
-                                 └─────> Tick after the lease, Leave, Heard of a newer generation ──> Lost
+    Heard, new generation ──> LeaseGranted ──> Heard, same generation: the lease is renewed
+                                   │
+                                   └──> ExpireLeases after its end, Leave, Heard of a newer generation ──> Lost
     Heard of a generation that is lost or replaced ──> Stale
 """
 
@@ -49,16 +49,16 @@ class Leave(msgspec.Struct, frozen=True, gc=False):
     now: float
 
 
-class Tick(msgspec.Struct, frozen=True, gc=False):
+class ExpireLeases(msgspec.Struct, frozen=True, gc=False):
     """Time has passed, and everything that had arrived by then has been told."""
 
     now: float
 
 
-Event: TypeAlias = Heard | Leave | Tick
+LeaseEvent: TypeAlias = Heard | Leave | ExpireLeases
 
 
-class Joined(msgspec.Struct, frozen=True, gc=False):
+class LeaseGranted(msgspec.Struct, frozen=True, gc=False):
     """This generation of the peer is a member from now on."""
 
     peer: Peer
@@ -81,7 +81,7 @@ class Stale(msgspec.Struct, frozen=True, gc=False):
     newest: int
 
 
-Instruction: TypeAlias = Joined | Lost | Stale
+LeaseChange: TypeAlias = LeaseGranted | Lost | Stale
 
 
 class _Lease(msgspec.Struct):
@@ -93,7 +93,7 @@ class _Lease(msgspec.Struct):
 class Membership:
     """Keeps the leases of all peers of one service.
 
-    Only a Tick ends a lease: a service that was held up itself first tells what has arrived meanwhile, and
+    Only ExpireLeases ends a lease: a service that was held up itself first tells what has arrived meanwhile, and
     loses nobody who was there. Not thread-safe: one thread owns it. Every event is amortised O(1).
 
     lease_s: seconds of silence after which a peer is lost, above 0.
@@ -124,7 +124,7 @@ class Membership:
         lease = self._members.get(peer)
         return None if lease is None else lease.generation
 
-    def handle(self, event: Event) -> list[Instruction]:
+    def handle(self, event: LeaseEvent) -> list[LeaseChange]:
         """Take in one event; return what has changed, in order. Time that runs backwards stands still."""
         match event:
             case Heard(peer, generation, now):
@@ -133,40 +133,40 @@ class Membership:
             case Leave(peer, generation, now):
                 self._now = max(self._now, now)
                 return self._leave(peer, generation)
-            case Tick(now):
+            case ExpireLeases(now):
                 self._now = max(self._now, now)
                 return self._tick()
             case _:
-                raise OptionTypeError(f"a membership handles Heard, Leave and Tick; got {event!r}")
+                raise OptionTypeError(f"a membership handles Heard, Leave and ExpireLeases; got {event!r}")
 
-    def _heard(self, peer: Peer, generation: int) -> list[Instruction]:
+    def _heard(self, peer: Peer, generation: int) -> list[LeaseChange]:
         newest = self._newest(peer)
         member = peer in self._members
         if newest is not None and (generation < newest or (generation == newest and not member)):
             return [Stale(peer, generation, newest)]
-        changes: list[Instruction] = []
+        changes: list[LeaseChange] = []
         if generation != newest:
             if newest is not None and member:
                 changes.append(Lost(peer, newest, "replaced"))
-            changes.append(Joined(peer, generation))
+            changes.append(LeaseGranted(peer, generation))
         self._gone.pop(peer, None)
         self._members[peer] = _Lease(generation, self._now + self._lease_s)
         self._members.move_to_end(peer)
         return changes
 
-    def _leave(self, peer: Peer, generation: int) -> list[Instruction]:
+    def _leave(self, peer: Peer, generation: int) -> list[LeaseChange]:
         newest = self._newest(peer)
         if newest is not None and generation < newest:
             return []
-        changes: list[Instruction] = []
+        changes: list[LeaseChange] = []
         if newest is not None and peer in self._members:
             del self._members[peer]
             changes.append(Lost(peer, newest, "left" if generation == newest else "replaced"))
         self._remember(peer, generation)
         return changes
 
-    def _tick(self) -> list[Instruction]:
-        changes: list[Instruction] = []
+    def _tick(self) -> list[LeaseChange]:
+        changes: list[LeaseChange] = []
         while self._members:
             peer, lease = next(iter(self._members.items()))
             if lease.until > self._now:

@@ -33,7 +33,7 @@ from torch_dpflow.remote.memory import (
     storage_over,
     tensor_over,
 )
-from torch_dpflow.remote.reduction import ParcelPickler, Source
+from torch_dpflow.remote.reduction import MemoryRange, ParcelPickler
 from torch_dpflow.remote.unpicklable import explain
 
 Frame: TypeAlias = "bytes | bytearray | memoryview"
@@ -50,7 +50,7 @@ ORDERED_BYTES = 1 << 15
 MAX_LARGE_FRAMES = 1000
 
 
-class Place(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class BufferSpan(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Where one piece of a parcel lies: `size` bytes at `offset` of a frame or a block."""
 
     #: Number of the frame; or -1 for the first block, -2 for the second, and so on.
@@ -65,9 +65,9 @@ class ParcelTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
     #: How many frames the parcel takes in a message.
     frames: int
     blocks: tuple[BlockRef, ...]
-    head: Place
+    head: BufferSpan
     #: One for each use of a buffer in the head, in order; the same place twice is the same memory.
-    buffers: tuple[Place, ...]
+    buffers: tuple[BufferSpan, ...]
     #: What the address of every buffer has to be a multiple of, for the items that lie in it.
     alignment: int = WORD
 
@@ -169,30 +169,30 @@ class _Packing:
         self._frames: list[Frame] = []
         self._blocks: list[BlockRef] = []
         #: By key and size, so that memory used twice travels once.
-        self._places: dict[tuple[int, int], Place] = {}
+        self._places: dict[tuple[int, int], BufferSpan] = {}
         #: Small buffers and where they go in the coalesced region; its size so far.
-        self._small: list[tuple[Source, int]] = []
+        self._small: list[tuple[MemoryRange, int]] = []
         self._region = 0
 
-    def pack(self, chunks: list[bytes], sources: list[Source]) -> tuple[ParcelTable, list[Frame]]:
+    def pack(self, chunks: list[bytes], sources: list[MemoryRange]) -> tuple[ParcelTable, list[Frame]]:
         if self._arena is not None:
             self._share_bytes_objects(self._arena, sources)
         places = [self._places.get(source[:2]) or self._place(source) for source in sources]
         alignment = max([source.alignment for source in sources], default=WORD)
         first: Frame = b"".join(chunks)
-        head = Place(0, 0, len(first))
+        head = BufferSpan(0, 0, len(first))
         if (block := self._share(len(first))) is not None:
             block.memory.data[:] = first
-            head = Place(self._publish(block), 0, len(first))
+            head = BufferSpan(self._publish(block), 0, len(first))
             first = b""
         if self._small:
             first, start, part = self._coalesce(first)
             # Until now a small buffer's place was one in the region; the region's own is known only here.
-            places = [Place(part, start + p.offset, p.size) if p.part == 0 else p for p in places]
+            places = [BufferSpan(part, start + p.offset, p.size) if p.part == 0 else p for p in places]
         frames: list[Frame] = [first, *self._frames]
         return ParcelTable(len(frames), tuple(self._blocks), head, tuple(places), alignment), frames
 
-    def _share_bytes_objects(self, arena: Arena, sources: list[Source]) -> None:
+    def _share_bytes_objects(self, arena: Arena, sources: list[MemoryRange]) -> None:
         """Put all bytes objects into one block: decoding copies them, so none of them keeps it."""
         pieces = {source[:2]: source for source in sources if type(source.owner) is bytes}
         if not pieces:
@@ -203,21 +203,21 @@ class _Packing:
         part, offset = self._publish(block), 0
         for key, source in pieces.items():
             ctypes.memmove(block.address + offset, source.address, source.nbytes)
-            self._places[key] = Place(part, offset, source.nbytes)
+            self._places[key] = BufferSpan(part, offset, source.nbytes)
             offset += _aligned(source.nbytes)
 
-    def _place(self, source: Source) -> Place:
+    def _place(self, source: MemoryRange) -> BufferSpan:
         part = self._place_large(source) if source.nbytes >= LARGE_BYTES else None
         if part is not None:
-            place = Place(part, 0, source.nbytes)
+            place = BufferSpan(part, 0, source.nbytes)
         else:
-            place = Place(0, self._region, source.nbytes)
+            place = BufferSpan(0, self._region, source.nbytes)
             self._small.append((source, self._region))
             self._region += _aligned(source.nbytes)
         self._places[source[:2]] = place
         return place
 
-    def _place_large(self, source: Source) -> int | None:
+    def _place_large(self, source: MemoryRange) -> int | None:
         if self._arena is not None:
             block = self._arena.block_at(source.address, source.nbytes)
             if block is None and (block := self._arena.allocate(source.nbytes)) is not None:
@@ -302,13 +302,13 @@ class _Unpacking:
         buffers = [self._piece(place) for place in table.buffers]
         return _load(head, buffers)
 
-    def _head_in_frame(self, place: Place) -> memoryview:
+    def _head_in_frame(self, place: BufferSpan) -> memoryview:
         first = self._frames[0] if self._frames else memoryview(b"")
         if place.offset or not 0 <= place.size <= len(first):
             raise MessageError(f"{place}: not at the start of a first frame of {len(first)} bytes")
         return first[: place.size]
 
-    def _piece(self, place: Place) -> memoryview:
+    def _piece(self, place: BufferSpan) -> memoryview:
         found = self._memory.get(place.part)
         if found is None:
             found = self._memory[place.part] = self._open(place.part)

@@ -22,7 +22,7 @@ MAX_PROCESSES = 8192
 #: Most states of a flow that are remembered.
 MAX_LIFE = 32
 
-Keys: TypeAlias = Annotated[list[Count], msgspec.Meta(max_length=MAX_SAMPLES)]
+SampleKeys: TypeAlias = Annotated[list[Count], msgspec.Meta(max_length=MAX_SAMPLES)]
 
 
 class Body(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -308,7 +308,7 @@ class StartEpoch(Body):
     places: Annotated[list[EpochPlace], msgspec.Meta(min_length=1, max_length=2)]
 
 
-class Draw(Body):
+class DrawSamples(Body):
     """To a router: samples of the process's part of an epoch. A frame of int64 answers, empty at the end."""
 
     job: JobId
@@ -333,10 +333,10 @@ class Ask(Body):
     epoch: Count
     #: Decides what is drawn by chance. None: what the deterministic part of a flow in two parts gives is wanted.
     draw: Count | None
-    tickets: Keys
-    keys: Keys
+    tickets: SampleKeys
+    keys: SampleKeys
     #: Tickets whose samples the job has.
-    taken: Keys
+    taken: SampleKeys
     #: How many of the samples, the last ones, a fetch does not wait for yet.
     ahead: Count = 0
 

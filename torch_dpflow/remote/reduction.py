@@ -33,7 +33,7 @@ _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(val
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-class Source(NamedTuple):
+class MemoryRange(NamedTuple):
     """Memory that a parcel refers to."""
 
     #: The address; or a bytes object's id, which tells it apart as well and costs less to find out.
@@ -84,7 +84,7 @@ class _Stream:
 
     def __init__(self) -> None:
         self.chunks: list[bytes] = []
-        self.sources: list[Source] = []
+        self.sources: list[MemoryRange] = []
 
     def write(self, chunk: Any) -> None:
         """Called by pickle with a chunk of the stream, or with the content of one big object."""
@@ -92,7 +92,7 @@ class _Stream:
             header = _bytes_header(len(chunk))
             if self.chunks and self.chunks[-1].endswith(header):
                 self.chunks[-1] = self.chunks[-1][: -len(header)] + _BYTES_OF_BUFFER
-                self.sources.append(Source(id(chunk), len(chunk), chunk))
+                self.sources.append(MemoryRange(id(chunk), len(chunk), chunk))
                 return
         self.chunks.append(chunk)
 
@@ -102,7 +102,7 @@ class _PlainStream:
 
     def __init__(self) -> None:
         self.chunks: list[bytes] = []
-        self.sources: list[Source] = []
+        self.sources: list[MemoryRange] = []
         self.write = self.chunks.append
 
 
@@ -160,7 +160,7 @@ class ParcelPickler(pickle.Pickler):
     def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
         if storage.device.type != "cpu":
             return rebuild_storage_on, (cast(Any, storage).cpu(), str(storage.device))
-        self.sources.append(Source(storage.data_ptr(), storage.nbytes(), storage))
+        self.sources.append(MemoryRange(storage.data_ptr(), storage.nbytes(), storage))
         return rebuild_storage, (_STAND_IN,)
 
     def _reduce_typed_storage(self, storage: TypedStorage) -> Any:
@@ -168,7 +168,7 @@ class ParcelPickler(pickle.Pickler):
 
     def _reduce_span(self, span: _Span) -> Any:
         memory = span.memory
-        self.sources.append(Source(address_of(memory), memory.nbytes, memory))
+        self.sources.append(MemoryRange(address_of(memory), memory.nbytes, memory))
         return rebuild_storage, (_STAND_IN,)
 
     def _reduce_array(self, array: np.ndarray[Any, Any]) -> Any:
@@ -180,14 +180,14 @@ class ParcelPickler(pickle.Pickler):
         if not array.flags.forc:
             array = np.ascontiguousarray(array)
         alignment = max(dtype.alignment, WORD)
-        self.sources.append(Source(address_of(array), array.nbytes, array, alignment))
+        self.sources.append(MemoryRange(address_of(array), array.nbytes, array, alignment))
         return rebuild_array, (_STAND_IN, dtype.str if plain else dtype, array.shape, order)
 
 
-def _take_buffer(sources: list[Source], buffer: pickle.PickleBuffer) -> None:
+def _take_buffer(sources: list[MemoryRange], buffer: pickle.PickleBuffer) -> None:
     if buffer is not _STAND_IN:
         memory = np.frombuffer(buffer.raw(), np.uint8)
-        sources.append(Source(address_of(memory), memory.nbytes, memory))
+        sources.append(MemoryRange(address_of(memory), memory.nbytes, memory))
 
 
 def rebuild_storage(memory: memoryview) -> torch.UntypedStorage:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.membership import Heard, Leave, Lost, Membership, Stale, Tick
+from torch_dpflow.remote.membership import ExpireLeases, Heard, Leave, Lost, Membership, Stale
 from torch_dpflow.remote.refusals import NameBusyError, StaleJobError
 
 
@@ -79,7 +79,9 @@ class Roster:
 
     def tick(self, now: float) -> list[str]:
         """Time has passed; the names of those who are taken for dead from now on."""
-        lapsed = [change.peer for change in self._membership.handle(Tick(now)) if isinstance(change, Lost)]
+        lapsed = [
+            change.peer for change in self._membership.handle(ExpireLeases(now)) if isinstance(change, Lost)
+        ]
         for name in lapsed:
             del self._tenants[name]
         return lapsed

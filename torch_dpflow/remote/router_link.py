@@ -27,7 +27,7 @@ from torch_dpflow.remote.delivered import Marks, mark
 from torch_dpflow.remote.job_description import Home, JobDescription
 from torch_dpflow.remote.protocol import (
     Access,
-    Draw,
+    DrawSamples,
     EpochPlace,
     JobBeat,
     JobFigures,
@@ -56,7 +56,7 @@ _PASSING = (ErrorKind.NAME_BUSY, ErrorKind.RANKS_AWAITED, ErrorKind.FORGOTTEN, E
 
 
 @dataclass(slots=True)
-class _Epoch:
+class _EpochAtRouter:
     """What has been drawn of an epoch."""
 
     number: int
@@ -111,8 +111,8 @@ class RouterLink:
         #: Where it was last; empty before it was found.
         self._address = ""
         #: The epoch that is drawn, the one before, and whether the router has been told where we are.
-        self._epoch: _Epoch | None = None
-        self._before: _Epoch | None = None
+        self._epoch: _EpochAtRouter | None = None
+        self._before: _EpochAtRouter | None = None
         self._told = False
         #: Samples of an epoch, and the routing table.
         self.length = 0
@@ -132,7 +132,7 @@ class RouterLink:
         """Begin to draw an epoch, of which the marked samples, in `position` places, have been drawn."""
         with self._lock:
             self._before = self._epoch
-            self._epoch, self._told = _Epoch(epoch, drawn, position), False
+            self._epoch, self._told = _EpochAtRouter(epoch, drawn, position), False
             self._attempt(self._in_epoch)
 
     def draw(self, count: int, given_up: StopSignal) -> IndexArray:
@@ -355,7 +355,7 @@ class RouterLink:
         if epoch.position == self.length:
             return np.empty(0, np.int64)
         router = self._in_epoch()
-        draw = Draw(self.id, epoch.number, epoch.position, count)
+        draw = DrawSamples(self.id, epoch.number, epoch.position, count)
         answer = router.call("draw", draw, timeout_s=self._call_s)
         drawn = np.frombuffer(answer.frames[0], np.int64)
         mark(epoch.drawn, drawn)

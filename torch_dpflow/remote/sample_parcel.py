@@ -18,7 +18,15 @@ import torch
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.remote.arena import Arena, Block
 from torch_dpflow.remote.memory import ALIGNMENT, address_of, storage_over, tensor_over
-from torch_dpflow.remote.parcel import LARGE_BYTES, SHARED_BYTES, Frame, ParcelTable, Place, decode, encode
+from torch_dpflow.remote.parcel import (
+    LARGE_BYTES,
+    SHARED_BYTES,
+    BufferSpan,
+    Frame,
+    ParcelTable,
+    decode,
+    encode,
+)
 from torch_dpflow.remote.reduction import ParcelPickler, is_plain
 
 #: Most items of a tuple that takes the short cut.
@@ -89,8 +97,8 @@ def _encode_tensor(
         ctypes.memmove(block.address, tensor.data_ptr(), nbytes)
     else:
         _lay_out(tensor, block)
-    place = Place(-1, 0, nbytes)
-    return ParcelTable(1, (arena.publish(block),), Place(0, 0, len(head)), (place,)), [head]
+    place = BufferSpan(-1, 0, nbytes)
+    return ParcelTable(1, (arena.publish(block),), BufferSpan(0, 0, len(head)), (place,)), [head]
 
 
 def _beside(head: bytes, tensor: torch.Tensor, nbytes: int) -> tuple[ParcelTable, list[Frame]]:
@@ -99,7 +107,7 @@ def _beside(head: bytes, tensor: torch.Tensor, nbytes: int) -> tuple[ParcelTable
     frame = np.zeros(start + nbytes, np.uint8)
     frame.data[: len(head)] = head
     ctypes.memmove(address_of(frame) + start, tensor.data_ptr(), nbytes)
-    return ParcelTable(1, (), Place(0, 0, len(head)), (Place(0, start, nbytes),)), [frame.data]
+    return ParcelTable(1, (), BufferSpan(0, 0, len(head)), (BufferSpan(0, start, nbytes),)), [frame.data]
 
 
 def _lay_out(tensor: torch.Tensor, block: Block) -> None:

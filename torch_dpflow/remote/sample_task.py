@@ -21,7 +21,7 @@ from torch_dpflow.remote.transport import Frame
 _NUMBERS = struct.Struct("<QQQ")
 
 
-class _Header(msgspec.Struct, array_like=True, gc=False):
+class _TaskHeader(msgspec.Struct, array_like=True, gc=False):
     """What is known of an input."""
 
     table: ParcelTable
@@ -29,7 +29,7 @@ class _Header(msgspec.Struct, array_like=True, gc=False):
     sizes: list[int]
 
 
-_decoder = msgspec.msgpack.Decoder(_Header)
+_decoder = msgspec.msgpack.Decoder(_TaskHeader)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def pack_task(key: int, draw: int, input: Settled | None) -> Frame:
     if input is None:
         return _NUMBERS.pack(key, draw, 0)
     frames = [memoryview(frame).cast("B") for frame in input.frames]
-    header = msgspec.msgpack.encode(_Header(input.table, [len(frame) for frame in frames]))
+    header = msgspec.msgpack.encode(_TaskHeader(input.table, [len(frame) for frame in frames]))
     offsets = _offsets(len(header), [len(frame) for frame in frames])
     packed = bytearray(offsets[-1])
     _NUMBERS.pack_into(packed, 0, key, draw, len(header))

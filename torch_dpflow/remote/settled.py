@@ -8,7 +8,7 @@ import msgspec
 
 from torch_dpflow.errors import MessageError
 from torch_dpflow.remote.arena import ArenaReader
-from torch_dpflow.remote.parcel import ParcelTable, Place
+from torch_dpflow.remote.parcel import BufferSpan, ParcelTable
 from torch_dpflow.remote.protocol import SAMPLE, ServedSample
 from torch_dpflow.remote.transport import Frame
 
@@ -61,8 +61,8 @@ def settle(kind: int, table: ParcelTable, frames: list[memoryview], reader: Aren
 def plain(kind: int, text: str) -> Settled:
     """A text as a parcel, for what a service itself has to say."""
     data = text.encode()
-    return Settled(kind, ParcelTable(1, (), Place(0, 0, len(data)), ()), [data], len(data))
+    return Settled(kind, ParcelTable(1, (), BufferSpan(0, 0, len(data)), ()), [data], len(data))
 
 
-def _moved(place: Place, frames: int) -> Place:
+def _moved(place: BufferSpan, frames: int) -> BufferSpan:
     return place if place.part >= 0 else msgspec.structs.replace(place, part=frames - 1 - place.part)

@@ -43,7 +43,7 @@ class Fetch:
 
 
 @dataclass(slots=True)
-class Outcome:
+class FetchOutcome:
     """What a fetch came to."""
 
     #: The samples and the frames of each.
@@ -98,9 +98,9 @@ class ShardLinks:
                 fetches.append(Fetch(address, some, pending))
         return fetches
 
-    def finish(self, fetch: Fetch) -> Outcome:
+    def finish(self, fetch: Fetch) -> FetchOutcome:
         """Wait for the answer to a fetch. It may lack samples, which are to be fetched again."""
-        outcome = Outcome()
+        outcome = FetchOutcome()
         try:
             answer = fetch.pending.result()
         except DPFlowError as error:

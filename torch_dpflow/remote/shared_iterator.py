@@ -26,7 +26,7 @@ from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.remote.putting_together import Came, came_of, put_together
 from torch_dpflow.remote.ready_batches import TAKEN, Ready, ReadyBatches
 from torch_dpflow.remote.router_link import RouterLink
-from torch_dpflow.remote.shard_link import Fetch, Outcome, ShardLinks, Wanted
+from torch_dpflow.remote.shard_link import Fetch, FetchOutcome, ShardLinks, Wanted
 from torch_dpflow.remote.stop_signal import StopSignal
 
 #: The longest pauses before a fetch that failed is tried again, after the first time and after many, seconds.
@@ -306,7 +306,7 @@ class SharedIterator:
         self._mean_bytes += (batch.nbytes - self._mean_bytes) * (0.2 if self._mean_bytes else 1.0)
         return batch
 
-    def _take(self, batch: _Batch, fetch: Fetch) -> Outcome:
+    def _take(self, batch: _Batch, fetch: Fetch) -> FetchOutcome:
         """Wait for the answer to a fetch, and note what it brings."""
         outcome = self._links.finish(fetch)
         batch.nbytes += outcome.nbytes

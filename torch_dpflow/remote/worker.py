@@ -13,7 +13,7 @@ from typing import Any
 from torch_dpflow.errors import NotPicklableError, WorkerError
 from torch_dpflow.remote import collate
 from torch_dpflow.remote.arena import Arena
-from torch_dpflow.remote.batches import Assignment, BatchSource, Loaded
+from torch_dpflow.remote.batches import Assignment, BatchSource, LoadedBatch
 from torch_dpflow.remote.fetching import unpicklable_failure
 from torch_dpflow.remote.messages import (
     FAILURE,
@@ -179,7 +179,7 @@ class _Worker:
         self._running.note(None)
         self._connection.send([encode(Exchange([finished], started)), *frames])
 
-    def _wrap(self, loaded: Loaded) -> tuple[Any, list[Frame]]:
+    def _wrap(self, loaded: LoadedBatch) -> tuple[Any, list[Frame]]:
         try:
             return encode_parcel(loaded.value, arena=self._arena)
         except NotPicklableError as error:

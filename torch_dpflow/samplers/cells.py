@@ -14,7 +14,7 @@ MAX_JOBS = 64
 #: So many cells are searched as plain numbers, because a call of numpy costs as much as looking at them.
 _FEW_CELLS = 64
 #: Where a sample is: its cell and its slot there. Holds until the next sample of the cell is taken.
-Place: TypeAlias = tuple[int, int]
+CellSlot: TypeAlias = tuple[int, int]
 
 
 class Cells:
@@ -89,7 +89,7 @@ class Cells:
         sizes = self.sizes
         return sum([sizes[cell] for cell in cells])
 
-    def pick(self, cells: Iterable[int], rng: np.random.Generator) -> Place:
+    def pick(self, cells: Iterable[int], rng: np.random.Generator) -> CellSlot:
         """Where a sample is that is uniform over the union of these cells, which holds at least one."""
         sizes = self.sizes
         slot = int(rng.random() * self.samples_in(cells))
@@ -99,7 +99,7 @@ class Cells:
             slot -= sizes[cell]
         raise AssertionError("a uniform number reached 1")
 
-    def pick_many(self, cells: list[int], rng: np.random.Generator, count: int) -> list[Place]:
+    def pick_many(self, cells: list[int], rng: np.random.Generator, count: int) -> list[CellSlot]:
         """`count` distinct samples, uniform over the union of these cells, which holds at least as many."""
         if count == 1:
             return [self.pick(cells, rng)]
@@ -110,7 +110,7 @@ class Cells:
         slots = drawn - ends[found] + sizes[found]
         return [(cells[k], slot) for k, slot in zip(found.tolist(), slots.tolist())]
 
-    def take(self, place: Place, jobs: int) -> int:
+    def take(self, place: CellSlot, jobs: int) -> int:
         """The sample in this place, which the jobs of the mask `jobs` have needed and need no more."""
         cell, slot = place
         samples = self._samples[cell]

@@ -87,7 +87,7 @@ class SharedPass(Pass):
         super().__init__(epoch, position)
         self._group, self._job = group, job
         self._rank, self._replicas, self._length = rank, shares.replicas, shares.per_rank
-        resumed = _Resumed.of(state, group.size, rank)
+        resumed = _ResumedPass.of(state, group.size, rank)
         group.start_epoch(job, epoch, done=resumed.done)
         self._batches = GlobalBatches(
             group, job, shares, batch_size, position=resumed.drawn, head=resumed.head
@@ -152,14 +152,14 @@ class SharedPass(Pass):
         )
 
 
-class _Resumed:
+class _ResumedPass:
     """A shared pass's state, checked: what was drawn, the epoch's first samples, what is to be yielded."""
 
     def __init__(self, drawn: int, done: IndexArray, head: IndexArray, pending: IndexArray) -> None:
         self.drawn, self.done, self.head, self.pending = drawn, done, head, pending
 
     @classmethod
-    def of(cls, state: dict[str, Any] | None, size: int, rank: int) -> "_Resumed":
+    def of(cls, state: dict[str, Any] | None, size: int, rank: int) -> "_ResumedPass":
         if state is None:
             return cls(0, _NOTHING, _NOTHING, _NOTHING)
         try:

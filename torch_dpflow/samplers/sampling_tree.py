@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torch_dpflow.samplers.cells import Cells, Place, bits_of
+from torch_dpflow.samplers.cells import Cells, CellSlot, bits_of
 
 
 def sample_round(cells: Cells, jobs: Sequence[int], rng: np.random.Generator) -> dict[int, int]:
@@ -28,7 +28,7 @@ def sample_round(cells: Cells, jobs: Sequence[int], rng: np.random.Generator) ->
     level = sorted(jobs, key=lambda job: (needed[job], job))
     left = {job: needed[job] for job in level}
     above, everyone = 0, sum(1 << job for job in level)
-    readers: dict[Place, int] = {}
+    readers: dict[CellSlot, int] = {}
     while level:
         # What more jobs need all fewer need too, so the vertex above stands for all those above.
         vertex = cells.needed_by(everyone, above)
@@ -59,7 +59,7 @@ def _takers(left: Sequence[int], size: int, rng: np.random.Generator) -> int:
     return takers
 
 
-def _take(cells: Cells, readers: dict[Place, int]) -> dict[int, int]:
+def _take(cells: Cells, readers: dict[CellSlot, int]) -> dict[int, int]:
     drawn: dict[int, int] = {}
     # From the end of each cell, because taking a sample moves the cell's last one into its slot.
     for place in sorted(readers, reverse=True):

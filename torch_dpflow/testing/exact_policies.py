@@ -80,7 +80,7 @@ class ExactPolicy(ABC):
 
 
 @dataclass
-class _Job:
+class _ExactJob:
     """A position, and what is known of each key: S_v, S_c, S_uc, and S_uk for the rest of the members."""
 
     weight: float
@@ -133,7 +133,7 @@ class ExactALSD(ExactPolicy):
         self.now = 0.0
 
     def due(self, name: object) -> list[int]:
-        job = self.jobs.get(name, _Job(1.0))
+        job = self.jobs.get(name, _ExactJob(1.0))
         return sorted((key for key in job.certain if key not in job.visited), key=job.certain.__getitem__)
 
     # -- distances -------------------------------------------------------------------------------------------
@@ -144,13 +144,13 @@ class ExactALSD(ExactPolicy):
             return min(times, default=float("inf"))
         return float(sum(job.weight * self.samples(job, key) for job in self.jobs.values()))
 
-    def time(self, job: _Job, key: int) -> float:
+    def time(self, job: _ExactJob, key: int) -> float:
         place = job.place(key)
         if place is not None:
             return job.base + place * job.pace - self.now
         return job.estimate(key) * job.pace if key in job.members else float("inf")
 
-    def samples(self, job: _Job, key: int) -> float:
+    def samples(self, job: _ExactJob, key: int) -> float:
         place = job.place(key)
         if place is not None:
             return place - job.position
@@ -177,7 +177,7 @@ class ExactALSD(ExactPolicy):
         if name in self.jobs:
             self.jobs[name].weight = weight
         else:
-            job = self.jobs[name] = _Job(weight)
+            job = self.jobs[name] = _ExactJob(weight)
             self.begin(job, Lookahead.unknown(self.keys, epoch=0))
             job.epoch = None
 
@@ -185,7 +185,7 @@ class ExactALSD(ExactPolicy):
         self.jobs.pop(name, None)
 
     def foresee(self, name: object, told: Lookahead) -> None:
-        job = self.jobs.setdefault(name, _Job(1.0))
+        job = self.jobs.setdefault(name, _ExactJob(1.0))
         goes_on = (job.epoch, job.length) == (told.epoch, told.length) and told.position >= job.position
         if not goes_on:
             self.begin(job, told)
@@ -198,10 +198,10 @@ class ExactALSD(ExactPolicy):
         if told.following is not None and job.following is None:
             job.following = told.following.tolist()
 
-    def ready(self, name: object) -> _Job:
+    def ready(self, name: object) -> _ExactJob:
         if name not in self.jobs:
             self.join(name, 1.0)
-        job: _Job = self.jobs[name]
+        job: _ExactJob = self.jobs[name]
         if job.position >= job.length:
             epoch = job.epoch
             if job.following is not None and epoch is not None:
@@ -212,7 +212,7 @@ class ExactALSD(ExactPolicy):
                 job.epoch = None if epoch is None else epoch + 1
         return job
 
-    def begin(self, job: _Job, told: Lookahead) -> None:
+    def begin(self, job: _ExactJob, told: Lookahead) -> None:
         others = [other.pace for other in self.jobs.values() if other is not job]
         if told.speed is not None:
             job.pace = 1 / told.speed
@@ -231,7 +231,7 @@ class ExactALSD(ExactPolicy):
         job.base = job.began - job.position * job.pace
         self.hear(job, told)
 
-    def hear(self, job: _Job, told: Lookahead) -> None:
+    def hear(self, job: _ExactJob, told: Lookahead) -> None:
         for place in reversed(range(len(told.certain))):
             job.certain[int(told.certain[place])] = told.position + place
         job.likely = set(told.likely.tolist()) - job.visited - set(job.certain)
@@ -263,7 +263,7 @@ class ExactRefCnt(ExactPolicy):
 
     def join(self, name: object, weight: float) -> None:
         everything = set(range(self.keys))
-        self.jobs.setdefault(name, _Claim(everything, set(everything), self.keys))
+        self.jobs.setdefault(name, _ExactClaim(everything, set(everything), self.keys))
 
     def forget(self, name: object) -> None:
         self.jobs.pop(name, None)
@@ -277,11 +277,11 @@ class ExactRefCnt(ExactPolicy):
         if told.members is None and told.complete and told.position == 0:
             everything = certain
         needs = set(certain if told.complete else everything)
-        self.jobs[name] = _Claim(everything, needs, told.length, told.position, told.epoch)
+        self.jobs[name] = _ExactClaim(everything, needs, told.length, told.position, told.epoch)
 
 
 @dataclass
-class _Claim:
+class _ExactClaim:
     """What a job reads in an epoch, what it still needs of it, and where it is."""
 
     members: set[int]

@@ -135,7 +135,7 @@ class PolicyContract:
 
     def test_keeps_nothing_of_a_forgotten_job(self) -> None:
         policy = self._reading([3, 4], max_items=4)
-        job = _Job()
+        job = _HistoryJob()
         gone = weakref.ref(job)
         policy.join(job, weight=2.0)
         policy.foresee(job, Lookahead.of_order(np.arange(_KEYS), epoch=0))
@@ -198,7 +198,7 @@ class PolicyContract:
         return self.make_policy(stream=np.array(stream, dtype=np.int64), keys=_KEYS, **budgets)
 
 
-class _Job:
+class _HistoryJob:
     """A job's name that can be watched."""
 
 

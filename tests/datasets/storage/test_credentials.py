@@ -11,7 +11,7 @@ from torch_dpflow.datasets.storage.credentials import (
     find_oss_credentials,
     find_s3_credentials,
 )
-from torch_dpflow.datasets.storage.exchanges import Refusal
+from torch_dpflow.datasets.storage.exchanges import ErrorResponse
 from torch_dpflow.datasets.storage.services import OSSService, S3Service
 from torch_dpflow.errors import OptionError
 
@@ -108,5 +108,5 @@ def test_refuses_what_is_no_endpoint(endpoint: str) -> None:
 def test_anonymous_requests_carry_no_signature(home: dict[str, str]) -> None:
     assert S3Service({"anon": True}, home).request("s3://data/x").headers == {}
     service = S3Service({"anon": True}, home)
-    refusal = Refusal(403, "Forbidden", {}, b"")
+    refusal = ErrorResponse(403, "Forbidden", {}, b"")
     assert service.follow("s3://data/x", service.request("s3://data/x"), refusal) is None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from torch_dpflow.datasets.files import Child, Files
+from torch_dpflow.datasets.files import DirectoryEntry, Files
 from torch_dpflow.datasets.importers.base import Item
 from torch_dpflow.datasets.importers.tree import check_folder, endings_of
 from torch_dpflow.errors import SourceError
@@ -80,7 +80,7 @@ class SpeechImporter:
                 f"{self.root}/{folder} has transcripts of audio that is missing: {sorted(words)}"
             )
 
-    def _transcripts(self, folder: str, children: list[Child]) -> dict[str, str]:
+    def _transcripts(self, folder: str, children: list[DirectoryEntry]) -> dict[str, str]:
         words: dict[str, str] = {}
         for child in children:
             if not child.name.endswith(_TRANSCRIPT):

@@ -22,7 +22,7 @@ class Credentials:
     token: str | None = field(default=None, repr=False)
 
 
-class Chain(Protocol):
+class CredentialChain(Protocol):
     """A vendor's library that finds credentials where we do not look, and renews them in time."""
 
     def get(self) -> Credentials | None:
@@ -40,7 +40,7 @@ class CredentialSource:
         chain: asked where `find` finds none.
     """
 
-    def __init__(self, find: Callable[[], Credentials | None], chain: Chain | None = None) -> None:
+    def __init__(self, find: Callable[[], Credentials | None], chain: CredentialChain | None = None) -> None:
         self._find = find
         self._chain = chain
         self._lock = threading.Lock()

@@ -20,7 +20,7 @@ _STATUS_OF_CODE = {"RequestTimeout": 408, "ExpiredToken": 403, "InvalidToken": 4
 
 
 @dataclass(frozen=True)
-class Request:
+class GetRequest:
     """A GET, ready to be sent."""
 
     origin: Origin
@@ -33,7 +33,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class ErrorResponse:
     """An answer that brings no object; `body` is how it begins."""
 
     status: int
@@ -70,10 +70,10 @@ class Service(Protocol):
     def origin(self, url: str) -> Origin:
         """The server to connect to."""
 
-    def request(self, url: str) -> Request:
+    def request(self, url: str) -> GetRequest:
         """A signed request for the whole object, good for the next minutes. Raises AccessDeniedError."""
 
-    def follow(self, url: str, request: Request, refusal: Refusal) -> Request | None:
+    def follow(self, url: str, request: GetRequest, refusal: ErrorResponse) -> GetRequest | None:
         """What to ask after `request` was refused: elsewhere, or with other credentials; None: it is final."""
 
     def tls(self) -> ssl.SSLContext:

@@ -8,7 +8,7 @@ import time
 from torch_dpflow.datasets.storage.answers import read_object
 from torch_dpflow.datasets.storage.base import ByteRange
 from torch_dpflow.datasets.storage.connections import Connections, KeepAliveConnection
-from torch_dpflow.datasets.storage.exchanges import Refusal, Request, Service
+from torch_dpflow.datasets.storage.exchanges import ErrorResponse, GetRequest, Service
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.options import ReadOptions
 from torch_dpflow.datasets.storage.responses import Response
@@ -41,7 +41,7 @@ class HttpStorage:
             raise storage_error(span, error) from error
 
     def _ask(self, span: ByteRange, deadline: float) -> bytes:
-        request: Request | None = self._service.request(span.url)
+        request: GetRequest | None = self._service.request(span.url)
         for left in reversed(range(_MOST_REQUESTS)):
             assert request is not None
             answer = self._fetch(request, span, deadline)
@@ -52,7 +52,7 @@ class HttpStorage:
                 raise answer.error(span)
         raise AssertionError("the last answer ends it")
 
-    def _fetch(self, request: Request, span: ByteRange, deadline: float) -> bytes | Refusal:
+    def _fetch(self, request: GetRequest, span: ByteRange, deadline: float) -> bytes | ErrorResponse:
         headers = dict(request.headers)
         if not span.is_whole:
             headers["range"] = f"bytes={span.start}-{'' if span.stop is None else span.stop - 1}"
@@ -76,11 +76,11 @@ class HttpStorage:
 
     def _take_answer(
         self,
-        request: Request,
+        request: GetRequest,
         span: ByteRange,
         connection: KeepAliveConnection,
         response: Response,
-    ) -> bytes | Refusal:
+    ) -> bytes | ErrorResponse:
         is_done = False
         try:
             answer = (
@@ -103,5 +103,5 @@ class HttpStorage:
         self._connections.close()
 
 
-def _refusal(response: Response) -> Refusal:
-    return Refusal(response.status, response.reason, response.fields, response.read(_LONGEST_ERROR))
+def _refusal(response: Response) -> ErrorResponse:
+    return ErrorResponse(response.status, response.reason, response.fields, response.read(_LONGEST_ERROR))

@@ -115,7 +115,7 @@ class ObjectReader:
 
     def _answer(
         self,
-        opened: _Opened,
+        opened: _OpenedFile,
         read: Read,
         answered: Sequence[tuple[int, ByteRange]],
         results: list[bytes | DPFlowError],
@@ -135,7 +135,7 @@ class ObjectReader:
         for position, span in answered:
             results[position] = read.cut(span, data)
 
-    def _fetch(self, opened: _Opened, span: ByteRange, patience: Patience) -> bytes:
+    def _fetch(self, opened: _OpenedFile, span: ByteRange, patience: Patience) -> bytes:
         storage = opened.storage(span.url)
         if storage.is_remote and patience.is_over:
             raise StorageTimeoutError(
@@ -165,15 +165,15 @@ class ObjectReader:
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self._storage_options, self.options)
 
-    def _open(self) -> _Opened:
-        return _Opened(self._storage_options, self.options)
+    def _open(self) -> _OpenedFile:
+        return _OpenedFile(self._storage_options, self.options)
 
 
 def _rebuild(storage_options: Mapping[str, Any], options: ReadOptions) -> ObjectReader:
     return ObjectReader(storage_options, options=options)
 
 
-class _Opened:
+class _OpenedFile:
     """What one process has open."""
 
     def __init__(self, storage_options: Mapping[str, Any], options: ReadOptions) -> None:

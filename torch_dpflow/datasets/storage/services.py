@@ -22,7 +22,7 @@ from torch_dpflow.datasets.storage.credentials import (
     no_credentials,
     ossutil_settings,
 )
-from torch_dpflow.datasets.storage.exchanges import Refusal, Request
+from torch_dpflow.datasets.storage.exchanges import ErrorResponse, GetRequest
 from torch_dpflow.datasets.storage.fsspec_options import endpoint_of
 from torch_dpflow.datasets.storage.signing import encode_path, sign_oss_v1, sign_oss_v4, sign_s3
 from torch_dpflow.datasets.storage.tls import tls_context
@@ -81,21 +81,21 @@ class S3Service:
         bucket = split_url(url)[0]
         return self._locate(bucket, self._region_of(bucket))[0]
 
-    def request(self, url: str) -> Request:
+    def request(self, url: str) -> GetRequest:
         bucket, key = split_url(url)
         region = self._region_of(bucket)
         origin, prefix = self._locate(bucket, region)
         path = encode_path(f"{prefix}/{key}")
         if self._is_anonymous:
-            return Request(origin, path, {}, region=region)
+            return GetRequest(origin, path, {}, region=region)
         credentials = self._credentials.get() or self._credentials.renew(None)
         if credentials is None:
             raise no_credentials(url, "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile")
         now = datetime.now(timezone.utc)
         headers = sign_s3(origin.host_header, path, region, credentials, now)
-        return Request(origin, path, headers, credentials, region)
+        return GetRequest(origin, path, headers, credentials, region)
 
-    def follow(self, url: str, request: Request, refusal: Refusal) -> Request | None:
+    def follow(self, url: str, request: GetRequest, refusal: ErrorResponse) -> GetRequest | None:
         region = refusal.headers.get("x-amz-bucket-region") or refusal.element("Region")
         if refusal.status in _ELSEWHERE and region != request.region and _REGION.fullmatch(region):
             self._regions[split_url(url)[0]] = region
@@ -143,18 +143,18 @@ class OSSService:
     def origin(self, url: str) -> Origin:
         return _locate(self._endpoint, split_url(url)[0], is_virtual=self._is_virtual)[0]
 
-    def request(self, url: str) -> Request:
+    def request(self, url: str) -> GetRequest:
         bucket, key = split_url(url)
         origin, prefix = _locate(self._endpoint, bucket, is_virtual=self._is_virtual)
         path = encode_path(f"{prefix}/{key}")
         if self._is_anonymous:
-            return Request(origin, path, {})
+            return GetRequest(origin, path, {})
         credentials = self._credentials.get() or self._credentials.renew(None)
         if credentials is None:
             raise no_credentials(url, "OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET")
-        return Request(origin, path, self._sign(bucket, key, credentials), credentials)
+        return GetRequest(origin, path, self._sign(bucket, key, credentials), credentials)
 
-    def follow(self, url: str, request: Request, refusal: Refusal) -> Request | None:
+    def follow(self, url: str, request: GetRequest, refusal: ErrorResponse) -> GetRequest | None:
         return self.request(url) if _has_other_keys(self._credentials, request, refusal) else None
 
     def tls(self) -> ssl.SSLContext:
@@ -175,7 +175,7 @@ def _switch(options: Mapping[str, Any], name: str, default: bool) -> bool:
     return bool(value)
 
 
-def _has_other_keys(source: CredentialSource, request: Request, refusal: Refusal) -> bool:
+def _has_other_keys(source: CredentialSource, request: GetRequest, refusal: ErrorResponse) -> bool:
     """Whether `request` was refused for its keys, and there are others by now."""
     is_signed = request.credentials is not None
     return is_signed and refusal.meaning in (401, 403) and source.renew(request.credentials) is not None

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
 from torch_dpflow.datasets.storage.connections import Origin
-from torch_dpflow.datasets.storage.exchanges import Refusal, Request
+from torch_dpflow.datasets.storage.exchanges import ErrorResponse, GetRequest
 from torch_dpflow.datasets.storage.tls import tls_context
 from torch_dpflow.datasets.storage.web_headers import web_headers
 from torch_dpflow.datasets.urls import without_login
@@ -35,11 +35,11 @@ class WebService:
     def origin(self, url: str) -> Origin:
         return _parse(url)[0]
 
-    def request(self, url: str) -> Request:
+    def request(self, url: str) -> GetRequest:
         origin, target = _parse(url)
-        return Request(origin, target, self._headers)
+        return GetRequest(origin, target, self._headers)
 
-    def follow(self, url: str, request: Request, refusal: Refusal) -> Request | None:
+    def follow(self, url: str, request: GetRequest, refusal: ErrorResponse) -> GetRequest | None:
         location = refusal.headers.get("location")
         if refusal.status not in _REDIRECTS or not location:
             return None
@@ -49,7 +49,7 @@ class WebService:
             origin, target = _parse(urljoin(base, location))
         except (OptionError, ValueError):
             return None
-        return Request(origin, target, request.headers if origin == here else {})
+        return GetRequest(origin, target, request.headers if origin == here else {})
 
     def tls(self) -> ssl.SSLContext:
         return tls_context(self._options, os.environ)

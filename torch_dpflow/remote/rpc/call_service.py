@@ -21,7 +21,7 @@ from torch_dpflow.remote.transport.base import Frame
 logger = logging.getLogger(__name__)
 
 #: Has a function called in the server's thread, soon.
-Post: TypeAlias = Callable[[Callable[[], None]], None]
+RunSoon: TypeAlias = Callable[[Callable[[], None]], None]
 
 _REFUSALS = {
     Verdict.FORGOTTEN: (
@@ -59,7 +59,7 @@ class CallService:
     """Executes calls. Belongs to the server's thread, into which `post` leads."""
 
     def __init__(
-        self, sessions: SessionTable, replies: ReplyMemory[Any], stats: ServerStats, post: Post
+        self, sessions: SessionTable, replies: ReplyMemory[Any], stats: ServerStats, post: RunSoon
     ) -> None:
         self._sessions = sessions
         self._replies: ReplyMemory[_Reply] = replies

@@ -3,7 +3,7 @@
 A pure state machine: `handle(event)` returns what to do, in order, and there is no socket, thread or clock
 inside. The life of a task::
 
-    Submit ──> global queue ──────────> a worker's window ──> Exchange ──> Deliver
+    Submit ──> global queue ──────────> a worker's window ──> Exchanged ──> Deliver
        │                                 ▲    │     ▲
        └─pinned─> reserved for a worker ─┘    │     └── stolen or taken over from another window
                                               └─ Lose: back to where it came from, in its old place
@@ -39,19 +39,19 @@ kills workers could see its neighbours condemned for it.
 """
 
 from torch_dpflow.remote.scheduler.events import (
+    AddWorker,
     Assign,
-    Cancel,
+    CancelTasks,
     Deliver,
     Discard,
-    Event,
-    Exchange,
-    Instruction,
-    Join,
-    Kill,
+    Exchanged,
+    IdleWorkers,
+    KillWorker,
     Lose,
     Poison,
     Revoke,
-    Starved,
+    SchedulerEvent,
+    SchedulerInstruction,
     Submit,
     TaskId,
     Tick,
@@ -61,20 +61,20 @@ from torch_dpflow.remote.scheduler.machine import Counters, Scheduler
 
 __all__ = [
     "Assign",
-    "Cancel",
+    "CancelTasks",
     "Counters",
     "Deliver",
     "Discard",
-    "Event",
-    "Exchange",
-    "Instruction",
-    "Join",
-    "Kill",
+    "SchedulerEvent",
+    "Exchanged",
+    "SchedulerInstruction",
+    "AddWorker",
+    "KillWorker",
     "Lose",
     "Poison",
     "Revoke",
     "Scheduler",
-    "Starved",
+    "IdleWorkers",
     "Submit",
     "TaskId",
     "Tick",

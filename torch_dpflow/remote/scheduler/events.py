@@ -24,21 +24,21 @@ class Submit(msgspec.Struct, frozen=True, gc=False):
     now: float
 
 
-class Cancel(msgspec.Struct, frozen=True, gc=False):
+class CancelTasks(msgspec.Struct, frozen=True, gc=False):
     """Forget these: nobody wants them any more. Unknown ones are ignored."""
 
     tasks: Sequence[TaskId]
     now: float
 
 
-class Join(msgspec.Struct, frozen=True, gc=False):
+class AddWorker(msgspec.Struct, frozen=True, gc=False):
     """A worker with an empty local queue is ready. Under a live id: its forerunner was lost."""
 
     worker: WorkerId
     now: float
 
 
-class Exchange(msgspec.Struct, frozen=True, gc=False):
+class Exchanged(msgspec.Struct, frozen=True, gc=False):
     """A worker hands in all results it has and asks for work.
 
     A worker exchanges after at most every N results, and whenever its local queue is empty, be it that a
@@ -70,7 +70,7 @@ class Tick(msgspec.Struct, frozen=True, gc=False):
     now: float
 
 
-Event: TypeAlias = Submit | Cancel | Join | Exchange | Lose | Tick
+SchedulerEvent: TypeAlias = Submit | CancelTasks | AddWorker | Exchanged | Lose | Tick
 
 
 class Assign(msgspec.Struct, frozen=True, gc=False):
@@ -116,7 +116,7 @@ class Poison(msgspec.Struct, frozen=True, gc=False):
     late: int = 0
 
 
-class Kill(msgspec.Struct, frozen=True, gc=False):
+class KillWorker(msgspec.Struct, frozen=True, gc=False):
     """This worker has been at one task for longer than it may: end it. `Lose` is to tell of its end.
 
     Said once, unless the worker exchanges again.
@@ -125,10 +125,10 @@ class Kill(msgspec.Struct, frozen=True, gc=False):
     worker: WorkerId
 
 
-class Starved(msgspec.Struct, frozen=True, gc=False):
+class IdleWorkers(msgspec.Struct, frozen=True, gc=False):
     """These workers have just run out of work and there is none for them; said once until they get some."""
 
     workers: list[WorkerId]
 
 
-Instruction: TypeAlias = Assign | Revoke | Deliver | Discard | Poison | Kill | Starved
+SchedulerInstruction: TypeAlias = Assign | Revoke | Deliver | Discard | Poison | KillWorker | IdleWorkers

@@ -10,19 +10,19 @@ import msgspec
 
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.remote.scheduler.events import (
+    AddWorker,
     Assign,
-    Cancel,
+    CancelTasks,
     Deliver,
     Discard,
-    Event,
-    Exchange,
-    Instruction,
-    Join,
-    Kill,
+    Exchanged,
+    IdleWorkers,
+    KillWorker,
     Lose,
     Poison,
     Revoke,
-    Starved,
+    SchedulerEvent,
+    SchedulerInstruction,
     Submit,
     TaskId,
     Tick,
@@ -88,22 +88,22 @@ class Scheduler:
         #: Decided in the present event and not yet written down.
         self._assigned: dict[WorkerId, list[TaskId]] = {}
         self._revoked: dict[WorkerId, list[TaskId]] = {}
-        self._handlers: dict[type, Callable[[Any, list[Instruction]], None]] = {
+        self._handlers: dict[type, Callable[[Any, list[SchedulerInstruction]], None]] = {
             Submit: self._submit,
-            Cancel: self._cancel,
-            Join: self._join,
-            Exchange: self._exchange,
+            CancelTasks: self._cancel,
+            AddWorker: self._add_worker,
+            Exchanged: self._exchange,
             Lose: self._lose,
             Tick: self._tick,
         }
 
-    def handle(self, event: Event) -> list[Instruction]:
+    def handle(self, event: SchedulerEvent) -> list[SchedulerInstruction]:
         """Take in one event; return what to do about it, in order. Raises OptionError, OptionTypeError."""
         handler = self._handlers.get(type(event))
         if handler is None:
             allowed = ", ".join(kind.__name__ for kind in self._handlers)
             raise OptionTypeError(f"a scheduler handles {allowed}; got {type(event).__name__}: {event!r}")
-        out: list[Instruction] = []
+        out: list[SchedulerInstruction] = []
         handler(event, out)
         starved = self._fill_windows(event.now)
         if self._revoked:
@@ -113,12 +113,12 @@ class Scheduler:
             out.extend(Assign(worker, tasks) for worker, tasks in self._assigned.items())
             self._assigned = {}
         if starved:
-            out.append(Starved(starved))
+            out.append(IdleWorkers(starved))
         return out
 
     # -- events ------------------------------------------------------------------------------------------
 
-    def _submit(self, event: Submit, out: list[Instruction]) -> None:
+    def _submit(self, event: Submit, out: list[SchedulerInstruction]) -> None:
         tasks = self._tasks
         if len(set(event.tasks)) != len(event.tasks):
             raise OptionError(f"a task is submitted once; got one twice in {list(event.tasks)!r}")
@@ -133,18 +133,18 @@ class Scheduler:
         if event.pinned_to is not None and event.pinned_to in self._windows.mirrors:
             self._windows.freed.append(self._windows.mirrors[event.pinned_to])
 
-    def _cancel(self, event: Cancel, out: list[Instruction]) -> None:
+    def _cancel(self, event: CancelTasks, out: list[SchedulerInstruction]) -> None:
         for task_id in event.tasks:
             task = self._tasks.get(task_id)
             if task is not None:
                 self._forget(task, None)
 
-    def _join(self, event: Join, out: list[Instruction]) -> None:
+    def _add_worker(self, event: AddWorker, out: list[SchedulerInstruction]) -> None:
         if event.worker in self._windows.mirrors:
             self._lose(Lose(event.worker, event.now), out)
         self._windows.add(Mirror(event.worker, self._reserved_for(event.worker), event.now))
 
-    def _exchange(self, event: Exchange, out: list[Instruction]) -> None:
+    def _exchange(self, event: Exchanged, out: list[SchedulerInstruction]) -> None:
         mirror = self._windows.mirrors.get(event.worker)
         for task_id in event.finished:
             task = self._tasks.get(task_id)
@@ -167,7 +167,7 @@ class Scheduler:
         self._windows.place(mirror)
         self._windows.offer(mirror)
 
-    def _lose(self, event: Lose, out: list[Instruction]) -> None:
+    def _lose(self, event: Lose, out: list[SchedulerInstruction]) -> None:
         mirror = self._windows.mirrors.get(event.worker)
         if mirror is None:
             return
@@ -186,7 +186,7 @@ class Scheduler:
             for holder in task.holders:
                 self._windows.offer(holder)
 
-    def _tick(self, event: Tick, out: list[Instruction]) -> None:
+    def _tick(self, event: Tick, out: list[SchedulerInstruction]) -> None:
         if self._pace is not None:
             for mirror in self._windows.stuck(event.now - self._pace.patience_s):
                 self._overtake(mirror, event.now)
@@ -195,7 +195,7 @@ class Scheduler:
                 if not mirror.condemned:
                     mirror.condemned = True
                     self.counters.timeouts += 1
-                    out.append(Kill(mirror.worker))
+                    out.append(KillWorker(mirror.worker))
 
     def _overtake(self, mirror: Mirror, now: float) -> None:
         """Have others take over what a worker holds that seems to have stopped; may be called again."""
@@ -220,7 +220,7 @@ class Scheduler:
             reserved = self._reserved[worker] = Backlog()
         return reserved
 
-    def _suspect(self, task: Task, worker: WorkerId, out: list[Instruction]) -> None:
+    def _suspect(self, task: Task, worker: WorkerId, out: list[SchedulerInstruction]) -> None:
         """Hold a lost worker against the task that it ran."""
         self._windows.suspects += not task.losses
         task.losses += (worker,)

@@ -18,7 +18,15 @@ import msgspec
 
 from torch_dpflow.errors import DPFlowError, OptionError, UsageError
 from torch_dpflow.remote.allotment import ClusterLimits, parts_of
-from torch_dpflow.remote.flow_registry import Flow, FlowRegistry, Forget, Instruction, Save, Start, Stop
+from torch_dpflow.remote.flow_registry import (
+    Flow,
+    FlowInstruction,
+    FlowRegistry,
+    ForgetFlow,
+    SaveFlow,
+    StartFlow,
+    StopFlow,
+)
 from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.protocol import (
     CONTENT_PIECE_BYTES,
@@ -68,7 +76,7 @@ class CoordinatorArguments(msgspec.Struct, frozen=True, array_like=True, forbid_
 
 
 @dataclass
-class _Waiting:
+class _WaitingCall:
     call: IncomingCall
     instance: str
     #: When its caller gives up, seconds.
@@ -110,7 +118,7 @@ class Coordinator:
         self._processes: list[ProcessView] = []
         #: Whether the node has said what runs: that may be more than this coordinator has had started.
         self._has_heard = False
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_WaitingCall] = []
         self._restore()
         for name, handler, body, remembered in (
             ("register", self._on_register, FlowSpec, True),
@@ -171,7 +179,7 @@ class Coordinator:
                 self._routers[instance] = view.address
 
     def _answer_waiting(self, now: float) -> None:
-        still: list[_Waiting] = []
+        still: list[_WaitingCall] = []
         for waiting in self._waiting:
             address = self._routers.get(waiting.instance)
             if address is not None:
@@ -180,19 +188,19 @@ class Coordinator:
                 still.append(waiting)
         self._waiting = still
 
-    def _obey(self, instructions: list[Instruction]) -> None:
+    def _obey(self, instructions: list[FlowInstruction]) -> None:
         if instructions:
             self._changed()
         for instruction in instructions:
             match instruction:
-                case Start(spec):
+                case StartFlow(spec):
                     self._running[spec.instance] = spec
-                case Stop(instance):
+                case StopFlow(instance):
                     self._running.pop(instance, None)
                     self._routers.pop(instance, None)
-                case Save(spec):
+                case SaveFlow(spec):
                     self._store.put(f"flow/{spec.instance}", _encode(spec))
-                case Forget(spec):
+                case ForgetFlow(spec):
                     self._store.delete(f"flow/{spec.instance}")
                     self._drop_content(spec.content)
 
@@ -271,7 +279,7 @@ class Coordinator:
         address = self._routers.get(flow.spec.instance)
         if address is not None:
             return Result(address)
-        self._waiting.append(_Waiting(call, flow.spec.instance, self._clock() + call.patience_s))
+        self._waiting.append(_WaitingCall(call, flow.spec.instance, self._clock() + call.patience_s))
         return LATER
 
     def _admit(self, flow: Flow) -> None:

@@ -20,7 +20,7 @@ from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.job_options import UNNAMED
 from torch_dpflow.remote.joint_order import Held, JointOrder
 from torch_dpflow.remote.protocol import (
-    Draw,
+    DrawSamples,
     Enlist,
     JobBeat,
     JobFigures,
@@ -137,7 +137,7 @@ class Router:
             ("enlist", self._on_enlist, Enlist),
             ("join", self._on_join, Join),
             ("start", self._on_start, StartEpoch),
-            ("draw", self._on_draw, Draw),
+            ("draw", self._on_draw, DrawSamples),
             ("beat", self._on_beat, JobBeat),
             ("leave", self._on_leave, JobId),
         ):
@@ -276,7 +276,7 @@ class Router:
         return np.flatnonzero(np.unpackbits(bits, count=self._spec.size))
 
     def _on_draw(self, call: IncomingCall) -> Result:
-        draw: Draw = call.body
+        draw: DrawSamples = call.body
         reader = self._heard(draw.job)
         order = self._jobs[reader.job].order
         indices = order.draw(reader.rank, draw.epoch, draw.position, draw.count, self._clock())

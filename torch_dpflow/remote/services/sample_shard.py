@@ -19,7 +19,7 @@ from torch_dpflow.caches import make_policy
 from torch_dpflow.errors import UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.membership import Heard, Joined, Leave, Lost, Membership, Stale, Tick
+from torch_dpflow.remote.membership import ExpireLeases, Heard, LeaseGranted, Leave, Lost, Membership, Stale
 from torch_dpflow.remote.pool import Pool
 from torch_dpflow.remote.pool_objects import Arrival, Cancel, Instruction, Load, Serve
 from torch_dpflow.remote.pool_staged import StagedPool
@@ -107,7 +107,7 @@ class SampleShard:
     def turn(self) -> None:
         """Look at what time has brought about."""
         self._workers.look()
-        for change in self._jobs.handle(Tick(self._clock())):
+        for change in self._jobs.handle(ExpireLeases(self._clock())):
             if isinstance(change, Lost):
                 SERVICE.info("it is silent; what it wanted goes", extra={"job": change.peer})
                 self._forget(change.peer)
@@ -260,7 +260,7 @@ class SampleShard:
                     )
                 case Lost():
                     self._forget(job.name)
-                case Joined():
+                case LeaseGranted():
                     self._pool.join(job.name)
                     self._open[job.name] = set()
 

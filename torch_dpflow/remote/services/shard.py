@@ -30,22 +30,22 @@ from torch_dpflow.remote.messages import (
     encode,
 )
 from torch_dpflow.remote.scheduler import (
+    AddWorker,
     Assign,
-    Cancel,
+    CancelTasks,
     Deliver,
     Discard,
-    Instruction,
-    Join,
-    Kill,
+    Exchanged,
+    IdleWorkers,
+    KillWorker,
     Lose,
     Poison,
     Revoke,
     Scheduler,
-    Starved,
+    SchedulerInstruction,
     Submit,
     Tick,
 )
-from torch_dpflow.remote.scheduler import Exchange as Exchanged
 from torch_dpflow.remote.transport import Frame, Listener
 
 #: Malformed messages that are logged; a peer can send any number, and all are counted.
@@ -130,7 +130,7 @@ class Shard:
         """Nobody wants these any more."""
         for task in tasks:
             self._payloads.pop(task, None)
-        self._follow(self._scheduler.handle(Cancel(tasks, self._clock())))
+        self._follow(self._scheduler.handle(CancelTasks(tasks, self._clock())))
 
     def begin_epoch(self) -> None:
         """Cancel what is left of the last epoch and tell every worker of the new one."""
@@ -231,7 +231,7 @@ class Shard:
         worker = _worker_of(peer)
         if self._peers.get(worker) == peer:
             self._starting.pop(worker, None)
-            self._follow(self._scheduler.handle(Join(worker, self._clock())))
+            self._follow(self._scheduler.handle(AddWorker(worker, self._clock())))
 
     def _note_beginning(self, peer: bytes, frames: list[memoryview]) -> None:
         if len(frames) != 1:
@@ -261,7 +261,9 @@ class Shard:
         self._follow(self._scheduler.handle(event), results)
 
     def _follow(
-        self, instructions: Sequence[Instruction], results: Mapping[int, tuple[Finished, Any]] = _NO_RESULTS
+        self,
+        instructions: Sequence[SchedulerInstruction],
+        results: Mapping[int, tuple[Finished, Any]] = _NO_RESULTS,
     ) -> None:
         windows: dict[int, Window] = {}
         for instruction in instructions:
@@ -276,9 +278,9 @@ class Shard:
                 case Poison(task, workers, late):
                     self._payloads.pop(task, None)
                     self._requester.poisoned(task, workers, late)
-                case Kill(worker):
+                case KillWorker(worker):
                     self._requester.overdue(worker)
-                case Starved():
+                case IdleWorkers():
                     self._requester.starved()
                 case Discard():
                     pass

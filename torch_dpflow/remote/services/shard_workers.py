@@ -35,7 +35,7 @@ OVERTAKE_S = 1.0
 
 
 @dataclass
-class _Worker:
+class _FlowWorker:
     #: Which of the processes under its number.
     incarnation: int
     #: Of its shared memory; None where that cannot be read here.
@@ -87,7 +87,7 @@ class ShardWorkers:
         self._content = content
         self._end = end
         self._loaded = loaded
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, _FlowWorker] = {}
         self._arrived: list[tuple[int, Settled]] = []
         #: Loads of which only the rest is done here, and how many of them have been: nothing was decoded for them.
         self._rests: set[int] = set()
@@ -163,7 +163,7 @@ class ShardWorkers:
             "timeouts": counters.timeouts,
         }
 
-    def _lose(self, number: int, worker: _Worker) -> None:
+    def _lose(self, number: int, worker: _FlowWorker) -> None:
         text = "it has ended (incarnation %d); its samples go to others"
         SERVICE.warning(text, worker.incarnation, extra={"worker": number})
         self._dismiss(number)
@@ -203,7 +203,7 @@ class ShardWorkers:
         self._dismiss(hello.worker)
         reader = ArenaReader(hello.pid)
         shares = hello.probe is not None and reader.probe(hello.probe)
-        worker = _Worker(hello.incarnation, None, None)
+        worker = _FlowWorker(hello.incarnation, None, None)
         if shares:
             worker.running = RunningTaskReader.open(reader, hello.running)
             worker.reader, worker.is_watched = reader, self._peers.watch(hello.worker, hello.pid)

@@ -46,7 +46,7 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-class _Endpoint:
+class _InprocEndpoint:
     """What both sides have in common: waiting on the exchange, and being woken."""
 
     def __init__(self, address: str, options: TransportOptions) -> None:
@@ -88,7 +88,7 @@ class _Endpoint:
                 self._exchange.changed.notify_all()
 
 
-class InprocListener(_Endpoint):
+class InprocListener(_InprocEndpoint):
     """The listening side of an address."""
 
     def __init__(self, address: str, options: TransportOptions) -> None:
@@ -160,7 +160,7 @@ class InprocListener(_Endpoint):
             self._exchange.changed.notify_all()
 
 
-class InprocConnection(_Endpoint):
+class InprocConnection(_InprocEndpoint):
     """The connecting side of an address."""
 
     def __init__(self, address: str, identity: bytes | None, options: TransportOptions) -> None:

@@ -56,7 +56,7 @@ _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
-class _Endpoint:
+class _SocketEndpoint:
     """What a ROUTER and a DEALER have in common: a socket, a way to wake it, frames in and out."""
 
     def __init__(
@@ -196,7 +196,7 @@ class _Endpoint:
             self.close()
 
 
-class ZeroMQListener(_Endpoint):
+class ZeroMQListener(_SocketEndpoint):
     """A bound ROUTER."""
 
     def __init__(self, address: str, options: TransportOptions) -> None:
@@ -308,7 +308,7 @@ class ZeroMQListener(_Endpoint):
         return True
 
 
-class ZeroMQConnection(_Endpoint):
+class ZeroMQConnection(_SocketEndpoint):
     """A connected DEALER."""
 
     def __init__(self, address: str, identity: bytes | None, options: TransportOptions) -> None:
