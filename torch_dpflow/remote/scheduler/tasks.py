@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from torch_dpflow.remote.lazy_heap import LazyHeap
 from torch_dpflow.remote.scheduler.events import TaskId, WorkerId
 
 if TYPE_CHECKING:
     from torch_dpflow.remote.scheduler.windows import Mirror
 
-#: Gaps that a backlog tolerates beyond its length before it closes them.
+#: Gaps that a backlog tolerates beyond half of its length before it closes them.
 _MAX_GAPS = 64
 
 
@@ -52,18 +52,17 @@ class Backlog:
 
     def __init__(self) -> None:
         self._fresh: deque[Task] = deque()
-        self._returned: list[tuple[int, Task]] = []
-        self._length = 0
+        #: How many of `_fresh` have left.
         self._gaps = 0
+        self._returned: LazyHeap[Task] = LazyHeap()
+        self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[Task]:
         """Yield the tasks, oldest first; O(n log n), for validation."""
-        for _, task in sorted(self._returned, key=lambda entry: entry[0]):
-            if task.backlog is self:
-                yield task
+        yield from sorted(self._returned, key=lambda task: task.order)
         for task in self._fresh:
             if task.backlog is self:
                 yield task
@@ -77,25 +76,24 @@ class Backlog:
     def give_back(self, task: Task) -> None:
         """Take in again a task that had been taken."""
         task.backlog = self
-        heapq.heappush(self._returned, (task.order, task))
+        self._returned.push(task, task.order)
         self._length += 1
 
     def discard(self, task: Task) -> None:
         """Remove a task from anywhere; amortised O(1)."""
         task.backlog = None
         self._length -= 1
+        if self._returned.discard(task):
+            return
         self._gaps += 1
-        if self._gaps > self._length + _MAX_GAPS:
-            self._close_gaps()
+        if 2 * self._gaps > len(self._fresh) + _MAX_GAPS:
+            self._fresh = deque(task for task in self._fresh if task.backlog is self)
+            self._gaps = 0
 
     def oldest(self) -> Task:
         """The task that `take` would return. The backlog must not be empty."""
-        while self._returned:
-            task = self._returned[0][1]
-            if task.backlog is self:
-                return task
-            heapq.heappop(self._returned)
-            self._gaps -= 1
+        if self._returned:
+            return self._returned.first()
         while self._fresh[0].backlog is not self:
             self._fresh.popleft()
             self._gaps -= 1
@@ -105,15 +103,9 @@ class Backlog:
         """Remove and return the oldest task. The backlog must not be empty."""
         task = self.oldest()
         if self._returned:
-            heapq.heappop(self._returned)
+            self._returned.discard(task)
         else:
             self._fresh.popleft()
         task.backlog = None
         self._length -= 1
         return task
-
-    def _close_gaps(self) -> None:
-        self._fresh = deque(task for task in self._fresh if task.backlog is self)
-        self._returned = [entry for entry in self._returned if entry[1].backlog is self]
-        heapq.heapify(self._returned)
-        self._gaps = 0
