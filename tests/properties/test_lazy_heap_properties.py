@@ -25,12 +25,6 @@ class Ranked(RuleBasedStateMachine):
         self.heap.push(item, rank, item)
         self.ranks[item] = (rank, item)
 
-    @rule(item=ITEMS, rank=RANKS)
-    def move(self, item: int, rank: int) -> None:
-        self.heap.move(item, rank, item)
-        if item in self.ranks:
-            self.ranks[item] = (rank, item)
-
     @rule(item=ITEMS)
     def discard(self, item: int) -> None:
         assert self.heap.discard(item) == (self.ranks.pop(item, None) is not None)

@@ -253,3 +253,16 @@ def test_what_comes_together_serves_who_waits_and_makes_way_for_as_many_loads() 
         Load(3, 2, 3),
         Load(4, 3, 3),
     ]
+
+
+def test_what_was_read_from_the_cache_and_is_wanted_ahead_again_makes_room_for_what_a_job_waits_for() -> None:
+    pool = make_pool(policy="lru", capacity=10, repeatable=True)
+    (first,) = pool.want("a", [(0, 7)], draw=3)
+    pool.fetch("a", 50, [0])
+    pool.loaded([Arrival(first.load, "seven", 10)])
+    pool.release("a", [0])
+    pool.want("a", [(1, 7)], draw=3)
+    pool.validate()
+    pool.want("b", [(0, 9)], draw=3)
+    (second,) = pool.fetch("b", 51, [0])
+    assert second.key == 9

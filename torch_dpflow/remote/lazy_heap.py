@@ -11,57 +11,53 @@ T = TypeVar("T")
 _MAX_STALE = 64
 
 
-class LazyHeap(dict[T, tuple[Any, ...]]):
+class LazyHeap(dict[T, tuple[float, int, Any]]):
     """Items by rank, the lowest first. Every call is O(log n), amortised.
 
     An item that changes its rank or leaves does so in a dictionary, which this is: len(), `in` and iteration are of the
     items, at the speed of C. The entry that it had in the heap goes when it comes up or, as that may be never while
     others rank lower, when half of all entries are stale.
 
-    Items are hashable; no two of them have the same rank. Changed by the methods below only.
+    Items are hashable; no two of them have the same rank and `then`. Changed by the methods below only.
     """
 
     __slots__ = ("_heap",)
 
     def __init__(self) -> None:
         super().__init__()
-        #: (*rank, item), those that are stale among them: an entry is not that the dictionary has for its item.
-        self._heap: list[tuple[Any, ...]] = []
+        #: (rank, then, item), those that are stale among them: an entry is not that the dictionary has for its item.
+        self._heap: list[tuple[float, int, Any]] = []
 
-    def push(self, item: T, *rank: float) -> None:
-        """It is here, at this rank; one that is here already moves there."""
-        entry = self[item] = (*rank, item)
+    def push(self, item: T, rank: float, then: int = 0) -> None:
+        """It is here, at this rank, and by `then` among equals; one that is here already moves there."""
+        entry = self[item] = (rank, then, item)
         heapq.heappush(self._heap, entry)
-        self._drop_stale()
-
-    def move(self, item: T, *rank: float) -> None:
-        """It has this rank from now on, if it is here."""
-        if item in self:
-            self.push(item, *rank)
+        if len(self._heap) > 2 * len(self) + _MAX_STALE:
+            self._drop_stale()
 
     def discard(self, item: T) -> bool:
         """It leaves; whether it was here."""
         if self.pop(item, None) is None:
             return False
-        self._drop_stale()
+        if len(self._heap) > 2 * len(self) + _MAX_STALE:
+            self._drop_stale()
         return True
 
     def first(self) -> T:
         """The item of the lowest rank, which stays. There must be one."""
         heap = self._heap
         while True:
-            item: T = heap[0][-1]
+            item: T = heap[0][2]
             if self.get(item) is heap[0]:
                 return item
             heapq.heappop(heap)
 
     def _drop_stale(self) -> None:
-        if len(self._heap) > 2 * len(self) + _MAX_STALE:
-            self._heap = list(self.values())
-            heapq.heapify(self._heap)
+        self._heap = list(self.values())
+        heapq.heapify(self._heap)
 
     def validate(self) -> None:
         """Check every invariant; O(n), for tests. Raises AssertionError."""
         entries = set(map(id, self._heap))
-        assert all(id(entry) in entries and entry[-1] == item for item, entry in self.items())
+        assert all(id(entry) in entries and entry[2] == item for item, entry in self.items())
         assert len(self._heap) <= 2 * len(self) + _MAX_STALE

@@ -20,7 +20,8 @@ be loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch_dpflow.caches.policy import Policy
 from torch_dpflow.errors import OptionError, UsageError
@@ -30,14 +31,14 @@ from torch_dpflow.remote.pool_objects import (
     Cancel,
     Instruction,
     Load,
+    LoadQueue,
     PoolJob,
     PoolObject,
     PoolStatistics,
     RequestId,
+    RequestTable,
     Ticket,
 )
-from torch_dpflow.remote.pool_queue import LoadQueue
-from torch_dpflow.remote.pool_requests import RequestTable
 from torch_dpflow.remote.pool_shelf import Shelf
 
 #: The part of its room that a cache gives up for samples that are wanted ahead of need.
@@ -58,6 +59,7 @@ class Pool:
         by_draw: whether who asks for another draw of a sample is to be given another. Then nothing is kept beyond the
             jobs' wants.
         policy: makes the cache's policy for a budget of bytes; None keeps nothing beyond the jobs' wants.
+        numbers: those of its loads, each given once; pools of one owner may share them.
 
     Raises:
         OptionError: a number is below 1, or there is a policy for samples by draw.
@@ -71,6 +73,7 @@ class Pool:
         repeatable: bool,
         by_draw: bool = False,
         policy: Callable[[int], Policy] | None = None,
+        numbers: Iterator[int] | None = None,
     ) -> None:
         for name, value in (("capacity_bytes", capacity_bytes), ("concurrency", concurrency)):
             if value < 1:
@@ -84,6 +87,7 @@ class Pool:
         self._shelf = Shelf(capacity_bytes, kept, repeatable=repeatable, by_draw=by_draw)
         self._queue = LoadQueue()
         self._requests = RequestTable(self._queue)
+        self._numbers = itertools.count(1) if numbers is None else numbers
         #: Told to be loaded, by number.
         self._loading: dict[int, PoolObject] = {}
         #: Most loads under way; may be changed at any time.
@@ -207,9 +211,7 @@ class Pool:
             arrived = self._loading.pop(load, None)
             if arrived is None:
                 continue
-            arrived.loading, arrived.ready = 0, True
-            arrived.value = value
-            self._shelf.land(arrived, size)
+            self._shelf.store(arrived, value, size)
             out += self._requests.arrived(arrived)
             if keep:
                 self._shelf.offer(arrived, self._jobs)
@@ -246,12 +248,12 @@ class Pool:
         if wanted is not None:
             self._shared += 1
             if distance < wanted.distance:
-                wanted.distance = distance
-                self._queue.moved(wanted)
+                wanted.approach(distance)
+                if wanted.is_waiting:
+                    self._queue.add(wanted)
         else:
-            wanted = self._shelf.add(key, draw)
-            wanted.distance = distance
-            self._queue.push(wanted)
+            wanted = self._shelf.add(key, draw, distance)
+            self._queue.add(wanted)
         reader.wants[ticket] = wanted
         self._shelf.attach(wanted, reader.name, ticket, self._jobs)
 
@@ -264,47 +266,43 @@ class Pool:
                 continue
             out += self._requests.shorten(reader, ticket)
             del reader.wants[ticket]
-            load = wanted.loading
-            if self._shelf.detach(wanted, reader.name, ticket) and self._give_up(wanted):
-                cancelled.append(load)
+            self._shelf.detach(wanted, reader.name, ticket)
+            if wanted.tickets:
+                continue
+            if wanted.loading:
+                del self._loading[wanted.loading]
+                cancelled.append(wanted.loading)
+            elif not wanted.ready:
+                self._queue.discard(wanted)
+            self._shelf.release(wanted)
         return [*out, Cancel(cancelled)] if cancelled else out
-
-    def _give_up(self, wanted: PoolObject) -> bool:
-        """Nobody wants it any more; whether a load has to be cancelled."""
-        was_loading = self._loading.pop(wanted.loading, None) is not None
-        if not was_loading and not wanted.ready:
-            self._queue.discard(wanted)
-        self._shelf.unwanted(wanted)
-        return was_loading
 
     # -- admission -------------------------------------------------------------------------------------------
 
     def _admit(self, out: list[Instruction]) -> list[Instruction]:
         """Begin loads while there is room, the nearest first; ends every call."""
         self._pressed = False
-        while len(self._loading) < self.concurrency:
+        while self._queue and len(self._loading) < self.concurrency:
             first = self._queue.first()
-            if first is None or not self._make_room(first):
+            if not self._make_room(first):
                 break
             self._queue.discard(first)
-            self._shelf.reserve(first)
             self._loads += 1
-            first.loading = self._loads
-            first.loads += 1
-            self._loading[first.loading] = first
-            out.append(Load(first.loading, first.key, first.draw))
+            load = next(self._numbers)
+            self._shelf.begin(first, load)
+            self._loading[load] = first
+            out.append(Load(load, first.key, first.draw))
         if self._pressed:
             out += self._requests.flush()
         return out
 
     def _make_room(self, wanted: PoolObject) -> bool:
         if not wanted.requests:
-            return self._shelf.yields(wanted, share=AHEAD_SHARE)
-        if self._shelf.yields(wanted, share=1.0):
+            return self._shelf.make_room(wanted, share=AHEAD_SHARE)
+        if self._shelf.make_room(wanted, share=1.0):
             return True
-        while (farthest := self._shelf.farthest_unserved()) is not None:
-            self._set_back(farthest)
-            if self._shelf.yields(wanted, share=1.0):
+        while self._requeue_farthest():
+            if self._shelf.make_room(wanted, share=1.0):
                 return True
         # Whatever is left is on its way to a job, waited for, or being loaded. Nothing of it: then go ahead.
         self._pressed = True
@@ -312,25 +310,23 @@ class Pool:
 
     def _trim(self) -> None:
         """More came than was expected: what is not needed now goes."""
-        while self._shelf.is_over and (self._shelf.evict() or self._set_back_farthest()):
+        while self._shelf.is_over and (self._shelf.evict() or self._requeue_farthest()):
             pass
 
-    def _set_back_farthest(self) -> bool:
-        farthest = self._shelf.farthest_unserved()
-        if farthest is not None:
-            self._set_back(farthest)
-        return farthest is not None
-
-    def _set_back(self, unserved: PoolObject) -> None:
-        """Give up an unserved sample that is wanted later; it will be loaded again."""
-        self._shelf.set_back(unserved)
-        self._queue.push(unserved)
+    def _requeue_farthest(self) -> bool:
+        """Give up the sample that is wanted last, to be loaded again; whether there was any."""
+        farthest = self._shelf.farthest_spare()
+        if farthest is None:
+            return False
+        self._shelf.requeue(farthest)
+        self._queue.add(farthest)
+        return True
 
     def validate(self) -> None:
         """Check every invariant; O(n), for tests. Raises AssertionError."""
         for job in self._jobs.values():
             assert all(ticket in wanted.tickets[job.name] for ticket, wanted in job.wants.items())
-        assert all(entry.loading == load and not entry.ready for load, entry in self._loading.items())
+        assert all(entry.loading == load for load, entry in self._loading.items())
         self._requests.validate()
         self._queue.validate()
         self._shelf.validate(self._jobs)

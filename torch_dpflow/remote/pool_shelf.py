@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
 from torch_dpflow.caches.policy import Policy
 from torch_dpflow.lookahead import Lookahead
+from torch_dpflow.remote.lazy_heap import LazyHeap
 from torch_dpflow.remote.pool_objects import PoolObject, Ticket
 
 #: What a sample is expected to take before the first has come, bytes.
@@ -20,8 +21,6 @@ _KEPT_SHARE = 0.9
 _MANY_KEYS = 8
 #: Weight of the latest sample in the expected size.
 _SIZE_WEIGHT = 0.1
-#: So many more entries than twice the ready objects may be noted before those that are out of date go.
-_STALE_ENTRIES = 64
 
 
 class Shelf:
@@ -42,8 +41,8 @@ class Shelf:
         self._by_key: dict[int, list[PoolObject]] = {}
         #: What the policy keeps: one object for each key.
         self._cached: dict[int, PoolObject] = {}
-        #: Ready objects that no job has been given, the farthest first, each once; some may be out of date.
-        self._unserved: list[tuple[int, int, PoolObject]] = []
+        #: Every spare object, the farthest first; and ready ones that have not been found out to be spare no more.
+        self._spare: LazyHeap[PoolObject] = LazyHeap()
         #: Mean size of the latest samples; None before the first.
         self._mean: float | None = None
         #: Bytes of ready objects; of those with tickets; expected of loads under way.
@@ -118,9 +117,9 @@ class Shelf:
                 return entry
         return None
 
-    def add(self, key: int, draw: int) -> PoolObject:
+    def add(self, key: int, draw: int, distance: int) -> PoolObject:
         """A new object, to be loaded."""
-        added = PoolObject(next(self._numbers), key, draw)
+        added = PoolObject(next(self._numbers), key, draw, distance)
         self._by_key.setdefault(key, []).append(added)
         return added
 
@@ -128,72 +127,62 @@ class Shelf:
         """`job`, one of `jobs`, wants this object."""
         if entry.ready and not entry.tickets:
             self.pinned += entry.size
-        own = entry.tickets.get(job)
-        if own is None:
-            entry.tickets[job] = {ticket}
-        else:
-            own.add(ticket)
-        entry.claimed.add(job)
-        self._drop_if_spent(entry, jobs)
+            self._note_spare(entry)
+        entry.attach(job, ticket)
+        if entry.cached:
+            self._drop_if_spent(entry, jobs)
 
-    def detach(self, entry: PoolObject, job: str, ticket: Ticket) -> bool:
-        """`job` has it, or gives it up; whether nobody wants it any more. Then `unwanted` is to follow."""
-        own = entry.tickets[job]
-        own.discard(ticket)
-        entry.served.discard((job, ticket))
-        if not own:
-            del entry.tickets[job]
+    def detach(self, entry: PoolObject, job: str, ticket: Ticket) -> None:
+        """`job` has it, or gives it up. Where nobody wants it any more, `release` is to follow."""
+        entry.detach(job, ticket)
         if entry.ready and entry.tickets:
-            self._note_unserved(entry)
-        return not entry.tickets
+            self._note_spare(entry)
 
-    def unwanted(self, entry: PoolObject) -> None:
+    def release(self, entry: PoolObject) -> None:
         """No ticket refers to it any more."""
         if entry.loading:
-            entry.loading = 0
+            entry.cancel()
             self.reserved -= entry.size
         elif entry.ready:
             self.pinned -= entry.size
         if not entry.cached:
             self._remove(entry)
 
-    def reserve(self, entry: PoolObject) -> None:
-        """It is about to be loaded."""
-        entry.size = self._size_of(entry)
+    def begin(self, entry: PoolObject, load: int) -> None:
+        """It is being loaded."""
+        entry.begin(load, self._size_of(entry))
         self.reserved += entry.size
 
-    def land(self, entry: PoolObject, size: int) -> None:
+    def store(self, entry: PoolObject, value: Any, size: int) -> None:
         """It has come; tickets refer to it."""
         self.reserved -= entry.size
-        entry.size = size
+        entry.store(value, size)
         self.held += size
         self.pinned += size
         self.ready += 1
         self._mean = size if self._mean is None else self._mean + _SIZE_WEIGHT * (size - self._mean)
-        self._note_unserved(entry)
+        if not entry.requests:
+            self._note_spare(entry)
 
-    def set_back(self, entry: PoolObject) -> None:
+    def requeue(self, entry: PoolObject) -> None:
         """Give up what has come; tickets refer to it, and it will be loaded again."""
         if entry.cached:
             self._discard(entry)
-        self.held -= entry.size
         self.pinned -= entry.size
-        self.ready -= 1
-        entry.ready, entry.value = False, None
+        self._drop(entry)
 
-    def farthest_unserved(self) -> PoolObject | None:
+    def farthest_spare(self) -> PoolObject | None:
         """The ready object wanted farthest ahead, of those that no job waits for or has been given."""
-        while self._unserved:
-            entry = self._unserved[0][2]
-            if entry.ready and entry.tickets and not entry.served and not entry.requests:
+        while self._spare:
+            entry = self._spare.first()
+            if entry.is_spare:
                 return entry
-            heapq.heappop(self._unserved)
-            entry.noted = False
+            self._spare.discard(entry)
         return None
 
     # -- room ------------------------------------------------------------------------------------------------
 
-    def yields(self, entry: PoolObject, *, share: float) -> bool:
+    def make_room(self, entry: PoolObject, *, share: float) -> bool:
         """Whether there is room to load it, for which the cache gives up `share` of all room if it must.
 
         With a share of 1 the cache gives up everything, even where that does not do.
@@ -223,7 +212,7 @@ class Shelf:
         if earlier is not None:
             self._discard(earlier)
         self._cached[entry.key] = entry
-        entry.cached = True
+        entry.cache(True)
         for key in self._policy.admit(entry.key, entry.size):
             self._uncache(self._cached[key])
 
@@ -234,24 +223,9 @@ class Shelf:
             return entry.size
         return min(_FIRST_GUESS, self.capacity) if self._mean is None else max(1, int(self._mean))
 
-    def _note_unserved(self, entry: PoolObject) -> None:
-        if entry.noted:
-            return
-        if len(self._unserved) > 2 * self.ready + _STALE_ENTRIES:
-            self._forget_stale()
-        entry.noted = True
-        heapq.heappush(self._unserved, (-entry.distance, entry.number, entry))
-
-    def _forget_stale(self) -> None:
-        """Nobody may ever ask for the farthest, and what is noted would pile up."""
-        fresh = []
-        for note in self._unserved:
-            entry = note[2]
-            entry.noted = entry.ready and bool(entry.tickets)
-            if entry.noted:
-                fresh.append(note)
-        heapq.heapify(fresh)
-        self._unserved = fresh
+    def _note_spare(self, entry: PoolObject) -> None:
+        if entry not in self._spare:
+            self._spare.push(entry, -entry.distance, entry.number)
 
     def _drop_if_spent(self, entry: PoolObject, jobs: Collection[str]) -> None:
         if entry.cached and not self._repeatable and entry.claimed.issuperset(jobs):
@@ -264,40 +238,38 @@ class Shelf:
 
     def _uncache(self, entry: PoolObject) -> None:
         del self._cached[entry.key]
-        entry.cached = False
+        entry.cache(False)
         if not entry.tickets:
             self._remove(entry)
 
     def _remove(self, entry: PoolObject) -> None:
         if entry.ready:
-            self.held -= entry.size
-            self.ready -= 1
-            entry.ready, entry.value = False, None
+            self._drop(entry)
         entries = self._by_key[entry.key]
         entries.remove(entry)
         if not entries:
             del self._by_key[entry.key]
 
+    def _drop(self, entry: PoolObject) -> None:
+        self.held -= entry.size
+        self.ready -= 1
+        entry.drop()
+        self._spare.discard(entry)
+
     def validate(self, jobs: Collection[str]) -> None:
         """Check every invariant; O(n), for tests. Raises AssertionError."""
         entries = [entry for same in self._by_key.values() for entry in same]
+        for entry in entries:
+            entry.validate()
+            assert set(entry.tickets) <= set(jobs)
+            assert self._repeatable or not (entry.cached and entry.claimed.issuperset(jobs))
+            assert entry in self._spare or not entry.is_spare
         ready = [entry for entry in entries if entry.ready]
         assert self.held == sum(entry.size for entry in ready)
         assert self.ready == len(ready)
         assert self.pinned == sum(entry.size for entry in ready if entry.tickets)
         assert self.reserved == sum(entry.size for entry in entries if entry.loading)
-        assert all(entry.tickets or entry.cached for entry in entries)
-        assert all(entry.ready for entry in self._cached.values())
         assert {id(entry) for entry in entries if entry.cached} == set(map(id, self._cached.values()))
-        noted = [id(entry) for _, _, entry in self._unserved]
-        assert len(noted) == len(set(noted))
-        for entry in ready:
-            assert entry.noted == (id(entry) in noted)
-            assert entry.noted or not entry.tickets or entry.served or entry.requests
-        if self._policy is not None:
-            assert set(self._policy) == set(self._cached)
-        for entry in entries:
-            assert set(entry.tickets) <= entry.claimed
-            assert all(ticket in entry.tickets[job] for job, ticket in entry.served)
-            assert set(entry.tickets) <= set(jobs)
-            assert self._repeatable or not (entry.cached and entry.claimed.issuperset(jobs))
+        assert self._policy is None or set(self._policy) == set(self._cached)
+        self._spare.validate()
+        assert set(self._spare) <= set(ready)

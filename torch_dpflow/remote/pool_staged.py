@@ -14,9 +14,12 @@ for itself as what a job waits for does. Hence neither pool can keep the other w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+import msgspec
 
 from torch_dpflow.caches.policy import Policy
 from torch_dpflow.errors import UsageError
@@ -53,6 +56,15 @@ class Loaded(Protocol):
         """Whether it is a sample, and not why there is none."""
 
 
+@dataclass(eq=False, slots=True)
+class _Rest:
+    """A load of the drawn pool. It is its own request for its input, under a ticket that is its number."""
+
+    load: Load
+    #: Whether it has its input, and is at a worker or done.
+    under_way: bool = False
+
+
 class StagedPool:
     """Decides what is loaded, kept, drawn and served. Not thread-safe: one thread owns it.
 
@@ -68,19 +80,24 @@ class StagedPool:
         self, *, capacity_bytes: int, concurrency: int, policy: Callable[[int], Policy] | None = None
     ) -> None:
         self._capacity = capacity_bytes
+        numbers = itertools.count(1)
         self._kept = Pool(
-            capacity_bytes=capacity_bytes, concurrency=concurrency, repeatable=True, policy=policy
+            capacity_bytes=capacity_bytes,
+            concurrency=concurrency,
+            repeatable=True,
+            policy=policy,
+            numbers=numbers,
         )
         self._drawn = Pool(
             capacity_bytes=_drawn_bytes(capacity_bytes),
             concurrency=concurrency,
             repeatable=True,
             by_draw=True,
+            numbers=numbers,
         )
         self._kept.join(_REST, counts=False)
-        #: By number, the drawn pool's loads that wait for their input, and those whose rest is under way.
-        self._waiting: dict[int, Load] = {}
-        self._under_way: set[int] = set()
+        #: The drawn pool's loads, by number.
+        self._rests: dict[int, _Rest] = {}
         #: By job, whether it asks for the first part alone, once it has asked.
         self._first_only: dict[str, bool] = {}
 
@@ -142,7 +159,7 @@ class StagedPool:
         return self._balanced(self._of_drawn(self._drawn.want(job, wanted, draw)))
 
     def fetch(self, job: str, request: RequestId, tickets: Sequence[Ticket]) -> list[Instruction]:
-        """As `Pool.fetch`. A request's number must be above 0."""
+        """As `Pool.fetch`."""
         if self._first_only.get(job):
             return self._balanced(self._of_kept(self._kept.fetch(job, request, tickets)))
         return self._balanced(self._of_drawn(self._drawn.fetch(job, request, tickets)))
@@ -167,11 +184,11 @@ class StagedPool:
         firsts: list[Arrival] = []
         out: list[Instruction] = []
         for arrival in arrivals:
-            number, is_rest = divmod(arrival.load, 2)
-            if not is_rest:
-                firsts.append(arrival._replace(load=number))
-            elif number in self._under_way:
-                out += self._finish(number, arrival.value, arrival.size)
+            rest = self._rests.get(arrival.load)
+            if rest is None:
+                firsts.append(arrival)
+            else:
+                out += self._finish(rest, arrival.value, arrival.size)
         if firsts:
             out += self._of_kept(self._kept.loaded(firsts))
         return self._balanced(out)
@@ -185,7 +202,7 @@ class StagedPool:
             reserved_bytes=kept.reserved_bytes + drawn.reserved_bytes,
             capacity_bytes=self._capacity,
             ready=kept.ready + drawn.ready,
-            loading=kept.loading + len(self._under_way),
+            loading=kept.loading + sum(rest.under_way for rest in self._rests.values()),
             queued=kept.queued + drawn.queued,
             jobs=drawn.jobs,
             drawn=drawn.loads,
@@ -212,44 +229,36 @@ class StagedPool:
         out: list[Instruction] = []
         for instruction in instructions:
             match instruction:
-                case Load(load, key, draw):
-                    out.append(Load(2 * load, key, draw))
-                case Cancel(loads):
-                    out.append(Cancel([2 * load for load in loads]))
-                case Serve(request, samples):
-                    if request > 0:
-                        out.append(instruction)
-                    elif samples:
-                        out += self._take_input(-request, samples[0][1])
+                case Serve(_Rest() as rest, samples):
+                    if samples:
+                        out += self._take_input(rest, samples[0][1])
+                case _:
+                    out.append(instruction)
         return out
 
     def _ask_for_input(self, load: Load) -> list[Instruction]:
-        self._waiting[load.load] = load
+        rest = self._rests[load.load] = _Rest(load)
         out = self._kept.want(_REST, [(load.load, load.key)], 0)
-        return self._of_kept(out + self._kept.fetch(_REST, -load.load, [load.load]))
+        return self._of_kept(out + self._kept.fetch(_REST, rest, [load.load]))
 
-    def _take_input(self, number: int, value: Loaded) -> list[Instruction]:
-        load = self._waiting.pop(number, None)
-        if load is None:
+    def _take_input(self, rest: _Rest, value: Loaded) -> list[Instruction]:
+        if rest.load.load not in self._rests:
             return []
-        self._under_way.add(number)
+        rest.under_way = True
         if value.is_sample:
-            return [Load(2 * number + 1, load.key, load.draw, value)]
-        return self._finish(number, value, value.nbytes)
+            return [msgspec.structs.replace(rest.load, input=value)]
+        return self._finish(rest, value, value.nbytes)
 
-    def _finish(self, number: int, value: Loaded, size: int) -> list[Instruction]:
+    def _finish(self, rest: _Rest, value: Loaded, size: int) -> list[Instruction]:
         """The rest is done, or cannot be for want of a first part."""
-        self._under_way.discard(number)
+        number = rest.load.load
+        del self._rests[number]
         out = self._of_kept(self._kept.release(_REST, [number]))
         return out + self._of_drawn(self._drawn.loaded([Arrival(number, value, size)]))
 
     def _abandon(self, number: int) -> list[Instruction]:
         """Nobody wants this any more."""
-        self._waiting.pop(number, None)
-        out: list[Instruction] = []
-        if number in self._under_way:
-            self._under_way.discard(number)
-            out.append(Cancel([2 * number + 1]))
+        out: list[Instruction] = [Cancel([number])] if self._rests.pop(number).under_way else []
         return out + self._of_kept(self._kept.release(_REST, [number]))
 
     def _balanced(self, out: list[Instruction]) -> list[Instruction]:
@@ -263,9 +272,7 @@ class StagedPool:
         """Check every invariant; O(n), for tests. Raises AssertionError."""
         self._kept.validate()
         self._drawn.validate()
-        assert self._under_way.isdisjoint(self._waiting)
-        for number in (*self._under_way, *self._waiting):
-            assert self._kept.is_wanted(_REST, number)
+        assert all(self._kept.is_wanted(_REST, number) for number in self._rests)
 
 
 def _drawn_bytes(capacity: int) -> int:

@@ -21,7 +21,7 @@ from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.remote.flow_spec import FlowSpec
 from torch_dpflow.remote.membership import ExpireLeases, Heard, LeaseGranted, Leave, Lost, Membership, Stale
 from torch_dpflow.remote.pool import Pool
-from torch_dpflow.remote.pool_objects import Arrival, Cancel, Instruction, Load, Serve
+from torch_dpflow.remote.pool_objects import Arrival, Cancel, Instruction, Load, RequestId, Serve
 from torch_dpflow.remote.pool_staged import StagedPool
 from torch_dpflow.remote.protocol import POISONED, Ask, JobId, RangeAssignment, Served
 from torch_dpflow.remote.refusals import OverloadedError, StaleJobError, StaleRoutingError
@@ -91,7 +91,7 @@ class SampleShard:
         #: Since when it owns nothing any more, seconds.
         self._retired_at: float | None = None
         self._requests = itertools.count(1)
-        self._calls: dict[int, IncomingCall] = {}
+        self._calls: dict[RequestId, IncomingCall] = {}
         #: The key of each load under way, and the keys that took down every worker when they were loaded last.
         self._keys: dict[int, int] = {}
         self._deadly: set[int] = set()
