@@ -40,7 +40,7 @@ class TestForkServer(PlatformContract):
 
 @pytest.fixture
 def fork_server() -> Iterator[ForkServerPlatform]:
-    platform = ForkServerPlatform(patience_s=(0.5, 60.0))
+    platform = ForkServerPlatform(patience_s=(0.5, 60.0), outlived=True)
     yield platform
     platform.close()
 
