@@ -31,10 +31,11 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from benchmarks.report import Figures, Metric, add_arguments, alternate, publish
-from torch_dpflow.remote import collate
-from torch_dpflow.remote.arena import Arena, ArenaReader
-from torch_dpflow.remote.parcel import ParcelTable, decode, encode
+from torch_dpflow.remote.parcel.codec import decode, encode
+from torch_dpflow.remote.shm.arena import Arena, ArenaReader
 from torch_dpflow.remote.transport import connect, listen
+from torch_dpflow.remote.wire.parcel_table import ParcelTable
+from torch_dpflow.remote.worker import collate
 
 #: Batches asked for ahead of need, as torch's loader does for one worker.
 PREFETCH = 2

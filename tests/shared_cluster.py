@@ -12,9 +12,10 @@ from pathlib import Path
 
 from tests.new_process import ROOT, interpreter
 from tests.workers import has_ended
-from torch_dpflow.remote.cluster_address import find_cluster
-from torch_dpflow.remote.protocol import FlowView, ProcessView
+from torch_dpflow.remote.access.cluster_address import find_cluster
 from torch_dpflow.remote.rpc import ClientOptions, RpcClient
+from torch_dpflow.remote.wire.coordinator import FlowView
+from torch_dpflow.remote.wire.node import ProcessView
 
 #: Runs a cluster apart from the test's process, so that its services are no children of it.
 PROGRAM = """

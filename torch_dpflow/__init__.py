@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from torch_dpflow.datasets import DatasetStore
     from torch_dpflow.errors import DPFlowError
     from torch_dpflow.flows import DataLoadFlow
-    from torch_dpflow.loader import DPFlowDataLoader
+    from torch_dpflow.loader.loader import DPFlowDataLoader
     from torch_dpflow.metrics import LoaderStats
     from torch_dpflow.options import LoaderOptions
-    from torch_dpflow.remote.job_options import JobOptions
+    from torch_dpflow.remote.job.job_options import JobOptions
     from torch_dpflow.samplers import DynaGCSSampler
 
 __all__ = [
@@ -37,7 +37,7 @@ _HOMES = {
     "DataLoadFlow": "flows",
     "DatasetStore": "datasets",
     "DynaGCSSampler": "samplers",
-    "JobOptions": "remote.job_options",
+    "JobOptions": "remote.job.job_options",
     "LoaderOptions": "options",
     "LoaderStats": "metrics",
 }

@@ -204,7 +204,7 @@ class ErrorKind(enum.IntEnum):
     #: The answer had to make room for others, or too much is open: to be tried again.
     FORGOTTEN = 4
     OVERLOADED = 5
-    #: What the caller goes by is out of date: see `torch_dpflow.remote.refusals`.
+    #: What the caller goes by is out of date: see `torch_dpflow.remote.wire.errors`.
     STALE_JOB = 6
     STALE_ROUTING = 7
     STALE_SHARD = 8

@@ -13,7 +13,7 @@ import pytest
 from tests.chaos.chaos_jobs import ChaosJob, Nursery
 from tests.shared_cluster import TestCluster, wait
 from tests.workers import has_ended
-from torch_dpflow.remote.protocol import ProcessView
+from torch_dpflow.remote.wire.node import ProcessView
 
 
 def fork_server_of(cluster: TestCluster) -> int:

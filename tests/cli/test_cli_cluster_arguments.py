@@ -15,7 +15,7 @@ from tests.cluster_command import CommandedCluster
 from tests.new_process import interpreter
 from tests.shared_cluster import free_port
 from torch_dpflow.cli.main import root
-from torch_dpflow.remote.transport.curve import create_cluster, write_connection_file
+from torch_dpflow.remote.access.connection_file import create_cluster, write_connection_file
 
 COMMANDS = [["status"], ["top"], ["down"], ["flow", "list"], ["flow", "show", "x"], ["flow", "delete", "x"]]
 COMMANDS.append(["flow", "scale", "x", "--shards", "2"])
@@ -136,11 +136,11 @@ def test_up_refuses_a_limit_of_open_files_that_allows_no_worker(tmp_path: Path) 
     connection = tmp_path / "connection"
     arguments = ["up", "--connection-file", str(connection)]
     program = f"from torch_dpflow.cli.main import root; root({arguments!r})"
-    with interpreter(program, prefix=["prlimit", "--nofile=80:80"]) as process:
+    with interpreter(program, prefix=["prlimit", "--nofile=79:79"]) as process:
         _, said = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "Error: too many open files: a cluster needs a limit of 84 for its first worker" in said
-    assert "is 80 (`ulimit -n`). The hard limit is the same" in said
+    assert "Error: too many open files: a cluster needs a limit of 80 for its first worker" in said
+    assert "is 79 (`ulimit -n`). The hard limit is the same" in said
     assert not connection.exists()
 
 

@@ -10,8 +10,8 @@ from contextlib import redirect_stdout
 import pytest
 
 from torch_dpflow.cli.cluster_printing import print_processes, print_top
-from torch_dpflow.remote.cluster_figures import ClusterFigures, JobRow
-from torch_dpflow.remote.protocol import ProcessView
+from torch_dpflow.remote.observe.cluster_figures import ClusterFigures, JobRow
+from torch_dpflow.remote.wire.node import ProcessView
 
 FLOW = "imagenet/train-with-a-name-that-says-all-of-it@17"
 PROCESS = ProcessView(

@@ -16,9 +16,7 @@ from torch_dpflow.datasets import packing as packing_module
 from torch_dpflow.datasets.annotations import encode_annotations
 from torch_dpflow.datasets.importers import Item
 from torch_dpflow.datasets.importers.iterable import IterableImporter
-from torch_dpflow.errors import (
-    SourceError,
-)
+from torch_dpflow.errors import SourceError
 
 
 def test_annotations_may_hold_numpy_and_torch(store: DatasetStore) -> None:

@@ -19,10 +19,10 @@ from tests.new_process import FORK, in_fork
 from tests.shared_datasets import Hanging
 from tests.workers import has_ended, kill, worker_pids
 from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError, WorkerError, WorkerStartError
-from torch_dpflow.iterator import WorkerIterator
+from torch_dpflow.loader.private_shard import PrivateShard
+from torch_dpflow.loader.shard_events import Died
+from torch_dpflow.loader.worker_iterator import WorkerIterator
 from torch_dpflow.options import LoaderOptions
-from torch_dpflow.private import PrivateShard
-from torch_dpflow.shard_events import Died
 
 DEATHS = {
     "segmentation fault": {"by_signal": signal.SIGSEGV},

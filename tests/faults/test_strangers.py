@@ -15,8 +15,8 @@ import zmq
 from tests.loader_cases import Indices
 from torch_dpflow.platforms.base import ProcessSpec
 from torch_dpflow.platforms.local import LocalPlatform
-from torch_dpflow.remote.messages import Exchange, Stop, WorkerHello, WorkerReady, encode
-from torch_dpflow.remote.worker import Post, last_words_path, main
+from torch_dpflow.remote.wire.headers import Exchange, Stop, WorkerHello, WorkerReady, encode
+from torch_dpflow.remote.worker.batch_worker import Post, last_words_path, main
 from torch_dpflow.testing.platforms import wakes
 
 SIZE = 400

@@ -31,12 +31,7 @@ from tests.shared_cluster import TestCluster
 from torch_dpflow import JobOptions
 from torch_dpflow.datasets import DatasetStore
 from torch_dpflow.errors import OptionError, OptionTypeError, StageError, UsageError
-from torch_dpflow.flows import (
-    DataLoadFlow,
-    LocalDataLoadFlowReader,
-    RemoteDataLoadFlowReader,
-    random_split,
-)
+from torch_dpflow.flows import DataLoadFlow, LocalDataLoadFlowReader, RemoteDataLoadFlowReader, random_split
 
 QUICK = JobOptions(idle_s=3.0, patience_s=60.0)
 _names = itertools.count()

@@ -22,11 +22,7 @@ from tests.flows.task_flows import (
 )
 from torch_dpflow.datasets import DatasetStore
 from torch_dpflow.errors import DatasetNotFoundError, ObjectMissingError, StageError
-from torch_dpflow.flows import (
-    DataLoadFlowRead,
-    LocalDataLoadFlowReader,
-    random_split,
-)
+from torch_dpflow.flows import DataLoadFlowRead, LocalDataLoadFlowReader, random_split
 
 Publish = Callable[..., None]
 

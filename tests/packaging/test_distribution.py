@@ -34,7 +34,17 @@ build_meta.build_editable("editable")
 #: Beside the library in its repository, and never in the wheel.
 BESIDE = ("benchmarks", "examples", "tests", "tools")
 #: Third parties test what they add with these; servers and simulated workers are the repository's own.
-SUITES = {"__init__", "exact_policies", "exact_traces", "policies", "samplers", "storages", "transports"}
+SUITES = {
+    "__init__",
+    "exact_policies",
+    "exact_traces",
+    "platforms",
+    "policies",
+    "processes",
+    "samplers",
+    "storages",
+    "transports",
+}
 #: What needs an extra: the command line, tables of samples, and the suites. All else is there without.
 WITH_EXTRAS = ("torch_dpflow.cli.", "torch_dpflow.datasets.importers.table_values", "torch_dpflow.testing.")
 #: Imports every module of the wheel in the working directory without the packages that it is told to do without.

@@ -48,9 +48,9 @@ LATER = (
     "torch_dpflow.caches",
     "torch_dpflow.datasets",
     "torch_dpflow.flows",
-    "torch_dpflow.remote.client",
-    "torch_dpflow.remote.protocol",
-    "torch_dpflow.remote.shared_iterator",
+    "torch_dpflow.remote.job.client",
+    "torch_dpflow.remote.wire.bodies",
+    "torch_dpflow.remote.job.epoch_reader",
     "torch_dpflow.samplers",
 )
 #: Names are imported when they are first asked for, so all are.

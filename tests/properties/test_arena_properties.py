@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from torch_dpflow.remote.arena import Arena, ArenaReader, Block, BlockRef
+from torch_dpflow.remote.shm.arena import Arena, ArenaReader, Block
+from torch_dpflow.remote.wire.shared_blocks import BlockRef
 
 BUDGET = 2_000_000
 

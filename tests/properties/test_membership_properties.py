@@ -4,7 +4,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from torch_dpflow.remote.membership import ExpireLeases, Heard, LeaseGranted, Leave, Lost, Membership, Stale
+from torch_dpflow.remote.control.leases import (
+    ExpireLeases,
+    Heard,
+    LeaseGranted,
+    Leave,
+    Lost,
+    Membership,
+    Stale,
+)
 
 PEERS = st.sampled_from("abc")
 GENERATIONS = st.integers(0, 4)

@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from torch_dpflow.remote.arena import Arena, ArenaReader
-from torch_dpflow.remote.parcel import LARGE_BYTES, ParcelTable, decode, encode
+from torch_dpflow.remote.parcel.codec import LARGE_BYTES, decode, encode
+from torch_dpflow.remote.shm.arena import Arena, ArenaReader
+from torch_dpflow.remote.wire.parcel_table import ParcelTable
 
 _settings = settings(
     max_examples=150,

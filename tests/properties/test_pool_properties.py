@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dpflow.caches import make_policy
-from torch_dpflow.remote.pool import Pool
-from torch_dpflow.remote.pool_objects import Arrival, Cancel, Instruction, Load, Serve
+from torch_dpflow.remote.pool.objects import Arrival, Cancel, Instruction, Load, Serve
+from torch_dpflow.remote.pool.pool import Pool
 
 SAMPLES = 24
 

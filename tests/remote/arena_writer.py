@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from torch_dpflow.remote.arena import Arena, Block, BlockRef
+from torch_dpflow.remote.shm.arena import Arena, Block
+from torch_dpflow.remote.wire.shared_blocks import BlockRef
 
 
 class Writer:

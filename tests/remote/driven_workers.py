@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from tests.shared_cluster import wait
-from torch_dpflow.remote.services.shard_workers import ShardWorkers
-from torch_dpflow.remote.settled import Settled
+from torch_dpflow.remote.shard.detached_parcel import Settled
+from torch_dpflow.remote.shard.workers import ShardWorkers
 from torch_dpflow.remote.transport import Listener, listen
 
 

@@ -14,8 +14,9 @@ import msgspec
 import numpy as np
 import torch
 
-from torch_dpflow.remote.arena import BlockRef
-from torch_dpflow.remote.parcel import LARGE_BYTES, BufferSpan, ParcelTable, encode
+from torch_dpflow.remote.parcel.codec import LARGE_BYTES, encode
+from torch_dpflow.remote.wire.parcel_table import BufferSpan, ParcelTable
+from torch_dpflow.remote.wire.shared_blocks import BlockRef
 
 FOLDER = Path(__file__).parent / "corpus_parcel"
 

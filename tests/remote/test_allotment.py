@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.allotment import ClusterLimits, max_min, parts_of
-from torch_dpflow.remote.flow_spec import MIN_MEMORY, FlowSpec
-from torch_dpflow.remote.protocol import Part
+from torch_dpflow.remote.control.allotment import max_min, parts_of
+from torch_dpflow.remote.wire.coordinator import ClusterLimits, Part
+from torch_dpflow.remote.wire.flow_spec import MIN_MEMORY, FlowSpec
 
 
 def spec(name: str = "flow", **changes: Any) -> FlowSpec:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from torch_dpflow.remote.assemble import assemble, assembler
+from torch_dpflow.remote.job.assemble import assemble, assembler
 
 Pair = namedtuple("Pair", "image label")
 BIG = 40_000

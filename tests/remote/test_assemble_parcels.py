@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from torch_dpflow.remote.arena import Arena, ArenaReader
-from torch_dpflow.remote.assemble import assemble, assemble_parcels
-from torch_dpflow.remote.parcel import Frame, ParcelTable, decode
-from torch_dpflow.remote.protocol import SAMPLE
-from torch_dpflow.remote.sample_parcel import encode_sample
-from torch_dpflow.remote.settled import settle
+from torch_dpflow.remote.job.assemble import assemble, assemble_parcels
+from torch_dpflow.remote.parcel.codec import decode
+from torch_dpflow.remote.parcel.fast_path import encode_sample
+from torch_dpflow.remote.shard.detached_parcel import settle
+from torch_dpflow.remote.shm.arena import Arena, ArenaReader
+from torch_dpflow.remote.wire.parcel_table import Frame, ParcelTable
+from torch_dpflow.remote.wire.shard import SAMPLE
 
 NUMBERS = st.tuples(st.integers(-(2**40), 2**40), st.floats(allow_nan=False), st.booleans())
 DTYPES = (torch.uint8, torch.bool, torch.float32, torch.bfloat16, torch.int64, torch.complex64)

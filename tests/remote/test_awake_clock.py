@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_dpflow.remote.services.awake_clock import HELD_UP_S, AwakeClock
+from torch_dpflow.remote.process.awake_clock import HELD_UP_S, AwakeClock
 
 
 def test_time_goes_by_as_elsewhere_until_the_process_is_held_up() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.remote.cluster_address import ADDRESS_VARIABLE, find_cluster
-from torch_dpflow.remote.transport.curve import create_cluster, write_connection_file
+from torch_dpflow.remote.access.cluster_address import ADDRESS_VARIABLE, find_cluster
+from torch_dpflow.remote.access.connection_file import create_cluster, write_connection_file
 
 
 @pytest.fixture

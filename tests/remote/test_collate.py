@@ -15,9 +15,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from torch_dpflow.remote import collate
-from torch_dpflow.remote.arena import Arena, ArenaReader
-from torch_dpflow.remote.parcel import LARGE_BYTES, decode, encode
+from torch_dpflow.remote.parcel.codec import LARGE_BYTES, decode, encode
+from torch_dpflow.remote.shm.arena import Arena, ArenaReader
+from torch_dpflow.remote.worker import collate
 
 BIG = LARGE_BYTES // 4
 

@@ -11,17 +11,17 @@ import pytest
 
 from tests.new_process import in_fork
 from torch_dpflow.errors import DeadlineError, ErrorKind, RemoteCallError
-from torch_dpflow.remote.allotment import ClusterLimits
-from torch_dpflow.remote.flow_registry import UNREAD_S
-from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.protocol import Access, ProcessView
+from torch_dpflow.remote.control.flow_registry import UNREAD_S
+from torch_dpflow.remote.process.contents import Contents
+from torch_dpflow.remote.process.spec import ask_in
 from torch_dpflow.remote.rpc import RpcClient, RpcServer
-from torch_dpflow.remote.services.contents import Contents
 from torch_dpflow.remote.services.coordinator import Coordinator
 from torch_dpflow.remote.services.kept_state import KeptState
-from torch_dpflow.remote.services.post import ask_in
-from torch_dpflow.remote.state_store import open_store
+from torch_dpflow.remote.services.state_store import open_store
 from torch_dpflow.remote.transport import listen
+from torch_dpflow.remote.wire.coordinator import Access, ClusterLimits
+from torch_dpflow.remote.wire.flow_spec import FlowSpec
+from torch_dpflow.remote.wire.node import ProcessView
 
 CONTENT = "0" * 64
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.remote.driven_workers import Workers
-from torch_dpflow.remote.messages import Exchange, WorkerHello, WorkerReady, encode
-from torch_dpflow.remote.pool_objects import Load
-from torch_dpflow.remote.protocol import POISONED
+from torch_dpflow.remote.pool.objects import Load
+from torch_dpflow.remote.wire.headers import Exchange, WorkerHello, WorkerReady, encode
+from torch_dpflow.remote.wire.shard import POISONED
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import OptionError, UsageError
-from torch_dpflow.remote.flow_registry import (
+from torch_dpflow.remote.control.flow_registry import (
     MAX_OFFERS,
     REPLACED_S,
     STARTING_S,
@@ -22,9 +22,9 @@ from torch_dpflow.remote.flow_registry import (
     StartFlow,
     StopFlow,
 )
-from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.protocol import LifeStep, Part
-from torch_dpflow.remote.refusals import UnknownFlowError
+from torch_dpflow.remote.wire.coordinator import LifeStep, Part
+from torch_dpflow.remote.wire.errors import UnknownFlowError
+from torch_dpflow.remote.wire.flow_spec import FlowSpec
 
 
 def spec(name: str = "imagenet/train", version: int = 1, **changes: Any) -> FlowSpec:

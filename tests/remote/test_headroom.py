@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from torch_dpflow.remote.headroom import Headroom, of_machine
+from torch_dpflow.remote.shm.headroom import Headroom, of_machine
 
 MIB = 1 << 20
 #: Of each version of control groups: its line, where its groups lie, its files, and what can be dropped.

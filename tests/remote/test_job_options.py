@@ -9,12 +9,12 @@ import pytest
 
 from tests.shared_datasets import Numbers
 from torch_dpflow.errors import DeadlineError, OptionError, OptionTypeError, UsageError
-from torch_dpflow.remote.cluster_address import find_cluster
-from torch_dpflow.remote.flow_registration import describe, register, source_of
-from torch_dpflow.remote.flow_registry import FlowRegistry
-from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.job_options import JobOptions
-from torch_dpflow.remote.samples import SampleAssignment
+from torch_dpflow.remote.access.cluster_address import find_cluster
+from torch_dpflow.remote.control.flow_registry import FlowRegistry
+from torch_dpflow.remote.job.flow_registration import describe, register, source_of
+from torch_dpflow.remote.job.job_options import JobOptions
+from torch_dpflow.remote.wire.flow_spec import FlowSpec
+from torch_dpflow.remote.worker.sample_source import SampleAssignment
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch.utils.data import DistributedSampler
 
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.joint_order import Held, JointOrder
-from torch_dpflow.remote.refusals import AwaitedRanksError, OutOfStepError
+from torch_dpflow.remote.control.joint_order import Held, JointOrder
+from torch_dpflow.remote.wire.errors import AwaitedRanksError, OutOfStepError
 from torch_dpflow.samplers import RankShares, sampling_group
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.remote.membership import (
+from torch_dpflow.remote.control.leases import (
     MOST_REMEMBERED,
     ExpireLeases,
     Heard,

@@ -20,8 +20,9 @@ import torch
 from PIL import Image
 from torch._utils import ExceptionWrapper
 
-from torch_dpflow.remote.arena import Arena, ArenaReader
-from torch_dpflow.remote.parcel import LARGE_BYTES, ParcelTable, decode, encode
+from torch_dpflow.remote.parcel.codec import LARGE_BYTES, decode, encode
+from torch_dpflow.remote.shm.arena import Arena, ArenaReader
+from torch_dpflow.remote.wire.parcel_table import ParcelTable
 
 Carry = Callable[[Any], Any]
 

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 
 from tests.remote.parcel_corpus import Seed, load
 from torch_dpflow.errors import MessageError, TransportError
-from torch_dpflow.remote.arena import Arena, ArenaReader, BlockRef
-from torch_dpflow.remote.parcel import BufferSpan, Frame, ParcelTable, decode, discard
+from torch_dpflow.remote.parcel.codec import decode, discard
+from torch_dpflow.remote.shm.arena import Arena, ArenaReader
+from torch_dpflow.remote.wire.parcel_table import BufferSpan, Frame, ParcelTable
+from torch_dpflow.remote.wire.shared_blocks import BlockRef
 
 SEEDS = load()
 WELL_FORMED = {name: seed for name, seed in SEEDS.items() if not name.startswith("bad-")}

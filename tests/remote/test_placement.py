@@ -8,11 +8,12 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.protocol import Launch, Part, ProcessView
-from torch_dpflow.remote.services.placement import launches_of
-from torch_dpflow.remote.services.router import RouterSettings
-from torch_dpflow.remote.services.sample_shard import ShardSettings
+from torch_dpflow.remote.control.placement import launches_of
+from torch_dpflow.remote.wire.coordinator import Part
+from torch_dpflow.remote.wire.flow_spec import FlowSpec
+from torch_dpflow.remote.wire.node import Launch, ProcessView
+from torch_dpflow.remote.wire.router import RouterSettings
+from torch_dpflow.remote.wire.shard import ShardSettings
 
 
 def spec(**changes: Any) -> FlowSpec:

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from tests.new_process import run_interpreter
-from torch_dpflow.remote.assemble import assemble, assemble_parcels
-from torch_dpflow.remote.parcel import ParcelTable, decode, encode
-from torch_dpflow.remote.sample_parcel import encode_sample
+from torch_dpflow.remote.job.assemble import assemble, assemble_parcels
+from torch_dpflow.remote.parcel.codec import decode, encode
+from torch_dpflow.remote.parcel.fast_path import encode_sample
+from torch_dpflow.remote.wire.parcel_table import ParcelTable
 
 BIG = 1 << 16
 #: What is done before the library is imported, and what it says to that, once.

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from torch_dpflow.caches import make_policy
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.pool_objects import Arrival, Cancel, Instruction, Load, Serve
-from torch_dpflow.remote.pool_staged import StagedPool
+from torch_dpflow.remote.pool.objects import Arrival, Cancel, Instruction, Load, Serve
+from torch_dpflow.remote.pool.staged import StagedPool
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from torch_dpflow.remote.messages import Exchange, Finished, decode
-from torch_dpflow.remote.parcel import encode
-from torch_dpflow.remote.protocol import SAMPLE
-from torch_dpflow.remote.result_outbox import BYTES_TOGETHER, FRAMES_TOGETHER, TOGETHER, ResultOutbox
+from torch_dpflow.remote.parcel.codec import encode
 from torch_dpflow.remote.transport import Listener, connect, listen
+from torch_dpflow.remote.wire.headers import Exchange, Finished, decode
+from torch_dpflow.remote.wire.shard import SAMPLE
+from torch_dpflow.remote.worker.result_outbox import BYTES_TOGETHER, FRAMES_TOGETHER, TOGETHER, ResultOutbox
 
 Message = tuple[list[int], int | None, int]
 

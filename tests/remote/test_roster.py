@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.refusals import NameBusyError, StaleJobError
-from torch_dpflow.remote.roster import Roster
+from torch_dpflow.remote.control.name_leases import Roster
+from torch_dpflow.remote.wire.errors import NameBusyError, StaleJobError
 
 LEASE_S = 10.0
 

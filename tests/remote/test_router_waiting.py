@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from torch_dpflow.errors import DeadlineError
-from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.protocol import Enlist, Join, Joined
 from torch_dpflow.remote.rpc import ClientOptions, PendingCall, RpcClient, RpcServer
-from torch_dpflow.remote.services.router import Router, RouterSettings
+from torch_dpflow.remote.services.router import Router
 from torch_dpflow.remote.transport import listen
+from torch_dpflow.remote.wire.flow_spec import FlowSpec
+from torch_dpflow.remote.wire.router import Enlist, Join, Joined, RouterSettings
 
 SPEC = FlowSpec(name="f", version=1, size=100, content="a" * 64, fingerprint={})
 

@@ -14,11 +14,11 @@ from tests.new_process import in_fork
 from torch_dpflow.errors import NotPicklableError
 from torch_dpflow.flows.stage import Stage
 from torch_dpflow.flows.transforms import SampleTransform
-from torch_dpflow.remote.protocol import FAILED, SAMPLE
-from torch_dpflow.remote.sample_task import pack_task
-from torch_dpflow.remote.samples import Parts, SampleAssignment, SampleSource, Transformed
-from torch_dpflow.remote.script import pack, unpack
-from torch_dpflow.remote.settled import plain
+from torch_dpflow.remote.parcel.script import pack, unpack
+from torch_dpflow.remote.shard.detached_parcel import plain
+from torch_dpflow.remote.wire.sample_task import pack_task
+from torch_dpflow.remote.wire.shard import FAILED, SAMPLE
+from torch_dpflow.remote.worker.sample_source import Parts, SampleAssignment, SampleSource, Transformed
 
 
 class Locked:
@@ -64,7 +64,7 @@ def test_a_module_that_is_not_where_the_cluster_runs_is_told_of_with_what_to_do(
     packed = io.BytesIO(b"cnowhere_at_all\nDataset\n.")
 
     def load() -> tuple[int, str]:
-        kind, wrapped = SampleSource(packed, 0, 1).load(memoryview(pack_task(0, 0, plain(SAMPLE, ""))))
+        kind, wrapped = SampleSource(packed, 0, 1).load(memoryview(pack_task(0, 0, plain(SAMPLE, "").parcel)))
         return kind, wrapped.exc_msg
 
     kind, text = in_fork(load)
@@ -78,7 +78,7 @@ def test_a_task_that_its_flow_cannot_have_is_told_of_as_such() -> None:
     value = plain(SAMPLE, "of a first part")
 
     def load() -> tuple[int, str]:
-        kind, wrapped = SampleSource(packed, 0, 1).load(memoryview(pack_task(0, 0, value)))
+        kind, wrapped = SampleSource(packed, 0, 1).load(memoryview(pack_task(0, 0, value.parcel)))
         return kind, wrapped.exc_msg
 
     kind, text = in_fork(load)

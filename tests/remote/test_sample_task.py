@@ -10,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.parcel import decode, encode
-from torch_dpflow.remote.protocol import SAMPLE
-from torch_dpflow.remote.sample_task import pack_task, unpack_task
-from torch_dpflow.remote.settled import Settled
+from torch_dpflow.remote.parcel.codec import decode, encode
+from torch_dpflow.remote.wire.sample_task import pack_task, unpack_task
 
 NUMBERS = st.integers(0, 2**63 - 1)
 
@@ -29,7 +27,7 @@ def test_a_task_without_input_is_its_numbers(key: int, draw: int) -> None:
 )
 def test_an_input_travels_with_its_task_and_is_the_workers_own(value: Any) -> None:
     table, frames = encode(value)
-    task = unpack_task(memoryview(pack_task(7, 9, Settled(SAMPLE, table, frames, 0))))
+    task = unpack_task(memoryview(pack_task(7, 9, (table, frames))))
     assert (task.key, task.draw) == (7, 9)
     assert task.input is not None
     for _ in range(2):
@@ -49,7 +47,7 @@ def unpacked_input(packed: bytes) -> Any:
 @given(st.integers(0, 200), st.binary(max_size=3))
 def test_what_is_cut_short_or_longer_is_refused(cut: int, more: bytes) -> None:
     table, frames = encode(torch.arange(9))
-    packed = bytes(pack_task(7, 9, Settled(SAMPLE, table, frames, 0)))
+    packed = bytes(pack_task(7, 9, (table, frames)))
     changed = packed[:cut] + more
     if changed != packed:
         with pytest.raises(MessageError):

@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 
 from torch_dpflow.errors import ErrorKind, RemoteCallError, UsageError
-from torch_dpflow.remote.client import JobOptions, SharedJob
-from torch_dpflow.remote.cluster_address import Cluster
-from torch_dpflow.remote.contact import MOST_FAULTS
-from torch_dpflow.remote.flow_registration import register
-from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.job_description import JobDescription
-from torch_dpflow.remote.parcel import encode
-from torch_dpflow.remote.protocol import (
-    SAMPLE,
-    Access,
-    Ask,
-    ContentPiece,
+from torch_dpflow.remote.access.cluster_address import Cluster
+from torch_dpflow.remote.job.client import JobOptions, SharedJob
+from torch_dpflow.remote.job.flow_registration import register
+from torch_dpflow.remote.job.job_description import JobDescription
+from torch_dpflow.remote.job.outage_log import MOST_FAULTS
+from torch_dpflow.remote.parcel.codec import encode
+from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
+from torch_dpflow.remote.transport import TransportOptions, listen
+from torch_dpflow.remote.wire.coordinator import Access, ContentPiece
+from torch_dpflow.remote.wire.errors import OverloadedError, StaleRoutingError
+from torch_dpflow.remote.wire.flow_spec import FlowSpec
+from torch_dpflow.remote.wire.router import (
     DrawSamples,
     JobBeat,
     JobId,
@@ -35,13 +35,9 @@ from torch_dpflow.remote.protocol import (
     Joined,
     Route,
     RoutingTable,
-    Served,
-    ServedSample,
     StartEpoch,
 )
-from torch_dpflow.remote.refusals import OverloadedError, StaleRoutingError
-from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
-from torch_dpflow.remote.transport import TransportOptions, listen
+from torch_dpflow.remote.wire.shard import SAMPLE, Ask, Served, ServedSample
 
 SIZE = 6
 #: More fetches than a job with pauses makes while it beats this often, and far fewer than one without.

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.arena import Arena, ArenaReader
-from torch_dpflow.remote.parcel import decode, encode
-from torch_dpflow.remote.protocol import SAMPLE
-from torch_dpflow.remote.settled import plain, settle
+from torch_dpflow.remote.parcel.codec import decode, encode
+from torch_dpflow.remote.shard.detached_parcel import plain, settle
+from torch_dpflow.remote.shm.arena import Arena, ArenaReader
+from torch_dpflow.remote.wire.shard import SAMPLE
 
 
 @pytest.mark.parametrize("width", [1, 10_000, 200_000])

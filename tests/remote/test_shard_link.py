@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from torch_dpflow.remote.cluster_address import Cluster
-from torch_dpflow.remote.protocol import Ask, JobId, Route, RoutingTable, Served
-from torch_dpflow.remote.routing import RouteMap
+from torch_dpflow.remote.access.cluster_address import Cluster
+from torch_dpflow.remote.job.route_map import RouteMap
+from torch_dpflow.remote.job.shard_link import ShardLinks, Wanted
 from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
-from torch_dpflow.remote.shard_link import ShardLinks, Wanted
 from torch_dpflow.remote.transport import TransportOptions, listen
+from torch_dpflow.remote.wire.router import JobId, Route, RoutingTable
+from torch_dpflow.remote.wire.shard import Ask, Served
 
 Heard = list[tuple[str, list[int], list[int], list[int]]]
 #: Keys that a shard owns.

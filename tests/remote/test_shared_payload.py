@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.remote.memory import address_of
 from torch_dpflow.remote.rpc.payload import SHARED_BYTES, Carrier
+from torch_dpflow.remote.shm.memory import address_of
 
 #: Room for two messages of the tests below.
 ROOM = 2 << 20

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dpflow.remote.protocol import Launch
-from torch_dpflow.remote.supervision import (
+from torch_dpflow.remote.control.supervision import (
     LONGEST_PAUSE_S,
     MOST_LENIENT,
     PACE_S,
@@ -20,6 +19,7 @@ from torch_dpflow.remote.supervision import (
     Spawn,
     Supervisor,
 )
+from torch_dpflow.remote.wire.node import Launch
 
 ROUTER, SHARD = Launch("flow@1/router", "router", b"a"), Launch("flow@1/shard-0", "shard", b"b")
 

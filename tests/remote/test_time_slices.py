@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from torch_dpflow import DPFlowDataLoader
-from torch_dpflow.remote.time_slices import take_long_slices
+from torch_dpflow.remote.worker.time_slices import take_long_slices
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="time slices are Linux's")
 

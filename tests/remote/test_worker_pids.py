@@ -17,9 +17,11 @@ from tests.remote.driven_workers import Workers
 from tests.shared_cluster import TestCluster
 from tests.shared_datasets import Hanging
 from torch_dpflow.errors import MessageError, PoisonTaskError
-from torch_dpflow.remote.arena import ArenaReader, BlockRef
-from torch_dpflow.remote.client import JobOptions, open_job
-from torch_dpflow.remote.messages import (
+from torch_dpflow.remote.job.client import JobOptions, open_job
+from torch_dpflow.remote.pool.objects import Load
+from torch_dpflow.remote.shm.arena import ArenaReader
+from torch_dpflow.remote.transport import connect
+from torch_dpflow.remote.wire.headers import (
     PROTOCOL_VERSION,
     Stranger,
     WorkerHello,
@@ -28,10 +30,9 @@ from torch_dpflow.remote.messages import (
     decode,
     encode,
 )
-from torch_dpflow.remote.pool_objects import Load
-from torch_dpflow.remote.protocol import SAMPLE
-from torch_dpflow.remote.samples import Parts, SampleAssignment
-from torch_dpflow.remote.transport import connect
+from torch_dpflow.remote.wire.shard import SAMPLE
+from torch_dpflow.remote.wire.shared_blocks import BlockRef
+from torch_dpflow.remote.worker.sample_source import Parts, SampleAssignment
 
 
 @pytest.fixture
@@ -106,8 +107,8 @@ def test_nothing_but_a_segment_is_opened_of_a_process_that_is_told_of(tmp_path: 
 ELSEWHERE = """
 import sys
 from functools import partial
-from torch_dpflow.remote import sample_worker
-from torch_dpflow.remote.sample_worker import SampleWorker
+from torch_dpflow.remote.worker import sample_worker
+from torch_dpflow.remote.worker.sample_worker import SampleWorker
 from torch_dpflow.remote.transport import connect
 sample_worker.IDLE_S = 0.2
 number, incarnation = 0, int(sys.argv[2])

@@ -25,7 +25,7 @@ from torch_dpflow.cli.dataset_options import Command
 from torch_dpflow.descriptors import soft_limit
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.log import FORMATS, LEVELS, LogOptions
-from torch_dpflow.remote.cluster_figures import ClusterFigures, figures_of
+from torch_dpflow.remote.observe.cluster_figures import ClusterFigures, figures_of
 
 if TYPE_CHECKING:
     from torch_dpflow.remote.rpc import RpcClient
@@ -83,9 +83,9 @@ def up(
 
     What happens is logged to stderr, one line each, with the flow, the job and the worker that it is about.
     """
-    from torch_dpflow.remote.allotment import ClusterLimits
     from torch_dpflow.remote.services.local_cluster import ClusterOptions, LocalCluster
     from torch_dpflow.remote.services.node import stopped_by_signals
+    from torch_dpflow.remote.wire.coordinator import ClusterLimits
 
     options = ClusterOptions(
         limits=ClusterLimits(workers=workers, memory_bytes=memory),
@@ -179,7 +179,7 @@ def _look(coordinator: RpcClient, interval: float, count: int | None, *, as_json
 @json_option
 def keygen(path: Path, as_json: bool) -> None:
     """Draw the keys of a cluster into PATH, for `dpflow up --listen ... --keys PATH`."""
-    from torch_dpflow.remote.transport.curve import create_cluster, write_connection_file
+    from torch_dpflow.remote.access.connection_file import create_cluster, write_connection_file
 
     if path.exists():
         raise UsageError(f"{str(path)!r} is there already; remove it, or give another path")

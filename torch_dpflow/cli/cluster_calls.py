@@ -9,9 +9,10 @@ import click
 import msgspec
 
 from torch_dpflow.errors import DeadlineError, DPFlowError, ErrorKind, RemoteCallError, UsageError
-from torch_dpflow.remote.cluster_address import NODE_SOCKET, find_cluster, keys_hint
-from torch_dpflow.remote.protocol import FlowView, ProcessView
+from torch_dpflow.remote.access.cluster_address import NODE_SOCKET, find_cluster, keys_hint
 from torch_dpflow.remote.rpc import ClientOptions, RpcClient
+from torch_dpflow.remote.wire.coordinator import FlowView
+from torch_dpflow.remote.wire.node import ProcessView
 
 #: How long a coordinator may take to answer, seconds.
 ANSWER_S = 10.0

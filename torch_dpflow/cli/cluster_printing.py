@@ -9,9 +9,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from torch_dpflow.cli.console import stdout_console
-from torch_dpflow.remote.cluster_figures import ClusterFigures, JobRow, ShardFigures
-from torch_dpflow.remote.flow_registry import FlowState
-from torch_dpflow.remote.protocol import FlowView, ProcessView
+from torch_dpflow.remote.control.flow_registry import FlowState
+from torch_dpflow.remote.observe.cluster_figures import ClusterFigures, JobRow, ShardFigures
+from torch_dpflow.remote.wire.coordinator import FlowView
+from torch_dpflow.remote.wire.node import ProcessView
 
 #: Headings of what is shown of shards, and of all shards of a flow together.
 _FIGURES = ("workers", "hits", "decodes", "served", "/sample", "queue", "cached", "bytes")

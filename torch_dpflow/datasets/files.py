@@ -16,13 +16,7 @@ from torch_dpflow.datasets.storage.deadlines import ask, turn
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system
 from torch_dpflow.datasets.urls import join_url, split_chain, split_login
-from torch_dpflow.errors import (
-    DPFlowError,
-    ObjectMissingError,
-    OptionError,
-    OptionTypeError,
-    StorageError,
-)
+from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, OptionTypeError, StorageError
 
 #: What makes a single put fail when the object exists already, by protocol.
 _EXCLUSIVE_PUT: dict[str, dict[str, Any]] = {

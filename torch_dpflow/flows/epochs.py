@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torch_dpflow.rng import loading_epoch
+from torch_dpflow.epoch.rng import loading_epoch
 
 #: Places in the counter's head: whether an epoch was set by hand, which, and the one that is counted.
 _IS_SET, _SET, _COUNTED, _HEAD = range(4)

@@ -16,7 +16,7 @@ from torch_dpflow.flows.staged import StagedDataset
 from torch_dpflow.flows.transforms import SampleTransform
 
 if TYPE_CHECKING:
-    from torch_dpflow.loader import DPFlowDataLoader
+    from torch_dpflow.loader.loader import DPFlowDataLoader
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class DataLoadFlowRead:
             options: whatever else the loader takes, such as `num_workers`, `generator`, or a `sampler` of
                 its own.
         """
-        from torch_dpflow.loader import DPFlowDataLoader  # torch's DataLoader comes with it
+        from torch_dpflow.loader.loader import DPFlowDataLoader  # torch's DataLoader comes with it
 
         if options.get("sampler") is None and options.get("batch_sampler") is None:
             options.setdefault("shuffle", True)

@@ -28,12 +28,12 @@ from torch_dpflow.flows.remote_samples import (
 from torch_dpflow.flows.stage import Stage
 from torch_dpflow.flows.staged import Failed, StagedDataset
 from torch_dpflow.log import FLOWS
-from torch_dpflow.remote.fingerprint import fingerprint
-from torch_dpflow.remote.job_options import JobOptions
-from torch_dpflow.remote.samples import Parts
+from torch_dpflow.remote.job.job_options import JobOptions
+from torch_dpflow.remote.parcel.fingerprint import fingerprint
+from torch_dpflow.remote.worker.sample_source import Parts
 
 if TYPE_CHECKING:
-    from torch_dpflow import DPFlowDataLoader
+    from torch_dpflow.loader import DPFlowDataLoader
 
 
 class RemoteDataLoadFlowReader:
@@ -171,7 +171,7 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
         Raises:
             OptionError: `batch_size` is None without a batch sampler.
         """
-        from torch_dpflow import DPFlowDataLoader  # torch's DataLoader comes with it
+        from torch_dpflow.loader import DPFlowDataLoader  # torch's DataLoader comes with it
 
         if batch_size is None and options.get("batch_sampler") is None:
             raise OptionError("batch_size=None gives no batches; give a number of samples >= 1")

@@ -13,8 +13,8 @@ from torch.utils.data import Dataset, Sampler
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.flows.stage import Stage
 from torch_dpflow.flows.staged import Failed, StagedDataset
-from torch_dpflow.remote.client import SharedJob, open_job
-from torch_dpflow.remote.job_options import JobOptions
+from torch_dpflow.remote.job.client import SharedJob, open_job
+from torch_dpflow.remote.job.job_options import JobOptions
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SharedFlow:
     options: JobOptions
 
     def open(self) -> SharedJob:
-        """Join as a job that reads what may be kept, in lists. Raises as `torch_dpflow.remote.client.open_job`."""
+        """Join as a job that reads what may be kept, in lists. Raises as `torch_dpflow.remote.job.client.open_job`."""
         return open_job(
             self.name,
             self.dataset,

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from torch_dpflow.epoch.rng import preserved_rng, seed_batch
 from torch_dpflow.errors import DPFlowError, StageError
 from torch_dpflow.flows.epochs import EpochCounter
 from torch_dpflow.flows.stage import Stage
-from torch_dpflow.rng import preserved_rng, seed_batch
 
 
 @dataclass(frozen=True)

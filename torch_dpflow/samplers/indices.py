@@ -1,20 +1,25 @@
 """Sets of sample numbers: what a caller may pass, how it is checked, and an epoch's permutation."""
 
+from __future__ import annotations
+
+import sys
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, Union
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from torch_dpflow.errors import OptionError, OptionTypeError
+
+if TYPE_CHECKING:
+    import torch
 
 IndexArray: TypeAlias = NDArray[np.int64]
 BoolArray: TypeAlias = NDArray[np.bool_]
 #: Sample numbers as the strategies store them: int32 where that is wide enough, else int64.
 CompactArray: TypeAlias = NDArray[np.signedinteger[Any]]
 #: What a caller may pass as a set of sample numbers.
-Indices: TypeAlias = Iterable[int] | NDArray[np.integer[Any]] | torch.Tensor
+Indices: TypeAlias = Union[Iterable[int], NDArray[np.integer[Any]], "torch.Tensor"]
 
 #: torch.Generator.manual_seed takes what fits into 64 bits.
 MAX_SEED = 2**63 - 1
@@ -44,8 +49,14 @@ def check_indices(
     return array
 
 
+def _is_tensor(indices: object) -> TypeGuard[torch.Tensor]:
+    # Who has a tensor has torch; a service has neither.
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(indices, torch.Tensor)
+
+
 def _whole_numbers(indices: Indices, name: str) -> IndexArray:
-    if isinstance(indices, torch.Tensor):
+    if _is_tensor(indices):
         indices = indices.numpy(force=True)
     elif not isinstance(indices, np.ndarray):
         if isinstance(indices, str | bytes) or not isinstance(indices, Iterable):
@@ -72,6 +83,8 @@ def compact(size: int) -> type[np.signedinteger[Any]]:
 
 def permutation(length: int, seed: int, epoch: int) -> CompactArray:
     """What torch's RandomSampler and DistributedSampler draw for a generator seeded with `seed + epoch`."""
+    import torch  # a router that has no job yet does without
+
     generator = torch.Generator()
     generator.manual_seed(seed + epoch)
     # The width changes the memory that is written, not the numbers that are drawn.

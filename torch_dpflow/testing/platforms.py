@@ -29,8 +29,8 @@ except ImportError as error:
 
 from torch_dpflow.errors import NotPicklableError
 from torch_dpflow.platforms.base import LAST_WORDS, End, Handle, Platform, ProcessSpec
-from torch_dpflow.remote.arena import ArenaReader
-from torch_dpflow.remote.messages import WorkerHello, decode
+from torch_dpflow.remote.shm.arena import ArenaReader
+from torch_dpflow.remote.wire.headers import WorkerHello, decode
 from torch_dpflow.testing.processes import (
     PATIENCE_S,
     answer,

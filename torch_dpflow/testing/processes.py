@@ -47,8 +47,8 @@ def answer(address: tuple[str, int]) -> None:
 
 def lend(address: tuple[str, int]) -> None:
     """Tells the one who listens there of shared memory, and lives on."""
-    from torch_dpflow.remote.arena import Arena
-    from torch_dpflow.remote.messages import WorkerHello, encode
+    from torch_dpflow.remote.shm.arena import Arena
+    from torch_dpflow.remote.wire.headers import WorkerHello, encode
 
     arena = Arena(budget_bytes=1 << 20)
     call_at(address, encode(WorkerHello(0, 0, os.getpid(), arena.probe_ref())))

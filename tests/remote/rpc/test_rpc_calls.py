@@ -21,7 +21,7 @@ from torch_dpflow.errors import (
     RemoteCallError,
     StateError,
 )
-from torch_dpflow.remote.refusals import StaleRoutingError
+from torch_dpflow.remote.access.connection_file import create_cluster
 from torch_dpflow.remote.rpc import (
     LATER,
     ClientOptions,
@@ -33,7 +33,7 @@ from torch_dpflow.remote.rpc import (
     ServerOptions,
 )
 from torch_dpflow.remote.transport import TransportOptions
-from torch_dpflow.remote.transport.curve import create_cluster
+from torch_dpflow.remote.wire.errors import StaleRoutingError
 
 StartServer = Callable[..., RpcServer]
 OpenClient = Callable[..., RpcClient]

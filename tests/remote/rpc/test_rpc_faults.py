@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from torch_dpflow.errors import DeadlineError, MessageError
-from torch_dpflow.remote.messages import Reach, Welcome, encode
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcClient, RpcServer
 from torch_dpflow.remote.transport import listen
+from torch_dpflow.remote.wire.headers import Reach, Welcome, encode
 
 StartServer = Callable[..., RpcServer]
 OpenClient = Callable[..., RpcClient]
@@ -106,8 +106,8 @@ def test_release_that_speaks_another_version_is_refused(ipc_address: str, open_c
 def test_client_of_another_version_is_told_and_not_admitted(
     ipc_address: str, start_server: StartServer
 ) -> None:
-    from torch_dpflow.remote.messages import Hello, decode
     from torch_dpflow.remote.transport import connect
+    from torch_dpflow.remote.wire.headers import Hello, decode
 
     server = start_server(ipc_address, lambda server: None)
     other = connect(server.address)

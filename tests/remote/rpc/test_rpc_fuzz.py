@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import ErrorKind
-from torch_dpflow.remote.messages import EMPTY_BODY, Hello, Packing, Reach, Request, encode, encode_body
 from torch_dpflow.remote.rpc import IncomingCall, Result, RpcClient, RpcServer
 from torch_dpflow.remote.transport import Connection, connect, listen
+from torch_dpflow.remote.wire.headers import EMPTY_BODY, Hello, Packing, Reach, Request, encode, encode_body
 
 FILES = sorted((Path(__file__).parents[1] / "corpus" / "headers").glob("*.bin"))
 CORPUS = [path.read_bytes() for path in FILES]

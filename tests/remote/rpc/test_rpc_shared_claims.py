@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from torch_dpflow.remote.arena import BlockRef, ProbeRef
-from torch_dpflow.remote.messages import Hello, Reach, encode, encode_body
 from torch_dpflow.remote.rpc import RpcClient, RpcServer
 from torch_dpflow.remote.transport import connect
+from torch_dpflow.remote.wire.headers import Hello, Reach, encode, encode_body
+from torch_dpflow.remote.wire.shared_blocks import BlockRef, ProbeRef
 
 TOKEN = bytes(16)
 

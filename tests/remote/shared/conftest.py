@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.shared_cluster import TestCluster
-from torch_dpflow.remote.client import JobOptions, SharedJob, open_job
+from torch_dpflow.remote.job.client import JobOptions, SharedJob, open_job
 
 _numbers = itertools.count()
 

@@ -14,14 +14,12 @@ from typing import Any
 import msgspec
 
 from torch_dpflow.errors import PeerLostError
-from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.messages import PROTOCOL_VERSION, Hello, Reach, encode
-from torch_dpflow.remote.protocol import (
-    Access,
-    Ask,
-    Beat,
-    ContentPiece,
-    ContentRequest,
+from torch_dpflow.remote.transport import Connection, TransportOptions, connect
+from torch_dpflow.remote.wire.coordinator import Access, ContentPiece, ContentRequest, Scale
+from torch_dpflow.remote.wire.flow_spec import FlowSpec
+from torch_dpflow.remote.wire.headers import PROTOCOL_VERSION, Hello, Reach, encode
+from torch_dpflow.remote.wire.node import Beat
+from torch_dpflow.remote.wire.router import (
     DrawSamples,
     Enlist,
     EpochPlace,
@@ -30,10 +28,9 @@ from torch_dpflow.remote.protocol import (
     JobId,
     JobRank,
     Join,
-    Scale,
     StartEpoch,
 )
-from torch_dpflow.remote.transport import Connection, TransportOptions, connect
+from torch_dpflow.remote.wire.shard import Ask
 
 _pack = msgspec.msgpack.Encoder().encode
 CORPUS = [

@@ -11,9 +11,9 @@ import pytest
 from tests.shared_cluster import TestCluster, free_port, wait
 from tests.shared_datasets import Numbers
 from tests.workers import has_ended
-from torch_dpflow.remote.client import JobOptions, open_job
-from torch_dpflow.remote.cluster_address import find_cluster
-from torch_dpflow.remote.transport.curve import create_cluster, write_connection_file
+from torch_dpflow.remote.access.cluster_address import find_cluster
+from torch_dpflow.remote.access.connection_file import create_cluster, write_connection_file
+from torch_dpflow.remote.job.client import JobOptions, open_job
 
 SECRET = "wJalrXUtnFEMI-bPxRfiCYEXAMPLEKEY"
 OPTIONS = JobOptions(patience_s=60.0, ready=1, asked=2)

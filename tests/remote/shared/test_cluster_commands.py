@@ -19,8 +19,8 @@ from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from tests.workers import has_ended
 from torch_dpflow.cli.main import root
-from torch_dpflow.remote.client import SharedJob
-from torch_dpflow.remote.cluster_address import NODE_SOCKET
+from torch_dpflow.remote.access.cluster_address import NODE_SOCKET
+from torch_dpflow.remote.job.client import SharedJob
 from torch_dpflow.remote.rpc import RpcServer
 from torch_dpflow.remote.transport import listen
 

@@ -17,10 +17,14 @@ from tests.shared_datasets import Numbers
 from tests.workers import has_ended
 from torch_dpflow.cli.main import root
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.client import JobOptions, open_job
-from torch_dpflow.remote.cluster_address import find_cluster
-from torch_dpflow.remote.services.announcement import Announcement
-from torch_dpflow.remote.transport.curve import create_cluster, read_connection_file, write_connection_file
+from torch_dpflow.remote.access.announcement import Announcement
+from torch_dpflow.remote.access.cluster_address import find_cluster
+from torch_dpflow.remote.access.connection_file import (
+    create_cluster,
+    read_connection_file,
+    write_connection_file,
+)
+from torch_dpflow.remote.job.client import JobOptions, open_job
 
 
 @pytest.fixture(params=["ipc", "tcp"])
@@ -72,8 +76,8 @@ RIVAL = """
 import sys
 from pathlib import Path
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.services.announcement import Announcement
-from torch_dpflow.remote.transport.curve import create_cluster
+from torch_dpflow.remote.access.announcement import Announcement
+from torch_dpflow.remote.access.connection_file import create_cluster
 connection = create_cluster(sys.argv[2])
 print("ready", flush=True)
 sys.stdin.readline()

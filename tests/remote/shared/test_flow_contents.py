@@ -17,16 +17,17 @@ from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from tests.workers import has_ended
 from torch_dpflow.errors import DPFlowError, OptionError, StateError, UsageError
-from torch_dpflow.remote import flow_registration
-from torch_dpflow.remote.client import SharedJob
-from torch_dpflow.remote.cluster_address import find_cluster
-from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.protocol import ContentPiece, ContentRequest, ProcessView, Running
+from torch_dpflow.remote.access.cluster_address import find_cluster
+from torch_dpflow.remote.job import flow_registration
+from torch_dpflow.remote.job.client import SharedJob
+from torch_dpflow.remote.process import contents
+from torch_dpflow.remote.process.contents import ContentFiles, open_content
+from torch_dpflow.remote.process.spec import ClusterPlace
 from torch_dpflow.remote.rpc import IncomingCall, Result, RpcClient, RpcServer
-from torch_dpflow.remote.services import contents
-from torch_dpflow.remote.services.contents import ContentFiles, open_content
-from torch_dpflow.remote.services.post import ClusterPlace
 from torch_dpflow.remote.transport import listen
+from torch_dpflow.remote.wire.coordinator import ContentPiece, ContentRequest
+from torch_dpflow.remote.wire.flow_spec import FlowSpec
+from torch_dpflow.remote.wire.node import ProcessView, Running
 
 Join = Callable[..., SharedJob]
 

@@ -14,12 +14,13 @@ from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from tests.workers import has_ended
 from torch_dpflow.errors import ErrorKind, RemoteCallError
-from torch_dpflow.remote.client import SharedJob
-from torch_dpflow.remote.cluster_address import find_cluster
-from torch_dpflow.remote.protocol import Enlist, JobBeat, JobId, Join, ProcessView, Running
-from torch_dpflow.remote.refusals import StaleShardError
+from torch_dpflow.remote.access.cluster_address import find_cluster
+from torch_dpflow.remote.job.client import SharedJob
 from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
 from torch_dpflow.remote.transport import listen
+from torch_dpflow.remote.wire.errors import StaleShardError
+from torch_dpflow.remote.wire.node import ProcessView, Running
+from torch_dpflow.remote.wire.router import Enlist, JobBeat, JobId, Join
 
 Join_ = Callable[..., SharedJob]
 
@@ -86,8 +87,8 @@ ENLISTED = """
 import os, sys
 from types import SimpleNamespace
 from torch_dpflow.remote.rpc import RpcServer
-from torch_dpflow.remote.services.post import ClusterPlace, ServicePost
-from torch_dpflow.remote.services.shard_process import Enlistment
+from torch_dpflow.remote.process.spec import ClusterPlace, ServicePost
+from torch_dpflow.remote.shard.run import Enlistment
 post = ServicePost(id="f@1/shard-000", role="shard", incarnation=7, arguments=b"", settings=b"", address="",
                    place=ClusterPlace(directory=sys.argv[1]))
 Enlistment(post, SimpleNamespace(server=RpcServer(post.listen()), room=0), "f@1/router")

@@ -17,10 +17,10 @@ from tests.shared_datasets import Numbers
 from tests.workers import has_ended
 from torch_dpflow.cli.main import root
 from torch_dpflow.errors import RemoteCallError
-from torch_dpflow.remote.client import SharedJob
-from torch_dpflow.remote.cluster_address import find_cluster
-from torch_dpflow.remote.protocol import Running
+from torch_dpflow.remote.access.cluster_address import find_cluster
+from torch_dpflow.remote.job.client import SharedJob
 from torch_dpflow.remote.rpc import ClientOptions, RpcClient
+from torch_dpflow.remote.wire.node import Running
 
 
 def run(cluster: TestCluster, *arguments: str) -> str:

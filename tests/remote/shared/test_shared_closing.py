@@ -16,9 +16,9 @@ from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow import DPFlowDataLoader, JobOptions
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote import client
-from torch_dpflow.remote.client import SharedJob, open_job
-from torch_dpflow.remote.shard_link import ShardLinks
+from torch_dpflow.remote.job import client
+from torch_dpflow.remote.job.client import SharedJob, open_job
+from torch_dpflow.remote.job.shard_link import ShardLinks
 
 Make = Callable[..., DPFlowDataLoader[Any]]
 

@@ -13,7 +13,7 @@ import torch
 from tests.shared_datasets import Draws, Failing, Numbers
 from torch_dpflow import ALSDCache
 from torch_dpflow.errors import OptionError, PoisonTaskError, StateError, UsageError
-from torch_dpflow.remote.client import SharedJob
+from torch_dpflow.remote.job.client import SharedJob
 
 Join = Callable[..., SharedJob]
 

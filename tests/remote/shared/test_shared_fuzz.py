@@ -18,9 +18,9 @@ from tests.remote.shared.hostile import Fiend, Fuzzer, bursts, raw_noise, send_r
 from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow.errors import RemoteCallError
-from torch_dpflow.remote.client import SharedJob
-from torch_dpflow.remote.cluster_address import find_cluster
-from torch_dpflow.remote.protocol import ProcessView
+from torch_dpflow.remote.access.cluster_address import find_cluster
+from torch_dpflow.remote.job.client import SharedJob
+from torch_dpflow.remote.wire.node import ProcessView
 
 ROLES = ("coordinator", "router", "shard")
 SIZE = 500

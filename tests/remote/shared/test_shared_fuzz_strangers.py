@@ -19,10 +19,10 @@ from tests.remote.shared.test_shared_fuzz import (
 )
 from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
-from torch_dpflow.remote.client import SharedJob
-from torch_dpflow.remote.cluster_address import find_cluster
+from torch_dpflow.remote.access.cluster_address import find_cluster
+from torch_dpflow.remote.access.connection_file import create_cluster
+from torch_dpflow.remote.job.client import SharedJob
 from torch_dpflow.remote.transport import TransportOptions
-from torch_dpflow.remote.transport.curve import create_cluster
 
 
 @pytest.fixture(scope="module")

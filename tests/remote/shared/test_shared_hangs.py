@@ -14,7 +14,7 @@ from tests.shared_cluster import TestCluster
 from tests.shared_datasets import Hanging, Numbers
 from torch_dpflow import DPFlowDataLoader, JobOptions
 from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError
-from torch_dpflow.remote.client import SharedJob
+from torch_dpflow.remote.job.client import SharedJob
 
 Join = Callable[..., SharedJob]
 

@@ -15,8 +15,8 @@ from tests.new_process import in_fork
 from tests.shared_cluster import TestCluster
 from tests.shared_datasets import Numbers
 from torch_dpflow.errors import DeadlineError, PoisonTaskError
-from torch_dpflow.remote.client import JobOptions, SharedJob, open_job
-from torch_dpflow.remote.contact import SILENCE_S, Contact
+from torch_dpflow.remote.job.client import JobOptions, SharedJob, open_job
+from torch_dpflow.remote.job.outage_log import SILENCE_S, Contact
 
 Join = Callable[..., SharedJob]
 

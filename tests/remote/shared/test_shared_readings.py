@@ -12,7 +12,7 @@ from tests.shared_cluster import TestCluster
 from tests.shared_datasets import Numbers
 from torch_dpflow import DPFlowDataLoader, JobOptions
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.client import open_job
+from torch_dpflow.remote.job.client import open_job
 
 ALL = list(range(40))
 

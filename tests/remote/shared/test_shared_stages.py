@@ -16,9 +16,10 @@ from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Failing, Numbers
 from torch_dpflow import ALSDCache, DPFlowDataLoader, JobOptions
 from torch_dpflow.errors import RemoteCallError
-from torch_dpflow.remote.client import SharedJob
-from torch_dpflow.remote.cluster_address import find_cluster
-from torch_dpflow.remote.protocol import Ask, JobId
+from torch_dpflow.remote.access.cluster_address import find_cluster
+from torch_dpflow.remote.job.client import SharedJob
+from torch_dpflow.remote.wire.router import JobId
+from torch_dpflow.remote.wire.shard import Ask
 
 Join = Callable[..., SharedJob]
 SIZE = 60

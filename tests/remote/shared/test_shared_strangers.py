@@ -12,13 +12,15 @@ import pytest
 from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow.errors import DeadlineError, OptionError, PeerLostError, RemoteCallError
-from torch_dpflow.remote.client import JobOptions, open_job
-from torch_dpflow.remote.cluster_address import find_cluster
-from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.protocol import Ask, ContentPiece, ContentRequest, JobId
+from torch_dpflow.remote.access.cluster_address import find_cluster
+from torch_dpflow.remote.access.connection_file import create_cluster
+from torch_dpflow.remote.job.client import JobOptions, open_job
 from torch_dpflow.remote.rpc import ClientOptions, RpcClient
 from torch_dpflow.remote.transport import TransportOptions
-from torch_dpflow.remote.transport.curve import create_cluster
+from torch_dpflow.remote.wire.coordinator import ContentPiece, ContentRequest
+from torch_dpflow.remote.wire.flow_spec import FlowSpec
+from torch_dpflow.remote.wire.router import JobId
+from torch_dpflow.remote.wire.shard import Ask
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from benchmarks.simulation.uniformity import Counts, Verdict
 from tests.shared_datasets import Numbers
-from torch_dpflow.remote.client import SharedJob
+from torch_dpflow.remote.job.client import SharedJob
 
 Join = Callable[..., SharedJob]
 JOBS = 3

@@ -20,12 +20,12 @@ from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from tests.workers import has_ended
 from torch_dpflow.cli.main import root
-from torch_dpflow.remote.client import JobOptions, SharedJob, open_job
-from torch_dpflow.remote.cluster_address import find_cluster
-from torch_dpflow.remote.flow_registration import register
-from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.protocol import Scale
-from torch_dpflow.remote.state_store import open_store
+from torch_dpflow.remote.access.cluster_address import find_cluster
+from torch_dpflow.remote.job.client import JobOptions, SharedJob, open_job
+from torch_dpflow.remote.job.flow_registration import register
+from torch_dpflow.remote.services.state_store import open_store
+from torch_dpflow.remote.wire.coordinator import Scale
+from torch_dpflow.remote.wire.flow_spec import FlowSpec
 
 OPTIONS = JobOptions(patience_s=60.0, ready=1, asked=2)
 

@@ -14,8 +14,8 @@ import pytest
 from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from tests.workers import has_ended
-from torch_dpflow.remote.client import JobOptions, open_job
-from torch_dpflow.remote.cluster_address import find_cluster
+from torch_dpflow.remote.access.cluster_address import find_cluster
+from torch_dpflow.remote.job.client import JobOptions, open_job
 
 
 @pytest.fixture(scope="module")

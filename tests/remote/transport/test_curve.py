@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from torch_dpflow.errors import OptionError, PeerLostError
-from torch_dpflow.remote.transport import Connection, Listener, TransportOptions, connect, listen
-from torch_dpflow.remote.transport.curve import (
-    ClientKeys,
+from torch_dpflow.remote.access.connection_file import (
     ConnectionFile,
     create_cluster,
     read_connection_file,
     write_connection_file,
 )
+from torch_dpflow.remote.transport import Connection, Listener, TransportOptions, connect, listen
+from torch_dpflow.remote.transport.keys import ClientKeys
 from torch_dpflow.testing.transports import answered, greet, heard
 
 CLUSTER = create_cluster("tcp://127.0.0.1:0")

@@ -7,12 +7,7 @@ import os
 import stat
 
 from torch_dpflow.datasets.storage.base import ByteRange
-from torch_dpflow.errors import (
-    AccessDeniedError,
-    ObjectMissingError,
-    StorageError,
-    TruncatedObjectError,
-)
+from torch_dpflow.errors import AccessDeniedError, ObjectMissingError, StorageError, TruncatedObjectError
 
 
 class LocalStorage:

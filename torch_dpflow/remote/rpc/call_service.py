@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 import msgspec
 
 from torch_dpflow.errors import ErrorKind, MessageError, UsageError
-from torch_dpflow.remote import messages
-from torch_dpflow.remote.messages import body_decoder, decode_body, encode_body
 from torch_dpflow.remote.rpc.describing import describe, kind_of
 from torch_dpflow.remote.rpc.incoming import Handler, IncomingCall, Later, Outcome, Result
 from torch_dpflow.remote.rpc.replies import ReplyMemory, Verdict
 from torch_dpflow.remote.rpc.sessions import ServerStats, Session, SessionTable
-from torch_dpflow.remote.transport.base import Frame
+from torch_dpflow.remote.wire import headers as messages
+from torch_dpflow.remote.wire.headers import body_decoder, decode_body, encode_body
+from torch_dpflow.remote.wire.parcel_table import Frame
 
 logger = logging.getLogger(__name__)
 

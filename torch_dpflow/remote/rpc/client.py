@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 
 from torch_dpflow.errors import OptionError, PeerLostError, StateError
-from torch_dpflow.remote.messages import body_decoder, encode_body
 from torch_dpflow.remote.rpc.client_session import Answer, Awaited, ClientSession, ClientStats
 from torch_dpflow.remote.rpc.payload import Carrier
 from torch_dpflow.remote.transport import Frame, TransportOptions, connect, is_loopback
+from torch_dpflow.remote.wire.headers import body_decoder, encode_body
 
 
 @dataclass(frozen=True, kw_only=True)

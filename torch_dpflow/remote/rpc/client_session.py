@@ -21,11 +21,12 @@ from torch_dpflow.errors import (
     RemoteCallError,
     TransportError,
 )
-from torch_dpflow.remote import messages
-from torch_dpflow.remote.messages import Header, decode, decode_body, encode
 from torch_dpflow.remote.rpc.calls import CallTable, OpenCall
 from torch_dpflow.remote.rpc.payload import Carrier
-from torch_dpflow.remote.transport.base import Frame
+from torch_dpflow.remote.wire import headers as messages
+from torch_dpflow.remote.wire.fields import MAX_SECONDS
+from torch_dpflow.remote.wire.headers import Header, decode, decode_body, encode
+from torch_dpflow.remote.wire.parcel_table import Frame
 
 
 class Answer(NamedTuple):
@@ -230,7 +231,7 @@ class ClientSession:
 
     def _send_request(self, call: OpenCall, now: float) -> None:
         packed, packing = self._carrier.pack(call.frames)
-        patience_s = min(max(0.0, call.deadline - now), messages.MAX_SECONDS)
+        patience_s = min(max(0.0, call.deadline - now), MAX_SECONDS)
         settled, answered = self._calls.settled, self._calls.take_answered()
         self.send(
             messages.Request(call.id, call.method, settled, answered, patience_s, call.body, packing), packed

@@ -5,8 +5,8 @@ from __future__ import annotations
 import traceback
 
 from torch_dpflow.errors import ErrorKind, MessageError, PeerLostError, StateError, UsageError
-from torch_dpflow.remote.messages import MAX_TEXT
-from torch_dpflow.remote.refusals import Refusal
+from torch_dpflow.remote.wire.errors import Refusal
+from torch_dpflow.remote.wire.fields import MAX_TEXT
 
 
 def kind_of(error: BaseException) -> ErrorKind:

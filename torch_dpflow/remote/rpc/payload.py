@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote import compression
-from torch_dpflow.remote.arena import Arena, ArenaReader, BlockRef, ProbeRef
-from torch_dpflow.remote.messages import Packing, Reach, body_decoder, decode_body, encode_body
-from torch_dpflow.remote.transport.base import Frame
+from torch_dpflow.remote.rpc import compression
+from torch_dpflow.remote.wire.headers import Packing, Reach, body_decoder, decode_body, encode_body
+from torch_dpflow.remote.wire.parcel_table import Frame
+from torch_dpflow.remote.wire.shared_blocks import BlockRef, ProbeRef
+
+if TYPE_CHECKING:
+    from torch_dpflow.remote.shm.arena import Arena, ArenaReader
 
 #: From this size on a frame goes through shared memory where it can, bytes: below it the socket is as quick.
 SHARED_BYTES = 32 * 1024
@@ -38,7 +42,7 @@ class Carrier:
     def __init__(self, *, max_bytes: int, shared_bytes: int, compress: bool) -> None:
         self._max_bytes = max_bytes
         self._asks_compression = compress
-        self._arena = Arena(budget_bytes=shared_bytes) if shared_bytes else None
+        self._arena = _arena(shared_bytes) if shared_bytes else None
         self._reader: ArenaReader | None = None
         #: Whether the peer asked for compressed payload.
         self.compresses = False
@@ -59,7 +63,7 @@ class Carrier:
         probe = decode_body(reach.probe, _probe_decoder)
         if probe is None or self._arena is None:
             return False
-        reader = ArenaReader(reach.pid)
+        reader = _reader(reach.pid)
         self._reader = reader if reader.probe(probe) else None
         return self._reader is not None
 
@@ -147,6 +151,19 @@ class Carrier:
                 "frames in shared memory came from a peer whose shared memory is not read here"
             )
         return self._reader.view(ref).data
+
+
+# Imported where it is used: torch comes with shared memory, and most processes of a cluster do without both.
+def _arena(budget_bytes: int) -> Arena:
+    from torch_dpflow.remote.shm.arena import Arena
+
+    return Arena(budget_bytes=budget_bytes)
+
+
+def _reader(pid: int) -> ArenaReader:
+    from torch_dpflow.remote.shm.arena import ArenaReader
+
+    return ArenaReader(pid)
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:

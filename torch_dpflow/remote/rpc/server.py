@@ -13,14 +13,15 @@ from typing import Any
 
 from torch_dpflow.descriptors import is_exhausted
 from torch_dpflow.errors import MessageError, OptionError, TransportError
-from torch_dpflow.remote import messages
-from torch_dpflow.remote.messages import decode, encode
 from torch_dpflow.remote.rpc.call_service import CallService
 from torch_dpflow.remote.rpc.incoming import Handler
 from torch_dpflow.remote.rpc.payload import Carrier
 from torch_dpflow.remote.rpc.replies import ReplyMemory
 from torch_dpflow.remote.rpc.sessions import ServerStats, Session, SessionTable
 from torch_dpflow.remote.transport import Listener
+from torch_dpflow.remote.wire import headers as messages
+from torch_dpflow.remote.wire.fields import MAX_NAME
+from torch_dpflow.remote.wire.headers import decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -210,5 +211,5 @@ class RpcServer:
 
 
 def _check_name(method: str) -> None:
-    if not 1 <= len(method) <= messages.MAX_NAME:
-        raise OptionError(f"method={method!r}: must be 1 to {messages.MAX_NAME} characters")
+    if not 1 <= len(method) <= MAX_NAME:
+        raise OptionError(f"method={method!r}: must be 1 to {MAX_NAME} characters")

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from torch_dpflow.remote.messages import Header, Reply, encode
 from torch_dpflow.remote.rpc.payload import Carrier
-from torch_dpflow.remote.transport.base import Frame
+from torch_dpflow.remote.wire.headers import Header, Reply, encode
+from torch_dpflow.remote.wire.parcel_table import Frame
 
 #: Sends a message to a client; False where it is gone or its queue is full, of which nobody takes note: it asks again.
 Send: TypeAlias = Callable[[bytes, Sequence[Frame]], bool]

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from torch_dpflow.remote.lazy_heap import LazyHeap
+from torch_dpflow.lazy_heap import LazyHeap
 from torch_dpflow.remote.scheduler.events import TaskId, WorkerId
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from torch_dpflow.errors import DPFlowError, OptionError, UsageError
-from torch_dpflow.remote.allotment import ClusterLimits, parts_of
-from torch_dpflow.remote.flow_registry import (
+from torch_dpflow.remote.control.allotment import parts_of
+from torch_dpflow.remote.control.flow_registry import (
     Flow,
     FlowInstruction,
     FlowRegistry,
@@ -27,52 +27,32 @@ from torch_dpflow.remote.flow_registry import (
     StartFlow,
     StopFlow,
 )
-from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.protocol import (
+from torch_dpflow.remote.control.placement import launches_of
+from torch_dpflow.remote.process.contents import Contents
+from torch_dpflow.remote.process.spec import SERVICE, Heart, ServicePost, ask_in, serve
+from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
+from torch_dpflow.remote.services.kept_state import KeptState
+from torch_dpflow.remote.services.reconciler import Reconciler
+from torch_dpflow.remote.services.state_store import open_store
+from torch_dpflow.remote.wire.coordinator import (
     CONTENT_PIECE_BYTES,
     MAX_CONTENT_BYTES,
     Access,
+    ClusterLimits,
     ContentPiece,
     ContentRequest,
+    CoordinatorArguments,
     FlowView,
-    Launch,
     Part,
-    ProcessView,
     Scale,
 )
-from torch_dpflow.remote.refusals import OverloadedError, UnknownFlowError
-from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
-from torch_dpflow.remote.services.contents import Contents
-from torch_dpflow.remote.services.kept_state import KeptState
-from torch_dpflow.remote.services.placement import launches_of
-from torch_dpflow.remote.services.post import SERVICE, Heart, ServicePost, ask_in, serve
-from torch_dpflow.remote.services.reconciler import Reconciler
-from torch_dpflow.remote.state_store import open_store
+from torch_dpflow.remote.wire.errors import OverloadedError, UnknownFlowError
+from torch_dpflow.remote.wire.flow_spec import FlowSpec
+from torch_dpflow.remote.wire.node import Launch, ProcessView
 
 #: How long it waits for a message where nothing else is due, seconds.
 IDLE_TURN_S = 0.5
 _encode = msgspec.msgpack.encode
-
-
-class CoordinatorArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The arguments of a coordinator's role."""
-
-    #: A state store's address.
-    state: str
-    #: Who has it to himself, as of `StateStore.renew`.
-    owner: str
-    #: Where to listen; empty: where the node's place says.
-    address: str = ""
-    #: As of `ClusterLimits`.
-    workers: int | None = None
-    memory_bytes: int | None = None
-    #: HOST:PORT where metrics can be had; empty: nowhere.
-    metrics: str = ""
-
-    @property
-    def limits(self) -> ClusterLimits:
-        """What all flows have together at most."""
-        return ClusterLimits(workers=self.workers, memory_bytes=self.memory_bytes)
 
 
 @dataclass
@@ -369,7 +349,7 @@ def run(post: ServicePost) -> None:
     server.register("stop", partial(_stop_node, post), body_type=None)
     Reconciler(post, server, coordinator, changed)
     if arguments.metrics:
-        from torch_dpflow.remote.services.metrics_server import serve_metrics
+        from torch_dpflow.remote.observe.metrics_server import serve_metrics
 
         serve_metrics(arguments.metrics, lambda: ask_in(server, coordinator.views))
     serve(post, server, _status, lambda: None, turn_s=IDLE_TURN_S, heart=heart)

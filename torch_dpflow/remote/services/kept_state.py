@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch_dpflow.errors import StateError
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.state_store import RENEW_S, StateStore
+from torch_dpflow.remote.services.state_store import RENEW_S, StateStore
 
 #: How long to wait before a store that cannot be used is tried again, seconds.
 RETRY_S = 1.0

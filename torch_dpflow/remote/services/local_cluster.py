@@ -23,18 +23,17 @@ from torch_dpflow.directory import PrivateDirectory
 from torch_dpflow.errors import OptionError, StateError, UsageError
 from torch_dpflow.log import LogOptions, write_lines
 from torch_dpflow.platforms.fork_server import ForkServerPlatform
-from torch_dpflow.remote.allotment import ClusterLimits
-from torch_dpflow.remote.cluster_address import default_connection_file
-from torch_dpflow.remote.flow_spec import MAX_WORKERS
-from torch_dpflow.remote.services.announcement import Announcement, check_vacant, lock_file
-from torch_dpflow.remote.services.coordinator import CoordinatorArguments
-from torch_dpflow.remote.services.metrics_server import check_metrics_address
+from torch_dpflow.remote.access.announcement import Announcement, check_vacant, lock_file
+from torch_dpflow.remote.access.cluster_address import default_connection_file
+from torch_dpflow.remote.access.connection_file import create_cluster, read_key_file
+from torch_dpflow.remote.control.supervision import START_S
+from torch_dpflow.remote.observe.metrics_server import check_metrics_address
+from torch_dpflow.remote.process.roles import COORDINATOR, PRELOAD
+from torch_dpflow.remote.process.spec import ClusterPlace
 from torch_dpflow.remote.services.node import LEASE_S, WISHED_DESCRIPTORS, Node, most_workers
-from torch_dpflow.remote.services.post import ClusterPlace
-from torch_dpflow.remote.services.roles import COORDINATOR, PRELOAD
-from torch_dpflow.remote.state_store import open_store
-from torch_dpflow.remote.supervision import START_S
-from torch_dpflow.remote.transport.curve import create_cluster, read_key_file
+from torch_dpflow.remote.services.state_store import open_store
+from torch_dpflow.remote.wire.coordinator import ClusterLimits, CoordinatorArguments
+from torch_dpflow.remote.wire.flow_spec import MAX_WORKERS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,14 @@ from torch_dpflow.descriptors import exhausted, soft_limit
 from torch_dpflow.errors import DescriptorLimitError, LaunchError, OptionError, UsageError
 from torch_dpflow.platforms.base import Handle, Platform, ProcessSpec
 from torch_dpflow.platforms.local import DESCRIPTORS
-from torch_dpflow.remote.messages import Count
-from torch_dpflow.remote.protocol import Beat, Desire, Ending, Launch, ProcessView, Running, Standing
+from torch_dpflow.remote.control.supervision import Forget, Instruction, Kill, Spawn, Supervisor
+from torch_dpflow.remote.process.awake_clock import AwakeClock
+from torch_dpflow.remote.process.roles import COORDINATOR, ROLES, main
+from torch_dpflow.remote.process.spec import SERVICE, ClusterPlace, ServicePost, subjects_of
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
-from torch_dpflow.remote.services.awake_clock import AwakeClock
-from torch_dpflow.remote.services.post import SERVICE, ClusterPlace, ServicePost, subjects_of
-from torch_dpflow.remote.services.roles import COORDINATOR, ROLES, main
-from torch_dpflow.remote.supervision import Forget, Instruction, Kill, Spawn, Supervisor
 from torch_dpflow.remote.transport import listen
+from torch_dpflow.remote.wire.fields import Count
+from torch_dpflow.remote.wire.node import Beat, Desire, Ending, Launch, ProcessView, Running, Standing
 
 #: How long a process may be silent before it is killed and started again, seconds.
 LEASE_S = 10.0
@@ -50,7 +50,7 @@ def most_workers() -> int:
     most = (most_processes() - 1) // 3  # beside the coordinator
     if most < 1:
         raise exhausted(
-            f"a cluster needs a limit of {OWN_DESCRIPTORS + 4 * DESCRIPTORS} for its first worker"
+            f"a cluster needs a limit of {OWN_DESCRIPTORS + 4 * (DESCRIPTORS + 1)} for its first worker"
         )
     return most
 

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Protocol
 
 from torch_dpflow.errors import DPFlowError
-from torch_dpflow.remote.protocol import Desire, Launch, ProcessView, Running
+from torch_dpflow.remote.process.spec import SERVICE, ServicePost, ask_in
 from torch_dpflow.remote.rpc import RpcClient, RpcServer
-from torch_dpflow.remote.services.post import SERVICE, ServicePost, ask_in
+from torch_dpflow.remote.wire.node import Desire, Launch, ProcessView, Running
 
 #: How long to wait after something has failed, seconds.
 PAUSE_S = 0.1

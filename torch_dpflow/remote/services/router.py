@@ -16,10 +16,19 @@ import msgspec
 import numpy as np
 
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.flow_spec import FlowSpec
-from torch_dpflow.remote.job_options import UNNAMED
-from torch_dpflow.remote.joint_order import Held, JointOrder
-from torch_dpflow.remote.protocol import (
+from torch_dpflow.remote.control.joint_order import Held, JointOrder
+from torch_dpflow.remote.control.name_leases import Roster
+from torch_dpflow.remote.control.routing import Routing
+from torch_dpflow.remote.process.awake_clock import AwakeClock
+from torch_dpflow.remote.process.spec import SERVICE, ServicePost, serve
+from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
+from torch_dpflow.remote.wire.errors import MisdirectedError, StaleShardError
+from torch_dpflow.remote.wire.flow_spec import FlowSpec
+from torch_dpflow.remote.wire.limits import UNNAMED
+from torch_dpflow.remote.wire.router import (
+    JOB_LEASE_S,
+    MAX_JOBS,
+    SHARD_LEASE_S,
     DrawSamples,
     Enlist,
     JobBeat,
@@ -28,32 +37,16 @@ from torch_dpflow.remote.protocol import (
     JobRank,
     Join,
     Joined,
+    RouterSettings,
     RoutingTable,
     StartEpoch,
 )
-from torch_dpflow.remote.refusals import MisdirectedError, StaleShardError
-from torch_dpflow.remote.roster import Roster
-from torch_dpflow.remote.routing import Routing
-from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
-from torch_dpflow.remote.services.awake_clock import AwakeClock
-from torch_dpflow.remote.services.post import SERVICE, ServicePost, serve
 from torch_dpflow.samplers import sampling_group
 from torch_dpflow.samplers.indices import IndexArray
 from torch_dpflow.samplers.ranks import RankShares
 
-#: How long a job, or a shard, may be silent before it is taken for dead, seconds.
-JOB_LEASE_S, SHARD_LEASE_S = 15.0, 5.0
 #: By how much of it the group's reckoning of the caches may be wrong before it is mended.
 RESIZED_SHARE = 0.1
-#: Most processes that read one flow.
-MAX_JOBS = 1024
-
-
-class RouterSettings(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What of a router may change while it runs."""
-
-    #: The shards that are to own keys.
-    shards: list[str]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ Implementations are loaded when an address asks for them.
 from __future__ import annotations
 
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.transport.base import Connection, Frame, Listener, TransportOptions, is_loopback
+from torch_dpflow.remote.transport.base import Connection, Listener, TransportOptions, is_loopback
+from torch_dpflow.remote.wire.parcel_table import Frame
 
 __all__ = ["Connection", "Frame", "Listener", "TransportOptions", "connect", "is_loopback", "listen"]
 

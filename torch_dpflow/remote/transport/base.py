@@ -15,14 +15,13 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 from torch_dpflow.errors import MessageError, OptionError
+from torch_dpflow.remote.wire.parcel_table import Frame
 
 if TYPE_CHECKING:
-    from torch_dpflow.remote.transport.curve import ClientKeys, ServerKeys
-
-Frame: TypeAlias = "bytes | bytearray | memoryview"
+    from torch_dpflow.remote.transport.keys import ClientKeys, ServerKeys
 
 #: ZeroMQ's longest peer identity, bytes.
 MAX_IDENTITY_BYTES = 255

@@ -14,7 +14,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from torch_dpflow.errors import PeerLostError, StateError, TransportError
-from torch_dpflow.remote.transport.base import Frame, TransportOptions, check_frames, check_identity
+from torch_dpflow.remote.transport.base import TransportOptions, check_frames, check_identity
+from torch_dpflow.remote.wire.parcel_table import Frame
 
 #: How often a listener that watches descriptors looks at them, seconds.
 _WATCH_S = 0.01

@@ -13,7 +13,7 @@ import zmq
 from zmq.utils import z85
 
 from torch_dpflow.descriptors import require
-from torch_dpflow.remote.transport.curve import ServerKeys
+from torch_dpflow.remote.transport.keys import ServerKeys
 
 #: What a context, its two threads and its first socket have open.
 DESCRIPTORS = 12

@@ -24,15 +24,10 @@ import zmq
 from torch_dpflow import descriptors
 from torch_dpflow.errors import OptionError, PeerLostError, StateError, TransportError
 from torch_dpflow.log import TRANSPORT
-from torch_dpflow.remote.transport.base import (
-    Frame,
-    TransportOptions,
-    check_frames,
-    check_identity,
-    is_loopback,
-)
-from torch_dpflow.remote.transport.curve import ClientKeys, ServerKeys
+from torch_dpflow.remote.transport.base import TransportOptions, check_frames, check_identity, is_loopback
+from torch_dpflow.remote.transport.keys import ClientKeys, ServerKeys
 from torch_dpflow.remote.transport.zeromq import contexts
+from torch_dpflow.remote.wire.parcel_table import Frame
 
 #: From this size on a frame is sent without a copy, bytes. Below it a memcpy is cheaper than the hand-over to
 #: pyzmq's release thread.

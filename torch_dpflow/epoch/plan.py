@@ -1,0 +1,290 @@
+"""The plan of one epoch: its index batches, drawn as they are needed, and what it takes to draw them again."""
+
+import operator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from torch_dpflow.epoch.own_state import Unsaved, ask, give_back, has_state, opened, takes
+from torch_dpflow.epoch.rng import encode_generator, restore_generator, restore_rng
+from torch_dpflow.epoch.state import LoaderState, OpeningStep
+from torch_dpflow.errors import StateError
+
+
+class _AsItIs:
+    """Iterates an iterator that is not to be asked for `iter` again: some samplers start their epoch anew then."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterator
+
+
+class Plan:
+    """Index batches in the order in which the sampler gives them.
+
+    Args:
+        batches: the running iteration of the loader's index sampler.
+        sampler: what keeps the order's state itself beside `batches`, or None; see `stateful_part`.
+        position: the batches that were drawn before this plan began.
+        ended_at: the epoch's length, where the sampler is known to have come to its end.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        *,
+        sampler: Any = None,
+        position: int = 0,
+        ended_at: int | None = None,
+    ) -> None:
+        self._batches = _AsItIs(batches)
+        #: The position after the last batch, once the sampler has said that there is no other.
+        self.ended_at = ended_at
+        self._sampler = sampler if sampler is not batches else None
+        self._iterator = batches if has_state(batches) else None
+        self._by_count = takes(sampler, "consumed")
+        #: The position that the next drawn batch will have.
+        self.drawn = position
+        self._asked = False
+        self._snapshots: dict[int, Any] = {}
+        #: A batch that the sampler has given and nobody has drawn.
+        self._held: list[Any] = []
+        self._snapshot()
+
+    def draw(self) -> tuple[int, Any]:
+        """The next position and its indices. Raises StopIteration at the end of the epoch."""
+        if not self._held:
+            self.settle()
+        if not self._held:
+            raise StopIteration
+        index = self._held.pop()
+        position = self.drawn
+        self.drawn += 1
+        self._snapshot()
+        return position, index
+
+    def settle(self) -> None:
+        """Have the sampler draw now what it draws at its next batch; nothing is skipped."""
+        self._asked = True
+        self._held.extend(islice(self._batches, 1))
+        if not self._held and self.ended_at is None:
+            # It may have turned to its next epoch.
+            self.ended_at = self.drawn
+            self._snapshot()
+
+    def skip(self, batches: int) -> None:
+        """Draw and drop so many batches: no sample is loaded.
+
+        Raises:
+            StateError: the epoch is shorter than that.
+        """
+        self._asked = True
+        for skipped in range(batches):
+            try:
+                next(iter(self._batches))
+            except StopIteration:
+                raise StateError(
+                    f"the state is at batch {batches}, but this epoch has {skipped}: the sampler or the data set "
+                    "is not the one that the state was taken with"
+                ) from None
+        self.drawn += batches
+
+    def sampler_state(self, position: int, samples: int, length: int | None) -> Any:
+        """The sampler's own state once the batches before `position`, of so many samples, are delivered.
+
+        length: of a whole epoch in batches, None where nobody knows.
+
+        Raises:
+            StateError: the sampler could not say.
+        """
+        if self._sampler is None and self._iterator is None:
+            return None
+        if position == self.drawn == length and not self._held:
+            # Whether a sampler has turned to its next epoch when it has given its last index depends on whether
+            # that index has filled a batch. Once it was asked for more, it has.
+            self.settle()
+        if self._by_count:
+            # Until the first batch is asked for, the sampler stands where the epoch before has left it.
+            consumed = {"consumed": samples} if self._asked else {}
+            return opened(_kept(ask(self._sampler, **consumed), None))
+        for passed in [p for p in list(self._snapshots) if p < position]:
+            del self._snapshots[passed]
+        return opened(self._snapshots[position])
+
+    def _snapshot(self) -> None:
+        if not self._by_count and (self._sampler is not None or self._iterator is not None):
+            self._snapshots[self.drawn] = _kept(ask(self._sampler), ask(self._iterator))
+
+    def sampler_at_rest(self) -> Any:
+        """The sampler's own state once the epoch is over. Raises StateError where it cannot say."""
+        self.settle()
+        return opened(_kept(ask(self._sampler), ask(self._iterator)))
+
+
+def sampler_before(index_sampler: Any, sampler: Any) -> Any:
+    """The sampler's own state before any epoch; there is nothing to say where it cannot."""
+    kept = _kept(ask(stateful_part(index_sampler, sampler)), None)
+    return None if isinstance(kept, Unsaved) else kept
+
+
+def _kept(of_sampler: Any, of_iterator: Any) -> Any:
+    for kept in (of_sampler, of_iterator):
+        if isinstance(kept, Unsaved):
+            return kept
+    if of_sampler is None and of_iterator is None:
+        return None
+    return {"sampler": of_sampler, "iterator": of_iterator}
+
+
+def stateful_part(index_sampler: Any, sampler: Any) -> Any:
+    """Which of these keeps its own state (`state_dict` and `load_state_dict`), or None."""
+    if type(index_sampler) is BatchSampler:  # keeps nothing itself, and may be the user's, around any sampler
+        sampler = index_sampler.sampler
+    return next((part for part in (index_sampler, sampler) if has_state(part)), None)
+
+
+def return_sampler(kept: dict[str, Any], index_sampler: Any, sampler: Any) -> Iterator[Any]:
+    """Give the sampler and its iteration what they have kept; returns the iteration.
+
+    Raises:
+        StateError: one of them cannot take it.
+    """
+    if kept["sampler"] is not None:
+        give_back(stateful_part(index_sampler, sampler) or sampler, kept["sampler"], "sampler")
+    if kept["iterator"] is None:
+        return iter(())
+    batches: Iterator[Any] = iter(index_sampler)
+    give_back(batches, kept["iterator"], "sampler")
+    return batches
+
+
+def repeat_draws(state: LoaderState, index_sampler: Any, generator: torch.Generator | None) -> None:
+    """Draw from the generators again what the epoch drew that ended before this state."""
+    restore_rng(state.plan_rng or {})
+    if state.sampler is not None or state.kind == "iterable":  # whose order is not drawn by us
+        open_order(_without_order(state.opening), index_sampler, generator)
+        return
+    batches = open_order(state.opening, index_sampler, generator)
+    deque(islice(batches, 1) if is_drawn_at_start(index_sampler) else batches, maxlen=0)
+
+
+def _without_order(opening: Sequence[OpeningStep]) -> list[OpeningStep]:
+    return [step for step in opening if step != "order"]
+
+
+def open_order(
+    opening: Sequence[OpeningStep], index_sampler: Any, generator: torch.Generator | None
+) -> Iterator[Any]:
+    """Begin an epoch's order by these steps, each of which may draw random numbers; the last order counts."""
+    batches: Iterator[Any] = iter(())
+    for step in opening:
+        if step == "order":
+            batches = iter(index_sampler)
+        else:
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+    return batches
+
+
+def replay(state: LoaderState, index_sampler: Any, sampler: Any, generator: torch.Generator | None) -> Plan:
+    """The plan of an interrupted epoch, from its first batch that is not delivered.
+
+    Draws from the process's generators, and leaves them used: the caller preserves them. Indices are drawn again
+    up to the position, samples are not loaded.
+
+    Raises:
+        StateError: the state does not fit the sampler or the data set.
+    """
+    if state.plan_rng is not None:
+        restore_rng(state.plan_rng)
+    if generator is not None and state.plan_generator is not None:
+        restore_generator(generator, state.plan_generator)
+    if state.sampler is not None:
+        open_order(_without_order(state.opening), index_sampler, generator)
+        return _resume_sampler(state, index_sampler, sampler)
+    batches = open_order(state.opening, index_sampler, generator)
+    if state.draw_rng is not None:
+        restore_rng(state.draw_rng)
+    plan = Plan(batches, sampler=stateful_part(index_sampler, sampler))
+    plan.skip(state.position)
+    plan.settle()
+    return plan
+
+
+def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Plan:
+    assert state.sampler is not None
+    batches = return_sampler(state.sampler, index_sampler, sampler)
+    part = stateful_part(index_sampler, sampler)
+    if state.ended:
+        return Plan(iter(()), sampler=part, position=state.position, ended_at=state.position)
+    if state.sampler["iterator"] is None:
+        batches = iter(index_sampler)
+    return Plan(batches, sampler=part, position=state.position)
+
+
+def samples_in(index: Any) -> int:
+    """How many samples a batch's indices name; torch takes any iterable of them, and never asks."""
+    try:
+        return operator.length_hint(index, 1)
+    except Exception:
+        return 1
+
+
+def length_or_none(sized: Any) -> int | None:
+    """Its length; None where it cannot say, whatever it raises."""
+    try:
+        return len(sized)
+    except Exception:
+        return None
+
+
+def generator_state(generator: torch.Generator | None) -> str | None:
+    """The state of the loader's own generator, if it has one."""
+    return None if generator is None else encode_generator(generator)
+
+
+def is_drawn_at_start(index_sampler: Any) -> bool:
+    """Whether an epoch's order is settled at its first batch, so that drawing further ahead cannot change it.
+
+    Only samplers that are known: an unknown one may draw from a generator that the training loop uses too.
+    """
+    if type(index_sampler) is BatchSampler:
+        index_sampler = index_sampler.sampler
+    check = _SETTLED.get(type(index_sampler))
+    return check is not None and check(index_sampler)
+
+
+def _random_sampler_is_settled(sampler: RandomSampler) -> bool:
+    # Without a generator it seeds one of its own. With the user's it draws a chunk or a pass at a time.
+    if sampler.generator is None:
+        return True
+    length = length_or_none(sampler.data_source)
+    return not sampler.replacement and length is not None and sampler.num_samples <= length
+
+
+def _always(_sampler: Any) -> bool:
+    return True
+
+
+_SETTLED: dict[type, Callable[[Any], bool]] = {
+    SequentialSampler: _always,
+    RandomSampler: _random_sampler_is_settled,
+    SubsetRandomSampler: _always,
+    WeightedRandomSampler: _always,
+    DistributedSampler: _always,
+    list: _always,
+    tuple: _always,
+    range: _always,
+}

@@ -1,0 +1,173 @@
+"""What `state_dict` holds: a versioned schema of plain types, so that JSON, pickle and torch.save all keep it."""
+
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import msgspec
+
+from torch_dpflow.epoch.rng import RngState
+from torch_dpflow.errors import StateError
+
+VERSION = 1
+
+#: What accelerate writes into the state of a loader that it has wrapped.
+_OTHERS_KEYS = frozenset({"_iterator_finished"})
+
+#: A step by which an epoch begins: ask the sampler for its order, or draw the base seed.
+OpeningStep = Literal["order", "seed"]
+
+
+@dataclass(kw_only=True)
+class StreamState:
+    """Where one worker's own stream is: an iterable dataset's copy, or a worker with its own random numbers."""
+
+    #: Batches of this worker that were delivered.
+    delivered: int = 0
+    #: Its dataset came to its end.
+    ended: bool = False
+    #: What the dataset and its iterator keep themselves after them, under these names, and whether the dataset has
+    #: "ended" in a short batch; None if neither keeps anything. In a worker's hands a form that travels.
+    dataset: Any = None
+    #: The worker's generators after them; where the dataset keeps no state, so that its beginning has to be
+    #: passed over again, as they were before it. None: as its seed leaves them.
+    rng: RngState | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """A dict of the caller's own."""
+        return {
+            "delivered": self.delivered,
+            "ended": self.ended,
+            "dataset": self.dataset,
+            "rng": deepcopy(self.rng),
+        }
+
+
+@dataclass(kw_only=True)
+class LoaderState:
+    """One loader's position: which epoch, which batch, and what the rest of the epoch is drawn from."""
+
+    version: int = VERSION
+    kind: Literal["map", "iterable"] = "map"
+    #: Iterations begun before this one; part of the key of random augmentation.
+    epoch: int = 0
+    #: No batch has been planned: the next iteration starts afresh. `opening` and the generators beside it are then
+    #: those of the epoch before, if there was one.
+    fresh: bool = True
+    #: Batches delivered, all before this position and those in `ahead`.
+    position: int = 0
+    #: Samples in the batches before `position`.
+    samples: int = 0
+    #: Positions delivered out of order (`in_order=False`).
+    ahead: list[int] = field(default_factory=list)
+    #: The seed that worker streams and batch keys derive from. In a fresh state: the next epoch keeps it
+    #: (persistent workers) instead of drawing another.
+    base_seed: int | None = None
+    #: The seed that a data pipe's shuffling follows, in all workers and ranks.
+    shared_seed: int | None = None
+    #: How the epoch began; with workers, torch asks the sampler twice, and later epochs of persistent ones draw
+    #: no base seed. Each step may draw random numbers.
+    opening: list[OpeningStep] = field(default_factory=list)
+    #: The generators from which the plan was drawn, as they were before it.
+    plan_rng: RngState | None = None
+    #: Fingerprints of the process's generators where the first epoch of all began.
+    began: dict[str, str] = field(default_factory=dict)
+    #: The generators before the first batch was drawn, where the process had used them since the opening.
+    draw_rng: RngState | None = None
+    #: The loader's `generator` before the plan was drawn.
+    plan_generator: str | None = None
+    #: The loader's `generator` at the time of the snapshot.
+    generator: str | None = None
+    #: What the sampler and its iteration keep themselves, under these names, if either keeps anything.
+    sampler: dict[str, Any] | None = None
+    #: In a fresh state: what the dataset keeps, where it is read in the training process; as in a `StreamState`.
+    dataset: dict[str, Any] | None = None
+    #: The sampler has given all of this epoch's batches, and its state is that after them.
+    ended: bool = False
+    #: Batches in a whole epoch, where known; guards against resuming on other data, as the next one does.
+    length: int | None = None
+    #: What the loader was made of: its dataset's length, its batch size, its sampler's kind; None where unknown.
+    made_of: dict[str, int | str | None] = field(default_factory=dict)
+    #: One entry a worker where batches belong to workers, else empty.
+    streams: list[StreamState] = field(default_factory=list)
+    #: Workers that owe the next batches, in order (only with `streams`).
+    due: list[int] = field(default_factory=list)
+    #: The worker after those.
+    next_worker: int = 0
+    #: Where the order is the router's of a shared flow: what the job has read of it, or what its next one is.
+    shared: dict[str, Any] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """A dict of plain types of the caller's own; what the dataset and the sampler keep is as they gave it."""
+        shallow = {f.name: getattr(self, f.name) for f in fields(self)}
+        shallow["ahead"] = list(self.ahead)
+        shallow["due"] = list(self.due)
+        shallow["opening"] = list(self.opening)
+        shallow["made_of"] = dict(self.made_of)
+        shallow["began"] = dict(self.began)
+        shallow["plan_rng"], shallow["draw_rng"] = deepcopy(self.plan_rng), deepcopy(self.draw_rng)
+        shallow["streams"] = [stream.as_dict() for stream in self.streams]
+        return shallow
+
+    @classmethod
+    def from_dict(cls, state: Any) -> "LoaderState":
+        """Check and take over a `state_dict`.
+
+        Raises:
+            StateError: it is not one of ours, or of a newer version.
+        """
+        if not isinstance(state, dict):
+            raise StateError(
+                f"load_state_dict() takes the dict that state_dict() gave, not a {type(state).__name__}"
+            )
+        known = {f.name for f in fields(cls)}
+        state = {key: value for key, value in state.items() if key not in _OTHERS_KEYS}
+        if "version" not in state or "position" not in state:
+            raise StateError(
+                f"this dict with keys {sorted(map(str, state))[:8]} is not a state of DPFlowDataLoader; "
+                "pass what its state_dict() returned"
+            )
+        if state["version"] != VERSION:
+            raise StateError(
+                f"the state is of version {state['version']!r}, this torch_dpflow reads version {VERSION}; "
+                "resume with the release that wrote it, or start the epoch afresh"
+            )
+        if unknown := set(state) - known:
+            raise StateError(
+                f"the state has unknown keys {sorted(unknown)}; it is damaged or of another release"
+            )
+        if missing := known - set(state):
+            raise StateError(f"the state lacks {sorted(missing)}; it is damaged or of another release")
+        try:
+            loaded = msgspec.convert(state, cls)
+        except msgspec.ValidationError as error:
+            raise StateError(f"the state is damaged: {error}") from error
+        loaded._check()
+        return loaded
+
+    def _check(self) -> None:
+        for name in ("epoch", "position", "samples", "next_worker"):
+            if getattr(self, name) < 0:
+                raise StateError(f"the state's {name} is {getattr(self, name)}; it must be an int >= 0")
+        if self.shared is not None and self.base_seed is None and not self.fresh:
+            raise StateError("the state is damaged: it is of a shared flow but lacks the job's seed")
+        for name in ("epoch", "base_seed"):
+            if not -(1 << 63) <= (getattr(self, name) or 0) < (1 << 63):
+                raise StateError(f"the state's {name} is {getattr(self, name)}; it must be below 2**63")
+        has_origin = self.plan_rng is not None and self.base_seed is not None and self.opening
+        if not (self.fresh or self.shared is not None or has_origin):
+            raise StateError(
+                "the state is damaged: it is in mid-epoch but lacks what its plan was drawn from"
+            )
+        _check_own("sampler", self.sampler, {"sampler", "iterator"})
+        for kept in (self.dataset, *(stream.dataset for stream in self.streams)):
+            _check_own("dataset", kept, {"dataset", "iterator", "ended"})
+        if any(worker not in range(len(self.streams)) for worker in self.due):
+            raise StateError(f"the state is damaged: due={self.due} names workers beyond {len(self.streams)}")
+
+
+def _check_own(kind: str, kept: Any, keys: set[str]) -> None:
+    if kept is not None and not (isinstance(kept, dict) and set(kept) == keys):
+        raise StateError(
+            f"the state is damaged: what the {kind} keeps itself is {kept!r:.80}, not {sorted(keys)}"
+        )

@@ -1,0 +1,52 @@
+"""What a loader's workers are given to load, and whether batches belong to them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch.utils.data import IterDataPipe, MapDataPipe
+
+from torch_dpflow.epoch.own_state import has_state
+from torch_dpflow.options import LoaderOptions
+from torch_dpflow.remote.shm.headroom import of_machine
+from torch_dpflow.remote.worker.batches import Assignment
+from torch_dpflow.torch_private import DatasetKind, sharding_worker_init_fn
+
+#: Of the machine's memory, how much all workers together may share with the training process.
+SHARED_FRACTION = 4
+
+
+def assignment_of(iterator: Any, loader: Any, options: LoaderOptions, *, own_stream: bool) -> Assignment:
+    """What all workers of this iteration, of torch's kind, are given."""
+    worker_init_fn = loader.worker_init_fn
+    if isinstance(iterator._dataset, IterDataPipe | MapDataPipe):
+        worker_init_fn = functools.partial(
+            sharding_worker_init_fn, worker_init_fn, iterator._world_size, iterator._rank
+        )
+    shared_memory = options.shared_memory
+    if shared_memory is None:
+        shared_memory = of_machine("MemTotal") // SHARED_FRACTION // iterator._num_workers
+    return Assignment(
+        dataset=iterator._dataset,
+        dataset_kind=iterator._dataset_kind,
+        auto_collation=iterator._auto_collation,
+        collate_fn=iterator._collate_fn,
+        drop_last=iterator._drop_last,
+        batch_size=loader.batch_size,
+        worker_init_fn=worker_init_fn,
+        num_workers=int(iterator._num_workers),
+        base_seed=int(iterator._base_seed),
+        own_stream=own_stream,
+        read_threads=options.read_threads,
+        shared_memory=shared_memory,
+    )
+
+
+def has_own_streams(loader: Any, options: LoaderOptions) -> bool:
+    """Whether batches belong to workers, each of which draws from random numbers of its own."""
+    if loader._dataset_kind == DatasetKind.Iterable or options.seeding == "worker":
+        return True
+    if has_state(loader.dataset):  # which depends on what the worker has loaded before
+        return True
+    return options.seeding == "auto" and loader.worker_init_fn is not None

@@ -1,0 +1,307 @@
+"""An iteration over a flow that several jobs share: the services load, this process puts batches together."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch_dpflow.epoch.plan import generator_state
+from torch_dpflow.epoch.position import OPENING_ALONE, Makeup, Progress
+from torch_dpflow.epoch.rng import restore_generator
+from torch_dpflow.epoch.state import LoaderState
+from torch_dpflow.errors import OptionError, StateError
+from torch_dpflow.loader.pinning import Pin
+from torch_dpflow.loader.run import Run
+from torch_dpflow.loader.start import LoaderView, begin
+from torch_dpflow.remote.job.job_options import MAX_NAME, JobOptions
+from torch_dpflow.remote.job.ready_batches import TAKEN, Ready
+from torch_dpflow.torch_private import BaseDataLoaderIter, DatasetKind
+
+if TYPE_CHECKING:
+    from torch_dpflow.loader.flow_order import RoutedOrder
+    from torch_dpflow.remote.job.client import SharedJob
+    from torch_dpflow.remote.job.epoch_reader import SharedIterator
+
+#: A flow's highest version has so many nines.
+MAX_VERSION_DIGITS = 9
+_FLOW = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._/-]{0,99})(:v(?P<version>[1-9][0-9]*))?")
+
+
+def flow_version(flow: str) -> tuple[str, int]:
+    """The name and the version in "name" (version 1) or "name:v3".
+
+    Raises:
+        OptionError: it is neither.
+    """
+    parts = _FLOW.fullmatch(flow) if isinstance(flow, str) else None
+    if parts is None:
+        raise OptionError(
+            f"flow={flow!r}: give a name of 1 to 100 of the characters A-Z a-z 0-9 . _ / -, a letter or "
+            "digit first, and after it ':v' and a number where the dataset has changed, as in 'imagenet/train:v2'"
+        )
+    digits = parts["version"] or "1"
+    if len(digits) > MAX_VERSION_DIGITS:
+        raise OptionError(
+            f"flow={flow!r}: its version has {len(digits)} digits, at most {MAX_VERSION_DIGITS} are allowed; count "
+            "versions from 1"
+        )
+    return parts["name"], int(digits)
+
+
+class SharedLoaderIterator(BaseDataLoaderIter):
+    """One epoch of a job that shares its flow with others.
+
+    With `shuffle=True`, and with the samplers that `routed_order` names, the flow's router decides the order,
+    together with those of the other jobs: every order is equally likely, and each sample comes once. With any other
+    sampler its order is kept.
+
+    Args:
+        loader: a `DPFlowDataLoader` with a `flow`.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._run: Run = loader._run
+        self._progress: Progress | Traversal
+        #: Whose turn it is.
+        self._head: Ready
+        #: Batches that have been counted.
+        self._counted = 0
+        epoch, pending, progress = self._run.epoch, self._run.pending, self._run.progress
+        try:
+            order = _order_of(loader)
+            self._batches = (
+                self._begin_plan(loader) if order is None else self._begin_traversal(loader, order)
+            )
+        except StateError:
+            self._run.epoch = epoch
+            raise
+        except BaseException:
+            self._run.epoch, self._run.pending, self._run.progress = epoch, pending, progress
+            raise
+        # An iterator that is dropped in mid-epoch holds samples, and their room, no longer.
+        weakref.finalize(self, self._batches.abandon).atexit = False
+        self._pin = Pin(self._pin_memory_device) if self._pin_memory else None
+        self._run.meter.begin_epoch()
+
+    def _begin_traversal(self, loader: Any, order: RoutedOrder) -> SharedIterator:
+        state = self._run.take_pending()
+        if state is not None and not state.fresh and state.shared is None:
+            raise StateError(
+                "the state was taken with another sampler or without a flow; resume as it was taken, or begin the "
+                "epoch afresh"
+            )
+        if state is not None and state.generator is not None and loader.generator is not None:
+            restore_generator(loader.generator, state.generator)
+        if state is None or state.base_seed is None:
+            super().__init__(loader)
+        else:
+            view: Any = LoaderView(loader)
+            super().__init__(view)
+            self._index_sampler = loader._index_sampler
+            self._base_seed = state.base_seed
+        return self._traverse(loader, order, _ResumedEpoch.of(state))
+
+    def _traverse(self, loader: Any, order: RoutedOrder, resumed: _ResumedEpoch) -> SharedIterator:
+        base_seed = int(self._base_seed)
+        job = job_of(loader, base_seed if order.seed is None else order.seed, order, resumed.seed)
+        iteration, self._run.epoch = self._run.epoch, self._run.epoch + 1
+        epoch = order.next_epoch(iteration, resumed.epoch, resumes=resumed.done is not None)
+        batches = job.traverse(epoch, done=resumed.done, draw_seed=base_seed)
+        self._run.progress = self._progress = Traversal(job, loader, iteration, epoch, base_seed)
+        return batches
+
+    def _begin_plan(self, loader: Any) -> SharedIterator:
+        self._progress = progress = begin(self, loader, OPENING_ALONE, super().__init__)
+        job = job_of(loader, int(self._base_seed))
+        batched = self._auto_collation  # the plan must not keep this iterator alive: its end is the reading's
+        positions: dict[int, int] = {}
+
+        def plan() -> Iterator[list[int]]:
+            for number in itertools.count():
+                try:
+                    position, index = progress.plan.draw()
+                    while progress.was_delivered(position):
+                        position, index = progress.plan.draw()
+                except StopIteration:
+                    return
+                positions[number] = position
+                yield index if batched else [index]
+
+        def passed(number: int, samples: int) -> None:
+            position = positions.get(number)
+            if position is not None:  # else this was interrupted the last time
+                progress.passed(position, samples)
+                positions.pop(number)
+
+        batches = job.read(plan(), progress.epoch, draw_seed=progress.base_seed, passed=passed)
+        self._run.progress = _Settled(progress, batches)
+        return batches
+
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        # One that Control-C has kept from getting here is still the next one: see `ready_batches`.
+        self._head.value = TAKEN
+        return batch
+
+    def _next_data(self) -> Any:
+        with self._run.meter.waiting():
+            try:
+                ready = self._head = self._batches.head(self._timeout or None)
+            except StopIteration:
+                self._progress.finished = True
+                raise
+        if ready.number >= self._counted:
+            self._run.meter.delivered(len(ready.keys), 0)
+            self._counted = ready.number + 1
+        return ready.value if self._pin is None else self._pin(ready.value)
+
+
+@dataclass(frozen=True)
+class _ResumedEpoch:
+    """What a state says of an order that the router decides; nothing where there is none."""
+
+    #: Decides the order.
+    seed: int | None = None
+    epoch: int | None = None
+    #: What the job had of the epoch; None: it begins.
+    done: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, state: LoaderState | None) -> _ResumedEpoch:
+        if state is None or state.shared is None:
+            return cls()
+        seed, epoch = state.shared.get("seed"), state.shared.get("epoch")
+        if not isinstance(seed, int) or not isinstance(epoch, int):
+            raise StateError(f"the job's state is damaged: seed {seed!r}, epoch {epoch!r}; give two numbers")
+        return cls(seed, epoch, None if state.fresh else state.shared)
+
+
+@dataclass(frozen=True)
+class _Settled:
+    """The progress of an epoch, asked for when what was handed out of it has been noted."""
+
+    progress: Progress
+    batches: SharedIterator
+
+    def state(self) -> LoaderState:
+        """As that of the progress."""
+        self.batches.settle()
+        return self.progress.state()
+
+
+class Traversal:
+    """The progress of an epoch whose order the router decides: the job knows what it has delivered.
+
+    Args:
+        iteration: counts the loader's.
+        epoch: of the order.
+    """
+
+    def __init__(self, job: SharedJob, loader: Any, iteration: int, epoch: int, base_seed: int) -> None:
+        self._job = job
+        self._generator = loader.generator
+        self._makeup = Makeup(loader)
+        self._base_seed = base_seed
+        self._iteration = iteration
+        self.epoch = epoch
+        self.finished = False
+
+    def state(self) -> LoaderState:
+        """From what the rest of the epoch, or the next one, can be had. Takes a bit for each sample of the flow."""
+        after = {"seed": self._job.seed, "epoch": self.epoch + 1}
+        return LoaderState(
+            epoch=self._iteration + self.finished,
+            fresh=self.finished,
+            base_seed=None if self.finished else self._base_seed,
+            generator=generator_state(self._generator),
+            length=self._makeup.length(),
+            made_of=self._makeup.parts(),
+            shared=after if self.finished else self._job.state(),
+        )
+
+
+def job_of(
+    loader: Any, seed: int, order: RoutedOrder | None = None, resumed_seed: int | None = None
+) -> SharedJob:
+    """A job of the loader that nobody reads, opened where there is none, and closed with the loader.
+
+    So iterations may go on side by side, as torch's may. Of several ranks all have to begin as many.
+
+    Args:
+        seed: decides its order, where it is the first.
+        order: how the router decides that; None where it does not.
+        resumed_seed: what decided it in the run that is gone on with; a job with another is opened anew.
+
+    Raises:
+        as `torch_dpflow.remote.job.client.open_job`.
+    """
+    run: Run = loader._run
+    jobs = run.jobs
+    if resumed_seed is not None:
+        seed = resumed_seed
+    elif jobs:
+        seed = next(reversed(jobs.values())).seed
+    for number, job in list(jobs.items()):
+        if not job.is_read:
+            if job.seed == seed:
+                return job
+            job.close()
+            del jobs[number]
+    number = next(free for free in itertools.count(1) if free not in jobs)
+    job = jobs[number] = _open(loader, seed, order, number)
+    job.close_with(run)
+    return job
+
+
+def _order_of(loader: Any) -> RoutedOrder | None:
+    # Here, as below, so that who shares nothing loads neither samplers nor the services' client.
+    from torch_dpflow.loader.flow_order import routed_order
+
+    return routed_order(loader)
+
+
+def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> SharedJob:
+    from torch_dpflow.loader.flow_order import common_name
+    from torch_dpflow.remote.job.client import open_job
+
+    name, version = flow_version(loader.flow)
+    options, replica = loader.job or JobOptions(), None if order is None else order.replica
+    if options.name is not None and number > 1:
+        options = replace(options, name=f"{options.name:.{MAX_NAME - 5}}~{number}")
+    elif replica is not None and options.name is None:
+        options = replace(options, name=common_name(loader.flow, patience_s=options.patience_s))
+    return open_job(
+        name,
+        loader.dataset,
+        address=loader.address,
+        version=version,
+        batch_size=loader.batch_size or 1,
+        drop_last=loader.drop_last,
+        collate_fn=_assembling(loader),
+        seed=seed,
+        indices=None if order is None else order.indices,
+        replica=replica,
+        workers=max(1, int(loader.num_workers)),
+        worker_init_fn=loader.worker_init_fn,
+        options=options,
+    )
+
+
+def _assembling(loader: Any) -> Callable[[list[Any]], Any]:
+    collate: Callable[[Any], Any] = loader.collate_fn
+    if loader._auto_collation:
+        return collate
+    return lambda samples: collate(samples[0])
+
+
+def check_shareable(loader: Any) -> None:
+    """Raise OptionError for what a shared flow cannot have."""
+    flow_version(loader.flow)
+    if loader._dataset_kind == DatasetKind.Iterable:
+        raise OptionError(
+            "flow= is for map-style datasets, whose samples have numbers; leave it out for an IterableDataset"
+        )

@@ -1,0 +1,118 @@
+"""An iteration without workers: torch's own way, with a position."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
+
+from torch_dpflow.epoch.own_state import has_state
+from torch_dpflow.epoch.plan import Plan, samples_in
+from torch_dpflow.epoch.position import OPENING_ALONE
+from torch_dpflow.epoch.rng import capture_rng, loading_for, preserved_rng
+from torch_dpflow.epoch.state import StreamState
+from torch_dpflow.epoch.streams import Stream, at_rest, return_dataset
+from torch_dpflow.loader.start import begin
+from torch_dpflow.torch_private import BaseDataLoaderIter, DatasetKind, pin_memory
+
+
+class SingleProcessIterator(BaseDataLoaderIter):
+    """Loads each batch in `next()`, in the training process.
+
+    Args:
+        loader: the `DPFlowDataLoader`.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        if loader.timeout:  # torch's constructor lets it pass, and its iterator stops here, with these words
+            raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
+        self._run = loader._run
+        epoch, pending, progress = self._run.epoch, self._run.pending, self._run.progress
+        self._progress = begin(self, loader, OPENING_ALONE, super().__init__)
+        if isinstance(self._dataset, IterDataPipe | MapDataPipe):
+            graph_settings.apply_sharding(self._dataset, self._world_size, self._rank)
+        self._rng_at_start = copy.copy(torch.default_generator.get_state())
+        self._plan: Plan = self._progress.plan
+        self._drawn = self._progress.position > 0
+        try:
+            self._fetcher = self._make_fetcher(loader)
+        except BaseException as error:
+            self._run.epoch, self._run.progress = epoch, progress
+            self._run.pending = None if isinstance(error, Exception) else pending
+            raise
+        self._progress.ask_dataset = self._asked()
+        if self._dataset_kind == DatasetKind.Iterable or self._progress.ask_dataset is not None:
+            self._progress.streams = self._progress.streams or [StreamState()]
+        self._run.meter.begin_epoch()
+
+    def _next_data(self) -> Any:
+        with self._run.meter.waiting():
+            try:
+                data, samples = self._load()
+            except StopIteration:
+                self._progress.finish()
+                raise
+        self._run.meter.delivered(samples, 0)
+        return data
+
+    def _load(self) -> tuple[Any, int]:
+        position, index = self._draw()
+        samples = samples_in(index) if self._auto_collation else 1
+        try:
+            with loading_for(self._progress.epoch):
+                data = self._fetcher.fetch(index)
+        except StopIteration:
+            raise
+        except Exception:
+            self._progress.passed(position, samples)
+            raise
+        if self._pin_memory:
+            data = pin_memory(data, self._pin_memory_device)
+        self._progress.passed(position, samples)
+        if self._progress.streams:
+            delivered = self._progress.streams[0].delivered + 1
+            self._progress.streams = [StreamState(delivered=delivered)]
+        return data, samples
+
+    def _draw(self) -> tuple[int, Any]:
+        if not self._drawn:
+            self._drawn = True
+            if not torch.equal(torch.default_generator.get_state(), self._rng_at_start):
+                self._progress.draw_rng = capture_rng()
+        position, index = self._plan.draw()
+        while self._progress.was_delivered(position):
+            position, index = self._plan.draw()
+        return position, index
+
+    def _make_fetcher(self, loader: Any) -> Any:
+        def torchs() -> Any:
+            return DatasetKind.create_fetcher(
+                self._dataset_kind, self._dataset, self._auto_collation, self._collate_fn, self._drop_last
+            )
+
+        stream = self._progress.streams[0] if self._progress.streams else StreamState()
+        if self._dataset_kind != DatasetKind.Iterable:
+            if stream.dataset is not None:
+                return_dataset(self._dataset, stream.dataset)
+            return torchs()
+        if stream.dataset is not None and stream.dataset["ended"] and not stream.delivered:
+            return_dataset(self._dataset, stream.dataset)
+            stream = StreamState()
+        batch_size = loader.batch_size if self._auto_collation else None
+        if not stream.delivered and stream.dataset is None:
+            return Stream(self._dataset, torchs, state=None, skip=0, batch_size=batch_size)
+        with preserved_rng():
+            return Stream(
+                self._dataset, torchs, state=stream.dataset, skip=stream.delivered, batch_size=batch_size
+            )
+
+    def _asked(self) -> Callable[[], Any] | None:
+        """What says where the dataset is, if it keeps a state."""
+        if self._dataset_kind != DatasetKind.Iterable:
+            return partial(at_rest, self._dataset) if has_state(self._dataset) else None
+        stream: Stream = self._fetcher
+        return stream.state if stream.keeps_state else None

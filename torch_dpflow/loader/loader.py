@@ -1,0 +1,259 @@
+"""DPFlowDataLoader: torch's DataLoader with workers that survive, a position that can be kept, and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from torch_dpflow.epoch.own_state import Unsaved
+from torch_dpflow.epoch.plan import generator_state, sampler_before
+from torch_dpflow.epoch.position import Makeup
+from torch_dpflow.epoch.state import LoaderState
+from torch_dpflow.epoch.streams import at_rest
+from torch_dpflow.errors import OptionError, OptionTypeError, StateError
+from torch_dpflow.loader.arguments import check_types, has_processes
+from torch_dpflow.loader.flow_iterator import SharedLoaderIterator, check_shareable
+from torch_dpflow.loader.frameworks import keep_class_under_accelerate
+from torch_dpflow.loader.inline_iterator import SingleProcessIterator
+from torch_dpflow.loader.run import Run
+from torch_dpflow.loader.worker_iterator import WorkerIterator
+from torch_dpflow.metrics import LoaderStats
+from torch_dpflow.options import LoaderOptions
+from torch_dpflow.remote.job.job_options import JobOptions
+
+T = TypeVar("T", covariant=True)
+
+
+class DPFlowDataLoader(DataLoader[T]):
+    """A drop-in replacement for `torch.utils.data.DataLoader`.
+
+    Takes torch's arguments in torch's meaning, gives the same batches in the same order for the same seed, and
+    raises the same errors. What it adds:
+
+    - A worker that dies is replaced and its batches are loaded again; the training loop sees nothing of it.
+    - Idle workers take over work from busy ones, so one slow sample does not hold up the rest.
+    - Random augmentation is the same whatever the number of workers, and after any crash or resume (see
+      `LoaderOptions.seeding`; not with `num_workers=0`, where it draws from the process's generators).
+    - `state_dict()` and `load_state_dict()` keep and restore the position, also in another process and with
+      another number of workers.
+    - `stats()` tells how long the training loop waited.
+
+    Not thread-safe: iterate, save and load in one thread. In a forked child it can be iterated anew.
+
+    With `flow`, jobs that read the same data share one loading of it: each sample is loaded once for all of them by
+    the workers of a cluster (`dpflow up`), and this process puts batches together. See `JobOptions`.
+
+    Args:
+        options: what goes beyond torch's arguments, a `LoaderOptions`; None for its defaults.
+        flow: the shared flow's name, as "imagenet/train"; with ":v2" and so on after it once the dataset has changed.
+        address: of the cluster that the flow lives in: a connection file, or "auto" for the one that DPFLOW_ADDRESS
+            names or that runs on this machine. None: "auto".
+        job: what this job asks of the flow, a `JobOptions`; None for its defaults.
+
+    The others are torch's; see its documentation.
+
+    Raises:
+        OptionTypeError: an argument is of a type that no iteration could use.
+        OptionError: the flow's name is not allowed, or the loader cannot be shared.
+        ValueError, TypeError: as torch's loader.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[T],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: Any = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        options: LoaderOptions | None = None,
+        flow: str | None = None,
+        address: str | None = None,
+        job: JobOptions | None = None,
+    ) -> None:
+        if options is not None and not isinstance(options, LoaderOptions):
+            raise OptionTypeError(
+                f"options={options!r} is a {type(options).__name__}; give a torch_dpflow.LoaderOptions or None"
+            )
+        self.flow = flow  # torch's constructor looks whether there are too many workers
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+        check_types(self, address)
+        # Under the names of the arguments: Lightning rebuilds a loader from the attributes that have them.
+        self.options = options
+        self.address = address
+        self.job = job
+        self._run = Run()
+        self._check_sharing()
+
+    def __iter__(self) -> Any:
+        if self.flow is not None:
+            return SharedLoaderIterator(self)
+        if isinstance(self._iterator, WorkerIterator) and self._iterator.closed:
+            self._iterator = None  # persistent workers that an error has ended, or a parent's: start others
+        return super().__iter__()
+
+    def _get_iterator(self) -> Any:
+        if self.num_workers == 0:
+            return SingleProcessIterator(self)
+        if not has_processes(self.multiprocessing_context):
+            return super()._get_iterator()
+        self.check_worker_number_rationality()
+        return WorkerIterator(self)
+
+    def check_worker_number_rationality(self) -> None:
+        """torch's warning about more workers than processors; a flow's are not this process's."""
+        if self.flow is None:
+            super().check_worker_number_rationality()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the latest iteration is, as a dict of plain types: JSON, pickle and `torch.save` keep it.
+
+        What a dataset or sampler with a `state_dict` of its own keeps goes in as it gave it. O(1): no index and no
+        sample is read. Right at any time: before the first batch, after any, after the last.
+
+        It holds the state of the loader's `generator`, but of the process's generators only what this epoch was
+        drawn from. So the rest of the epoch is exact in any case; later epochs are where a `generator` was given,
+        or where the training script restores torch's random state, as its checkpoint should.
+
+        Raises:
+            StateError: a dataset or sampler has a `state_dict` of its own, and that failed; the error is the cause.
+                Or the workers are threads.
+        """
+        self._check_workers()
+        run = self._run
+        if run.pending is not None:
+            return run.pending.as_dict()
+        if run.progress is not None:
+            return run.progress.state().as_dict()
+        makeup = Makeup(self)
+        state = LoaderState(
+            kind=makeup.kind,
+            generator=generator_state(self.generator),
+            length=makeup.length(),
+            made_of=makeup.parts(),
+            sampler=None if self.flow is not None else sampler_before(self._index_sampler, self.sampler),
+            dataset=None if self.num_workers or self.flow is not None else _dataset_before(self.dataset),
+        )
+        return state.as_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Have the next iteration begin where `state_dict()` was taken, whatever the number of workers was.
+
+        Indices are drawn again up to the position (or the sampler is asked, if it has a state), samples are not
+        loaded. An iterable dataset continues with as many workers as it had, from its own `state_dict` if it has
+        one, else by passing over what was delivered. A dataset or sampler that cannot take its own state back
+        raises at the next `iter`.
+
+        Raises:
+            StateError: it is no such state, is damaged, or was taken with other data or of a shared flow that this
+                loader does not read; or the workers are threads. Nothing is changed then.
+        """
+        self._check_workers()
+        state = LoaderState.from_dict(state_dict)
+        self._check_fits(state)
+        self._run.pending = state
+        self._iterator = None  # kept workers have read on, and begun epochs otherwise than a new loader does
+
+    def stats(self) -> LoaderStats:
+        """What this loader has done so far, over all its iterations."""
+        stats, jobs = self._run.meter.snapshot(), self._run.jobs.values()
+        if not jobs:
+            return stats
+        latest = max((job.sharing for job in jobs), key=lambda sharing: sharing.served)
+        return replace(stats, flow_served=latest.served, flow_decodes=latest.decodes, sharing=latest.why)
+
+    def _check_workers(self) -> None:
+        if self.flow is None and self.num_workers and not has_processes(self.multiprocessing_context):
+            raise StateError(
+                f"workers of multiprocessing_context={self.multiprocessing_context!r} are threads, which torch's own "
+                "iterator drives; it has no position: use processes, or num_workers=0"
+            )
+
+    def _check_sharing(self) -> None:
+        if self.job is not None and not isinstance(self.job, JobOptions):
+            raise OptionTypeError(
+                f"job={self.job!r} is a {type(self.job).__name__}; give a torch_dpflow.JobOptions or None"
+            )
+        if self.flow is not None:
+            check_shareable(self)
+        elif self.address is not None or self.job is not None:
+            raise OptionError(
+                f"address={self.address!r}, job={self.job!r} without a flow: name the flow that the jobs share, as "
+                "flow='imagenet/train'"
+            )
+
+    def _check_fits(self, state: LoaderState) -> None:
+        makeup = Makeup(self)
+        kind, length = makeup.kind, makeup.length()
+        if self.flow is None and state.shared is not None and not state.fresh:
+            raise StateError(
+                "the state was taken in the middle of an epoch of a shared flow, whose order the flow's router "
+                "decides, and this loader has no flow; give it the flow=... and address=... that the state was taken "
+                "with, or begin an epoch afresh"
+            )
+        if state.kind != kind:
+            raise StateError(
+                f"the state is of a loader over a dataset of kind {state.kind!r}, this one's is {kind!r}"
+            )
+        if None not in (state.length, length) and state.length != length:
+            raise StateError(
+                f"the state is of a loader whose epoch has {state.length} batches, this one's has {length}; "
+                "resume with the dataset, batch_size, drop_last and sampler that it was taken with"
+            )
+        mine = makeup.parts()
+        for name, was in state.made_of.items() if not state.fresh else ():
+            if None not in (was, mine.get(name)) and was != mine[name]:
+                raise StateError(
+                    f"the state is of a loader whose {name} is {was}, this one's is {mine[name]}; resume with the "
+                    "dataset and the arguments that it was taken with, or begin an epoch afresh"
+                )
+        workers = max(1, self.num_workers)
+        keep = any(stream.dataset is not None for stream in state.streams)
+        if (keep or (kind == "iterable" and not state.fresh)) and len(state.streams) != workers:
+            raise StateError(
+                f"the state is of a loader with {len(state.streams)} workers, this one has {self.num_workers}; each "
+                "worker reads a share of an iterable dataset, or keeps the state of its own copy of the dataset, so "
+                "resume with as many, or begin an epoch afresh"
+            )
+
+
+def _dataset_before(dataset: Any) -> Any:
+    """What the dataset keeps itself before any iteration; there is nothing to say where it cannot."""
+    kept = at_rest(dataset)
+    return None if isinstance(kept, Unsaved) else kept
+
+
+keep_class_under_accelerate(DPFlowDataLoader)

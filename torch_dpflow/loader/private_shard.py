@@ -1,0 +1,417 @@
+"""A private shard: the thread in the training process that feeds one loader, and its workers.
+
+Three parties: the training thread plans, waits and starts workers; the shard's thread moves messages, opens and pins
+batches and sees workers die; the workers load. The training thread alone forks, because a fork from a second thread
+while the first is inside OpenMP or CUDA leaves the child with locks that nobody will release.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from torch_dpflow import descriptors
+from torch_dpflow.directory import PrivateDirectory
+from torch_dpflow.epoch.state import StreamState
+from torch_dpflow.errors import DescriptorLimitError, LifetimeError, MessageError, NotPicklableError
+from torch_dpflow.loader.shard_events import Arrived, Broken, Died, Event, Poisoned, Started, Starved, Totals
+from torch_dpflow.platforms.base import Handle, Platform, ProcessSpec
+from torch_dpflow.remote.parcel.codec import decode
+from torch_dpflow.remote.process.awake_clock import AwakeClock
+from torch_dpflow.remote.scheduler import Scheduler
+from torch_dpflow.remote.shard.engine import Shard
+from torch_dpflow.remote.shm.arena import ArenaReader
+from torch_dpflow.remote.shm.running_task import RunningTaskReader
+from torch_dpflow.remote.transport import listen
+from torch_dpflow.remote.wire.headers import FAILURE, Finished, WorkerHello
+from torch_dpflow.remote.worker import batch_worker as worker_process
+from torch_dpflow.remote.worker.batch_worker import Post
+from torch_dpflow.remote.worker.batches import Assignment, Begun, EpochOrder
+from torch_dpflow.remote.worker.sealed import Sealed
+from torch_dpflow.torch_private import ExceptionWrapper
+
+#: Tasks that a worker holds: one that it loads and one that waits, so that it never idles for an answer. More would
+#: only make more to steal.
+WINDOW = 2
+#: How long a worker may take to finish its batch when the loader closes, seconds; torch's figure.
+GRACE_S = 5.0
+#: How long a worker that has not, and is asked to end at once, may take before it is killed, seconds.
+TERMINATE_S = 1.0
+#: How often the shard's thread looks at time limits, seconds, where there are any.
+TICK_S = 0.5
+#: Descriptors that a worker takes here: two pipes, one for its process and one for its connection; and what is needed
+#: beside: a directory's lock, sockets, mappings, and a worker's own where it inherits all of these.
+WORKER_DESCRIPTORS, OWN_DESCRIPTORS = 4, descriptors.SPARE + 16
+#: How long the training thread waits without a look at signals, seconds.
+SIGNALS_S = 1.0
+
+
+class PrivateShard:
+    """Runs a shard for one loader in this process.
+
+    All methods belong to the training thread.
+
+    Args:
+        platform: starts the workers; closed with the shard.
+        assignment: what all of them load.
+        workers: how many.
+        order: the first epoch, alike for all workers; `streams` says where each one's own stream begins.
+        streams: per worker, or empty.
+        poison_limit, task_timeout_s: see `LoaderOptions`.
+        pin: applied to each batch in the shard's thread (copies it to pinned memory), or None.
+
+    Raises:
+        DescriptorLimitError: this process may not have as many files open as the workers take.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        assignment: Assignment,
+        *,
+        workers: int,
+        order: EpochOrder,
+        streams: Sequence[StreamState | None],
+        poison_limit: int,
+        task_timeout_s: float | None,
+        pin: Callable[[Any], Any] | None,
+    ) -> None:
+        needed = workers * WORKER_DESCRIPTORS + OWN_DESCRIPTORS
+        descriptors.require(needed, f"a loader with {workers} workers")
+        self._platform = platform
+        self._assignment = Sealed(assignment)
+        #: Their numbers, by the names under which they are launched.
+        self._workers = {f"worker-{worker}": worker for worker in range(workers)}
+        self._pin = pin
+        self._order = order
+        self._streams: list[StreamState | None] = [*streams] or [None] * workers
+        #: The latest task of all.
+        self._latest = -1
+        self._events: deque[Event] = deque()
+        #: One for each event, to wait for.
+        self._signs: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._readers: dict[int, ArenaReader] = {}
+        self._running: dict[int, RunningTaskReader | None] = {}
+        #: The latest process under each number; only the training thread changes it.
+        self._handles: dict[int, Handle] = {}
+        self._incarnations = [0] * workers
+        self._closing = False
+        self._grace_s = GRACE_S
+        self._owner = os.getpid()
+        self._directory = PrivateDirectory()
+        self._listener = listen(f"ipc://{self._directory.path}/shard")
+        self._listener.watch(platform.news)
+        self._task_timeout_s = task_timeout_s
+        # Workers do not pay for the time that this process was stopped, by a debugger or with its container.
+        self._clock = AwakeClock()
+        self._scheduler = Scheduler(window=WINDOW, poison_limit=poison_limit, task_timeout_s=task_timeout_s)
+        self._shard = Shard(
+            self._listener, self._scheduler, self, clock=self._clock, start_timeout_s=task_timeout_s
+        )
+        #: How often to look at time limits, seconds, and when next; None: there are none.
+        self._tick_s = None if task_timeout_s is None else min(task_timeout_s / 4, TICK_S)
+        self._tick_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="dpflow-shard", daemon=True)
+        try:
+            for worker in range(workers):
+                self._start(worker)
+        except BaseException:
+            self.close(grace_s=0)
+            raise
+        self._thread.start()
+
+    # -- for the training thread -------------------------------------------------------------------------
+
+    def submit(self, tasks: Sequence[tuple[int, Any]], *, pinned_to: int | None = None) -> None:
+        """Have the batches of these indices loaded, in this order; tasks rise. Known ones are ignored."""
+        payloads = [(task, pickle.dumps(index, pickle.HIGHEST_PROTOCOL)) for task, index in tasks]
+
+        def submit() -> None:
+            fresh = [payload for payload in payloads if payload[0] > self._latest]
+            if fresh:
+                self._latest = fresh[-1][0]
+                self._shard.submit(fresh, pinned_to=pinned_to)
+
+        self._command(submit)
+
+    def cancel(self, tasks: Sequence[int]) -> None:
+        """Nobody wants these any more."""
+        self._command(lambda: self._shard.cancel(tasks))
+
+    def wait(self, timeout_s: float | None) -> Event | None:
+        """The next event, in the order in which they happened; None when none comes in time.
+
+        It stays the next one until it is `taken`: Control-C may come between any two steps of the training thread,
+        and an event that went with it would be waited for in vain.
+
+        Raises:
+            LifetimeError: this process was forked from the one that made the shard; nothing would ever come.
+            DescriptorLimitError: this process has too many files open for a worker to connect.
+        """
+        self._check_owner()
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            if self._events:
+                return self._events[0]
+            # Now and then Python must come by to see a signal that another thread has taken.
+            slice_s = max(0.0, min(SIGNALS_S, deadline - time.monotonic()))
+            with suppress(queue.Empty):
+                self._signs.get(timeout=slice_s)
+            if time.monotonic() >= deadline and not self._events:
+                return None
+            if not self._events and len(self._shard.connected) < len(self._incarnations):
+                descriptors.require(descriptors.SPARE, "a worker's connection")
+
+    def poll(self) -> Event | None:
+        """The next event if it has happened already. As `wait`, and raises as it does."""
+        self._check_owner()
+        return self._events[0] if self._events else None
+
+    def taken(self) -> None:
+        """The next event has been dealt with."""
+        self._events.popleft()
+        with suppress(queue.Empty):
+            self._signs.get_nowait()
+
+    def begin_epoch(self, order: EpochOrder, streams: Sequence[StreamState | None]) -> None:
+        """Forget what is left of the running epoch and begin another with the same workers."""
+
+        def begin() -> None:
+            self._order = order
+            self._streams = [*streams] or [None] * len(self._incarnations)
+            self._shard.begin_epoch()
+
+        self._command(begin)
+
+    def replace_worker(self, worker: int, dead: Handle) -> str:
+        """Start another process in place of one that died; returns how it died. Starts none where one has been.
+
+        Raises DescriptorLimitError where this process has too many files open; it can be called again.
+        """
+        obituary = "has ended"
+        handle = self._handles.get(worker)
+        if handle is None or handle is dead:
+            obituary = self.bury(worker)
+            self._incarnations[worker] += 1
+            descriptors.require(WORKER_DESCRIPTORS + OWN_DESCRIPTORS, f"another process for worker {worker}")
+            self._start(worker)
+        return obituary
+
+    def bury(self, worker: int) -> str:
+        """Clear away after a worker that died; returns how it did."""
+        handle = self._handles.get(worker)
+        if handle is None:  # this was interrupted the last time
+            return "has ended"
+        end = handle.describe()
+        del self._handles[worker]
+        return str(end)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process made it; a forked child has inherited the object, not what it owns."""
+        return self._owner == os.getpid()
+
+    @property
+    def handles(self) -> list[Handle]:
+        """The workers' processes, by number."""
+        return [handle for _, handle in sorted(self._handles.items())]
+
+    def totals(self) -> Totals:
+        """Counts since the start."""
+        counters = self._scheduler.counters
+        return Totals(duplicates=counters.duplicates, steals=counters.steals)
+
+    def close(self, *, grace_s: float = GRACE_S) -> None:
+        """End the workers and the thread and leave nothing behind. Any thread may call, again too."""
+        if not self.is_own:
+            return
+        if threading.current_thread() is self._thread:
+            # The garbage collector found the loader's iterator in this very thread, which cannot wait for itself.
+            threading.Thread(target=self.close, name="dpflow-close").start()
+            return
+        self._grace_s = grace_s
+        self._closing = True
+        if self._thread.is_alive():
+            self._listener.wake()
+            self._thread.join()
+        elif self._thread.ident is None:  # a worker could not be started, so it never was
+            self._shut_down()
+        self._platform.close(grace_s=TERMINATE_S)
+        for handle in self._handles.values():
+            handle.describe()  # also those whose end was told and not heard any more
+        self._handles.clear()
+        # The shard and this object know each other, so what they hold would wait for the garbage collector.
+        self._readers.clear()
+        self._running.clear()
+        self._events.clear()
+        self._directory.remove()
+
+    def _check_owner(self) -> None:
+        if not self.is_own:
+            raise LifetimeError(
+                f"this iterator was made in process {self._owner} before the fork and belongs to it; iterate the "
+                "loader anew in this process"
+            )
+
+    # -- for both ----------------------------------------------------------------------------------------
+
+    def _command(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._listener.wake()
+
+    def _start(self, worker: int) -> None:
+        post = Post(
+            worker=worker,
+            incarnation=self._incarnations[worker],
+            address=self._listener.address,
+            directory=self._directory.path,
+        )
+        spec = ProcessSpec(
+            name=f"worker-{worker}",
+            incarnation=post.incarnation,
+            target=worker_process.main,
+            arguments=(self._assignment, post),
+            words=worker_process.last_words_path(post),
+            directory=self._directory.path,
+        )
+        try:
+            self._handles[worker] = self._platform.launch(spec)
+        except NotPicklableError as error:
+            raise NotPicklableError(
+                f"the dataset, collate_fn or worker_init_fn cannot travel: {error}. Define it at the top of a module "
+                "(no lambda, no local class), leave out open files and locks, or pass multiprocessing_context='fork'"
+            ) from error
+
+    # -- the shard's thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+        except BaseException as error:
+            self._tell(Broken(error))
+        finally:
+            self._shut_down()
+
+    def _turn(self) -> None:
+        message = self._listener.receive(self._tick_s)
+        is_quiet = message is None  # a death wakes it without a message
+        while message is not None:
+            self._shard.hear(*message)
+            message = self._listener.receive(0)
+        while self._commands:
+            self._commands.popleft()()
+        if is_quiet:
+            for handle in self._platform.take():
+                self._dismiss(handle)
+        if self._tick_s is not None and time.monotonic() >= self._tick_at:
+            self._shard.tick()
+            self._tick_at = time.monotonic() + self._tick_s
+
+    def _tell(self, event: Event) -> None:
+        self._events.append(event)
+        self._signs.put(None)
+
+    def _shut_down(self) -> None:
+        """Send the workers home and wait until those that listen have left; the others have nothing to finish."""
+        self._shard.stop_workers()
+        leaving = set(self._shard.connected)
+        deadline = time.monotonic() + self._grace_s
+        while leaving and (left_s := deadline - time.monotonic()) > 0:
+            self._listener.receive(left_s)
+            leaving.difference_update(self._workers[handle.name] for handle in self._platform.take())
+        self._listener.close()
+
+    def _dismiss(self, handle: Handle) -> None:
+        worker = self._workers[handle.name]
+        if handle.incarnation != self._incarnations[worker]:
+            return  # its start was interrupted before it was known, and another has taken its place
+        # Results that it sent before its end count; only then is the rest given to others.
+        while (message := self._listener.receive(0)) is not None:
+            self._shard.hear(*message)
+        # First the death, then what came of it, so that a poisoned task's last words are known.
+        self._tell(Died(worker, handle))
+        running = self._running.pop(worker, None)
+        self._shard.lose(worker, None if running is None else running.tasks())
+        self._readers.pop(worker, None)
+
+    # -- what the shard asks of us (`Requester`) ---------------------------------------------------------
+
+    def refusal(self, hello: WorkerHello) -> str:
+        if hello.worker >= len(self._incarnations):
+            return f"there are {len(self._incarnations)} workers"
+        newest = self._incarnations[hello.worker]
+        return "" if hello.incarnation == newest else f"incarnation {newest} is the one that counts"
+
+    def shares_memory(self, hello: WorkerHello) -> bool:
+        reader = self._readers[hello.worker] = ArenaReader(hello.pid)
+        shares = hello.probe is not None and reader.probe(hello.probe)
+        self._running[hello.worker] = RunningTaskReader.open(reader, hello.running) if shares else None
+        return shares
+
+    def epoch_for(self, worker: int) -> bytes:
+        return pickle.dumps(replace(self._order, stream=self._streams[worker]))
+
+    def begun(self, worker: int, frame: memoryview) -> None:
+        begun: Begun = pickle.loads(frame)
+        if begun.generation == self._order.generation:
+            self._streams[worker] = begun.stream or self._streams[worker]
+            self._tell(Started(worker, begun))
+
+    def open(self, worker: int, finished: Finished, frames: list[memoryview]) -> Any:
+        stream = pickle.loads(frames.pop()) if finished.has_stream else None
+        try:
+            return decode(finished.parcel, frames, reader=self._readers[worker]), stream
+        except MessageError as error:
+            # It came from a worker of ours as it was sent: a class of the batch fails to unpickle here.
+            cause = error.__cause__ or error
+            where = f"while opening a batch of DataLoader worker process {worker}"
+            return ExceptionWrapper((type(cause), cause, cause.__traceback__), where), stream
+        except DescriptorLimitError as error:
+            return ExceptionWrapper(
+                (type(error), error, None), f"while opening a batch of worker {worker}"
+            ), stream
+
+    def delivered(self, task: int, worker: int, finished: Finished, opened: Any) -> None:
+        value, stream = opened
+        if stream is not None:
+            self._streams[worker] = stream
+        if self._pin is not None and not isinstance(value, ExceptionWrapper):
+            value = self._pinned(value)
+        kind = FAILURE if isinstance(value, ExceptionWrapper) else finished.kind
+        self._tell(Arrived(task, worker, kind, value, stream, finished.parcel.nbytes))
+
+    def poisoned(self, task: int, workers: tuple[int, ...], late: int) -> None:
+        self._tell(Poisoned(task, workers))
+
+    def starved(self) -> None:
+        self._tell(Starved())
+
+    def failed(self, worker: int) -> None:
+        self._kill(worker, "it could not be understood, or its shared memory not be read")
+
+    def overdue(self, worker: int) -> None:
+        limit = f"task_timeout_s={self._task_timeout_s:g} s"
+        self._kill(worker, f"it had been at one batch, or at its start, for more than {limit}")
+
+    def _kill(self, worker: int, why: str) -> None:
+        handle = self._handles.get(worker)
+        if handle is not None:
+            handle.kill(why)  # which is logged with its replacement
+
+    def _pinned(self, value: Any) -> Any:
+        assert self._pin is not None
+        try:
+            return self._pin(value)
+        except Exception:
+            return ExceptionWrapper(where="in the thread that pins memory")

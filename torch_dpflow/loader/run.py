@@ -1,0 +1,45 @@
+"""What a loader remembers from one iteration to the next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch_dpflow.epoch.state import LoaderState
+from torch_dpflow.metrics import LoaderMeter
+
+if TYPE_CHECKING:
+    from torch_dpflow.remote.job.client import SharedJob
+
+
+class Position(Protocol):
+    """What a loader asks of its latest iteration."""
+
+    def state(self) -> LoaderState:
+        """From what the rest of the iteration, or the next one, can be had. No side effect."""
+
+
+class Run:
+    """What a loader remembers from one iteration to the next. Copied or pickled, it starts with no iteration."""
+
+    def __init__(self, epoch: int = 0) -> None:
+        #: The number of the next iteration.
+        self.epoch = epoch
+        #: A state that the next iteration begins with.
+        self.pending: LoaderState | None = None
+        #: Fingerprints of the process's generators where the first iteration of all began.
+        self.began: dict[str, str] = {}
+        #: The latest iteration.
+        self.progress: Position | None = None
+        #: By number, the jobs of a loader with a flow: one for each of its iterations that go on side by side.
+        self.jobs: dict[int, SharedJob] = {}
+        self.meter = LoaderMeter()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Run, (self.epoch,)
+
+    def take_pending(self) -> LoaderState | None:
+        """The loaded state, once: whatever comes of it, the iteration after is a new one."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            self.epoch, self.began = pending.epoch, pending.began
+        return pending

@@ -1,0 +1,164 @@
+"""How an iteration begins: afresh as torch's does, or from a state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import IterDataPipe, graph_settings
+
+from torch_dpflow.epoch.plan import open_order, repeat_draws, return_sampler
+from torch_dpflow.epoch.position import OPENING_AGAIN, EpochOrigin, Makeup, Progress, new_plan
+from torch_dpflow.epoch.rng import fingerprints, following_rng, restore_generator, standing_at
+from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
+from torch_dpflow.epoch.streams import return_dataset
+
+
+class LoaderView:
+    """A loader as torch's iterator sees it that must draw nothing: no sampler to ask, no generator to use."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._index_sampler = ()
+        self.generator = torch.Generator()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def begin(
+    iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]
+) -> Progress:
+    """Begin an iteration as the loader's pending state says, else afresh.
+
+    Args:
+        iterator: torch's base iterator that is being made or reset; gets its index sampler and base seed.
+        loader: the `DPFlowDataLoader`.
+        opening: the steps that `start` takes on a loader to begin an epoch afresh.
+        start: torch's own way to begin.
+
+    Raises:
+        StateError: the pending state does not fit. It is dropped; the next iteration begins afresh.
+    """
+    run = loader._run
+    epoch, pending = run.epoch, run.pending
+    try:
+        return _begin(iterator, loader, _with_shared_seeds(opening, loader), start)
+    except BaseException as error:
+        # What interrupts it is no fault of the state's, which is there for the next iteration.
+        run.epoch, run.pending = epoch, None if isinstance(error, Exception) else pending
+        raise
+
+
+def _begin(
+    iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]
+) -> Progress:
+    run = loader._run
+    state = run.take_pending()
+    if state is not None and state.fresh:
+        _return_to_rest(loader, state)
+    if state is None or (state.fresh and state.base_seed is None):
+        progress = _afresh(iterator, loader, opening, start)
+    else:
+        start(LoaderView(loader))
+        iterator._index_sampler = loader._index_sampler
+        if state.fresh:
+            progress, shared_seed = _next_with_same_seed(loader, state)
+        else:
+            progress, shared_seed = _resumed(loader, state), state.shared_seed
+        _share_seed(iterator, shared_seed)
+        iterator._base_seed = progress.base_seed
+    if state is not None and state.fresh:
+        kept = (state.dataset, *(stream.dataset for stream in state.streams))
+        progress.brought_back = any(part["ended"] for part in kept if part is not None)
+    progress.shared_seed = iterator._shared_seed
+    run.epoch = progress.epoch + 1
+    run.progress = progress
+    return progress
+
+
+def _return_to_rest(loader: Any, state: LoaderState) -> None:
+    """Have everything stand where it stood between the epochs."""
+    if state.plan_rng is not None and (names := standing_at(state.plan_rng, state.began)):
+        # The script was begun again as the first time: what the epochs before drew is not to come once more.
+        with following_rng(names):
+            repeat_draws(state, loader._index_sampler, loader.generator)
+    if state.generator is not None and loader.generator is not None:
+        restore_generator(loader.generator, state.generator)
+    if state.sampler is not None:
+        return_sampler(state.sampler, loader._index_sampler, loader.sampler)
+    if state.dataset is not None:
+        return_dataset(loader.dataset, state.dataset)
+
+
+def _afresh(
+    iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]
+) -> Progress:
+    origin = EpochOrigin(loader.generator)
+    start(loader)
+    return _progress(loader, opening, origin, iterator._sampler_iter, iterator._base_seed)
+
+
+def _with_shared_seeds(opening: Sequence[OpeningStep], loader: Any) -> list[OpeningStep]:
+    """With the draws of the seed that a data pipe shares: before all else, and where torch resets the iteration."""
+    if not isinstance(loader.dataset, IterDataPipe):
+        return list(opening)
+    first: list[OpeningStep] = ["seed"] if "seed" in opening else []
+    last: list[OpeningStep] = ["seed"] if opening[-1] == "order" else []
+    return [*first, *opening, *last]
+
+
+def _share_seed(iterator: Any, seed: int | None) -> None:
+    """Have a data pipe shuffle by this seed instead of the one that it was begun with."""
+    if seed is not None and isinstance(iterator._dataset, IterDataPipe):
+        iterator._shared_seed = seed
+        iterator._dataset = graph_settings.apply_random_seed(
+            iterator._dataset, torch.Generator().manual_seed(seed)
+        )
+
+
+def _next_with_same_seed(loader: Any, state: LoaderState) -> tuple[Progress, int | None]:
+    """The epoch after one of persistent workers, which keep their base seed."""
+    assert state.base_seed is not None
+    origin = EpochOrigin(loader.generator)
+    batches = open_order(OPENING_AGAIN, loader._index_sampler, loader.generator)
+    opening, shared_seed = _with_shared_seeds(OPENING_AGAIN, loader), None
+    if isinstance(loader.dataset, IterDataPipe):
+        shared_seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
+    return _progress(loader, opening, origin, batches, state.base_seed, state.streams), shared_seed
+
+
+def _progress(
+    loader: Any,
+    opening: Sequence[OpeningStep],
+    origin: EpochOrigin,
+    batches: Any,
+    base_seed: int,
+    streams: Sequence[StreamState] = (),
+) -> Progress:
+    run = loader._run
+    run.began = run.began or fingerprints(origin.rng)
+    return Progress(
+        makeup=Makeup(loader),
+        epoch=run.epoch,
+        base_seed=base_seed,
+        keeps_seed=loader.persistent_workers,
+        opening=opening,
+        origin=origin,
+        began=run.began,
+        plan=new_plan(batches, loader._index_sampler, loader.sampler),
+        generator=loader.generator,
+        streams=streams,
+    )
+
+
+def _resumed(loader: Any, state: LoaderState) -> Progress:
+    return Progress.resumed(
+        state,
+        index_sampler=loader._index_sampler,
+        sampler=loader.sampler,
+        generator=loader.generator,
+        keeps_seed=loader.persistent_workers,
+        makeup=Makeup(loader),
+    )

@@ -1,0 +1,1 @@
+"""How one finds a cluster, and proves who one is."""

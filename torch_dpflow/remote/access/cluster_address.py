@@ -1,0 +1,108 @@
+"""Where a cluster is: its coordinator's address and the keys to talk to it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.remote.access.connection_file import read_connection_file
+from torch_dpflow.remote.rpc import ClientOptions, RpcClient
+from torch_dpflow.remote.transport import TransportOptions, is_loopback
+
+#: Names a cluster for every program that is not told of one: as `address` in `find_cluster`.
+ADDRESS_VARIABLE = "DPFLOW_ADDRESS"
+#: What a node's socket is called, in the directory of its cluster.
+NODE_SOCKET = "node"
+#: The kernel's limit for the path of a socket, bytes.
+LONGEST_SOCKET_PATH = 107
+
+
+def default_connection_file() -> Path:
+    """Where `dpflow up` leaves the connection file, and "auto" looks for it."""
+    folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(folder) / f"dpflow-connection-{os.getuid()}.json"
+
+
+def keys_hint(address: str) -> str:
+    """What may be wrong with the keys where nobody answers; empty where there are none."""
+    if not address.startswith("tcp://"):
+        return ""
+    return (
+        "It also stays silent where the keys are not its own: take the connection file that `dpflow up` wrote "
+        "when it was started last."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A cluster as its clients know it."""
+
+    #: Of its coordinator.
+    address: str
+    transport: TransportOptions
+
+    def connect(
+        self, address: str | None = None, *, timeout_s: float = 60.0, shared_bytes: int = 0
+    ) -> RpcClient:
+        """A client of one of its services; of the coordinator without an address.
+
+        shared_bytes: most shared memory to lend it, bytes, for calls whose payload is large.
+        """
+        return RpcClient(
+            self.address if address is None else address,
+            options=ClientOptions(timeout_s=timeout_s, shared_bytes=shared_bytes),
+            transport=self.transport,
+        )
+
+
+def find_cluster(address: str | os.PathLike[str] | None = "auto") -> Cluster:
+    """The cluster at `address`.
+
+    address: "auto" or None for the one that `DPFLOW_ADDRESS` names, or else the one that this user has started
+        on this machine; the path of a connection file; or ipc://PATH or tcp://127.0.0.1:PORT without keys.
+
+    Raises OptionError where the connection file is not there, or is not this user's alone; OptionTypeError for what
+    is neither text nor a path.
+    """
+    if not isinstance(address, str | os.PathLike | None):
+        raise OptionTypeError(
+            f'address={address!r} is a {type(address).__name__}; give "auto" or the path of a connection file'
+        )
+    if address in (None, "auto"):
+        address = os.environ.get(ADDRESS_VARIABLE) or str(default_connection_file())
+    assert address is not None
+    address = os.fspath(address)
+    if "\0" in address:
+        raise OptionError(f"address={address!r} has a null byte, which no path has")
+    if "://" in address:
+        _check_direct(address)
+        return Cluster(address=address, transport=TransportOptions())
+    connection = read_connection_file(address)
+    keys = connection.client_keys() if connection.address.startswith("tcp://") else None
+    return Cluster(address=connection.address, transport=TransportOptions(keys=keys))
+
+
+def _check_direct(address: str) -> None:
+    """Raise OptionError unless `address` can be that of a service on this host that takes no keys."""
+    parts = urlsplit(address)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme == "tcp" and port:
+        if not is_loopback(address):
+            raise OptionError(
+                f"address={address!r} reaches beyond this host, which takes keys; give the connection file that "
+                "`dpflow up` has written"
+            )
+    elif (
+        parts.scheme != "ipc" or not 1 <= len(os.fsencode(address.partition("://")[2])) <= LONGEST_SOCKET_PATH
+    ):
+        raise OptionError(
+            f"address={address!r}: give the path of a connection file, ipc://PATH of at most "
+            f"{LONGEST_SOCKET_PATH} bytes, or tcp://127.0.0.1:PORT"
+        )

@@ -1,0 +1,132 @@
+"""The connection file: how clients find a cluster, and the keys that prove who they are."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+import msgspec
+
+from torch_dpflow.errors import OptionError
+from torch_dpflow.remote.transport.keys import ClientKeys, ServerKeys
+from torch_dpflow.remote.transport.zeromq import draw_key_pair
+
+
+class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the connection file of a cluster holds."""
+
+    #: Where the cluster's coordinator listens.
+    address: str
+    server_public: str
+    client_public: str
+    client_secret: str
+    #: For those who start services; jobs do without.
+    server_secret: str | None = None
+    version: int = 1
+
+    def client_keys(self) -> ClientKeys:
+        """The keys of a job or worker."""
+        return ClientKeys(
+            public=self.client_public.encode(),
+            secret=self.client_secret.encode(),
+            server_public=self.server_public.encode(),
+        )
+
+    def server_keys(self) -> ServerKeys:
+        """The keys of a service. Raises OptionError where the file is for jobs only."""
+        if self.server_secret is None:
+            raise OptionError(
+                "the connection file holds no server_secret, so nothing can listen with it; use the file "
+                "of the one who started the cluster"
+            )
+        return ServerKeys(
+            public=self.server_public.encode(),
+            secret=self.server_secret.encode(),
+            client_public=self.client_public.encode(),
+        )
+
+
+def create_cluster(address: str) -> ConnectionFile:
+    """Draw the keys of a new cluster whose coordinator listens at `address`."""
+
+    server_public, server_secret = draw_key_pair()
+    client_public, client_secret = draw_key_pair()
+    return ConnectionFile(
+        address=address,
+        server_public=server_public.decode(),
+        server_secret=server_secret.decode(),
+        client_public=client_public.decode(),
+        client_secret=client_secret.decode(),
+    )
+
+
+def write_connection_file(path: str | os.PathLike[str], connection: ConnectionFile) -> None:
+    """Write JSON that only the owner may read, in one step: nobody sees half of it, or sees it too early."""
+    draft = draft_connection_file(path, connection)
+    try:
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def draft_connection_file(path: str | os.PathLike[str], connection: ConnectionFile) -> Path:
+    """Write a connection file beside `path`, which is to be put there in one step; where it is."""
+    draft = Path(path).with_name(f".{Path(path).name}.{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(connection), indent=2) + b"\n")
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    return draft
+
+
+def read_connection_file(
+    path: str | os.PathLike[str], *, advice: str = "give the one that `dpflow up` has written"
+) -> ConnectionFile:
+    """Read and check the connection file of a cluster.
+
+    advice: what to do where it is none.
+
+    Raises OptionError where it is not there, others may read it, or it holds something else.
+    """
+    return _read(path, "connection file", missing="is the cluster up?", other=advice)
+
+
+def read_key_file(path: str | os.PathLike[str]) -> ConnectionFile:
+    """Read and check the keys that a cluster is to have. Raises as `read_connection_file`."""
+    return _read(
+        path,
+        "key file",
+        missing="give one that `dpflow keygen` has written",
+        other="write another by `dpflow keygen`",
+    )
+
+
+def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) -> ConnectionFile:
+    """`what` it is, and what to do where it is missing, or something else."""
+    name = f"{what} {os.fspath(path)!r}"
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            content = file.read(1 << 16)
+    except IsADirectoryError as error:
+        raise OptionError(f"{name} is a directory; give a file in it") from error
+    except OSError as error:
+        raise OptionError(f"{name}: {error.strerror}; {missing}") from error
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077 or status.st_uid not in (os.getuid(), 0):
+        raise OptionError(
+            f"{name}: mode {mode:o}, owner {status.st_uid}; "
+            "it holds keys, so it must be yours and closed to others (chmod 600)"
+        )
+    try:
+        connection = msgspec.json.decode(content, type=ConnectionFile)
+        connection.client_keys()
+    except (msgspec.MsgspecError, OptionError) as error:
+        raise OptionError(f"{name} is not one of ours, or damaged: {error}; {other}") from error
+    return connection

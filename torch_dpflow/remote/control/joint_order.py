@@ -1,0 +1,254 @@
+"""The order of one job's epochs, dealt to its ranks: one draw for all of them, each sample to one rank.
+
+A pure state machine; there is no socket, thread or clock inside.
+
+An epoch has a *slot* for each sample that its ranks read together: slot `s` is place `s // replicas` of rank
+`s % replicas`, as torch's DistributedSampler deals, so that a job that is alone in its flow reads what that sampler
+gives for the same seed. Slots are filled from the job's sampling group when a rank first draws as far, and stay
+filled: who asks for the same places again gets the same samples.
+
+Ranks need not be in step. The one that is ahead begins the next epoch, and what is left of the last one is drawn
+for the others then; nobody may be two epochs ahead of anybody.
+
+What a rank has read only the rank knows for certain. Before the first draw, therefore, and again where what a rank
+says contradicts what it was given (another checkpoint), every rank has to say what it has of which epoch; then the
+slots that are open are dealt anew, and what some rank has already is drawn for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from torch_dpflow.errors import UsageError
+from torch_dpflow.remote.wire.errors import AwaitedRanksError, OutOfStepError
+from torch_dpflow.samplers.group import SamplingGroup
+from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray, compact
+from torch_dpflow.samplers.ranks import RankShares
+
+_NOTHING: IndexArray = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank has been given of an epoch."""
+
+    epoch: int
+    #: How many of its places, from the first on.
+    position: int = 0
+    #: The samples in them, ascending, each once.
+    samples: IndexArray = field(default_factory=lambda: _NOTHING)
+
+
+class JointOrder:
+    """Deals the epochs of one job of a sampling group, which it has joined.
+
+    A plain job has one rank, which waits for nobody. Not thread-safe. A start costs O(samples), a draw of n
+    samples O(n * replicas).
+
+    Args:
+        group: draws.
+        job: its name in the group.
+        shares: how an epoch is made even for the ranks.
+    """
+
+    def __init__(self, group: SamplingGroup, job: str, shares: RankShares) -> None:
+        self._group = group
+        self._job = job
+        self._shares = shares
+        #: By rank, what it has of the epoch that it is in, and of those before; until every rank has said so.
+        self._told: dict[int, dict[int, Held]] = {}
+        #: The epochs that are dealt, at most two; empty until every rank is there.
+        self._epochs: dict[int, _JointEpoch] = {}
+
+    @property
+    def awaited(self) -> tuple[int, ...]:
+        """Ranks that have to say what they have before anybody can draw."""
+        if self._epochs:
+            return ()
+        return tuple(rank for rank in range(self._shares.replicas) if rank not in self._told)
+
+    def start(self, rank: int, held: Sequence[Held]) -> None:
+        """A rank is in an epoch: `held[0]` is what it has of it; what follows, of those before.
+
+        Raises:
+            UsageError: the ranks are too far apart, or this one has samples that are not the job's.
+        """
+        now = held[0]
+        if now.position > self._shares.per_rank:
+            raise UsageError(
+                f"rank {rank} of job {self._job!r} has {now.position} samples of an epoch of {self._shares.per_rank}"
+            )
+        if self._epochs:
+            if self._begin_next(now) or self._agrees(rank, now):
+                return
+            self._epochs, self._told = {}, {}
+        self._told[rank] = {one.epoch: one for one in held}
+        if not self.awaited:
+            self._deal_anew(rank)
+
+    def draw(self, rank: int, epoch: int, position: int, count: int, now: float | None = None) -> IndexArray:
+        """The samples in `count` of a rank's places from `position` on; fewer at the end of its part.
+
+        Raises:
+            AwaitedRanksError: other ranks have not started.
+            OutOfStepError: the rank is to start the epoch, with what it has.
+        """
+        if not self._epochs and rank in self._told:
+            raise AwaitedRanksError(
+                f"job {self._job!r} waits for its ranks {list(self.awaited)}, which have not begun (again) to read"
+            )
+        dealt = self._epochs.get(epoch)
+        if dealt is None or position < dealt.first_of(rank):
+            raise OutOfStepError(
+                f"rank {rank} of job {self._job!r} has drawn {position} samples of epoch {epoch}, of which its router "
+                "does not know; start the epoch anew with what you have"
+            )
+        return dealt.part(rank, position, min(position + count, self._shares.per_rank), now)
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _agrees(self, rank: int, held: Held) -> bool:
+        """Whether what a rank has is what it was given."""
+        dealt = self._epochs.get(held.epoch)
+        return dealt is not None and dealt.agrees(rank, held)
+
+    def _begin_next(self, held: Held) -> bool:
+        """Begin the epoch that a rank is the first to be in; whether it is such a one."""
+        newest = max(self._epochs)
+        if held.position or held.epoch <= newest:
+            return False
+        before = {}
+        if self._shares.replicas > 1:
+            self._epochs[newest].finish()
+            before[newest] = self._epochs[newest]
+        untouched = [Held(held.epoch)] * self._shares.replicas
+        self._epochs = {**before, held.epoch: self._deal(held.epoch, untouched)}
+        return True
+
+    def _deal_anew(self, latest: int) -> None:
+        """Every rank has said what it has: deal the rest. `latest` was the last to say."""
+        current = [next(iter(self._told[rank].values())).epoch for rank in range(self._shares.replicas)]
+        epochs = sorted(set(current))
+        try:
+            if len(epochs) > 2:
+                raise UsageError(
+                    f"the ranks of job {self._job!r} are in epochs {epochs}; resume all from one state"
+                )
+            dealt: dict[int, _JointEpoch] = {}
+            for epoch in epochs:
+                for before in dealt.values():
+                    before.finish()
+                dealt[epoch] = self._deal(epoch, self._held_in(epoch))
+        except UsageError:
+            # As if it had not spoken: what it says may be wrong, and it hears so.
+            del self._told[latest]
+            raise
+        self._epochs, self._told = dealt, {}
+
+    def _held_in(self, epoch: int) -> list[Held]:
+        """What each rank has of an epoch that it is in, has passed, or has not reached."""
+        held: list[Held] = []
+        for rank in range(self._shares.replicas):
+            told = self._told[rank]
+            now = next(iter(told))
+            if now > epoch and epoch not in told:
+                raise UsageError(
+                    f"rank {rank} of job {self._job!r} is in epoch {now} and does not know what it read of epoch "
+                    f"{epoch}, in which others are; resume all ranks from the state of one moment"
+                )
+            held.append(told.get(epoch, Held(epoch)))
+        return held
+
+    def _deal(self, epoch: int, held: list[Held]) -> _JointEpoch:
+        done = np.unique(np.concatenate([one.samples for one in held]))
+        self._group.start_epoch(self._job, epoch, done=done)
+        return _JointEpoch(self._shares, held, partial(self._group.next, self._job))
+
+    def validate(self) -> None:
+        """Check every invariant; O(samples), for tests. Raises AssertionError."""
+        assert len(self._epochs) <= 2
+        assert self._epochs or self.awaited
+        for dealt in self._epochs.values():
+            dealt.validate()
+
+
+class _JointEpoch:
+    """The slots of one epoch, filled from the first on as ranks draw.
+
+    Args:
+        shares: how many slots there are.
+        held: what each rank has; those slots stay empty, and nobody asks for them.
+        draw: gives the next n samples, fewer at the end; what is missing then is filled up with those from the
+            epoch's beginning.
+    """
+
+    def __init__(
+        self, shares: RankShares, held: list[Held], draw: Callable[[int, float | None], IndexArray]
+    ) -> None:
+        self._replicas = shares.replicas
+        self._held = held
+        self._draw = draw
+        self._slots: CompactArray = np.full(shares.total, -1, compact(shares.length))
+        #: The slots that are to be filled, ascending.
+        self._open = self._open_slots(shares.total)
+        self._filled = 0
+        #: What fills up an uneven end, and how much of it has been used.
+        self._head: IndexArray = np.unique(np.concatenate([one.samples for one in held]))[: self._replicas]
+        self._padded = 0
+
+    def _open_slots(self, total: int) -> CompactArray:
+        slots = np.arange(total, dtype=compact(total))
+        first = np.array([one.position for one in self._held])
+        is_open: BoolArray = slots // self._replicas >= first[slots % self._replicas]
+        return slots[is_open]
+
+    def first_of(self, rank: int) -> int:
+        """The first place of a rank that can be asked for."""
+        return self._held[rank].position
+
+    def agrees(self, rank: int, held: Held) -> bool:
+        """Whether `held` is what the rank has if it was given its places in order."""
+        mine = self._held[rank]
+        if held.position < mine.position:
+            return False
+        given = self._slots[rank :: self._replicas][mine.position : held.position]
+        return bool((given >= 0).all()) and np.array_equal(
+            np.unique(np.concatenate([mine.samples, given])), held.samples
+        )
+
+    def part(self, rank: int, start: int, end: int, now: float | None) -> IndexArray:
+        """The samples in the places `start` to before `end` of a rank."""
+        if end > start:
+            self._fill(rank + self._replicas * (end - 1), now)
+        return self._slots[rank :: self._replicas][start:end].astype(np.int64)
+
+    def finish(self) -> None:
+        """Fill every slot, because another epoch is drawn from now on."""
+        self._fill(len(self._slots) - 1, None)
+
+    def _fill(self, last: int, now: float | None) -> None:
+        end = int(np.searchsorted(self._open, last, side="right"))
+        missing = end - self._filled
+        if missing <= 0:
+            return
+        fresh = self._draw(missing, now)
+        if len(self._head) < self._replicas:
+            self._head = np.concatenate([self._head, fresh])[: self._replicas]
+        if len(fresh) < missing:
+            fresh = np.concatenate([fresh, self._padding(missing - len(fresh))])
+        self._slots[self._open[self._filled : end]] = fresh
+        self._filled = end
+
+    def _padding(self, count: int) -> IndexArray:
+        start, self._padded = self._padded, self._padded + count
+        return np.resize(self._head, self._padded)[start:]
+
+    def validate(self) -> None:
+        """Raises AssertionError."""
+        filled, empty = self._open[: self._filled], self._open[self._filled :]
+        assert (self._slots[filled] >= 0).all()
+        assert (self._slots[empty] < 0).all()

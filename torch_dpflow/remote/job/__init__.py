@@ -1,0 +1,1 @@
+"""The training process's side of a shared flow."""

@@ -1,0 +1,150 @@
+"""What a job asks for beside its data."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.options import check_seconds, check_whole_number
+from torch_dpflow.remote.wire.flow_spec import MAX_SHARDS, MAX_SIZE, MIN_MEMORY, check_algorithms
+from torch_dpflow.remote.wire.limits import MAX_RANKS, UNNAMED
+
+#: Room for samples where nothing says how much, bytes.
+DEFAULT_MEMORY_BYTES = 1 << 30
+#: Most bytes that an option may name.
+MAX_BYTES = 2**53
+#: Longest name of a job, characters.
+MAX_NAME = 100
+
+
+def draw_name() -> str:
+    """A name for a job that was given none."""
+    return UNNAMED + secrets.token_hex(8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """Which rank of a job with several ranks a process is: each reads its part of one order.
+
+    Args:
+        rank: from 0 on.
+        num_replicas: how many ranks there are.
+        drop_last: leave out samples that do not divide evenly, instead of reading some twice.
+
+    Raises:
+        OptionError: a value is out of range.
+        OptionTypeError: a value is of the wrong type.
+    """
+
+    rank: int
+    num_replicas: int
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        check_whole_number("num_replicas", self.num_replicas, minimum=1)
+        check_whole_number("rank", self.rank, minimum=0)
+        if not self.rank < self.num_replicas <= MAX_RANKS:
+            raise OptionError(
+                f"rank={self.rank} of num_replicas={self.num_replicas}: ranks from 0 to num_replicas - 1 are allowed, "
+                f"and up to {MAX_RANKS} of them"
+            )
+        if not isinstance(self.drop_last, bool):
+            raise OptionTypeError(f"drop_last={self.drop_last!r}: give True or False")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOptions:
+    """What a job asks for beside its data. Those marked (flow) count for the job that starts the flow.
+
+    Args:
+        name: by which it is known; drawn where it is None. Two jobs that live must not have the same; the name of
+            one that died is free after 15 s. All ranks of one job have the same. Where a loader is iterated again while
+            an iteration of it goes on, that is a job of its own, with "~2" and so on behind the name.
+        shards: (flow) shard processes.
+        memory_bytes: (flow) room for samples of all shards together, bytes. None: where the dataset is an `ALSDCache`
+            for so many bytes, those and 256 MiB for what is on its way; else 1 GiB.
+        policy: (flow) cache policy, or "none". None: that of the `ALSDCache`, else "alsd".
+        strategy: (flow) how the jobs' orders are brought together: "shared-log" (DynaGCS), "joader", "coordl"
+            and what else `torch_dpflow.samplers.STRATEGIES` has.
+        cache_samples: (flow) how many samples the caches hold, as the strategy is to take it; 0: as many as fit into
+            `memory_bytes` by the size of the latest, and a tenth of all before the first is loaded.
+        repeatable: (flow) loading a sample twice gives the same, so that it may be kept. None: so it is where the
+            dataset is an `ALSDCache`; if that has a `transform`, what is below it is kept, and the transform is
+            run by a worker for each job and epoch.
+        idle_s: (flow) how long its services outlive the last job, seconds.
+        task_timeout_s: (flow) how long a worker may be at one sample, or at its start, while it fetches and unpickles
+            the dataset, seconds; None: no limit. One that takes longer is taken for hung, killed and replaced, and
+            the sample counts as one that killed it: it is tried three times before it is given up. Well above what
+            the slowest sample takes, and the start: ten minutes by default.
+        fingerprint: (flow) stands for the dataset's content where jobs that make the same one are told that
+            theirs differ; see `torch_dpflow.remote.parcel.fingerprint`.
+        ready: batches that are put together ahead of need (P_L).
+        asked: batches that shards are told of ahead of need (P_R), more than `ready`.
+        budget_bytes: most bytes of batches under way, but for one batch.
+        patience_s: how long the cluster may be away before a call gives up, seconds.
+
+    Raises:
+        OptionError: a value is out of range or unknown.
+        OptionTypeError: a value is of the wrong type.
+    """
+
+    name: str | None = None
+    shards: int = 1
+    memory_bytes: int | None = None
+    policy: str | None = None
+    strategy: str = "shared-log"
+    cache_samples: int = 0
+    repeatable: bool | None = None
+    idle_s: float = 600.0
+    task_timeout_s: float | None = 600.0
+    fingerprint: str | None = None
+    ready: int = 2
+    asked: int = 8
+    budget_bytes: int = 512 << 20
+    patience_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        _check_between("shards", self.shards, 1, MAX_SHARDS)
+        _check_between("cache_samples", self.cache_samples, 0, MAX_SIZE)
+        if self.memory_bytes is not None:
+            _check_between("memory_bytes", self.memory_bytes, MIN_MEMORY * self.shards, MAX_BYTES)
+        for name in ("ready", "asked", "budget_bytes"):
+            check_whole_number(name, getattr(self, name), minimum=1)
+        if self.asked <= self.ready:
+            raise OptionError(
+                f"ready={self.ready}, asked={self.asked}: more must be asked for than is put together; give "
+                f"asked={self.ready + 1} or more, or a smaller ready"
+            )
+        for name in ("idle_s", "patience_s"):
+            check_seconds(name, getattr(self, name))
+        if self.task_timeout_s is not None:
+            check_seconds("task_timeout_s", self.task_timeout_s)
+        for name in ("name", "fingerprint"):
+            _check_name(name, getattr(self, name))
+        if not isinstance(self.repeatable, bool | None):
+            raise OptionTypeError(f"repeatable={self.repeatable!r}: give True, False or None")
+        _check_algorithms(self.policy, self.strategy)
+
+
+def _check_algorithms(policy: str | None, strategy: str) -> None:
+    for name, value in (("policy", policy), ("strategy", strategy)):
+        if not isinstance(value, str) and (name, value) != ("policy", None):
+            raise OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give its name")
+    check_algorithms(policy or "none", strategy)
+
+
+def _check_between(name: str, value: Any, least: int, most: int) -> None:
+    check_whole_number(name, value, minimum=least)
+    if value > most:
+        raise OptionError(f"{name}={value} is out of range; {least} to {most} are allowed")
+
+
+def _check_name(field: str, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, str):
+        raise OptionTypeError(f"{field}={value!r} is a {type(value).__name__}; give text or None")
+    if not (1 <= len(value) <= MAX_NAME and value.isprintable()):
+        raise OptionError(f"{field}={value!r}: 1 to {MAX_NAME} printable characters are allowed")

@@ -1,0 +1,1 @@
+"""Figures of a cluster, for people."""

@@ -1,0 +1,165 @@
+"""What a cluster does, in figures: of each flow, each shard and each job. Pure: from what its processes say.
+
+Counters begin anew with the process that counts; a shard that is started again forgets what it has counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from torch_dpflow.remote.observe.sharing import sharing_of
+from torch_dpflow.remote.wire.coordinator import FlowView
+from torch_dpflow.remote.wire.node import ProcessView
+
+
+class ShardFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One shard, or all shards of a flow together. Counts are since the shard was started."""
+
+    #: Keys that it owns.
+    keys: int = 0
+    workers: int = 0
+    #: Samples that jobs have asked for, and of these those that were there or on their way.
+    wants: int = 0
+    hits: int = 0
+    #: Samples that workers have loaded, and that have been given to jobs.
+    decodes: int = 0
+    served: int = 0
+    served_bytes: int = 0
+    #: Samples that wait to be loaded, that are being loaded, and that the cache holds.
+    queued: int = 0
+    loading: int = 0
+    cached: int = 0
+    #: Bytes of samples that are held, and room for them.
+    held_bytes: int = 0
+    room_bytes: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Samples asked for that needed no load, per sample asked for; 0.0 before the first."""
+        return self.hits / max(1, self.wants)
+
+    @property
+    def decodes_per_sample(self) -> float:
+        """Samples loaded per sample given to a job; 0.0 before the first."""
+        return self.decodes / self.served if self.served else 0.0
+
+
+class ShardRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A shard."""
+
+    flow: str
+    shard: str
+    figures: ShardFigures
+    #: How often it, and its workers, have been started again.
+    restarts: int
+    worker_restarts: int
+
+
+class JobRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A job. Counts are since it was opened; see `torch_dpflow.remote.wire.router.JobFigures`."""
+
+    flow: str
+    job: str
+    stall_s: float
+    reading_s: float
+    batches: int
+    samples: int
+    bytes: int
+
+    @property
+    def stall_share(self) -> float:
+        """The part of its reading time that it waited for data, 0 to 1."""
+        return min(1.0, self.stall_s / self.reading_s) if self.reading_s else 0.0
+
+
+class FlowRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A flow."""
+
+    #: Its name and version.
+    flow: str
+    state: str
+    jobs: int
+    #: Of its routing table; 0 while its router does not run.
+    generation: int
+    #: Shards that own keys.
+    shards: int
+    figures: ShardFigures
+    #: Why its jobs share little; empty where they share much, or nothing can be said yet.
+    sharing: str
+    #: How often its router, its shards and its workers have been started again.
+    restarts: int
+
+
+class ClusterFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything at one moment."""
+
+    flows: list[FlowRow]
+    shards: list[ShardRow]
+    jobs: list[JobRow]
+
+
+#: Where the figures of a shard are in its status, unless under the same name.
+_NAMES = {"hits": "shared", "room_bytes": "capacity_bytes"}
+
+
+def figures_of(flows: Sequence[FlowView], processes: Sequence[ProcessView]) -> ClusterFigures:
+    """The figures of these flows, from the status of the processes."""
+    shards: list[ShardRow] = []
+    jobs: list[JobRow] = []
+    rows: list[FlowRow] = []
+    for flow in flows:
+        instance = flow.spec.instance
+        own = [view for view in processes if view.id.startswith(f"{instance}/")]
+        mine = [_shard_row(instance, view, own) for view in own if view.role == "shard"]
+        routers = [view for view in own if view.role == "router"]
+        shards += mine
+        jobs += [row for view in routers for row in _job_rows(instance, view)]
+        figures, spec = _sum([row.figures for row in mine]), flow.spec
+        keeps = (spec.repeatable or spec.staged) and spec.policy != "none"
+        rows.append(
+            FlowRow(
+                flow=instance,
+                state=flow.state,
+                jobs=flow.jobs,
+                generation=max((count_of(view.status, "generation") for view in routers), default=0),
+                shards=sum(row.figures.keys > 0 for row in mine),
+                figures=figures,
+                sharing=sharing_of(figures.served, figures.decodes, size=spec.size, keeps=keeps).why,
+                restarts=sum(view.restarts for view in own),
+            )
+        )
+    return ClusterFigures(flows=rows, shards=shards, jobs=jobs)
+
+
+def _shard_row(instance: str, view: ProcessView, own: Sequence[ProcessView]) -> ShardRow:
+    workers = [one for one in own if one.role == "worker" and one.id.startswith(f"{view.id}/")]
+    names = ShardFigures.__struct_fields__
+    counts = {name: count_of(view.status, _NAMES.get(name, name)) for name in names}
+    return ShardRow(
+        flow=instance,
+        shard=view.id.rpartition("/")[2],
+        figures=ShardFigures(**counts),
+        restarts=view.restarts,
+        worker_restarts=sum(one.restarts for one in workers),
+    )
+
+
+def _job_rows(instance: str, router: ProcessView) -> list[JobRow]:
+    readings = router.status.get("readings")
+    if not isinstance(readings, dict):
+        return []
+    return [JobRow(flow=instance, job=str(name), **reading) for name, reading in sorted(readings.items())]
+
+
+def _sum(figures: Sequence[ShardFigures]) -> ShardFigures:
+    names = ShardFigures.__struct_fields__
+    return ShardFigures(**{name: sum(getattr(one, name) for one in figures) for name in names})
+
+
+def count_of(status: dict[str, Any], name: str) -> int:
+    """A count in what a process says of itself; 0 where there is none."""
+    value = status.get(name)
+    return value if isinstance(value, int) else 0

@@ -1,0 +1,219 @@
+"""Metrics of a cluster for Prometheus: text over HTTP, on request."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from torch_dpflow.errors import MissingExtraError, OptionError
+from torch_dpflow.log import SERVICE
+from torch_dpflow.remote.observe.cluster_figures import (
+    ClusterFigures,
+    JobRow,
+    ShardFigures,
+    count_of,
+    figures_of,
+)
+from torch_dpflow.remote.wire.coordinator import FlowView
+from torch_dpflow.remote.wire.limits import UNNAMED
+from torch_dpflow.remote.wire.node import ProcessView
+
+#: What is known of a cluster, for people.
+Views = tuple[list[FlowView], list[ProcessView]]
+
+#: Of each shard: name, whether it only grows, field, and what it is.
+_SHARD_METRICS = (
+    ("keys", False, "keys", "Keys that the shard owns."),
+    ("workers", False, "workers", "Workers of the shard that are there."),
+    ("wants", True, "wants", "Samples that jobs have asked for."),
+    ("hits", True, "hits", "Of the samples asked for, those that were there or on their way."),
+    ("hit_rate", False, "hit_rate", "Hits per sample asked for."),
+    ("decodes", True, "decodes", "Samples that workers have loaded."),
+    ("samples_delivered", True, "served", "Samples that have been given to jobs."),
+    ("delivered_bytes", True, "served_bytes", "Bytes of the samples that have been given to jobs."),
+    ("decodes_per_sample", False, "decodes_per_sample", "Samples loaded per sample given to a job."),
+    ("queue_depth", False, "queued", "Samples that wait to be loaded."),
+    ("loading", False, "loading", "Samples that are being loaded."),
+    ("cached_samples", False, "cached", "Samples that the cache holds."),
+    ("pool_bytes", False, "held_bytes", "Bytes of samples that the shard holds."),
+    ("pool_capacity_bytes", False, "room_bytes", "Room for samples, bytes."),
+)
+#: Of each job: as above.
+_JOB_METRICS = (
+    ("stall_seconds", True, "stall_s", "Seconds that the training loop has waited for a batch."),
+    ("reading_seconds", True, "reading_s", "Seconds from the beginning of each epoch to its latest batch."),
+    ("stall_share", False, "stall_share", "The part of the reading time that the training loop waited."),
+    ("batches", True, "batches", "Batches handed to the training loop."),
+    ("samples", True, "samples", "Samples in these batches."),
+    ("bytes", True, "bytes", "Bytes of these samples, as they came."),
+)
+
+
+def check_metrics_address(address: str, *, public: bool) -> tuple[str, int]:
+    """The host and the port of `address`.
+
+    public: whether others than this host's users may read the metrics, which names flows and jobs and takes no key.
+
+    Raises:
+        OptionError: it is not HOST:PORT, reaches beyond this host although that was not asked for, or is taken.
+        MissingExtraError: the package that writes metrics is not installed.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise OptionError(f"metrics={address!r}: give HOST:PORT, such as 127.0.0.1:9400")
+    if not public and not _is_loopback(host):
+        raise OptionError(
+            f"metrics={address!r} reaches beyond this host, and whoever connects may read the names of flows and "
+            "jobs without a key; give 127.0.0.1, or --metrics-public if that is meant"
+        )
+    _require_client()
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, int(port)), family=family).close()
+    except OSError as error:
+        raise OptionError(f"metrics={address!r}: {error.strerror or error}; give another") from error
+    return host, int(port)
+
+
+def serve_metrics(address: str, views: Callable[[], Views]) -> None:
+    """Serve metrics at HOST:PORT, in threads of their own, until the process ends.
+
+    views: called for each answer, in one of these threads.
+    """
+    client = _require_client()
+    host, _, port = address.rpartition(":")
+    registry = client.CollectorRegistry()
+    registry.register(_Collector(views))
+    try:
+        client.start_http_server(int(port), addr=host.strip("[]"), registry=registry)
+    except OSError as error:  # jobs go on without; when the cluster was started, the address was free
+        SERVICE.error("there are no metrics at %s: %s", address, error.strerror or error)
+
+
+class UnnamedJobs:
+    """Tells of all jobs of a flow that were given no name as one: their own would be a new series for each run."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: By flow and job, as they were last; and what those that have gone had read, by flow, while there is one.
+        self._seen: dict[tuple[str, str], JobRow] = {}
+        self._gone: dict[str, JobRow] = {}
+
+    def together(self, rows: Sequence[JobRow], flows: Collection[str]) -> list[JobRow]:
+        """The rows of jobs with names, and one for each of these flows of the others, whose counts never fall."""
+        unnamed = {(row.flow, row.job): row for row in rows if row.job.startswith(UNNAMED)}
+        with self._lock:
+            for key in self._seen.keys() - unnamed.keys():
+                gone = self._seen[key]
+                self._gone[gone.flow] = _sum_of(gone.flow, [gone, *filter(None, [self._gone.get(gone.flow)])])
+            self._seen = unnamed
+            self._gone = {flow: row for flow, row in self._gone.items() if flow in flows}
+            by_flow = {flow: [row] for flow, row in self._gone.items()}
+        for row in unnamed.values():
+            by_flow.setdefault(row.flow, []).append(row)
+        named = [row for row in rows if not row.job.startswith(UNNAMED)]
+        return named + [_sum_of(flow, same) for flow, same in by_flow.items()]
+
+
+def _sum_of(flow: str, rows: Sequence[JobRow]) -> JobRow:
+    counts = [name for name in JobRow.__struct_fields__ if name not in ("flow", "job")]
+    sums = {name: sum(getattr(row, name) for row in rows) for name in counts}
+    return JobRow(flow=flow, job=UNNAMED.rstrip("-"), **sums)
+
+
+class _Collector:
+    """Makes Prometheus' metric families of a cluster's figures."""
+
+    def __init__(self, views: Callable[[], Views]) -> None:
+        self._views = views
+        self._unnamed = UnnamedJobs()
+
+    def collect(self) -> Iterable[Any]:
+        flows, processes = self._views()
+        figures = figures_of(flows, processes)
+        yield from _of_flows(figures, flows)
+        shards = [((row.flow, row.shard), row.figures) for row in figures.shards]
+        for name, grows, field, text in _SHARD_METRICS:
+            yield _family(f"dpflow_shard_{name}", grows, text, ("flow", "shard"), _read(shards, field))
+        rows = self._unnamed.together(figures.jobs, {row.flow for row in figures.flows})
+        # Not "job": Prometheus calls what it scrapes that.
+        jobs = [((row.flow, row.job), row) for row in rows]
+        for name, grows, field, text in _JOB_METRICS:
+            yield _family(f"dpflow_job_{name}", grows, text, ("flow", "job_name"), _read(jobs, field))
+        yield from _of_processes(processes)
+
+
+def _of_processes(processes: Sequence[ProcessView]) -> Iterable[Any]:
+    labels = ("process", "role")
+    yield _family(
+        "dpflow_process_restarts",
+        True,
+        "How often a process has been started again.",
+        labels,
+        [((view.id, view.role), view.restarts) for view in processes],
+    )
+    yield _family(
+        "dpflow_process_malformed_messages",
+        True,
+        "Messages that a service has dropped because they were no valid ones.",
+        labels,
+        [((view.id, view.role), count_of(view.status, "malformed")) for view in processes if view.address],
+    )
+
+
+def _of_flows(figures: ClusterFigures, flows: Sequence[FlowView]) -> Iterable[Any]:
+    yield _family(
+        "dpflow_flow_state",
+        False,
+        "1 for the state that the flow is in.",
+        ("flow", "state"),
+        [((flow.spec.instance, flow.state), 1) for flow in flows],
+    )
+    rows = [((row.flow,), row) for row in figures.flows]
+    for name, text in (("jobs", "Jobs that read."), ("shards", "Shards that own keys.")):
+        yield _family(f"dpflow_flow_{name}", False, text, ("flow",), _read(rows, name))
+    sums: list[tuple[tuple[str, ...], ShardFigures]] = [((row.flow,), row.figures) for row in figures.flows]
+    for name, _, field, text in _SHARD_METRICS:
+        if field in ("workers", "hit_rate", "decodes_per_sample", "queued"):
+            yield _family(f"dpflow_flow_{name}", False, f"All shards: {text}", ("flow",), _read(sums, field))
+
+
+def _read(rows: Sequence[tuple[tuple[str, ...], Any]], field: str) -> list[tuple[tuple[str, ...], float]]:
+    return [(labels, getattr(row, field)) for labels, row in rows]
+
+
+def _family(
+    name: str,
+    grows: bool,
+    text: str,
+    labels: Sequence[str],
+    values: Iterable[tuple[tuple[str, ...], float]],
+) -> Any:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    kind = CounterMetricFamily if grows else GaugeMetricFamily
+    family = kind(name, text, labels=labels)
+    for own, value in values:
+        family.add_metric(own, value)
+    return family
+
+
+def _require_client() -> Any:
+    try:
+        import prometheus_client
+    except ImportError as error:
+        raise MissingExtraError(
+            "metrics need the package prometheus-client: pip install 'torch_dpflow[metrics]'"
+        ) from error
+    return prometheus_client
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

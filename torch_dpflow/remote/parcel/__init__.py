@@ -1,0 +1,1 @@
+"""Objects to frames and back."""

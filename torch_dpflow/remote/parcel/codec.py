@@ -1,0 +1,311 @@
+"""Objects to frames and back, without copies: one parcel is one encoded sample or batch.
+
+A parcel is a pickle head (protocol 5) and out-of-band buffers: the memory of tensors, of arrays and of big
+bytes objects. A large buffer lies in a block of shared memory where there is an arena, and is a frame of its
+own where there is none. Small ones are coalesced, each 64-byte aligned: behind the head in the first frame,
+or together in one block, as are all big bytes objects. The table says where each lies. Services pass
+(table, frames) on unopened.
+
+Only workers and jobs open parcels, and only from peers that have proved who they are: a pickle can run code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from torch_dpflow.errors import DescriptorLimitError, MessageError, TransportError
+from torch_dpflow.remote.parcel.explain import explain
+from torch_dpflow.remote.parcel.pickling import MemoryRange, ParcelPickler
+from torch_dpflow.remote.shm.arena import Arena, ArenaReader, Block
+from torch_dpflow.remote.shm.memory import address_of, aligned_copy, is_aligned, storage_over, tensor_over
+from torch_dpflow.remote.wire.alignment import ALIGNMENT, WORD
+from torch_dpflow.remote.wire.parcel_table import BufferSpan, Frame, ParcelTable
+from torch_dpflow.remote.wire.shared_blocks import BlockRef
+
+#: From this size on a buffer has a block or a frame of its own, bytes. Measured: below it, copying it beside
+#: others costs no more than a block does, and less than a frame.
+LARGE_BYTES = 1 << 16
+#: From this size on the head, and the coalesced buffers, go into shared memory, bytes. Measured: below it the
+#: socket is as fast.
+SHARED_BYTES = 1 << 15
+#: From this size on a tensor is laid out in order, bytes; below it a batch is put together quickly anyway.
+ORDERED_BYTES = 1 << 15
+#: Most buffers of a parcel that have a frame of their own: a message may have only so many.
+MAX_LARGE_FRAMES = 1000
+
+
+def encode(
+    obj: Any, *, arena: Arena | None = None, contiguous: bool = False
+) -> tuple[ParcelTable, list[Frame]]:
+    """Take `obj` apart. The frames refer to its memory: leave it unchanged until they are sent.
+
+    With `arena`, large buffers go into its blocks while it lends any; one that lies in an unpublished block
+    already is published where it is.
+
+    contiguous: lay big tensors of up to three dimensions out in the order of their elements. What PIL images
+    become is a view with the channels last in memory: putting such samples together takes three times as long.
+
+    Raises:
+        NotPicklableError: something in `obj` cannot travel; the message names it and its place.
+    """
+    pickler = ParcelPickler(laid_out=partial(_laid_out, arena) if contiguous else None)
+    try:
+        pickler.dump(obj)
+    except Exception as error:
+        raise explain(obj, error) from error
+    return _Packing(arena).pack(pickler.chunks, pickler.sources)
+
+
+def decode(table: ParcelTable, frames: Sequence[Frame], *, reader: ArenaReader | None = None) -> Any:
+    """Put the object together again. Its tensors and arrays are writable.
+
+    A writable frame becomes the memory of the object where it is aligned; the caller gives it away. A block
+    of shared memory can be opened once, so a parcel that has any can be decoded once.
+
+    Args:
+        reader: of the arena that the parcel was encoded with, if any.
+
+    Raises:
+        MessageError: the table does not fit the frames, or the head cannot be unpickled.
+        SegmentLostError: the worker died and its shared memory with it.
+        DescriptorLimitError: this process has too many files open to map it.
+    """
+    try:
+        buffers = _whole_frames(table, frames)
+        if buffers is not None:
+            return _load(memoryview(frames[0])[: table.head.size], buffers)
+        return _Unpacking(table, frames, reader).unpack()
+    except BaseException:
+        discard(table, reader=reader)
+        raise
+
+
+def decode_heads(
+    parcels: Sequence[tuple[ParcelTable, Sequence[Frame]]],
+) -> list[tuple[bytes, memoryview]] | None:
+    """Each parcel's head, not yet unpickled, and its only buffer; None unless all are so simple.
+
+    As in `decode`, a buffer is a frame that can become an object's memory, and the caller gives it away.
+    """
+    found: list[tuple[bytes, memoryview]] = []
+    for table, frames in parcels:
+        buffers = _whole_frames(table, frames)
+        if buffers is None or len(buffers) != 1:
+            return None
+        found.append((bytes(memoryview(frames[0])[: table.head.size]), buffers[0]))
+    return found
+
+
+def discard(table: ParcelTable, *, reader: ArenaReader | None = None) -> None:
+    """Give the shared memory of a parcel back that will not be decoded."""
+    if reader is None:
+        return
+    for block in table.blocks:
+        # It has been opened already, or the worker is gone, or there is no descriptor left.
+        with suppress(TransportError, DescriptorLimitError):
+            reader.release(block)
+
+
+def _laid_out(arena: Arena | None, tensor: torch.Tensor) -> torch.Tensor:
+    """A big tensor in the order of its elements, in the memory that it will travel in."""
+    nbytes = tensor.nbytes
+    if tensor.dim() > 3 or nbytes < ORDERED_BYTES or tensor.is_contiguous():
+        return tensor
+    block = arena.allocate(nbytes) if arena is not None and nbytes >= LARGE_BYTES else None
+    if block is None:
+        return tensor.contiguous()
+    return tensor_over(storage_over(block.memory), tensor.dtype, tensor.shape).copy_(tensor)
+
+
+class _Packing:
+    """Finds a place for every piece of one parcel."""
+
+    def __init__(self, arena: Arena | None) -> None:
+        self._arena = arena
+        #: Large frames; the first frame comes before them.
+        self._frames: list[Frame] = []
+        self._blocks: list[BlockRef] = []
+        #: By key and size, so that memory used twice travels once.
+        self._places: dict[tuple[int, int], BufferSpan] = {}
+        #: Small buffers and where they go in the coalesced region; its size so far.
+        self._small: list[tuple[MemoryRange, int]] = []
+        self._region = 0
+
+    def pack(self, chunks: list[bytes], sources: list[MemoryRange]) -> tuple[ParcelTable, list[Frame]]:
+        if self._arena is not None:
+            self._share_bytes_objects(self._arena, sources)
+        places = [self._places.get(source[:2]) or self._place(source) for source in sources]
+        alignment = max([source.alignment for source in sources], default=WORD)
+        first: Frame = b"".join(chunks)
+        head = BufferSpan(0, 0, len(first))
+        if (block := self._share(len(first))) is not None:
+            block.memory.data[:] = first
+            head = BufferSpan(self._publish(block), 0, len(first))
+            first = b""
+        if self._small:
+            first, start, part = self._coalesce(first)
+            # Until now a small buffer's place was one in the region; the region's own is known only here.
+            places = [BufferSpan(part, start + p.offset, p.size) if p.part == 0 else p for p in places]
+        frames: list[Frame] = [first, *self._frames]
+        return ParcelTable(len(frames), tuple(self._blocks), head, tuple(places), alignment), frames
+
+    def _share_bytes_objects(self, arena: Arena, sources: list[MemoryRange]) -> None:
+        """Put all bytes objects into one block: decoding copies them, so none of them keeps it."""
+        pieces = {source[:2]: source for source in sources if type(source.owner) is bytes}
+        if not pieces:
+            return
+        block = arena.allocate(sum(_aligned(source.nbytes) for source in pieces.values()))
+        if block is None:
+            return
+        part, offset = self._publish(block), 0
+        for key, source in pieces.items():
+            ctypes.memmove(block.address + offset, source.address, source.nbytes)
+            self._places[key] = BufferSpan(part, offset, source.nbytes)
+            offset += _aligned(source.nbytes)
+
+    def _place(self, source: MemoryRange) -> BufferSpan:
+        part = self._place_large(source) if source.nbytes >= LARGE_BYTES else None
+        if part is not None:
+            place = BufferSpan(part, 0, source.nbytes)
+        else:
+            place = BufferSpan(0, self._region, source.nbytes)
+            self._small.append((source, self._region))
+            self._region += _aligned(source.nbytes)
+        self._places[source[:2]] = place
+        return place
+
+    def _place_large(self, source: MemoryRange) -> int | None:
+        if self._arena is not None:
+            block = self._arena.block_at(source.address, source.nbytes)
+            if block is None and (block := self._arena.allocate(source.nbytes)) is not None:
+                ctypes.memmove(block.address, source.address, source.nbytes)
+            if block is not None:
+                return self._publish(block)
+        if len(self._frames) >= MAX_LARGE_FRAMES:
+            return None
+        self._frames.append(source.view())
+        return len(self._frames)
+
+    def _coalesce(self, first: Frame) -> tuple[Frame, int, int]:
+        """Copy the small buffers; the first frame, where in its part the region begins, and the part."""
+        block = self._share(self._region)
+        if block is not None:
+            self._copy_small(block.address)
+            return first, 0, self._publish(block)
+        start = _aligned(len(first))
+        frame = np.zeros(start + self._region, np.uint8)
+        frame.data[: len(first)] = first
+        self._copy_small(address_of(frame) + start)
+        return frame.data, start, 0
+
+    def _copy_small(self, address: int) -> None:
+        for source, offset in self._small:
+            ctypes.memmove(address + offset, source.address, source.nbytes)
+
+    def _share(self, nbytes: int) -> Block | None:
+        return self._arena.allocate(nbytes) if self._arena is not None and nbytes >= SHARED_BYTES else None
+
+    def _publish(self, block: Block) -> int:
+        assert self._arena is not None
+        self._blocks.append(self._arena.publish(block))
+        return -len(self._blocks)
+
+
+def _load(head: memoryview, buffers: list[memoryview]) -> Any:
+    try:
+        return pickle.loads(head, buffers=buffers)
+    except Exception as error:
+        raise MessageError(f"the head of a parcel cannot be opened: {error!r}") from error
+
+
+def _whole_frames(table: ParcelTable, frames: Sequence[Frame]) -> list[memoryview] | None:
+    """The buffers where each is a frame that can become the object's memory, as they mostly are; None where not.
+
+    A third of the time that `_Unpacking` takes, which finds what is wrong where something is.
+    """
+    head, count = table.head, len(frames)
+    if table.frames != count or head.part or head.offset or not count or not 0 <= head.size <= len(frames[0]):
+        return None
+    alignment = max(table.alignment, WORD)
+    buffers: list[memoryview] = []
+    for place in table.buffers:
+        frame = frames[place.part] if 0 < place.part < count else None
+        if type(frame) is not memoryview or place.offset or frame.readonly or frame.format != "B":
+            return None
+        if not frame.nbytes or frame.nbytes != place.size or not is_aligned(frame, alignment):
+            return None
+        buffers.append(frame)
+    return buffers
+
+
+class _Unpacking:
+    """Finds the memory of every piece of one parcel.
+
+    Believes nothing that the table says, and allocates no more than the frames hold: one copy of each.
+    """
+
+    def __init__(self, table: ParcelTable, frames: Sequence[Frame], reader: ArenaReader | None) -> None:
+        self._table = table
+        self._reader = reader
+        self._frames = [memoryview(frame).cast("B") for frame in frames]
+        #: By part: its memory, aligned and writable, and where in the part that begins.
+        self._memory: dict[int, tuple[memoryview, int]] = {}
+
+    def unpack(self) -> Any:
+        table = self._table
+        if table.frames != len(self._frames):
+            raise MessageError(f"parcel of {table.frames} frames came with {len(self._frames)}")
+        head = self._piece(table.head) if table.head.part else self._head_in_frame(table.head)
+        buffers = [self._piece(place) for place in table.buffers]
+        return _load(head, buffers)
+
+    def _head_in_frame(self, place: BufferSpan) -> memoryview:
+        first = self._frames[0] if self._frames else memoryview(b"")
+        if place.offset or not 0 <= place.size <= len(first):
+            raise MessageError(f"{place}: not at the start of a first frame of {len(first)} bytes")
+        return first[: place.size]
+
+    def _piece(self, place: BufferSpan) -> memoryview:
+        found = self._memory.get(place.part)
+        if found is None:
+            found = self._memory[place.part] = self._open(place.part)
+        memory, start = found
+        begin, end = place.offset - start, place.offset - start + place.size
+        if not 0 <= begin <= end <= len(memory) or begin % ALIGNMENT:
+            raise MessageError(
+                f"{place}: not in a part of {start} + {len(memory)} bytes, or not aligned in it"
+            )
+        return memory[begin:end]
+
+    def _open(self, part: int) -> tuple[memoryview, int]:
+        if part < 0:
+            return self._open_block(-1 - part), 0
+        if part >= len(self._frames):
+            raise MessageError(f"part {part} of a parcel that has {len(self._frames)} frames")
+        frame, start = self._frames[part], 0
+        if part == 0:  # the head and its padding are not worth a copy
+            head = self._table.head
+            start = _aligned(head.size) if head.part == 0 else 0
+            frame = frame[start:]
+        if frame.readonly or not is_aligned(frame, max(self._table.alignment, WORD)):
+            frame = aligned_copy(frame).data
+        return frame, start
+
+    def _open_block(self, number: int) -> memoryview:
+        if number >= len(self._table.blocks):
+            raise MessageError(f"block {number} of a parcel that has {len(self._table.blocks)}")
+        if self._reader is None:
+            raise MessageError("parcel lies in a worker's shared memory; decoding it takes its ArenaReader")
+        return self._reader.view(self._table.blocks[number]).data
+
+
+def _aligned(size: int) -> int:
+    return size + -size % ALIGNMENT

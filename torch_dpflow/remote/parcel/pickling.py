@@ -1,0 +1,285 @@
+"""How tensors, storages and arrays are taken apart for a parcel and put together again.
+
+A tensor becomes its storage, dtype, shape, strides and offset; two tensors of one storage meet again through
+pickle's memo. A storage or an array becomes a stand-in for a buffer, and its memory goes to `sources`. All
+other layouts and subclasses go torch's own way, which ends at storages. What torch registers with
+multiprocessing's ForkingPickler takes no part, so no descriptor is passed behind our back. A big bytes object
+leaves the pickle too; opening the parcel copies it, as bytes own their memory.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch.storage import TypedStorage
+
+from torch_dpflow.log import TRANSPORT
+from torch_dpflow.remote.shm.memory import Memory, address_of, memory_of, storage_over, tensor_over
+from torch_dpflow.remote.wire.alignment import WORD
+from torch_dpflow.torch_private import typed_storage, untyped_storage
+
+#: A view travels without the rest of its storage where it takes up less than this share, and so much less.
+_SPAN_SHARE = 0.5
+_SPAN_SLACK_BYTES = 4096
+#: Kinds of numpy dtype that lie flat in memory and are told whole by `dtype.str`.
+_PLAIN_KINDS = frozenset("biufcSUmM")
+
+#: A dtype by itself is pickled by reference, which takes longer than the rest of a small tensor.
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class MemoryRange(NamedTuple):
+    """Memory that a parcel refers to."""
+
+    #: The address; or a bytes object's id, which tells it apart as well and costs less to find out.
+    key: int
+    nbytes: int
+    #: Keeps the memory alive. A bytes object where that is what travels, and nothing else is bytes here.
+    owner: Any
+    #: What the address of the decoded memory has to be a multiple of.
+    alignment: int = WORD
+
+    @property
+    def address(self) -> int:
+        """Where the memory begins."""
+        return address_of(np.frombuffer(self.owner, np.uint8)) if type(self.owner) is bytes else self.key
+
+    def view(self) -> bytes | memoryview:
+        """The memory itself, not a copy."""
+        owner = self.owner
+        if type(owner) is bytes:
+            return owner
+        if isinstance(owner, torch.UntypedStorage):
+            owner = memory_of(owner)
+        if isinstance(owner, np.ndarray):
+            owner = owner.reshape(-1, order="A").view(np.uint8).data
+        return memoryview(owner)
+
+
+class _Span(NamedTuple):
+    """A part of a storage that travels alone."""
+
+    memory: Memory
+
+
+#: From this size on pickle writes a bytes object by itself, without a copy of it.
+_APART_BYTES = 1 << 16
+#: To pickle: call `bytes` with the next buffer.
+_BYTES_OF_BUFFER = pickle.GLOBAL + b"builtins\nbytes\n" + pickle.NEXT_BUFFER + pickle.TUPLE1 + pickle.REDUCE
+#: What pickle sees in the place of memory. Writable, or it would have the decoded memory made read-only.
+_STAND_IN = pickle.PickleBuffer(bytearray(1))
+
+
+class _Stream:
+    """The file that pickle writes to: big bytes objects go to `sources`, all else to `chunks`.
+
+    pickle hands a big bytes object to `write` as itself, after a chunk that ends with its opcode and length,
+    outside of any pickle frame. In their place come instructions to make bytes of the next buffer.
+    """
+
+    def __init__(self) -> None:
+        self.chunks: list[bytes] = []
+        self.sources: list[MemoryRange] = []
+
+    def write(self, chunk: Any) -> None:
+        """Called by pickle with a chunk of the stream, or with the content of one big object."""
+        if len(chunk) >= _APART_BYTES and type(chunk) is bytes and not _begins_with_frame(chunk):
+            header = _bytes_header(len(chunk))
+            if self.chunks and self.chunks[-1].endswith(header):
+                self.chunks[-1] = self.chunks[-1][: -len(header)] + _BYTES_OF_BUFFER
+                self.sources.append(MemoryRange(id(chunk), len(chunk), chunk))
+                return
+        self.chunks.append(chunk)
+
+
+class _PlainStream:
+    """The file that pickle writes to where it does not write as `_Stream` knows: all of it goes to `chunks`."""
+
+    def __init__(self) -> None:
+        self.chunks: list[bytes] = []
+        self.sources: list[MemoryRange] = []
+        self.write = self.chunks.append
+
+
+def _begins_with_frame(chunk: bytes) -> bool:
+    """Whether this may be pickle's own output, the tail of the chunk before it being chance.
+
+    pickle flushes as much only in frames. A bytes object that looks like one stays in the stream, unharmed.
+    """
+    return chunk[:1] == pickle.FRAME and int.from_bytes(chunk[1:9], "little") <= len(chunk)
+
+
+def _bytes_header(size: int) -> bytes:
+    if size <= 0xFFFFFFFF:
+        return pickle.BINBYTES + size.to_bytes(4, "little")
+    return pickle.BINBYTES8 + size.to_bytes(8, "little")
+
+
+class ParcelPickler(pickle.Pickler):
+    """Pickles into `chunks`; the memory of tensors, arrays and big bytes goes to `sources`, as it is met.
+
+    Args:
+        laid_out: called with each dense tensor; gives what is to travel in its place, of the same values.
+    """
+
+    def __init__(self, *, laid_out: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        self._laid_out = laid_out
+        stream = _new_stream()
+        self.chunks = stream.chunks
+        self.sources = stream.sources
+        # Not a method of ours: in a cycle with its pickler, a batch's memory would wait for the collector.
+        super().__init__(stream, protocol=5, buffer_callback=partial(_take_buffer, self.sources))
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Pickle's hook for every object that is not a plain builtin."""
+        reduce = _REDUCERS.get(type(obj))
+        if reduce is not None:
+            return reduce(self, obj)
+        if isinstance(obj, torch.Tensor):
+            _refuse_graph(obj)
+        return NotImplemented
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        if not is_plain(tensor):
+            _refuse_graph(tensor)
+            return NotImplemented
+        if self._laid_out is not None:
+            tensor = self._laid_out(tensor)
+        storage: Any = tensor.untyped_storage()
+        offset = int(tensor.storage_offset())
+        if tensor.numel() * tensor.itemsize != storage.nbytes():
+            storage, offset = _narrow(tensor, storage, offset)
+        name = _DTYPE_NAMES[tensor.dtype]
+        return rebuild_tensor, (storage, name, tuple(tensor.shape), tensor.stride(), offset)
+
+    def _reduce_storage(self, storage: torch.UntypedStorage) -> Any:
+        if storage.device.type != "cpu":
+            return rebuild_storage_on, (cast(Any, storage).cpu(), str(storage.device))
+        self.sources.append(MemoryRange(storage.data_ptr(), storage.nbytes(), storage))
+        return rebuild_storage, (_STAND_IN,)
+
+    def _reduce_typed_storage(self, storage: TypedStorage) -> Any:
+        return rebuild_typed_storage, (untyped_storage(storage), storage.dtype)
+
+    def _reduce_span(self, span: _Span) -> Any:
+        memory = span.memory
+        self.sources.append(MemoryRange(address_of(memory), memory.nbytes, memory))
+        return rebuild_storage, (_STAND_IN,)
+
+    def _reduce_array(self, array: np.ndarray[Any, Any]) -> Any:
+        dtype = array.dtype
+        plain = dtype.kind in _PLAIN_KINDS and dtype.metadata is None
+        if dtype.hasobject or not (plain or dtype.kind == "V"):
+            return NotImplemented
+        order = "F" if array.flags.fnc else "C"
+        if not array.flags.forc:
+            array = np.ascontiguousarray(array)
+        alignment = max(dtype.alignment, WORD)
+        self.sources.append(MemoryRange(address_of(array), array.nbytes, array, alignment))
+        return rebuild_array, (_STAND_IN, dtype.str if plain else dtype, array.shape, order)
+
+
+def _take_buffer(sources: list[MemoryRange], buffer: pickle.PickleBuffer) -> None:
+    if buffer is not _STAND_IN:
+        memory = np.frombuffer(buffer.raw(), np.uint8)
+        sources.append(MemoryRange(address_of(memory), memory.nbytes, memory))
+
+
+def rebuild_storage(memory: memoryview) -> torch.UntypedStorage:
+    """A storage over a parcel's memory."""
+    return storage_over(np.frombuffer(memory, np.uint8))
+
+
+def rebuild_storage_on(storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
+    """A storage on the device that it came from."""
+    return tensor_over(storage, torch.uint8, (storage.nbytes(),)).to(device).untyped_storage()
+
+
+def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> TypedStorage:
+    """The typed face of a storage, as torch's own rebuilding functions want it."""
+    return typed_storage(storage, dtype)
+
+
+def rebuild_tensor(
+    storage: torch.UntypedStorage, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> torch.Tensor:
+    """A dense tensor over `storage`."""
+    return tensor_over(storage, _DTYPES[dtype], shape, stride, offset)
+
+
+def rebuild_array(memory: memoryview, dtype: Any, shape: tuple[int, ...], order: Any) -> np.ndarray[Any, Any]:
+    """An array over a parcel's memory."""
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, memory, order=order)
+    return array
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether storage, dtype, shape, strides and offset are all there is to an exact torch.Tensor."""
+    return not (
+        tensor.layout is not torch.strided
+        or not tensor.is_cpu
+        or tensor.requires_grad
+        or tensor.is_nested
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor.__dict__
+    )
+
+
+def _refuse_graph(tensor: torch.Tensor) -> None:
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise TypeError(
+            "it requires grad and is not a leaf, and gradients do not flow from one process to another"
+        )
+
+
+def _narrow(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> tuple[Any, int]:
+    """The part of the storage that has to travel with `tensor`, and the tensor's offset in it."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    nbytes = (last + 1) * tensor.itemsize if tensor.numel() else 0
+    if nbytes > storage.nbytes() * _SPAN_SHARE or storage.nbytes() - nbytes < _SPAN_SLACK_BYTES:
+        return storage, offset
+    start = offset * tensor.itemsize if nbytes else 0
+    return _Span(memory_of(storage, start, nbytes)), 0
+
+
+_REDUCERS: dict[type, Callable[[ParcelPickler, Any], Any]] = {
+    torch.Tensor: ParcelPickler._reduce_tensor,
+    torch.UntypedStorage: ParcelPickler._reduce_storage,
+    TypedStorage: ParcelPickler._reduce_typed_storage,
+    _Span: ParcelPickler._reduce_span,
+    np.ndarray: ParcelPickler._reduce_array,
+}
+
+
+def _takes_bytes_apart() -> bool:
+    """Whether big bytes objects leave the pickles of this Python as `_Stream` expects it, and come back."""
+    big = bytes(_APART_BYTES)
+    given = [big, "text", pickle.FRAME + bytes(8) + big, big]
+    pickler = ParcelPickler()
+    try:
+        pickler.dump(given)
+        buffers = [source.view() for source in pickler.sources]
+        found = pickle.loads(b"".join(pickler.chunks), buffers=buffers)
+    except Exception:
+        return False
+    return bool(
+        found == given and found[0] is found[3] and [source.key for source in pickler.sources] == [id(big)]
+    )
+
+
+_new_stream: Callable[[], _Stream | _PlainStream] = _Stream
+# What pickle writes is documented, how it cuts that into pieces is not: another Python may do so otherwise.
+if not _takes_bytes_apart():
+    _new_stream = _PlainStream
+    TRANSPORT.warning(
+        "this Python writes pickles otherwise than torch_dpflow expects: big bytes objects travel inside them, which "
+        "takes one copy more"
+    )

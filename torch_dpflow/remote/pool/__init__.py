@@ -1,0 +1,1 @@
+"""A shard's loaded samples: prefetch buffer and cache over one set of objects. Pure."""

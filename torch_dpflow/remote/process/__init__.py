@@ -1,0 +1,1 @@
+"""What every process of a cluster is made of: its specification, heartbeat, loop and role."""

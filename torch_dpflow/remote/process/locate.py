@@ -1,0 +1,30 @@
+"""Where another process of the same node listens."""
+
+from __future__ import annotations
+
+import time
+
+from torch_dpflow.errors import DeadlineError, DPFlowError
+from torch_dpflow.remote.process.spec import ClusterPlace
+from torch_dpflow.remote.wire.node import Running
+
+#: How long to wait after the node has not answered, seconds.
+PAUSE_S = 0.1
+
+
+def locate(place: ClusterPlace, id: str, *, timeout_s: float = 60.0) -> str:
+    """The address of the process `id`, as soon as it listens. Raises DeadlineError where it does not."""
+    deadline = time.monotonic() + timeout_s
+    seen = 0
+    with place.connect(place.node_address) as node:
+        while time.monotonic() < deadline:
+            try:
+                running: Running = node.call("changes", seen, reply_type=Running, timeout_s=5.0).body
+            except DPFlowError:
+                time.sleep(PAUSE_S)
+                continue
+            seen = running.revision
+            address = next((view.address for view in running.processes if view.id == id), "")
+            if address:
+                return address
+    raise DeadlineError(f"{id!r} does not listen after {timeout_s} s; is it desired?")

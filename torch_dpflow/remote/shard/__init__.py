@@ -1,0 +1,1 @@
+"""The owner of tasks and workers: a thread in the training process, or a service."""

@@ -1,0 +1,135 @@
+"""A shard of samples as a process of its own: what it needs to begin, and its place in the routing table."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from functools import partial
+
+import msgspec
+
+from torch_dpflow.errors import DPFlowError, ErrorKind, RemoteCallError
+from torch_dpflow.remote.process.awake_clock import AwakeClock
+from torch_dpflow.remote.process.locate import locate
+from torch_dpflow.remote.process.spec import SERVICE, ServicePost, ask_in, serve
+from torch_dpflow.remote.rpc import RpcClient
+from torch_dpflow.remote.shard.server import SampleShard
+from torch_dpflow.remote.wire.node import Ending, ProcessView
+from torch_dpflow.remote.wire.router import Enlist, RangeAssignment
+from torch_dpflow.remote.wire.shard import ShardArguments, ShardSettings
+
+#: How often a shard tells its router that it serves, seconds.
+ENLIST_S = 1.0
+#: How often a shard asks its node after workers whose end it does not see, seconds.
+WATCH_S = 1.0
+
+
+class Enlistment:
+    """A thread that keeps a shard in its router's table, and tells the shard what it owns."""
+
+    def __init__(self, post: ServicePost, shard: SampleShard, router: str) -> None:
+        self._post = post
+        self._shard = shard
+        self._router = router
+        #: The newest that the router has told of.
+        self._generation = 0
+        threading.Thread(target=self._run, name="dpflow-enlist", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._keep(locate(self._post.place, self._router))
+            except DPFlowError as error:
+                if isinstance(error, RemoteCallError) and error.kind is ErrorKind.STALE_SHARD:
+                    SERVICE.warning("another has taken its place (%s)", error)
+                else:
+                    SERVICE.warning("its router does not answer (%s)", error)
+            time.sleep(ENLIST_S)
+
+    def _keep(self, address: str) -> None:
+        server = self._shard.server
+        with self._post.place.connect(address, timeout_s=10.0) as router:
+            while True:
+                body = Enlist(
+                    self._post.id,
+                    self._post.incarnation,
+                    server.address,
+                    self._generation,
+                    self._post.place.token,
+                    self._shard.room,
+                )
+                range_: RangeAssignment = router.call("enlist", body, reply_type=RangeAssignment).body
+                self._generation = max(self._generation, range_.generation)
+                server.post(lambda range_=range_: self._shard.assign(range_))  # type: ignore[misc]
+                time.sleep(ENLIST_S)
+
+
+class WorkerWatch:
+    """A thread that has the node end workers for the shard, and tells it of the end of those that it cannot see."""
+
+    def __init__(self, post: ServicePost) -> None:
+        self._post = post
+        self._orders: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+
+    def end(self, worker: int, incarnation: int) -> None:
+        """Have the node end a worker; it is not waited for."""
+        self._orders.put((worker, incarnation))
+
+    def watch(self, shard: SampleShard) -> None:
+        """Begin. To be called once."""
+        threading.Thread(target=self._run, args=(shard,), name="dpflow-workers", daemon=True).start()
+
+    def _run(self, shard: SampleShard) -> None:
+        with self._post.place.connect(self._post.place.node_address, timeout_s=10.0) as node:
+            while True:
+                try:
+                    order = self._orders.get(timeout=WATCH_S)
+                except queue.Empty:
+                    order = None
+                try:
+                    if order is not None:
+                        node.call("end", Ending(self._id_of(order[0]), order[1]))
+                    self._look(node, shard)
+                except DPFlowError as error:
+                    SERVICE.warning("the node does not answer (%s)", error)
+                    if order is not None:
+                        self._orders.put(order)
+                    time.sleep(WATCH_S)
+
+    def _look(self, node: RpcClient, shard: SampleShard) -> None:
+        unwatched = ask_in(shard.server, lambda: shard.workers.unwatched)
+        if not unwatched:
+            return
+        views: list[ProcessView] = node.call("processes", reply_type=list[ProcessView]).body
+        running = {view.id: view.incarnation for view in views if view.runs}
+        for worker, incarnation in unwatched.items():
+            if running.get(self._id_of(worker)) != incarnation:
+                shard.server.post(partial(shard.workers.ended, worker, incarnation))
+
+    def _id_of(self, worker: int) -> str:
+        return f"{self._post.id}/worker-{worker}"
+
+
+def run(post: ServicePost) -> None:
+    """Be a shard: the role of a node's process."""
+    decoder = msgspec.msgpack.Decoder(ShardSettings)
+    arguments = msgspec.msgpack.decode(post.arguments, type=ShardArguments)
+    watch = WorkerWatch(post)
+    shard = SampleShard(
+        post.listen(),
+        arguments.spec,
+        decoder.decode(post.settings),
+        token=post.place.token,
+        end_worker=watch.end,
+        clock=AwakeClock(),
+    )
+    watch.watch(shard)
+    Enlistment(post, shard, arguments.router)
+    serve(
+        post,
+        shard.server,
+        shard.status,
+        shard.turn,
+        settle=lambda settings: shard.settle(decoder.decode(settings)),
+    )

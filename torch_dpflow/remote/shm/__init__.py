@@ -1,0 +1,1 @@
+"""Shared memory between two processes of one host."""

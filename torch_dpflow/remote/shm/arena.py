@@ -1,0 +1,233 @@
+"""Shared memory on one host: big buffers cross from a worker to the training process without a copy.
+
+torch's loader makes a shared-memory file for every tensor of every batch, so that every batch pays for fresh
+pages, zeroed by the kernel and faulted in one by one in both processes. An `Arena` keeps its segments and
+lends them again; their pages are there already, in both mappings.
+
+A segment is lent again only when both sides are done with it. The reader's side is a byte in the segment,
+which a weakref callback of the `ArenaReader` clears when the last object over the memory is gone. The
+writer's side is a weakref on the array that all tensors and views over the memory keep alive.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import Iterator
+from weakref import ref as weakref
+
+from torch_dpflow.errors import OptionError
+from torch_dpflow.remote.shm import segment as segments
+from torch_dpflow.remote.shm.arena_reader import ArenaReader
+from torch_dpflow.remote.shm.headroom import Headroom
+from torch_dpflow.remote.shm.memory import Memory
+from torch_dpflow.remote.shm.segment import HAS_MEMFD, HEADER_BYTES, PUBLISHED, RETIRED, Segment
+from torch_dpflow.remote.wire.shared_blocks import BlockRef, ProbeRef
+
+__all__ = ["MAX_SEGMENTS", "Arena", "ArenaReader", "Block", "BlockRef", "ProbeRef"]
+
+#: Sizes of segments are rounded up to 1/16 of their power of two: at most 6% lie idle, and like sizes meet.
+_CLASS_BITS = 5
+_SMALLEST_SEGMENT = 1 << 16
+#: A free segment serves requests for as little as half of it. Less would waste memory, more would make new
+#: segments all the time where batches differ in size.
+_LARGEST_EXCESS = 2
+#: How many segments of a class are asked whether they are free before a new one is made.
+_ASKED = 8
+#: When a new segment is needed, no more free ones are kept than are in use, or than this, bytes.
+_RETAINED_BYTES = 32 << 20
+#: A free segment that was not lent during this many allocations is given back to the system.
+_IDLE_ALLOCATIONS = 256
+#: Of the memory that is left, a new segment takes at most this share.
+_SHARE_OF_AVAILABLE = 0.5
+#: Most segments of one arena: each costs the writer a descriptor, and a process often has 1,024.
+MAX_SEGMENTS = 256
+
+
+class Block:
+    """Memory of an arena, lent to the caller. It is lent again once nothing refers to `memory`."""
+
+    __slots__ = ("memory", "segment")
+
+    def __init__(self, memory: Memory, segment: Segment) -> None:
+        #: uint8, writable, 64-byte aligned. Tensors and arrays made over it keep it alive.
+        self.memory = memory
+        self.segment = segment
+
+    @property
+    def address(self) -> int:
+        """Where `memory` begins."""
+        return self.segment.address
+
+
+class Arena:
+    """The writer's side: lends blocks, publishes them, and lends them again.
+
+    Any thread may call `allocate`; the rest belongs to one. After a fork the arena belongs to the parent: in
+    the child nothing is lent.
+
+    Args:
+        budget_bytes: most memory that the arena takes, in use and free together. On a platform without memfds
+            nothing is ever lent.
+    """
+
+    def __init__(self, *, budget_bytes: int) -> None:
+        if budget_bytes < 0:
+            raise OptionError(f"budget_bytes={budget_bytes!r}: must be at least 0 (0 lends nothing)")
+        self._budget = budget_bytes
+        self._usable = HAS_MEMFD
+        self._pid = os.getpid()
+        self._token = secrets.token_bytes(segments.TOKEN_BYTES)
+        self._lock = threading.Lock()
+        self._headroom = Headroom()
+        self._classes: dict[int, deque[Segment]] = {}
+        self._by_address: dict[int, Segment] = {}
+        #: How many segments have been given back; the reader looks for them when this has changed.
+        self._retired = 0
+        self._numbers = 0
+        self._allocations = 0
+        #: Bytes of all segments, in use and free.
+        self.allocated_bytes = 0
+
+    @property
+    def segments(self) -> int:
+        """How many segments there are, in use and free."""
+        return len(self._by_address)
+
+    def allocate(self, nbytes: int) -> Block | None:
+        """Lend memory of `nbytes`; None where the budget or the system's memory is exhausted.
+
+        Any thread may call. The memory's contents are arbitrary.
+        """
+        if nbytes <= 0 or not self._usable or os.getpid() != self._pid:
+            return None
+        with self._lock:
+            self._allocations += 1
+            if self._allocations % _IDLE_ALLOCATIONS == 0:
+                self._trim_idle()
+            size = _size_class(nbytes)
+            segment = self._find_free(size, _ASKED)
+            if segment is None and not self._has_room(size):
+                segment = self._find_free(size, None)
+            segment = segment or self._create(size)
+            return None if segment is None else self._lend(segment, nbytes)
+
+    def publish(self, block: Block) -> BlockRef:
+        """Hand `block` to the reader. Once for each lending: the reader's release could not be told apart."""
+        segment = block.segment
+        if segment.published:
+            raise OptionError(f"block of segment {segment.number} was published before; publish a copy")
+        segment.published = True
+        segment.memory[0] = PUBLISHED
+        return BlockRef(
+            segment.number, segment.fd, segment.capacity, segment.nbytes, segment.generation, self._retired
+        )
+
+    def block_at(self, address: int, nbytes: int) -> Block | None:
+        """The lent, not yet published block whose memory begins at `address` and holds `nbytes`, if any."""
+        segment = self._by_address.get(address)
+        if segment is None or segment.published or segment.nbytes < nbytes or os.getpid() != self._pid:
+            return None
+        memory = None if segment.owner is None else segment.owner()
+        return None if memory is None else Block(memory, segment)
+
+    def probe_ref(self) -> ProbeRef | None:
+        """Publish a token for `ArenaReader.probe`; None where nothing can be lent."""
+        block = self.allocate(segments.TOKEN_BYTES)
+        if block is None:
+            return None
+        token = secrets.token_bytes(segments.TOKEN_BYTES)
+        block.memory.data[:] = token
+        return ProbeRef(token, self.publish(block))
+
+    def close(self) -> None:
+        """Give everything back. What is mapped or in use stays valid until its last user is gone."""
+        with self._lock:
+            self._usable = False
+            for segment in list(self._by_address.values()):
+                self._give_back(segment)
+
+    def _lend(self, segment: Segment, nbytes: int) -> Block:
+        memory = segment.payload(nbytes)
+        segment.owner = weakref(memory)
+        segment.published = False
+        segment.nbytes = nbytes
+        segment.used = self._allocations
+        segment.generation += 1
+        return Block(memory, segment)
+
+    def _find_free(self, size: int, asked: int | None) -> Segment | None:
+        limit = size * _LARGEST_EXCESS
+        while size <= limit:
+            found = _first_free(self._classes.get(size), asked)
+            if found is not None:
+                return found
+            size = _size_class(size - HEADER_BYTES + 1)
+        return None
+
+    def _create(self, size: int) -> Segment | None:
+        if size > self._budget or not self._make_room(size):
+            return None
+        self._numbers += 1
+        try:
+            if size > self._headroom.available() * _SHARE_OF_AVAILABLE:
+                return None
+            segment = segments.create_memfd(self._numbers, size - HEADER_BYTES, self._token)
+        except (OSError, RuntimeError):  # torch's mapping reports a refused mmap as RuntimeError
+            return None
+        self._classes.setdefault(size, deque()).append(segment)
+        self._by_address[segment.address] = segment
+        self.allocated_bytes += size
+        return segment
+
+    def _make_room(self, size: int) -> bool:
+        """Trim for a new segment of `size`, whose like is not free: the least recently lent go first."""
+        free = sorted(self._free_segments(), key=lambda segment: segment.used)
+        spare = sum(segment.size for segment in free)
+        retained = max(self.allocated_bytes - spare, _RETAINED_BYTES)
+        for segment in free:
+            if spare <= retained and self._has_room(size):
+                break
+            spare -= segment.size
+            self._give_back(segment)
+        return self._has_room(size)
+
+    def _has_room(self, size: int) -> bool:
+        return self.allocated_bytes + size <= self._budget and len(self._by_address) < MAX_SEGMENTS
+
+    def _trim_idle(self) -> None:
+        for segment in list(self._free_segments()):
+            if self._allocations - segment.used >= _IDLE_ALLOCATIONS:
+                self._give_back(segment)
+
+    def _free_segments(self) -> Iterator[Segment]:
+        return (segment for segment in self._by_address.values() if segment.free)
+
+    def _give_back(self, segment: Segment) -> None:
+        self._classes[segment.size].remove(segment)
+        del self._by_address[segment.address]
+        self.allocated_bytes -= segment.size
+        self._retired += 1
+        segment.memory[0] = RETIRED
+        segment.close()
+
+
+def _size_class(nbytes: int) -> int:
+    """Size of the segment for a payload of `nbytes`, header included."""
+    size = max(nbytes + HEADER_BYTES, _SMALLEST_SEGMENT)
+    step = 1 << max(size.bit_length() - _CLASS_BITS, 0)
+    return -(-size // step) * step
+
+
+def _first_free(candidates: deque[Segment] | None, asked: int | None) -> Segment | None:
+    """The first free segment, which goes to the end, so that the one published longest ago is asked first."""
+    if candidates is None:
+        return None
+    for _ in range(len(candidates) if asked is None else min(asked, len(candidates))):
+        segment = candidates[0]
+        candidates.rotate(-1)
+        if segment.free:
+            return segment
+    return None

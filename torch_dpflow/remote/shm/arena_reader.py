@@ -1,0 +1,137 @@
+"""The reader's side of an arena: opens what the writer published, and frees it when nobody uses it."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from weakref import ref as weakref
+
+from torch_dpflow.errors import DescriptorLimitError, MessageError, TransportError
+from torch_dpflow.remote.shm import segment as segments
+from torch_dpflow.remote.shm.memory import Memory
+from torch_dpflow.remote.shm.segment import FREE, PUBLISHED, RETIRED, TOKEN_BYTES, Segment
+from torch_dpflow.remote.wire.shared_blocks import BlockRef, ProbeRef
+
+#: Most segments that are mapped for one writer, which is not trusted to keep to its own limit.
+_MAX_MAPPED = 1024
+
+
+class ArenaReader:
+    """The reader's side: maps the segments of one writer and tells it, by a byte, when they are free.
+
+    Not thread-safe. Views may be dropped in any thread, at any time, also after the writer has died and while
+    the interpreter ends. In a forked child views stay readable, and dropping them there releases nothing.
+
+    Args:
+        pid: the writer's process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._token: bytes | None = None
+        self._segments: dict[int, Segment] = {}
+        #: Of the writer's retired segments, how many there were when we last looked for them.
+        self._retired = 0
+
+    def view(self, ref: BlockRef) -> Memory:
+        """The block as a writable uint8 array of `ref.nbytes`. A reference can be opened once.
+
+        When nothing refers to the array's memory any more, the writer may use it again.
+
+        Raises:
+            SegmentLostError: the writer is dead and the segment was never mapped.
+            MessageError: the reference does not fit what is there, or has been opened before.
+            DescriptorLimitError: this process has too many files open to map the segment.
+        """
+        segment = self._take(ref)
+        memory = segment.payload(ref.nbytes)
+        _hold(memory, segment.memory)
+        return memory
+
+    def release(self, ref: BlockRef) -> None:
+        """Give a block back unopened. Raises as `view`."""
+        self._take(ref).memory[0] = FREE
+
+    def probe(self, ref: ProbeRef) -> bool:
+        """Whether this process can read what the writer shares."""
+        if ref.block.nbytes != TOKEN_BYTES:  # before it is copied: it may be as large as its writer likes
+            return False
+        try:
+            return bytes(self.view(ref.block)) == ref.token
+        except (TransportError, DescriptorLimitError):
+            return False
+
+    def close(self) -> None:
+        """Unmap everything; views that are left keep their memory."""
+        self._segments.clear()
+
+    def _take(self, ref: BlockRef) -> Segment:
+        if ref.retired != self._retired:
+            self._retired = ref.retired
+            self._unmap_retired()
+        segment = self._segments.get(ref.segment) or self._map(ref)
+        if ref.capacity != segment.capacity or not 0 <= ref.nbytes <= segment.capacity:
+            raise MessageError(
+                f"{ref}: segment {segment.number} has {segment.capacity} bytes; a reference must fit into it"
+            )
+        if segment.memory[0] != PUBLISHED or ref.generation <= segment.generation:
+            raise MessageError(f"{ref}: is not published, or was opened before; a reference is good for once")
+        segment.generation = ref.generation
+        return segment
+
+    def _map(self, ref: BlockRef) -> Segment:
+        if len(self._segments) >= _MAX_MAPPED:
+            raise MessageError(f"{ref}: more than {_MAX_MAPPED} segments of process {self._pid} are mapped")
+        if not (0 <= ref.segment < 1 << 64 and 0 <= ref.capacity < 1 << 48):
+            raise MessageError(f"{ref}: no segment has such a number or size")
+        opened = None
+        with suppress(DescriptorLimitError):
+            opened = self._open(ref)
+        if opened is None:
+            gc.collect()  # what is garbage may hold some
+            opened = self._open(ref)
+        segment, self._token = opened
+        self._segments[ref.segment] = segment
+        return segment
+
+    def _open(self, ref: BlockRef) -> tuple[Segment, bytes]:
+        return segments.open_memfd(self._pid, ref.fd, ref.segment, ref.capacity, self._token)
+
+    def _unmap_retired(self) -> None:
+        retired = [number for number, segment in self._segments.items() if segment.memory[0] == RETIRED]
+        for number in retired:
+            del self._segments[number]
+
+
+class _Hold(weakref[Memory]):
+    """A weak reference to a view that frees the view's segment when the view is gone."""
+
+    __slots__ = ("pid", "segment")
+    # A weak reference hashes as what it refers to, and arrays do not hash.
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+    segment: memoryview
+    pid: int
+
+
+#: Keeps the weak references alive: one that died before its view would never call back.
+_HELD: set[_Hold] = set()
+
+
+def _hold(memory: Memory, segment: memoryview) -> None:
+    hold = _Hold(memory, _release)
+    hold.segment = segment
+    hold.pid = os.getpid()
+    _HELD.add(hold)
+
+
+def _release(hold: Any, getpid: Callable[[], int] = os.getpid, held: set[_Hold] = _HELD) -> None:
+    # Runs wherever the last reference goes: in any thread, inside any other call, and while the interpreter
+    # ends and module globals are gone already. So it takes no lock and looks nothing up.
+    held.discard(hold)
+    if getpid() == hold.pid:
+        hold.segment[0] = 0

@@ -1,0 +1,207 @@
+"""One shared-memory segment: 64 bytes of header, then a payload, mapped by a writer and a reader.
+
+The header's first byte is the segment's state. The writer sets it to PUBLISHED before it tells the reader of
+the segment, the reader stores FREE when nothing refers to the payload any more, and the writer leaves RETIRED
+in a segment that it gives back. None of that needs a message.
+
+A segment is a memfd: it has no name that could outlive its processes, it does not count against a container's
+small /dev/shm, and it is sealed so that nobody can shrink it under a mapping. Its pages are reserved when it is
+made, so that no later touch of them can fail with SIGBUS. A platform without memfds has no segments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import stat
+import struct
+from dataclasses import dataclass
+from typing import cast
+from weakref import ref as weakref
+
+import numpy as np
+import torch
+
+from torch_dpflow import descriptors
+from torch_dpflow.errors import MessageError, SegmentLostError
+from torch_dpflow.remote.shm.memory import Memory, memory_of
+
+#: Bytes before the payload: one cache line, so that the payload is aligned for every vector instruction.
+HEADER_BYTES = 64
+#: States, kept in the header's first byte. A retired segment is the reader's alone, for no use.
+FREE, PUBLISHED, RETIRED = 0, 1, 2
+
+TOKEN_BYTES = 16
+#: What the system shows segments as.
+_NAME = "torch_dpflow"
+_MAGIC = b"dpflow1\n"
+#: State, magic, number of the segment, capacity in bytes, token of the arena.
+_HEADER = struct.Struct(f"<B7x8sQQ{TOKEN_BYTES}s")
+#: Nobody may shrink the file under a mapping (SIGBUS), grow it, or lift these two rules.
+_SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
+
+HAS_MEMFD = hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS") and os.path.isdir("/proc/self/fd")
+
+
+@dataclass(slots=True)
+class Segment:
+    """A segment as one of its two processes sees it. Its memory stays mapped while anything refers to it."""
+
+    number: int
+    #: Bytes of payload.
+    capacity: int
+    #: Header and payload.
+    memory: memoryview
+    #: The writer's descriptor, by which the reader finds it; -1 in the reader.
+    fd: int
+    #: Address of the payload.
+    address: int
+    #: Writer: how often it was lent. Reader: the last lending that it has taken.
+    generation: int = 0
+    #: Writer: when it was last lent, in allocations of its arena.
+    used: int = 0
+    #: Writer: bytes asked for in this lending.
+    nbytes: int = 0
+    #: Writer: whether this lending has been published.
+    published: bool = False
+    #: Writer: the object that everything on this side which uses the payload keeps alive.
+    owner: weakref[Memory] | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory that it takes, header included."""
+        return HEADER_BYTES + self.capacity
+
+    @property
+    def free(self) -> bool:
+        """Whether neither side uses the payload."""
+        return self.memory[0] == FREE and (self.owner is None or self.owner() is None)
+
+    def payload(self, nbytes: int) -> Memory:
+        """A new array over the first `nbytes` of the payload; all views of it keep this very array alive."""
+        # An array over an array would not do: numpy lets views of views refer to the innermost one.
+        return np.frombuffer(self.memory, np.uint8, nbytes, HEADER_BYTES)
+
+    def close(self) -> None:
+        """Give the descriptor back; the mapping goes with its last user."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _check_kind(path: str, claim: str) -> None:
+    """Look what a descriptor is of before it is opened: the process may be another's than who tells of it."""
+    with contextlib.suppress(OSError):  # it is gone, or out of reach, as opening it will tell
+        kind = os.readlink(path)
+        if not kind.startswith(f"/memfd:{_NAME}"):
+            raise MessageError(f"{claim}: not a segment, but {kind!r}")
+
+
+def create_memfd(number: int, capacity: int, token: bytes) -> Segment:
+    """Make an anonymous segment. Raises OSError where memory or descriptors are exhausted."""
+    size = HEADER_BYTES + capacity
+    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
+        memory, address = _map(f"/proc/self/fd/{fd}", size)
+    except BaseException:
+        os.close(fd)
+        raise
+    _HEADER.pack_into(memory, 0, FREE, _MAGIC, number, capacity, token)
+    return Segment(number, capacity, memory, fd, address)
+
+
+def open_memfd(pid: int, fd: int, number: int, capacity: int, token: bytes | None) -> tuple[Segment, bytes]:
+    """Map another process's memfd; returns it with the token of its arena.
+
+    Raises:
+        SegmentLostError: the process, or its descriptor, is gone or out of reach.
+        MessageError: the descriptor is something else than what is claimed, or larger than can be mapped.
+        DescriptorLimitError: this process has too many files open.
+    """
+    claim = f"segment {number} (descriptor {fd} of process {pid}, {capacity} bytes)"
+    path = f"/proc/{pid}/fd/{fd}"
+    _check_kind(path, claim)
+    own = _open(path, claim)
+    try:
+        _check_size(own, capacity, claim)
+        _check_seals(own, claim)
+        _check_reserved(own, capacity, claim)
+        memory, address = _map_theirs(f"/proc/self/fd/{own}", HEADER_BYTES + capacity, claim)
+    finally:
+        os.close(own)
+    return _check_header(memory, address, number, capacity, token, claim)
+
+
+def _seals() -> int:
+    seals = 0
+    for name in _SEALS:
+        seals |= getattr(fcntl, name)
+    return seals
+
+
+def _map(path: str, size: int) -> tuple[memoryview, int]:
+    # Unlike mmap.mmap, torch's mapping keeps no descriptor, of which a process has only so many.
+    storage = cast("torch.UntypedStorage", torch.UntypedStorage.from_file(path, True, size))
+    return memory_of(storage).data, storage.data_ptr() + HEADER_BYTES
+
+
+def _map_theirs(path: str, size: int, claim: str) -> tuple[memoryview, int]:
+    try:
+        return _map(path, size)
+    except RuntimeError as error:  # torch's only word for whatever the system refuses
+        if descriptors.is_exhausted(error):
+            raise descriptors.exhausted(f"{claim} cannot be mapped") from None
+        raise MessageError(f"{claim} cannot be mapped: {error}") from error
+
+
+def _open(path: str, claim: str) -> int:
+    try:
+        # A descriptor of something else (a pipe, a terminal) must neither block nor become our terminal.
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        if descriptors.is_exhausted(error):
+            raise descriptors.exhausted(f"{claim} cannot be opened") from None
+        raise SegmentLostError(
+            f"{claim} cannot be opened: {error}. Its process has ended, or runs in another container or "
+            "under another user; what it held has to be loaded again"
+        ) from error
+
+
+def _check_size(fd: int, capacity: int, claim: str) -> None:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != HEADER_BYTES + capacity:
+        raise MessageError(f"{claim}: not a segment of that size, but {status.st_size} bytes")
+
+
+def _check_reserved(fd: int, capacity: int, claim: str) -> None:
+    # A file of any size costs its maker nothing, but whoever reads it the memory.
+    if os.fstat(fd).st_blocks * 512 < HEADER_BYTES + capacity:
+        raise MessageError(
+            f"{claim}: its pages are not reserved, so that reading could take any amount of memory"
+        )
+
+
+def _check_seals(fd: int, claim: str) -> None:
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0
+    if seals & _seals() != _seals():
+        raise MessageError(f"{claim}: not sealed against shrinking, so it cannot be mapped safely")
+
+
+def _check_header(
+    memory: memoryview, address: int, number: int, capacity: int, token: bytes | None, claim: str
+) -> tuple[Segment, bytes]:
+    _, magic, real_number, real_capacity, real_token = _HEADER.unpack_from(memory)
+    if (magic, real_number, real_capacity) != (_MAGIC, number, capacity):
+        raise MessageError(f"{claim}: the header says segment {real_number} of {real_capacity} bytes")
+    if token is not None and token != real_token:
+        raise MessageError(f"{claim}: belongs to another arena")
+    return Segment(number, capacity, memory, -1, address), bytes(real_token)

@@ -1,0 +1,19 @@
+"""What all bodies of calls share."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from torch_dpflow.remote.wire.fields import Count
+
+#: Most samples that one message names.
+MAX_SAMPLES = 1 << 14
+
+
+SampleKeys: TypeAlias = Annotated[list[Count], msgspec.Meta(max_length=MAX_SAMPLES)]
+
+
+class Body(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """What all bodies share: arrays on the wire; too many fields are an error."""

@@ -1,0 +1,26 @@
+"""Types of fields, and the limits that they carry."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+#: Longest name of a method, and longest text of an error, characters.
+MAX_NAME, MAX_TEXT = 200, 32 * 1024
+
+
+#: Longest time that a header may name, seconds.
+MAX_SECONDS = 1e9
+
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+
+
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+
+
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]

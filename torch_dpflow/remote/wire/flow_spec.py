@@ -1,0 +1,125 @@
+"""What a flow is: the description that a job registers, and its checks. Opaque to services but for these."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import msgspec
+
+from torch_dpflow.errors import OptionError
+from torch_dpflow.remote.wire.fields import Count, Name, Seconds, Text
+
+#: Most samples, shards and workers of a flow.
+MAX_SIZE, MAX_SHARDS, MAX_WORKERS = 2**31 - 1, 256, 4096
+#: Least room of a shard's pool, bytes.
+MIN_MEMORY = 1 << 20
+#: Shortest patience with a flow that nobody reads, seconds: its router is heard of once in a second.
+MIN_IDLE_S = 3.0
+#: What each shard takes some of.
+_OF_EVERY_SHARD = ("workers", "memory_bytes")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class FlowSpec(
+    msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True, gc=False
+):
+    """A named, versioned description of loading.
+
+    Raises OptionError from `check`.
+    """
+
+    name: Name
+    #: Counts the flow's definitions: the highest is in force.
+    version: Count
+    #: Number of samples.
+    size: Count
+    #: SHA-256 of the assignment (dataset, stages) in hexadecimal, under which it is stored.
+    content: Name
+    #: What two descriptions of one version must agree in, by name: for people, when they do not.
+    fingerprint: Annotated[dict[Name, Text], msgspec.Meta(max_length=64)]
+    #: Whether loading a sample twice gives the same.
+    repeatable: bool = False
+    shards: Count = 1
+    #: Of all shards together.
+    workers: Count = 2
+    #: Room for samples of all shards together, bytes.
+    memory_bytes: Count = 1 << 30
+    #: Cache policy, or "none".
+    policy: Name = "alsd"
+    #: Sampling strategy.
+    strategy: Name = "shared-log"
+    #: How many samples the caches hold, for strategies that follow what is resident; 0: a tenth of them.
+    cache_samples: Count = 0
+    #: What the sampling group draws by chance.
+    seed: Count = 0
+    #: How long services outlive the last job, seconds.
+    idle_s: Seconds = 600.0
+    #: Whether loading has two parts: a deterministic one that is kept, and a rest drawn by chance for each job.
+    staged: bool = False
+    #: How long a worker may be at one sample before it is taken for hung and killed, seconds; None: for ever.
+    task_timeout_s: Seconds | None = None
+
+    @property
+    def instance(self) -> str:
+        """Names this version of the flow among all flows and versions."""
+        return f"{self.name}@{self.version}"
+
+    def check(self) -> None:
+        """Raise OptionError unless all that it names is there and every number is possible.
+
+        Services that were made of anything else would end as soon as they begin, and be started for ever.
+        """
+        check_flow_name(self.name)
+        for name, value, least, most in (
+            ("version", self.version, 1, 2**53),
+            ("size", self.size, 1, MAX_SIZE),
+            ("shards", self.shards, 1, min(MAX_SHARDS, self.size)),
+            ("workers", self.workers, self.shards, MAX_WORKERS),
+            ("memory_bytes", self.memory_bytes, MIN_MEMORY * self.shards, 2**53),
+            ("cache_samples", self.cache_samples, 0, self.size),
+        ):
+            if not least <= value <= most:
+                why = (
+                    f", as it has {self.shards} shards" if name in _OF_EVERY_SHARD and self.shards > 1 else ""
+                )
+                raise OptionError(f"flow {self.name!r}: {name}={value}; {least} to {most} are allowed{why}")
+        if self.idle_s < MIN_IDLE_S:
+            raise OptionError(f"flow {self.name!r}: idle_s={self.idle_s}; at least {MIN_IDLE_S} is allowed")
+        if self.task_timeout_s is not None and not self.task_timeout_s > 0:
+            raise OptionError(
+                f"flow {self.name!r}: task_timeout_s={self.task_timeout_s}; above 0 is allowed, or None"
+            )
+        check_algorithms(self.policy, self.strategy)
+        if not _DIGEST.fullmatch(self.content):
+            raise OptionError(f"flow {self.name!r}: content={self.content!r} is no SHA-256 in hexadecimal")
+
+    def difference(self, other: FlowSpec) -> str:
+        """In what the descriptions differ, for people; empty where they agree."""
+        differing: list[str] = []
+        for name in dict.fromkeys([*self.fingerprint, *other.fingerprint]):
+            here, there = self.fingerprint.get(name, "absent"), other.fingerprint.get(name, "absent")
+            if here != there:
+                differing.append(f"{name} is {here}, registered is {there}")
+        return "; ".join(differing)
+
+
+def check_algorithms(policy: str, strategy: str) -> None:
+    """Raise OptionError unless there are such a cache policy, or "none", and such a sampling strategy."""
+    # Imported here: a loader of one job alone, which imports this module, has no use for samplers and caches.
+    from torch_dpflow.caches.registry import POLICIES
+    from torch_dpflow.samplers.registry import check_strategy
+
+    if policy not in (*POLICIES, "none"):
+        raise OptionError(f"policy={policy!r} is not one of {[*sorted(POLICIES), 'none']}")
+    check_strategy(strategy)
+
+
+def check_flow_name(name: str) -> None:
+    """Raise OptionError unless `name` may name a flow."""
+    if not _NAME.fullmatch(name):
+        raise OptionError(
+            f"flow={name!r}: 1 to 100 of the characters A-Z a-z 0-9 . _ / - are allowed, a letter or digit "
+            "first"
+        )

@@ -1,0 +1,284 @@
+"""Every header that crosses a process boundary: one typed struct each, encoded with msgpack.
+
+A message is one header frame followed by payload frames that no header code looks into. Headers are
+validated when they are decoded: types, ranges, lengths, and no field that is not known. Nothing is allocated
+on a peer's word: msgspec grows lists as it reads, and a header frame is at most `MAX_HEADER_BYTES` long.
+
+The version is checked once per connection (`Hello`, `Welcome`), not in every message.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+
+from torch_dpflow.errors import ErrorKind, MessageError
+from torch_dpflow.remote.wire.fields import Count, Name, Seconds, Text
+from torch_dpflow.remote.wire.parcel_table import ParcelTable
+from torch_dpflow.remote.wire.shared_blocks import BlockRef, ProbeRef
+
+#: What this release speaks. Raised by every change that an older release would misread.
+PROTOCOL_VERSION = 1
+#: Longest header frame, bytes. Whatever can be larger travels in payload frames.
+MAX_HEADER_BYTES = 8 * 1024 * 1024
+
+# --- field types --------------------------------------------------------------------------------------------
+
+EMPTY_BODY = msgspec.Raw(b"\xc0")
+
+
+class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """What all headers share: arrays on the wire, led by the integer tag; too many fields are an error."""
+
+
+# --- payload ------------------------------------------------------------------------------------------------
+
+
+class Packing(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """How payload frames travel, where they do not all travel as they are. Part of other headers."""
+
+    #: One number for each payload frame, in order. 0: the next frame on the socket. n > 0: the next frame on
+    #: the socket, snappy's form of n bytes. n < 0: the next -n bytes of the shared block, from a 64-byte
+    #: boundary on; frames of `payload.SHARED_BYTES` and more lie before all others.
+    frames: Annotated[list[int], msgspec.Meta(max_length=1 << 16)]
+    #: An `arena.BlockRef`, msgpack-encoded, or None.
+    block: msgspec.Raw = EMPTY_BODY
+
+
+# --- connection ---------------------------------------------------------------------------------------------
+
+
+class Reach(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """What one side offers the other for large payload frames. Part of `Hello` and `Welcome`."""
+
+    #: The side's process.
+    pid: Count
+    #: Compress what you send: we are on different hosts.
+    compress: bool = False
+    #: An `arena.ProbeRef` of this side's shared memory, msgpack-encoded, or None where it shares none.
+    probe: msgspec.Raw = EMPTY_BODY
+
+
+class Hello(_Header, tag=1):
+    """Client to server, first on every connection and again after `Stranger`."""
+
+    version: Count
+    #: How the server's payload may travel.
+    reach: Reach
+
+
+class Welcome(_Header, tag=2):
+    """Server to client: the answer to `Hello`. A client of another version goes away."""
+
+    version: Count
+    #: Drawn when the server starts, 16 bytes: another one means that it has forgotten everything.
+    incarnation: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    #: How the client's payload may travel.
+    reach: Reach
+
+
+class Stranger(_Header, tag=3):
+    """Server to client: I do not know you (any more); say Hello, then repeat what is still open."""
+
+
+class Reading(_Header, tag=6):
+    """Either way: your probe is readable here, so large frames may come in your shared memory."""
+
+
+# --- calls --------------------------------------------------------------------------------------------------
+
+
+class Request(_Header, tag=10):
+    """Client to server: call `method`. Payload frames follow."""
+
+    #: Counts the client's calls from 1 on.
+    call: Count
+    method: Name
+    #: Every lower call is answered or given up: its reply may be forgotten.
+    settled: Count
+    #: So are these, since the request before.
+    answered: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
+    #: How long the client goes on waiting from now on, seconds.
+    patience_s: Seconds
+    body: msgspec.Raw = EMPTY_BODY
+    packing: Packing | None = None
+
+
+class Reply(_Header, tag=11):
+    """Server to client: the call's result. Payload frames follow."""
+
+    call: Count
+    body: msgspec.Raw = EMPTY_BODY
+    packing: Packing | None = None
+
+
+class Failure(_Header, tag=12):
+    """Server to client: the call ended with an error."""
+
+    call: Count
+    kind: ErrorKind
+    text: Text
+
+
+class Inquiry(_Header, tag=13):
+    """Client to server: what about these? A call is answered again, or `Missing`, or running still."""
+
+    calls: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
+
+
+class Missing(_Header, tag=14):
+    """Server to client: this call never came; send it again."""
+
+    call: Count
+
+
+# --- between a worker and its shard -------------------------------------------------------------------------
+
+#: What a task came to: a batch, an exception, or the end of the worker's stream.
+BATCH, FAILURE, END = range(3)
+#: Most tasks, and most results, in one message.
+MAX_TASKS = 1 << 16
+
+
+class WorkerHello(_Header, tag=30):
+    """Worker to shard, first of all: I can work."""
+
+    worker: Count
+    #: Counts the processes that have worked under this number.
+    incarnation: Count
+    pid: Count
+    #: Of the worker's shared memory, or None where it has none.
+    probe: ProbeRef | None
+    #: Where the worker writes which task it is at (`RunningTask`), or None where it does not.
+    running: BlockRef | None = None
+    version: Count = PROTOCOL_VERSION
+
+
+class WorkerWelcome(_Header, tag=31):
+    """Shard to worker: the answer to `WorkerHello`. One frame follows: what its requester says of the epoch."""
+
+    #: Whether the worker's shared memory can be read here.
+    shared_memory: bool
+
+
+class WorkerRefused(_Header, tag=38):
+    """Shard to worker: you do not belong here, or cannot be understood; go."""
+
+    reason: Text
+
+
+class WorkerReady(_Header, tag=36):
+    """Worker to shard: the epoch that `WorkerWelcome` told of has begun here; give me tasks.
+
+    Apart from `WorkerHello`, so that a worker that dies over its own start takes no task's name with it.
+    """
+
+
+class WorkerBegun(_Header, tag=37):
+    """Worker to shard: where its own stream begins in the epoch that it was told of. One frame follows: `Begun`."""
+
+
+class EpochBegin(_Header, tag=32):
+    """Shard to worker: forget the tasks that you hold; an epoch begins. One frame follows, as above."""
+
+
+class Window(_Header, tag=33):
+    """Shard to worker: hold these tasks too, after those that you hold. One frame follows for each."""
+
+    tasks: Annotated[list[Count], msgspec.Meta(max_length=MAX_TASKS)]
+    #: Tasks that others take over: drop them unless you have begun.
+    revoked: Annotated[list[Count], msgspec.Meta(max_length=MAX_TASKS)]
+
+
+class Finished(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """One result. Part of `Exchange`; its parcel's frames follow the header, then that of its stream."""
+
+    task: Count
+    #: BATCH, FAILURE or END.
+    kind: Annotated[int, msgspec.Meta(ge=BATCH, le=END)]
+    parcel: ParcelTable
+    #: Whether the last of its frames says where the worker's own stream is now.
+    has_stream: bool
+
+
+class Exchange(_Header, tag=34):
+    """Worker to shard: what I have done since the last one; I can take more. Frames of the results follow."""
+
+    finished: Annotated[list[Finished], msgspec.Meta(max_length=MAX_TASKS)]
+    #: The task that is begun now, or None where none is left.
+    started: Count | None
+
+
+class Stop(_Header, tag=35):
+    """Shard to worker: finish what you have begun, and go."""
+
+
+# --- all of them --------------------------------------------------------------------------------------------
+
+Header: TypeAlias = (
+    Hello
+    | Welcome
+    | Stranger
+    | Reading
+    | Request
+    | Reply
+    | Failure
+    | Inquiry
+    | Missing
+    | WorkerHello
+    | WorkerWelcome
+    | WorkerRefused
+    | WorkerReady
+    | WorkerBegun
+    | EpochBegin
+    | Window
+    | Exchange
+    | Stop
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Header] = msgspec.msgpack.Decoder(Header)
+
+T = TypeVar("T")
+
+
+def encode(header: Header) -> bytes:
+    """The header frame of `header`. Raises MessageError above `MAX_HEADER_BYTES`."""
+    frame = _encoder.encode(header)
+    if len(frame) > MAX_HEADER_BYTES:
+        raise MessageError(
+            f"a {type(header).__name__} header of {len(frame)} bytes: {MAX_HEADER_BYTES} are allowed; "
+            "let bulk travel in payload frames"
+        )
+    return frame
+
+
+def decode(frame: bytes | bytearray | memoryview) -> Header:
+    """The header in `frame`, which may hold anything. Raises MessageError unless it is a valid header."""
+    return _decode(_decoder, frame)
+
+
+def encode_body(body: object) -> msgspec.Raw:
+    """A call's arguments or its result, as msgpack; None is one byte."""
+    return EMPTY_BODY if body is None else msgspec.Raw(_encoder.encode(body))
+
+
+def decode_body(body: msgspec.Raw, decoder: msgspec.msgpack.Decoder[T]) -> T:
+    """What `body` holds, as the decoder's type. Raises MessageError for anything else."""
+    return _decode(decoder, body)
+
+
+def body_decoder(body_type: Any) -> msgspec.msgpack.Decoder[Any]:
+    """A decoder for bodies of `body_type`: a struct, a builtin, or Any."""
+    return msgspec.msgpack.Decoder(body_type)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: msgspec.Raw | bytes | bytearray | memoryview) -> T:
+    size = memoryview(data).nbytes
+    if size > MAX_HEADER_BYTES:
+        raise MessageError(f"a header of {size} bytes: {MAX_HEADER_BYTES} are allowed")
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError) as error:
+        raise MessageError(f"not a valid message: {error}") from error

@@ -1,0 +1,86 @@
+"""The payload of a worker's task in a shared flow: which sample, which draw, and its first part where that is kept.
+
+One frame: the numbers, then for the rest of a sample the table of its input and the input's frames, each of which
+begins at a multiple of ALIGNMENT.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from torch_dpflow.errors import MessageError
+from torch_dpflow.remote.wire.alignment import ALIGNMENT
+from torch_dpflow.remote.wire.parcel_table import Frame, ParcelTable
+
+#: The sample's key, what decides what is drawn by chance, and the bytes of the header of its input, if it has any.
+_NUMBERS = struct.Struct("<QQQ")
+
+
+class _TaskHeader(msgspec.Struct, array_like=True, gc=False):
+    """What is known of an input."""
+
+    table: ParcelTable
+    #: Bytes of each of its frames.
+    sizes: list[int]
+
+
+_decoder = msgspec.msgpack.Decoder(_TaskHeader)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTask:
+    """One sample to be loaded, or the rest of one."""
+
+    key: int
+    #: Decides, with the key, what is drawn by chance.
+    draw: int
+    #: The parcel of its first part: table and frames; None: all is to be loaded.
+    input: tuple[ParcelTable, list[memoryview]] | None
+
+
+def pack_task(key: int, draw: int, input: tuple[ParcelTable, Sequence[Frame]] | None) -> Frame:
+    """The payload of a task. `input`: the parcel of its first part, table and frames; copied once."""
+    if input is None:
+        return _NUMBERS.pack(key, draw, 0)
+    table, given = input
+    frames = [memoryview(frame).cast("B") for frame in given]
+    header = msgspec.msgpack.encode(_TaskHeader(table, [len(frame) for frame in frames]))
+    offsets = _offsets(len(header), [len(frame) for frame in frames])
+    packed = bytearray(offsets[-1])
+    _NUMBERS.pack_into(packed, 0, key, draw, len(header))
+    packed[_NUMBERS.size : _NUMBERS.size + len(header)] = header
+    for offset, frame in zip(offsets, frames):
+        packed[offset : offset + len(frame)] = frame
+    return packed
+
+
+def unpack_task(payload: memoryview) -> SampleTask:
+    """The task in a payload, whose memory its input shares. MessageError where it is cut short."""
+    try:
+        key, draw, length = _NUMBERS.unpack_from(payload)
+        if not length:
+            return SampleTask(key, draw, None)
+        header = _decoder.decode(payload[_NUMBERS.size : _NUMBERS.size + length])
+    except (struct.error, msgspec.MsgspecError) as error:
+        raise MessageError(f"not a valid task: {error}") from error
+    offsets = _offsets(length, header.sizes)
+    if offsets[-1] != len(payload):
+        raise MessageError(f"a task of {len(payload)} bytes announces {offsets[-1]}")
+    frames = [payload[offset : offset + size] for offset, size in zip(offsets, header.sizes)]
+    return SampleTask(key, draw, (header.table, frames))
+
+
+def _offsets(header: int, sizes: list[int]) -> list[int]:
+    """Where each frame begins, and where the last one ends."""
+    offsets = [_aligned(_NUMBERS.size + header)]
+    for size in sizes:
+        offsets.append(_aligned(offsets[-1] + size))
+    return offsets
+
+
+def _aligned(size: int) -> int:
+    return size + -size % ALIGNMENT

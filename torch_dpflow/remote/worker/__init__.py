@@ -1,0 +1,1 @@
+"""What loads: the bodies of worker processes, for batches and for samples."""

@@ -1,0 +1,235 @@
+"""What a worker does with its dataset: seeds, fetchers, streams; one batch at a time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import IterDataPipe, graph_settings
+
+from torch_dpflow.epoch.own_state import Unsaved, opened, sealed
+from torch_dpflow.epoch.rng import begin_epoch_of_worker, capture_rng, restore_rng, seed_batch
+from torch_dpflow.epoch.state import StreamState
+from torch_dpflow.epoch.streams import Stream, at_rest, ended, return_dataset
+from torch_dpflow.errors import MessageError
+from torch_dpflow.remote.wire.headers import BATCH, END, FAILURE
+from torch_dpflow.remote.worker.fetching import ThreadedFetcher, failure
+from torch_dpflow.torch_private import DatasetKind, generate_state, set_worker_info
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """What a worker loads and how; the same for all workers of a loader, and for their replacements."""
+
+    dataset: Any
+    dataset_kind: int
+    auto_collation: bool
+    collate_fn: Callable[[Any], Any]
+    drop_last: bool
+    batch_size: int | None
+    worker_init_fn: Callable[[int], Any] | None
+    num_workers: int
+    base_seed: int
+    #: Random numbers are this worker's own stream, as torch's are, instead of keyed by batch.
+    own_stream: bool
+    read_threads: int
+    shared_memory: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochOrder:
+    """What a worker needs to know of an epoch; travels pickled."""
+
+    epoch: int
+    base_seed: int
+    #: For data pipes: the seed that all workers and ranks share.
+    shared_seed: int | None
+    #: Where this worker's own stream begins, if not at its beginning.
+    stream: StreamState | None
+    #: Counts the epochs of these workers.
+    generation: int = 0
+    #: `stream` is one that was saved, and not where the worker's own last epoch has left it.
+    resumes: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """How a worker began an epoch whose stream is its own."""
+
+    generation: int
+    #: Where it begins, if its dataset can say.
+    stream: StreamState | None
+    #: Why it could not, as an ExceptionWrapper.
+    failure: Any
+
+
+class LoadedBatch(NamedTuple):
+    """One task's outcome."""
+
+    #: BATCH, FAILURE or END.
+    kind: int
+    #: The batch, an ExceptionWrapper, or None.
+    value: Any
+    #: Where the worker's own stream is now, if that must be known to go on elsewhere.
+    stream: StreamState | None
+
+
+class BatchSource:
+    """Loads batches in a worker process, as torch's worker does.
+
+    Makes the process a DataLoader worker: one torch thread, torch's seeds, `get_worker_info()`.
+    """
+
+    def __init__(self, assignment: Assignment, worker: int) -> None:
+        self._assignment = assignment
+        self._worker = worker
+        self._iterable = assignment.dataset_kind == DatasetKind.Iterable
+        self._dataset = assignment.dataset
+        self._order: EpochOrder | None = None
+        self._fetcher: Any = None
+        self._broken: Any = None
+        self._delivered = 0
+        _become_worker(assignment, worker)
+
+    def begin(self, order: EpochOrder) -> Begun | None:
+        """Start an epoch; says how it began where this worker's stream is its own.
+
+        What fails here, in `worker_init_fn` too, is told in answer to the tasks.
+        """
+        first = self._order is None
+        self._order = order
+        begin_epoch_of_worker(order.epoch)
+        self._delivered = order.stream.delivered if order.stream is not None else 0
+        self._broken = None
+        try:
+            order = self._order = _opened(order, lives_on=not first and not order.resumes)
+            if isinstance(self._dataset, IterDataPipe):
+                shared = torch.Generator()
+                shared.manual_seed(order.shared_seed or 0)
+                self._dataset = graph_settings.apply_random_seed(self._dataset, shared)
+            if first and self._assignment.worker_init_fn is not None:
+                self._assignment.worker_init_fn(self._worker)
+            self._begin_stream(order.stream)
+        except Exception:
+            self._broken = failure(self._worker)
+        if not self._assignment.own_stream:
+            return None
+        return Begun(generation=order.generation, stream=self._beginning(), failure=self._broken)
+
+    def load(self, position: int, index: Any) -> LoadedBatch:
+        """Load the batch of these indices, which has this position in the plan. Never raises an Exception."""
+        if self._broken is not None:
+            return LoadedBatch(FAILURE, self._broken, None)
+        if self._order is None:
+            raise MessageError("a task came before its epoch")
+        if not self._assignment.own_stream:
+            seed_batch(self._order.base_seed, self._order.epoch, position)
+        try:
+            value = self._fetcher.fetch(index)
+        except StopIteration:
+            if self._iterable:
+                # What comes after it goes on from here.
+                kept = sealed(self._dataset, ended(self._fetcher.state()))
+                stream = StreamState(delivered=self._delivered, ended=True, dataset=kept, rng=capture_rng())
+                return LoadedBatch(END, None, stream)
+            return LoadedBatch(FAILURE, failure(self._worker), self._stream_state())
+        except Exception:
+            return LoadedBatch(
+                FAILURE, failure(self._worker, dataset=self._dataset, index=index), self._stream_state()
+            )
+        return LoadedBatch(BATCH, value, self._stream_state())
+
+    def _begin_stream(self, stream: StreamState | None) -> None:
+        """Make the fetcher, at the stream's place, with the generators as they were there.
+
+        Where the beginning is passed over again, it draws from them, so they come first; else nothing must.
+        """
+        passes_over = self._iterable and (stream is None or stream.dataset is None)
+        if stream is None or stream.rng is None:
+            self._fetcher = self._make_fetcher(stream)
+        elif passes_over:
+            restore_rng(stream.rng)
+            self._fetcher = self._make_fetcher(stream)
+        else:
+            self._fetcher = self._make_fetcher(stream)
+            restore_rng(stream.rng)
+
+    def _make_fetcher(self, stream: StreamState | None) -> Any:
+        assignment = self._assignment
+        overlaps = not self._iterable and assignment.read_threads > 1 and assignment.auto_collation
+        if overlaps and not callable(getattr(self._dataset, "__getitems__", None)):
+            return ThreadedFetcher(self._dataset, assignment.collate_fn, assignment.read_threads)
+        kept = stream.dataset if stream is not None else None
+        over = stream is not None and (stream.ended or not stream.delivered)
+        if kept is not None and (not self._iterable or (over and kept["ended"])):
+            return_dataset(self._dataset, kept)
+            kept = None
+        if not self._iterable:
+            return self._torch_fetcher()
+        if stream is not None and stream.ended:  # and is asked for nothing until the next epoch
+            return None
+        return Stream(
+            self._dataset,
+            self._torch_fetcher,
+            state=kept,
+            skip=stream.delivered if stream is not None else 0,
+            batch_size=assignment.batch_size if assignment.auto_collation else None,
+        )
+
+    def _torch_fetcher(self) -> Any:
+        assignment = self._assignment
+        return DatasetKind.create_fetcher(
+            assignment.dataset_kind,
+            self._dataset,
+            assignment.auto_collation,
+            assignment.collate_fn,
+            assignment.drop_last,
+        )
+
+    def _kept(self) -> Any:
+        return sealed(self._dataset, self._fetcher.state() if self._iterable else at_rest(self._dataset))
+
+    def _beginning(self) -> StreamState | None:
+        """Where the stream is before its first batch; None where that is known without asking the dataset."""
+        assert self._order is not None
+        over = self._order.stream is not None and self._order.stream.ended
+        kept = None if over or self._broken is not None else self._kept()
+        if kept is None or isinstance(kept, Unsaved):  # at its beginning nothing has to be said
+            return None
+        return StreamState(delivered=self._delivered, dataset=kept, rng=capture_rng())
+
+    def _stream_state(self) -> StreamState | None:
+        self._delivered += 1
+        if not self._assignment.own_stream:
+            return None
+        kept = self._kept()
+        if not self._iterable:
+            return StreamState(delivered=self._delivered, dataset=kept, rng=capture_rng())
+        if kept is not None and not isinstance(kept, Unsaved):
+            return StreamState(delivered=self._delivered, dataset=kept, rng=capture_rng())
+        # It is come back to by passing over its beginning, which draws the same numbers again.
+        assert self._order is not None
+        start = self._order.stream.rng if self._order.stream is not None else None
+        return StreamState(delivered=self._delivered, dataset=kept, rng=start)
+
+
+def _opened(order: EpochOrder, *, lives_on: bool) -> EpochOrder:
+    """With the dataset's state as the dataset takes it; none where it has it already, or none could be had."""
+    if order.stream is None:
+        return order
+    kept = order.stream.dataset
+    nothing = lives_on or isinstance(kept, Unsaved)
+    return replace(order, stream=replace(order.stream, dataset=None if nothing else opened(kept)))
+
+
+def _become_worker(assignment: Assignment, worker: int) -> None:
+    torch.set_num_threads(1)
+    seed = assignment.base_seed + worker
+    random.seed(seed)
+    torch.manual_seed(seed)
+    np.random.seed(generate_state(assignment.base_seed, worker))
+    set_worker_info(worker=worker, workers=assignment.num_workers, seed=seed, dataset=assignment.dataset)

@@ -1,0 +1,212 @@
+"""A worker of a shared flow: loads the samples that its shard gives it, until its node ends it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import IO, Any
+
+import msgspec
+
+from torch_dpflow.errors import MessageError, NotPicklableError
+from torch_dpflow.platforms.orphan import wait_for_end
+from torch_dpflow.remote.control.supervision import UP
+from torch_dpflow.remote.parcel.fast_path import encode_sample
+from torch_dpflow.remote.process.contents import open_content
+from torch_dpflow.remote.process.locate import locate
+from torch_dpflow.remote.process.roles import COORDINATOR
+from torch_dpflow.remote.process.spec import SERVICE, Heart, ServicePost
+from torch_dpflow.remote.shm.arena import Arena
+from torch_dpflow.remote.shm.running_task import RunningTask
+from torch_dpflow.remote.transport import Connection, connect
+from torch_dpflow.remote.wire.headers import (
+    Exchange,
+    Finished,
+    Stop,
+    Window,
+    WorkerHello,
+    WorkerReady,
+    WorkerRefused,
+    WorkerWelcome,
+    decode,
+    encode,
+)
+from torch_dpflow.remote.wire.shard import FAILED
+from torch_dpflow.remote.wire.worker import GREETING, WorkerArguments
+from torch_dpflow.remote.worker.fetching import unpicklable_failure
+from torch_dpflow.remote.worker.result_outbox import ResultOutbox
+from torch_dpflow.remote.worker.sample_source import SampleSource
+from torch_dpflow.remote.worker.time_slices import take_long_slices
+
+#: Most shared memory that a worker takes to hand over its samples, bytes.
+SHARED_MEMORY_BYTES = 64 << 20
+#: How long a worker waits for its shard's answer before it says hello again, seconds.
+HELLO_S = 1.0
+#: How often a worker that has tasks looks whether its shard has said anything, seconds: a look that finds nothing
+#: costs up to a twentieth of a small sample, and what is taken back or added can wait half as long as a result may.
+LOOK_S = 0.03
+#: How long a worker that cannot see its shard's end has nothing to do before it asks whether it is the same, seconds.
+IDLE_S = 10.0
+
+
+class SampleWorker:
+    """Holds a window of its shard's tasks and loads the oldest.
+
+    Args:
+        content: opens what is to be loaded, packed, by its digest; calls what it is given again and again meanwhile.
+        up: called when it has what it is to load.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        number: int,
+        incarnation: int,
+        content: Callable[[str, Callable[[], None]], IO[bytes]],
+        up: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._content = content
+        self._up = up
+        self._connection = connection
+        self._number = number
+        self._incarnation = incarnation
+        self._arena: Arena | None = Arena(budget_bytes=SHARED_MEMORY_BYTES)
+        self._running = RunningTask(None)
+        self._outbox = ResultOutbox(connection)
+        self._source: SampleSource | None = None
+        self._tasks: deque[tuple[int, memoryview]] = deque()
+        self._looked_at = 0.0
+        self._stopped = False
+        self._shard = b""
+        #: Whether the end of the shard's process ends this one.
+        self._watches = False
+
+    def work(self) -> None:
+        """Load samples until told to stop."""
+        self._say_hello()
+        while not self._stopped:
+            for frames in self._received():
+                self._obey(decode(frames[0]), frames[1:])
+            if self._tasks and not self._stopped:
+                self._load_oldest()
+        self._outbox.close()
+
+    def _received(self) -> list[list[memoryview]]:
+        """What the shard has said; waits for something where there is nothing to do, when no result waits either."""
+        received: list[list[memoryview]] = []
+        if not self._tasks:
+            frames = self._connection.receive(None if self._watches else IDLE_S)
+            if frames is None:
+                self._connection.send([encode(self._hello())])
+            else:
+                received.append(frames)
+        now = time.monotonic()
+        if received or now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            with self._outbox.lock:
+                while (frames := self._connection.receive(0)) is not None:
+                    received.append(frames)
+        return received
+
+    def _say_hello(self) -> None:
+        """Until it is heard: the shard that it was meant for may have died over it, and another taken its place."""
+        while self._source is None and not self._stopped:
+            self._connection.send([encode(self._hello())])
+            frames = self._connection.receive(HELLO_S)
+            if frames is not None:
+                self._obey(decode(frames[0]), frames[1:])
+
+    def _hello(self) -> WorkerHello:
+        probe = self._arena.probe_ref() if self._arena is not None else None
+        self._running = RunningTask(self._arena)  # a reference to one can be opened once
+        return WorkerHello(self._number, self._incarnation, os.getpid(), probe, self._running.ref)
+
+    def _obey(self, header: Any, frames: list[memoryview]) -> None:
+        match header:
+            case Window(tasks=tasks, revoked=revoked):
+                held = len(self._tasks)
+                if revoked:
+                    gone = set(revoked)
+                    self._tasks = deque(task for task in self._tasks if task[0] not in gone)
+                self._tasks.extend(zip(tasks, frames, strict=True))
+                if held and not self._tasks:
+                    # The shard cannot know that nothing of a window was begun when it was taken back.
+                    self._outbox.flush()
+            case WorkerWelcome(shared_memory=shared_memory):
+                if self._source is None:
+                    self._begin(shared_memory, frames[0])
+                elif self._shard != GREETING.unpack_from(frames[0])[0]:
+                    # Another, which numbers its tasks from the first on: nothing of this process may reach it.
+                    self._stopped = True
+            case WorkerRefused(reason=reason):
+                SERVICE.error("it ends, as its shard does not take it: %s", reason)
+                self._stopped = True
+            case Stop():
+                self._stopped = True
+
+    def _begin(self, shared_memory: bool, greeting: memoryview) -> None:
+        """The shard knows this worker: take up what is to be loaded."""
+        if not shared_memory:
+            self._arena, self._running = None, RunningTask(None)
+        self._shard, pid, workers = GREETING.unpack_from(greeting)
+        self._watches = shared_memory  # which proves that the process of this number is the shard
+        if shared_memory:
+            _end_with(pid)
+        #: Open to the end of this process: it is kept on the host for as long.
+        self._packed = self._content(bytes(greeting[GREETING.size :]).decode(), self._go_on)
+        self._source = SampleSource(self._packed, self._number, workers)
+        self._connection.send([encode(WorkerReady())])
+        self._up()
+
+    def _go_on(self) -> None:
+        """How long a content travels says nothing of the code in it, for whose start alone there is a limit."""
+        self._connection.send([encode(Exchange([], None))])
+
+    def _load_oldest(self) -> None:
+        if self._source is None:
+            raise MessageError("a task came before the welcome")
+        task, payload = self._tasks.popleft()
+        self._running.note(task)
+        kind, value = self._source.load(payload)
+        try:
+            table, frames = encode_sample(value, arena=self._arena)
+        except NotPicklableError as error:
+            kind = FAILED
+            table, frames = encode_sample(unpicklable_failure(self._number, error))
+        self._running.note(None)
+        started = self._tasks[0][0] if self._tasks else None
+        # One that is behind with its window is not robbed of what it is at while a result waits here.
+        hold = self._running.ref is not None and len(self._tasks) > 1
+        self._outbox.add(Finished(task, kind, table, False), frames, started, hold=hold)
+
+
+def _end_with(pid: int) -> None:
+    """End this process when its shard does: the next shard does not know it, and its node starts another."""
+
+    def watch() -> None:
+        wait_for_end(pid)
+        os._exit(0)
+
+    threading.Thread(target=watch, name="dpflow-orphan", daemon=True).start()
+
+
+def run(post: ServicePost) -> None:
+    """Be a worker: the role of a node's process."""
+    arguments = msgspec.msgpack.decode(post.arguments, type=WorkerArguments)
+    heart = Heart(post, "", patience_s=float("inf"))
+    address = locate(post.place, arguments.shard)
+    connection = connect(
+        address,
+        identity=f"{arguments.number}/{post.incarnation}/{post.place.token}".encode(),
+        options=post.place.client_transport(),
+    )
+    content = partial(open_content, post.place, coordinator=COORDINATOR)
+    worker = SampleWorker(
+        connection, arguments.number, post.incarnation, content, lambda: heart.say({UP: True})
+    )
+    take_long_slices()  # not before: the threads that speak with the shard are to be quick
+    worker.work()
