@@ -12,6 +12,8 @@ import grimp
 import pytest
 
 ROOT = Path(__file__).parents[2]
+#: Who keeps values, asks users' code or is torch's sampler, among those that decide which samples are read and kept.
+SHELLS = {"caches": {"announcer", "dataset", "samples", "store"}, "samplers": {"arguments", "sampler"}}
 
 
 @pytest.fixture(scope="module")
@@ -19,9 +21,14 @@ def imports() -> grimp.ImportGraph:
     return grimp.build_graph("torch_dpflow", exclude_type_checking_imports=True, cache_dir=None)
 
 
-def exhaustive_containers() -> set[str]:
+def house_rules() -> configparser.ConfigParser:
     contracts = configparser.ConfigParser()
     assert contracts.read(ROOT / ".importlinter")
+    return contracts
+
+
+def exhaustive_containers() -> set[str]:
+    contracts = house_rules()
     found: set[str] = set()
     for name in contracts.sections():
         contract = contracts[name]
@@ -40,6 +47,15 @@ def test_every_module_lies_in_a_package_whose_contract_names_all_modules(imports
     packages = {module.rpartition(".")[0] for module in imports.modules} - {""}
     siblings = {package for package in packages if len(imports.find_children(package)) > 1}
     assert siblings <= exhaustive_containers()
+
+
+@pytest.mark.parametrize("package", SHELLS)
+def test_every_sampler_and_cache_policy_is_held_to_being_pure(
+    package: str, imports: grimp.ImportGraph
+) -> None:
+    pure = set(house_rules()["importlinter:contract:pure"]["source_modules"].split())
+    modules = imports.find_children(f"torch_dpflow.{package}")
+    assert modules - pure == {f"torch_dpflow.{package}.{shell}" for shell in SHELLS[package]}
 
 
 @pytest.mark.parametrize(
