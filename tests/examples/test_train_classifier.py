@@ -14,6 +14,8 @@ import torch
 
 from examples import natural_images
 from examples.train_classifier import main
+from tests.holdings import Holdings
+from torch_dpflow.directory import sweep
 
 IMAGES = natural_images.Specification(classes=2, train=16, val=8)
 #: An epoch is four batches of four. The model has dropout, so it draws random numbers as it trains.
@@ -105,11 +107,18 @@ def test_a_killed_training_goes_on_from_its_last_checkpoint(
     uninterrupted: dict[str, Any],
     eventually: Callable[..., None],
 ) -> None:
+    before = Holdings.now()
     command = [sys.executable, "-m", "examples.train_classifier", f"--data={data}", *SMALL]
     command += ["--loader=dpflow", f"--output={tmp_path}", "--checkpoint-every=1"]
     with subprocess.Popen(command) as process:
         eventually((tmp_path / "checkpoint.pth").exists, what="the first checkpoint")
         os.kill(process.pid, signal.SIGKILL)
+
+    def swept() -> bool:
+        sweep()  # as the next loader does, once the workers' last threads have ended
+        return not Holdings.now().beyond(before)
+
+    eventually(swept, what="the end of what it left")
     train("--loader=dpflow", f"--output={tmp_path}", f"--resume={tmp_path / 'checkpoint.pth'}")
     assert_same_training(checkpoint_of(tmp_path), uninterrupted)
 
