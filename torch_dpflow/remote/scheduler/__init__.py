@@ -30,7 +30,9 @@ back to the queue, and the task is copied to whoever has room first.
 
 **Time limit.** Code that hangs never exchanges, and with an overtaken copy it takes two workers out of service. With
 `task_timeout_s`, a worker that has been at one task for so long is to be killed, also where nobody wants the task any
-more. The rest is a loss as any other: the task is a suspect, and given up when the limit of losses is reached.
+more. The rest is a loss as any other: the task is a suspect, and given up when the limit of losses is reached. With
+three losses and an overtaken copy a consumer in order waits for two time limits. A third copy at once would halve
+that, but occupy one worker more over each slow sample, and all three would fail of one outage of a storage.
 
 **Loss.** The window of a lost worker goes back in its old order, before everything newer. The task that it
 ran is a suspect from then on and runs alone: it is given to an empty worker only, and nothing joins it.
