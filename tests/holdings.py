@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -89,8 +90,11 @@ def _shared_memory() -> Iterator[str]:
 
 
 def _temporaries() -> Iterator[str]:
+    # Of older releases of torch, as long as the process lives.
+    torchs = getattr(sys.modules.get("torch.distributed.nn.jit.instantiator"), "_TEMP_DIR", None)
+    kept = os.path.basename(getattr(torchs, "name", ""))
     for name in _listing(tempfile.gettempdir()):
-        if not name.startswith(HARMLESS_TEMPORARIES):
+        if not name.startswith(HARMLESS_TEMPORARIES) and name != kept:
             yield name
 
 

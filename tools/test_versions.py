@@ -2,7 +2,8 @@
 
 The oldest end is what setup.cfg states as the lower bounds, on the oldest Python; the newest end is the torch that
 constraints.txt pins, with the newest release of everything else, on the newest Python here. Each has an environment of
-its own in build/versions. What this machine cannot get is said at the end, and makes the exit status 2.
+its own in build/versions. What this machine cannot get is said at the end. The exit status is 0 where both ends passed,
+and 1 where one failed or was not tested.
 
 pip's torch for Linux is linked to CUDA's libraries, which take gigabytes. No test here uses a GPU: only the two small
 ones that torch calls as it is imported are installed, and empty ones, made by `cc`, stand in for the others.
@@ -11,12 +12,14 @@ ones that torch calls as it is imported are installed, and empty ones, made by `
 from __future__ import annotations
 
 import configparser
+import fcntl
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +32,8 @@ NO_WARNING = "ignore:This process .* is multi-threaded:DeprecationWarning"
 #: Torch's requirements that are CUDA's, and those of them that it calls when it is imported.
 CUDA = re.compile(r"nvidia|triton|cuda")
 CALLED = re.compile(r"nvidia-cuda-(runtime|cupti)")
+#: Functions of CUDA's libraries that are asked for under no version.
+LOOSE = re.compile(r"(cu[a-zA-Z]*|nccl|nvrtc|nvshmem\w*|cufile)[A-Z]")
 #: What torch prints where it can be imported: its version, and that of numpy.
 IMPORTS = (
     "import sys, torch, numpy; print('Python', sys.version.split()[0], torch.__version__, numpy.__version__)"
@@ -40,29 +45,45 @@ class Missing(Exception):
 
 
 def main(chosen: list[str]) -> int:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with open(FOLDER / "lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"not tested: another run uses {FOLDER}; wait for its end")
+            return 1
+        return _test_both(chosen)
+
+
+def _test_both(chosen: list[str]) -> int:
     here = {version: path for version in PYTHONS if (path := _interpreter(version))}
     lines = [f"no Python {version} here" for version in PYTHONS if version not in here]
-    status = 2 if lines else 0
-    for end, version in (("oldest", PYTHONS[0]), ("newest", max(here, key=PYTHONS.index, default=""))):
+    all_passed = True
+    for end, version in (
+        ("oldest", PYTHONS[0]),
+        ("newest", max(here, key=PYTHONS.index, default=PYTHONS[-1])),
+    ):
         try:
             if version not in here:
                 raise Missing(f"there is no Python {version}")
-            failed = _test(end, here[version], chosen)
+            passed = _test(end, here[version], chosen)
+            lines.append(f"{end}: {'passed' if passed else 'FAILED'}: {_said(FOLDER / end)}")
         except Missing as error:
+            passed = False
             lines.append(f"{end}: not tested: {error}")
-            status = status or 2
-        else:
-            lines.append(f"{end}: {'FAILED' if failed else 'passed'}: {_said(FOLDER / end)}")
-            status = 1 if failed else status
+        all_passed &= passed
     print("\n".join(["", *lines]))
-    return status
+    return 0 if all_passed else 1
 
 
 def _test(end: str, interpreter: str, chosen: list[str]) -> bool:
-    """Whether a test fails."""
+    """Whether all tests pass."""
     folder = FOLDER / end
     torch, others = _requirements()[end]
-    if not (folder / "made").exists():
+    # Whatever of it changes, a new environment is made.
+    asked = "\n".join([interpreter, torch, *others, *TOOLS])
+    made = folder / "made"
+    if not made.exists() or made.read_text() != asked:
         shutil.rmtree(folder, ignore_errors=True)
         _run([interpreter, "-m", "venv", str(folder)], "make a virtual environment")
         _install(folder, "--no-deps", torch)
@@ -70,11 +91,11 @@ def _test(end: str, interpreter: str, chosen: list[str]) -> bool:
         _install(folder, *others, *TOOLS)
         if cuda:
             _stand_in(folder)
-        (folder / "made").touch()
-    _said(folder)
+        _said(folder)
+        made.write_text(asked)
     command = [folder / "bin/python", "-m", "pytest", "-q", "-m", "not slow", "-W", NO_WARNING]
     command += ["-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", *(chosen or TESTS)]
-    return subprocess.run(command, cwd=ROOT, env=_environment(folder), check=False).returncode != 0
+    return subprocess.run(command, cwd=ROOT, env=_environment(folder), check=False).returncode == 0
 
 
 def _requirements() -> dict[str, tuple[str, list[str]]]:
@@ -113,26 +134,38 @@ def _stand_in(folder: Path) -> None:
     libraries = next(folder.glob("lib/python*/site-packages/torch/lib"))
     there = {path.name for path in folder.glob("lib/python*/site-packages/nvidia/**/*.so*")}
     needed: set[str] = set()
-    wanted: defaultdict[str, set[str]] = defaultdict(set)
+    #: By library and the version under which it gives them, functions; those that may be in any of them.
+    wanted: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    loose: set[str] = set()
     for path in libraries.glob("*.so*"):
-        told = _run(["readelf", "-d", path], "read a library")
-        needed.update(re.findall(r"NEEDED.*\[(lib(?:cu|nccl|nv)[^\]]*)\]", told))
+        told = _run(["objdump", "-p", path], "read a library")
+        needed.update(re.findall(r"NEEDED +(lib(?:cu|nccl|nv)\S*)", told))
+        homes: dict[str, str] = {}
+        for library, versions in re.findall(r"required from (\S+):\n((?: +0x.*\n)+)", told):
+            homes |= dict.fromkeys(re.findall(r"(\S+)\n", versions), library)
         for name in re.findall(r"\bU (\S+)", _run(["nm", "-D", "--undefined-only", path], "read a library")):
-            function, _, library = name.partition("@")
-            wanted[library.lstrip("@")].add(function)
+            function, _, version = name.partition("@")
+            version = version.lstrip("@")
+            if version:
+                wanted[homes[version]][version].add(function)
+            elif LOOSE.match(function):
+                loose.add(function)
     (folder / "stand-ins").mkdir()
-    loose = {
-        name for name in wanted[""] if re.match(r"(cu[a-zA-Z]*|nccl|nvrtc|nvshmem\w*|cufile)[A-Z]", name)
-    }
     for library in sorted(needed - there - {"libcuda.so.1"}):
         _make_library(folder / "stand-ins" / library, wanted[library], loose)
-        loose = set()  # those without a version may be in any of them
+        loose = set()
 
 
-def _make_library(path: Path, functions: set[str], loose: set[str]) -> None:
-    source = "".join(f"int {name}(void) {{ return 1; }}\n" for name in sorted(functions | loose))
+def _make_library(path: Path, functions: Mapping[str, set[str]], loose: set[str]) -> None:
+    names = loose.union(*functions.values())
+    source = "".join(f"int {name}(void) {{ return 1; }}\n" for name in sorted(names))
     script = path.with_name(path.name + ".map")
-    script.write_text(f"{path.name} {{ global: {' '.join(f'{name};' for name in sorted(functions))} }};\n")
+    script.write_text(
+        "".join(
+            f"{version} {{ global: {' '.join(f'{name};' for name in sorted(names))} }};\n"
+            for version, names in functions.items()
+        )
+    )
     command = ["cc", "-shared", "-fPIC", "-w", "-fno-builtin", f"-Wl,-soname,{path.name}", "-o", str(path)]
     command += [f"-Wl,--version-script,{script}"] if functions else []
     _run([*command, "-x", "c", "-"], "make a library", source or "int nothing;")
@@ -155,7 +188,10 @@ def _install(folder: Path, *what: str) -> None:
 
 
 def _interpreter(version: str) -> str | None:
-    places = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
+    places = [
+        *sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python")),
+        *sorted(Path.home().glob(f".local/share/uv/python/cpython-{version}.*/bin/python")),
+    ]
     for path in (*map(str, places), shutil.which(f"python{version}")):
         if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
             return path
