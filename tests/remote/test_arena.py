@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import random
@@ -394,6 +395,13 @@ def test_a_foreign_descriptor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MessageError, match="not sealed"):
         reader.view(BlockRef(1, memory, capacity, 10, 1, 0))
     os.close(memory)
+    # One of any size costs its maker nothing, and whoever reads it the memory.
+    sparse = os.memfd_create("torch_dpflow", os.MFD_ALLOW_SEALING)
+    os.truncate(sparse, 1 << 40)
+    fcntl.fcntl(sparse, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    with pytest.raises(MessageError, match="not reserved"):
+        reader.view(BlockRef(1, sparse, (1 << 40) - HEADER_BYTES, 10, 1, 0))
+    os.close(sparse)
     ends = os.pipe()
     with pytest.raises(MessageError, match="not a segment"):
         reader.view(BlockRef(1, ends[0], capacity, 10, 1, 0))
@@ -420,6 +428,11 @@ def test_a_probe_that_cannot_work_says_so() -> None:
     assert probe is not None
     assert not ArenaReader(1 << 22).probe(probe)
     assert not ArenaReader(os.getpid()).probe(msgspec.structs.replace(probe, token=bytes(16)))
+    block = arena.allocate(SIZE)
+    assert block is not None
+    reader, larger = ArenaReader(os.getpid()), arena.publish(block)
+    assert not reader.probe(msgspec.structs.replace(probe, block=larger))
+    assert reader.view(larger).nbytes == SIZE, "it was looked into, whatever its size"
     assert Arena(budget_bytes=0).probe_ref() is None
 
 
