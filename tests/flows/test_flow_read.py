@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import random
+import signal
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from tests.flows.flow_cases import Batched, Numbers, draw, numbers_flow
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.errors import OptionError, OptionTypeError, StageError
 from torch_dpflow.flows import DataLoadFlow, DataLoadFlowRead, LocalDataLoadFlowReader
+from torch_dpflow.flows.mapped import Skips
 
 
 def _read(samples: Any, **options: Any) -> DataLoadFlowRead:
@@ -245,6 +248,18 @@ def test_errors_are_raised_unless_the_flow_says_otherwise() -> None:
     with pytest.raises(StageError, match="sample 4: stage 'halve'"):
         list(DataLoader(read.subset([4]).to_mapped()))
     assert read.skipped() == {}
+
+
+def test_a_worker_forked_while_a_sample_is_counted_counts_its_own() -> None:
+    skips = Skips(["halve"])
+    with skips._turns.get():
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            skips.add(ValueError())
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    assert skips.counts() == {"read": 1}
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.errors import StageError
 from torch_dpflow.flows.arguments import LEAST_INT64, MOST_INT64, whole_number
 from torch_dpflow.flows.stage import Stage
@@ -35,14 +36,14 @@ class Skips:
         self._columns = {name: column for column, name in enumerate(dict.fromkeys((_READ, *stages)))}
         counts: Any = torch.zeros(_SLOTS, len(self._columns), dtype=torch.int64)
         self._counts = counts.share_memory_()
-        self._lock = threading.Lock()
+        self._turns = PerProcess(threading.Lock)
 
     def add(self, error: Exception) -> None:
         """One more sample is left out, because of this."""
         name = error.stage if isinstance(error, StageError) else _READ
         info = get_worker_info()
         slot = 0 if info is None else 1 + info.id % (_SLOTS - 1)
-        with self._lock:
+        with self._turns.get():
             self._counts[slot, self._columns.get(name, self._columns[_READ])] += 1
 
     def counts(self) -> dict[str, int]:
@@ -56,7 +57,7 @@ class Skips:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._columns = state["columns"]
         self._counts = state["counts"]
-        self._lock = threading.Lock()
+        self._turns = PerProcess(threading.Lock)
 
 
 class MappedDataset(Dataset[Any]):
