@@ -15,7 +15,7 @@ from tests.cluster_command import CommandedCluster
 from tests.new_process import interpreter
 from tests.shared_cluster import free_port
 from torch_dpflow.cli.main import root
-from torch_dpflow.remote.access.connection_file import create_cluster, write_connection_file
+from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 
 COMMANDS = [["status"], ["top"], ["down"], ["flow", "list"], ["flow", "show", "x"], ["flow", "delete", "x"]]
 COMMANDS.append(["flow", "scale", "x", "--shards", "2"])
@@ -45,7 +45,7 @@ def taken() -> Iterator[int]:
 def gone(tmp_path: Path) -> str:
     """The connection file of a cluster that was killed."""
     path = tmp_path / "gone"
-    write_connection_file(path, create_cluster(f"ipc://{tmp_path}/none"))
+    write_connection_file(path, generate_keys(f"ipc://{tmp_path}/none"))
     return str(path)
 
 

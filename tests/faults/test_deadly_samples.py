@@ -48,7 +48,7 @@ def test_a_batch_that_kills_is_named_and_given_up(OurLoader: Any, death: str, nu
     assert len(list(loader)) == 10
 
 
-def test_the_message_holds_the_last_words(OurLoader: Any) -> None:
+def test_the_message_holds_the_exit_report(OurLoader: Any) -> None:
     loader = OurLoader(Deadly(4, 1, by_signal=signal.SIGSEGV), num_workers=1)
     with pytest.raises(PoisonTaskError) as raised:
         list(loader)

@@ -16,7 +16,7 @@ from tests.loader_cases import Indices
 from torch_dpflow.platforms.base import ProcessSpec
 from torch_dpflow.platforms.local import LocalPlatform
 from torch_dpflow.remote.wire.headers import Exchange, Stop, WorkerHello, WorkerReady, encode
-from torch_dpflow.remote.worker.batch_worker import Post, last_words_path, main
+from torch_dpflow.remote.worker.batch_worker import Post, exit_report_path, main
 from torch_dpflow.testing.platforms import wakes
 
 SIZE = 400
@@ -77,17 +77,21 @@ def test_a_worker_that_was_replaced_is_told_so_and_ends(OurLoader: Any) -> None:
         directory=shard._directory.path,
     )
     platform = LocalPlatform(multiprocessing.get_context("fork"))
-    words = last_words_path(post)
+    report_file = exit_report_path(post)
     with closing(platform):
         spec = ProcessSpec(
-            name="late", incarnation=9, target=main, arguments=(shard._assignment, post), words=words
+            name="late",
+            incarnation=9,
+            target=main,
+            arguments=(shard._assignment, post),
+            report_file=report_file,
         )
         late = platform.launch(spec)
         assert wakes(platform, 60.0)
-        assert list(platform.take()) == [late]
+        assert list(platform.take_ended()) == [late]
         end = late.describe()
     assert end is not None
     assert end.code == 1
-    assert "incarnation 0 is the one that counts" in end.words
+    assert "incarnation 0 is the one that counts" in end.report
     seen += [int(index) for batch in iterator for index in batch]
     assert seen == list(range(SIZE))

@@ -51,7 +51,7 @@ def test_a_worker_with_a_subprocess_is_seen_to_end() -> None:
     try:
         handle.kill()
         assert wakes(platform, 30.0), "its pipe lives on in the subprocess"
-        assert list(platform.take()) == [handle]
+        assert list(platform.take_ended()) == [handle]
     finally:
         platform.close()
 
@@ -88,7 +88,7 @@ def test_a_hanging_fork_server_is_killed_and_another_takes_its_place(fork_server
     assert first.describe() is None
     first.kill()  # which multiprocessing takes for dead
     assert wakes(fork_server, 30.0)
-    assert list(fork_server.take()) == [first]
+    assert list(fork_server.take_ended()) == [first]
 
 
 def fork_server_of(pid: int) -> int:

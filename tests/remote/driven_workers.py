@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from tests.shared_cluster import wait
-from torch_dpflow.remote.shard.detached_parcel import Settled
+from torch_dpflow.remote.shard.detached_parcel import DetachedParcel
 from torch_dpflow.remote.shard.workers import ShardWorkers
 from torch_dpflow.remote.transport import Listener, listen
 
@@ -24,7 +24,7 @@ class Workers:
         self.listener: Listener = listen(address)
         #: Who is to be ended by somebody else, and what has been loaded.
         self.to_end: list[tuple[int, int]] = []
-        self.loaded: dict[int, Settled] = {}
+        self.loaded: dict[int, DetachedParcel] = {}
         self.shard = ShardWorkers(
             self.listener,
             "",
@@ -38,8 +38,8 @@ class Workers:
     def turn(self) -> None:
         message = self.listener.receive(0.02)
         if message is not None:
-            self.shard.hear(*message)
-        self.shard.look()
+            self.shard.on_message(*message)
+        self.shard.poll()
         self.shard.flush()
 
     def until(self, condition: Callable[[], object]) -> None:

@@ -10,13 +10,13 @@ import pytest
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.remote.access.cluster_address import ADDRESS_VARIABLE, find_cluster
-from torch_dpflow.remote.access.connection_file import create_cluster, write_connection_file
+from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 
 
 @pytest.fixture
 def connection(tmp_path: Path) -> Path:
     path = tmp_path / "connection"
-    write_connection_file(path, create_cluster("ipc:///somewhere"))
+    write_connection_file(path, generate_keys("ipc:///somewhere"))
     return path
 
 

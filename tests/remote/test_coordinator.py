@@ -16,8 +16,8 @@ from torch_dpflow.remote.process.contents import Contents
 from torch_dpflow.remote.process.spec import ask_in
 from torch_dpflow.remote.rpc import RpcClient, RpcServer
 from torch_dpflow.remote.services.coordinator import Coordinator
-from torch_dpflow.remote.services.kept_state import KeptState
 from torch_dpflow.remote.services.state_store import open_store
+from torch_dpflow.remote.services.write_behind_store import WriteBehindStore
 from torch_dpflow.remote.transport import listen
 from torch_dpflow.remote.wire.coordinator import Access, ClusterLimits
 from torch_dpflow.remote.wire.flow_spec import FlowSpec
@@ -42,7 +42,7 @@ def test_a_coordinator_that_starts_anew_admits_nobody_before_it_knows_what_runs(
 def admit_late(folder: Path) -> None:
     (folder / "contents").mkdir()
     (folder / "contents" / CONTENT).touch()
-    state = KeptState(lambda: open_store(str(folder / "state")), "owner")
+    state = WriteBehindStore(lambda: open_store(str(folder / "state")), "owner")
     for name in "abcd":
         state.put(f"flow/{name}@1", msgspec.msgpack.encode(spec(name)))
     now = [0.0]

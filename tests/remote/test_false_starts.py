@@ -25,7 +25,7 @@ def workers(tmp_path: Path) -> Iterator[Workers]:
 def begin(workers: Workers, number: int, incarnation: int = 1) -> bytes:
     """A worker says hello; its connection."""
     peer = f"{number}/{incarnation}/token".encode()
-    workers.shard.hear(peer, [encode(WorkerHello(number, incarnation, os.getpid(), None))])
+    workers.shard.on_message(peer, [encode(WorkerHello(number, incarnation, os.getpid(), None))])
     return peer
 
 
@@ -38,7 +38,7 @@ def test_what_waits_is_given_up_until_a_worker_has_come_up(workers: Workers) -> 
         workers.turn()
     assert workers.loaded[0].kind == POISONED
     peer = begin(workers, 0, 3)
-    workers.shard.hear(peer, [encode(WorkerReady())])
+    workers.shard.on_message(peer, [encode(WorkerReady())])
     workers.shard.load([Load(1, 1, 0)])
     workers.turn()
     assert 1 not in workers.loaded
@@ -67,7 +67,7 @@ def test_the_limit_of_a_start_leaves_out_the_fetching_of_what_is_to_be_loaded(tm
         workers.shard.load([Load(0, 0, 0)])
         peer = begin(workers, 0)
         for now_s[0] in (8.0, 16.0, 24.0):
-            workers.shard.hear(peer, [encode(Exchange([], None))])
+            workers.shard.on_message(peer, [encode(Exchange([], None))])
             workers.turn()
             assert not workers.to_end
         now_s[0] = 34.0

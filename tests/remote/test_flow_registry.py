@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.remote.control.flow_registry import (
-    MAX_OFFERS,
+    MAX_ANNOUNCED,
     REPLACED_S,
     STARTING_S,
     UNREAD_S,
@@ -103,11 +103,11 @@ def test_the_flow_that_nobody_has_read_for_longest_makes_way() -> None:
         flows.register(spec(name), 0.0)
         flows.access(name, 1, float(number))
         flows.report(f"{name}@1", int(name == "a"), float(number))
-    assert flows.make_way(3.0) == []
-    assert flows.make_way(1.0 + UNREAD_S) == [StopFlow("b@1")]
-    assert flows.make_way(1.0 + UNREAD_S) == []
-    assert flows.make_way(2.0 + UNREAD_S) == [StopFlow("c@1")]
-    assert flows.make_way(100.0) == []
+    assert flows.stop_unread(3.0) == []
+    assert flows.stop_unread(1.0 + UNREAD_S) == [StopFlow("b@1")]
+    assert flows.stop_unread(1.0 + UNREAD_S) == []
+    assert flows.stop_unread(2.0 + UNREAD_S) == [StopFlow("c@1")]
+    assert flows.stop_unread(100.0) == []
 
 
 @pytest.mark.parametrize(
@@ -152,31 +152,31 @@ def test_another_content_of_the_same_description_can_stand_in_for_one_that_never
     flows, other = FlowRegistry(), spec(content="1" * 64)
     flows.register(spec(), 0.0)
     assert flows.register(other, 1.0) == []
-    flow = flows.offered(other.content)
+    flow = flows.flow_of_content(other.content)
     assert flow is not None
-    assert flow is flows.offered(spec().content), "either may come first"
-    assert flows.settle(flow, other.content) == [SaveFlow(other)]
+    assert flow is flows.flow_of_content(spec().content), "either may come first"
+    assert flows.accept_content(flow, other.content) == [SaveFlow(other)]
     assert flows.access(other.name, 1, 2.0)[1] == [StartFlow(other)]
-    assert flows.offered(spec().content) is None, "what comes later is not taken"
+    assert flows.flow_of_content(spec().content) is None, "what comes later is not taken"
 
 
 def test_the_first_ones_own_content_changes_nothing_when_it_comes() -> None:
     flows, other = FlowRegistry(), spec(content="1" * 64)
     flows.register(spec(), 0.0)
     flows.register(other, 1.0)
-    flow = flows.offered(spec().content)
+    flow = flows.flow_of_content(spec().content)
     assert flow is not None
-    assert flows.settle(flow, spec().content) == []
+    assert flows.accept_content(flow, spec().content) == []
     assert flow.spec == spec()
 
 
 def test_announced_contents_are_bounded() -> None:
     flows = FlowRegistry()
     flows.register(spec(), 0.0)
-    for number in range(MAX_OFFERS + 1):
+    for number in range(MAX_ANNOUNCED + 1):
         flows.register(spec(content=f"{number + 1:064x}"), 1.0)
-    assert flows.offered(f"{1:064x}") is None
-    assert flows.offered(f"{MAX_OFFERS + 1:064x}") is not None
+    assert flows.flow_of_content(f"{1:064x}") is None
+    assert flows.flow_of_content(f"{MAX_ANNOUNCED + 1:064x}") is not None
 
 
 def test_a_lower_version_is_refused() -> None:

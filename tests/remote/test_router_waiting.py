@@ -46,7 +46,7 @@ def test_a_call_whose_caller_has_given_up_is_not_kept(tmp_path: Path) -> None:
             given_up.result()
         clock.now = 5.0
         patient = begin(client, "patient", 20.0)
-        router.turn()
+        router.poll()
         assert router.status()["waiting"] == 1
         enlist = client.begin("enlist", Enlist("shard", 1, "ipc:///shard", 0, "t"))
         while router.status()["waiting"]:

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from torch_dpflow.remote.control.supervision import (
     LONGEST_PAUSE_S,
-    MOST_LENIENT,
-    PACE_S,
-    SETTLED_S,
+    MAX_LEASE_FACTOR,
+    STABLE_S,
+    START_PACE_S,
     START_S,
-    Forget,
+    CleanUp,
     Kill,
     Spawn,
     Supervisor,
@@ -28,7 +28,7 @@ def running(*launches: Launch) -> Supervisor:
     supervisor = Supervisor(lease_s=10.0)
     for spawn in supervisor.desire(launches, 0.0):
         assert isinstance(spawn, Spawn)
-        supervisor.started(spawn.launch.id, spawn.incarnation, 100 + spawn.incarnation, 0.0)
+        supervisor.on_started(spawn.launch.id, spawn.incarnation, 100 + spawn.incarnation, 0.0)
     return supervisor
 
 
@@ -40,22 +40,22 @@ def test_what_is_desired_is_started_once() -> None:
 
 def test_what_ends_is_started_again_where_it_was() -> None:
     supervisor = running(ROUTER)
-    assert supervisor.beat(ROUTER.id, 1, "tcp://127.0.0.1:99", {"jobs": 2}, 1.0)
-    assert supervisor.ended(ROUTER.id, 1, 20.0) == [Spawn(ROUTER, 2, "tcp://127.0.0.1:99")]
-    assert supervisor.ended(ROUTER.id, 1, 21.0) == []
+    assert supervisor.on_heartbeat(ROUTER.id, 1, "tcp://127.0.0.1:99", {"jobs": 2}, 1.0)
+    assert supervisor.on_ended(ROUTER.id, 1, 20.0) == [Spawn(ROUTER, 2, "tcp://127.0.0.1:99")]
+    assert supervisor.on_ended(ROUTER.id, 1, 21.0) == []
     assert [(view.incarnation, view.status) for view in supervisor.views()] == [(2, {"jobs": 2})]
 
 
 def test_where_a_process_listens_is_told_once_it_has_said_so_itself() -> None:
     """The one before it may have listened elsewhere: somebody else may have the port now."""
     supervisor = running(ROUTER)
-    supervisor.beat(ROUTER.id, 1, "tcp://127.0.0.1:99", {}, 1.0)
+    supervisor.on_heartbeat(ROUTER.id, 1, "tcp://127.0.0.1:99", {}, 1.0)
     assert supervisor.address_of(ROUTER.id) == "tcp://127.0.0.1:99"
-    supervisor.ended(ROUTER.id, 1, 20.0)
+    supervisor.on_ended(ROUTER.id, 1, 20.0)
     assert [view.address for view in supervisor.views()] == [""]
     assert supervisor.address_of(ROUTER.id) == ""
     seen = supervisor.revision
-    supervisor.beat(ROUTER.id, 2, "tcp://127.0.0.1:99", {}, 21.0)
+    supervisor.on_heartbeat(ROUTER.id, 2, "tcp://127.0.0.1:99", {}, 21.0)
     assert supervisor.revision > seen
     assert [view.address for view in supervisor.views()] == ["tcp://127.0.0.1:99"]
     assert supervisor.address_of("other") == ""
@@ -65,7 +65,7 @@ def test_what_ends_at_once_again_and_again_is_started_later_and_later() -> None:
     supervisor = running(ROUTER)
     now, pauses = 0.0, []
     for incarnation in range(1, 15):
-        told = supervisor.ended(ROUTER.id, incarnation, now)
+        told = supervisor.on_ended(ROUTER.id, incarnation, now)
         if not told:
             due = supervisor.next_due
             assert due is not None
@@ -74,10 +74,10 @@ def test_what_ends_at_once_again_and_again_is_started_later_and_later() -> None:
             now = due
             told = supervisor.tick(now)
         assert told == [Spawn(ROUTER, incarnation + 1, "")]
-        supervisor.started(ROUTER.id, incarnation + 1, 1, now)
+        supervisor.on_started(ROUTER.id, incarnation + 1, 1, now)
     assert all(later >= 0.99 * sooner for sooner, later in itertools.pairwise(pauses))
     assert pauses[-1] == pytest.approx(LONGEST_PAUSE_S)
-    assert supervisor.ended(ROUTER.id, 15, now + SETTLED_S) == [Spawn(ROUTER, 16, "")]
+    assert supervisor.on_ended(ROUTER.id, 15, now + STABLE_S) == [Spawn(ROUTER, 16, "")]
 
 
 def test_a_revision_is_of_what_runs_and_not_of_what_it_says() -> None:
@@ -85,13 +85,13 @@ def test_a_revision_is_of_what_runs_and_not_of_what_it_says() -> None:
     seen = [supervisor.revision]
     supervisor.desire([ROUTER], 0.0)
     seen.append(supervisor.revision)
-    supervisor.started(ROUTER.id, 1, 101, 0.0)
+    supervisor.on_started(ROUTER.id, 1, 101, 0.0)
     seen.append(supervisor.revision)
-    supervisor.beat(ROUTER.id, 1, "tcp://127.0.0.1:99", {"jobs": 0}, 1.0)
+    supervisor.on_heartbeat(ROUTER.id, 1, "tcp://127.0.0.1:99", {"jobs": 0}, 1.0)
     seen.append(supervisor.revision)
-    supervisor.beat(ROUTER.id, 1, "tcp://127.0.0.1:99", {"jobs": 2}, 2.0)
+    supervisor.on_heartbeat(ROUTER.id, 1, "tcp://127.0.0.1:99", {"jobs": 2}, 2.0)
     assert supervisor.revision == seen[-1]
-    supervisor.ended(ROUTER.id, 1, 3.0)
+    supervisor.on_ended(ROUTER.id, 1, 3.0)
     seen.append(supervisor.revision)
     assert sorted(set(seen)) == seen
     assert seen[0] > 0  # 0 is who has seen nothing
@@ -99,29 +99,29 @@ def test_a_revision_is_of_what_runs_and_not_of_what_it_says() -> None:
 
 def test_what_falls_silent_is_killed_and_then_started_again() -> None:
     supervisor = running(ROUTER, SHARD)
-    supervisor.beat(ROUTER.id, 1, "", {}, 0.0)
-    supervisor.beat(SHARD.id, 2, "", {}, 9.0)
+    supervisor.on_heartbeat(ROUTER.id, 1, "", {}, 0.0)
+    supervisor.on_heartbeat(SHARD.id, 2, "", {}, 9.0)
     assert supervisor.tick(9.0) == []
     assert supervisor.tick(10.0) == [Kill(ROUTER.id, 1)]
     assert supervisor.tick(11.0) == []
-    assert supervisor.ended(ROUTER.id, 1, 12.0) == [Spawn(ROUTER, 3, "")]
+    assert supervisor.on_ended(ROUTER.id, 1, 12.0) == [Spawn(ROUTER, 3, "")]
 
 
 def test_what_is_not_desired_any_more_is_killed_and_forgotten() -> None:
     supervisor = running(ROUTER, SHARD)
     assert supervisor.desire([ROUTER], 1.0) == [Kill(SHARD.id, 2)]
-    assert not supervisor.beat(SHARD.id, 2, "", {}, 1.0)
+    assert not supervisor.on_heartbeat(SHARD.id, 2, "", {}, 1.0)
     assert [view.id for view in supervisor.views()] == [ROUTER.id]
-    assert supervisor.ended(SHARD.id, 2, 2.0) == [Forget(SHARD.id)]
+    assert supervisor.on_ended(SHARD.id, 2, 2.0) == [CleanUp(SHARD.id)]
     assert supervisor.desire([ROUTER, SHARD], 3.0) == [Spawn(SHARD, 3, "")]
 
 
 def test_what_waits_to_be_started_and_is_not_desired_any_more_is_forgotten() -> None:
     supervisor = running(ROUTER)
-    assert supervisor.ended(ROUTER.id, 1, 0.0) == [Spawn(ROUTER, 2, "")]
-    supervisor.started(ROUTER.id, 2, 102, 0.0)
-    assert supervisor.ended(ROUTER.id, 2, 0.0) == []
-    assert supervisor.desire([], 0.0) == [Forget(ROUTER.id)]
+    assert supervisor.on_ended(ROUTER.id, 1, 0.0) == [Spawn(ROUTER, 2, "")]
+    supervisor.on_started(ROUTER.id, 2, 102, 0.0)
+    assert supervisor.on_ended(ROUTER.id, 2, 0.0) == []
+    assert supervisor.desire([], 0.0) == [CleanUp(ROUTER.id)]
     assert supervisor.tick(100.0) == []
 
 
@@ -129,41 +129,41 @@ def test_what_is_desired_anew_while_it_ends_is_started_afterwards() -> None:
     supervisor = running(ROUTER)
     assert supervisor.desire([], 1.0) == [Kill(ROUTER.id, 1)]
     assert supervisor.desire([ROUTER], 2.0) == []
-    assert supervisor.ended(ROUTER.id, 1, 3.0) == [Spawn(ROUTER, 2, "")]
+    assert supervisor.on_ended(ROUTER.id, 1, 3.0) == [Spawn(ROUTER, 2, "")]
 
 
 def test_other_arguments_replace_a_process() -> None:
     supervisor = running(ROUTER)
     other = Launch(ROUTER.id, "router", b"other")
     assert supervisor.desire([other], 1.0) == [Kill(ROUTER.id, 1)]
-    assert supervisor.ended(ROUTER.id, 1, 2.0) == [Spawn(other, 2, "")]
+    assert supervisor.on_ended(ROUTER.id, 1, 2.0) == [Spawn(other, 2, "")]
 
 
 def test_other_settings_do_not_replace_a_process_but_reach_it() -> None:
     supervisor = running(ROUTER)
     settled = Launch(ROUTER.id, "router", ROUTER.arguments, b"settings")
     assert supervisor.desire([settled], 1.0) == []
-    assert supervisor.beat(ROUTER.id, 1, "", {}, 1.0)
+    assert supervisor.on_heartbeat(ROUTER.id, 1, "", {}, 1.0)
     assert supervisor.settings_of(ROUTER.id) == b"settings"
-    assert supervisor.ended(ROUTER.id, 1, 20.0) == [Spawn(settled, 2, "")]
+    assert supervisor.on_ended(ROUTER.id, 1, 20.0) == [Spawn(settled, 2, "")]
 
 
 def test_restarts_are_counted() -> None:
     supervisor = running(ROUTER, SHARD)
     incarnation, now = 1, 0.0
     for _ in range(3):
-        now += 2 * SETTLED_S
-        (told,) = supervisor.ended(ROUTER.id, incarnation, now)
+        now += 2 * STABLE_S
+        (told,) = supervisor.on_ended(ROUTER.id, incarnation, now)
         assert isinstance(told, Spawn)
         incarnation = told.incarnation
-        supervisor.started(ROUTER.id, incarnation, 1, now)
+        supervisor.on_started(ROUTER.id, incarnation, 1, now)
     assert {view.id: view.restarts for view in supervisor.views()} == {ROUTER.id: 3, SHARD.id: 0}
 
 
 def test_strangers_are_told_that_nobody_wants_them() -> None:
     supervisor = running(ROUTER)
-    assert not supervisor.beat("unknown", 1, "", {}, 0.0)
-    assert not supervisor.beat(ROUTER.id, 7, "", {}, 0.0)
+    assert not supervisor.on_heartbeat("unknown", 1, "", {}, 0.0)
+    assert not supervisor.on_heartbeat(ROUTER.id, 7, "", {}, 0.0)
 
 
 def workers(count: int) -> list[Launch]:
@@ -174,7 +174,7 @@ def spawned(told: list[object], supervisor: Supervisor, now: float) -> list[Spaw
     """Have these started."""
     spawns = [one for one in told if isinstance(one, Spawn)]
     for spawn in spawns:
-        supervisor.started(spawn.launch.id, spawn.incarnation, 100 + spawn.incarnation, now)
+        supervisor.on_started(spawn.launch.id, spawn.incarnation, 100 + spawn.incarnation, now)
     return spawns
 
 
@@ -189,13 +189,13 @@ def test_workers_are_started_as_those_before_have_come_up_and_services_at_once()
     begun = spawned(supervisor.desire([*workers(5), ROUTER, SHARD], 0.0), supervisor, 0.0)
     assert [spawn.launch.role for spawn in begun] == ["router", "shard", "worker", "worker"]
     assert supervisor.next_due is None
-    supervisor.beat(begun[2].launch.id, begun[2].incarnation, "", {}, 1.0)
+    supervisor.on_heartbeat(begun[2].launch.id, begun[2].incarnation, "", {}, 1.0)
     assert supervisor.tick(1.0) == []  # it is heard, and has not loaded its dataset
-    supervisor.beat(begun[2].launch.id, begun[2].incarnation, "", {"up": True}, 2.0)
+    supervisor.on_heartbeat(begun[2].launch.id, begun[2].incarnation, "", {"up": True}, 2.0)
     assert supervisor.next_due == 0.0
     assert len(spawned(supervisor.tick(2.0), supervisor, 2.0)) == 1
     # One that does not come up keeps the others waiting for so long and no longer.
-    assert len(spawned(supervisor.tick(PACE_S), supervisor, PACE_S)) == 1
+    assert len(spawned(supervisor.tick(START_PACE_S), supervisor, START_PACE_S)) == 1
 
 
 def test_no_more_are_started_than_there_may_be_and_services_come_first() -> None:
@@ -204,7 +204,7 @@ def test_no_more_are_started_than_there_may_be_and_services_come_first() -> None
     assert [spawn.launch.role for spawn in begun] == ["router", "shard", "worker", "worker"]
     assert supervisor.refused == 3
     assert supervisor.next_due is None
-    assert supervisor.ended(begun[2].launch.id, begun[2].incarnation, 5.0) != []
+    assert supervisor.on_ended(begun[2].launch.id, begun[2].incarnation, 5.0) != []
     supervisor.desire([*workers(2), ROUTER, SHARD], 6.0)
     assert supervisor.refused == 0
 
@@ -215,19 +215,21 @@ def test_nobody_is_killed_where_all_are_late() -> None:
     begun = spawned(supervisor.desire(launches, 0.0), supervisor, 0.0)
     for now in range(0, 90, 9):
         for spawn in begun:
-            assert supervisor.beat(spawn.launch.id, spawn.incarnation, "", {"up": True}, float(now))
+            assert supervisor.on_heartbeat(spawn.launch.id, spawn.incarnation, "", {"up": True}, float(now))
     frozen, *others = begun
     killed: list[float] = []
     for now in range(82, 160):
         if now % 9 == 0:
             for spawn in others:
-                assert supervisor.beat(spawn.launch.id, spawn.incarnation, "", {"up": True}, float(now))
+                assert supervisor.on_heartbeat(
+                    spawn.launch.id, spawn.incarnation, "", {"up": True}, float(now)
+                )
         if (told := supervisor.tick(float(now))) != []:
             assert told == [Kill(frozen.launch.id, frozen.incarnation)]
             killed.append(now - 81.0)
     # Not at the end of its lease; but it has hung all along, and is not waited for for ever.
     assert len(killed) == 1
-    assert 20.0 < killed[0] <= 10.0 * MOST_LENIENT
+    assert 20.0 < killed[0] <= 10.0 * MAX_LEASE_FACTOR
 
 
 @settings(deadline=None)
@@ -251,21 +253,21 @@ def test_paces_and_leases_hold_whatever_happens(data: st.DataObject) -> None:
             incarnation, began, heard, up = running[id]
             if action == "end":
                 del running[id]
-                told = [*supervisor.ended(id, incarnation, now)]
-            elif supervisor.beat(id, incarnation, "", {"up": action == "up"}, now):
+                told = [*supervisor.on_ended(id, incarnation, now)]
+            elif supervisor.on_heartbeat(id, incarnation, "", {"up": action == "up"}, now):
                 running[id] = (incarnation, began, now, up or action == "up")
         for one in told:
-            if isinstance(one, Kill) and supervisor.wants(one.id, one.incarnation):
+            if isinstance(one, Kill) and supervisor.is_desired(one.id, one.incarnation):
                 _, began, heard, _ = running[one.id]
                 assert now - (began if heard is None else heard) >= (START_S if heard is None else 10.0)
             elif isinstance(one, Spawn):
                 assert one.launch.id not in running, "it is started while it runs"
                 running[one.launch.id] = (one.incarnation, now, None, False)
-                supervisor.started(one.launch.id, one.incarnation, 1, now)
+                supervisor.on_started(one.launch.id, one.incarnation, 1, now)
         assert len(running) <= most
         assert (
             sum(
-                "worker" in id and not up and now - began < PACE_S
+                "worker" in id and not up and now - began < START_PACE_S
                 for id, (_, began, _, up) in running.items()
             )
             <= starting

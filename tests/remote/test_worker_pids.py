@@ -45,11 +45,11 @@ def workers(tmp_path: Path) -> Iterator[Workers]:
 def test_a_number_that_is_not_proved_is_neither_watched_nor_killed(workers: Workers) -> None:
     with subprocess.Popen(["sleep", "60"]) as bystander:
         peer = b"0/7/token"
-        workers.shard.hear(peer, [encode(WorkerHello(0, 7, bystander.pid, None))])
+        workers.shard.on_message(peer, [encode(WorkerHello(0, 7, bystander.pid, None))])
         assert workers.shard.figures()["workers"] == 1
         assert workers.shard.unwatched == {0: 7}
-        workers.shard.hear(peer, [encode(Stranger())])  # which no worker says: it is to be replaced
-        workers.shard.hear(peer, [b"nor this"])
+        workers.shard.on_message(peer, [encode(Stranger())])  # which no worker says: it is to be replaced
+        workers.shard.on_message(peer, [b"nor this"])
         assert workers.to_end == [(0, 7)]
         assert bystander.poll() is None
         bystander.kill()

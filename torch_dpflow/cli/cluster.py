@@ -179,12 +179,12 @@ def _look(coordinator: RpcClient, interval: float, count: int | None, *, as_json
 @json_option
 def keygen(path: Path, as_json: bool) -> None:
     """Draw the keys of a cluster into PATH, for `dpflow up --listen ... --keys PATH`."""
-    from torch_dpflow.remote.access.connection_file import create_cluster, write_connection_file
+    from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 
     if path.exists():
         raise UsageError(f"{str(path)!r} is there already; remove it, or give another path")
     try:
-        write_connection_file(path, create_cluster("tcp://127.0.0.1:0"))
+        write_connection_file(path, generate_keys("tcp://127.0.0.1:0"))
     except OSError as error:
         raise OptionError(f"{str(path)!r} cannot be written: {error.strerror}; give another path") from error
     if as_json:

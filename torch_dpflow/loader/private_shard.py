@@ -26,7 +26,7 @@ from torch_dpflow.errors import DescriptorLimitError, LifetimeError, MessageErro
 from torch_dpflow.loader.shard_events import Arrived, Broken, Died, Event, Poisoned, Started, Starved, Totals
 from torch_dpflow.platforms.base import Handle, Platform, ProcessSpec
 from torch_dpflow.remote.parcel.codec import decode
-from torch_dpflow.remote.process.awake_clock import AwakeClock
+from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow.remote.scheduler import Scheduler
 from torch_dpflow.remote.shard.engine import Shard
 from torch_dpflow.remote.shm.arena import ArenaReader
@@ -110,10 +110,10 @@ class PrivateShard:
         self._owner = os.getpid()
         self._directory = PrivateDirectory()
         self._listener = listen(f"ipc://{self._directory.path}/shard")
-        self._listener.watch(platform.news)
+        self._listener.watch(platform.wakeup_fd)
         self._task_timeout_s = task_timeout_s
         # Workers do not pay for the time that this process was stopped, by a debugger or with its container.
-        self._clock = AwakeClock()
+        self._clock = SuspendAwareClock()
         self._scheduler = Scheduler(window=WINDOW, poison_limit=poison_limit, task_timeout_s=task_timeout_s)
         self._shard = Shard(
             self._listener, self._scheduler, self, clock=self._clock, start_timeout_s=task_timeout_s
@@ -198,17 +198,17 @@ class PrivateShard:
 
         Raises DescriptorLimitError where this process has too many files open; it can be called again.
         """
-        obituary = "has ended"
+        report = "has ended"
         handle = self._handles.get(worker)
         if handle is None or handle is dead:
-            obituary = self.bury(worker)
+            report = self.reap(worker)
             self._incarnations[worker] += 1
             descriptors.require(WORKER_DESCRIPTORS + OWN_DESCRIPTORS, f"another process for worker {worker}")
             self._start(worker)
-        return obituary
+        return report
 
-    def bury(self, worker: int) -> str:
-        """Clear away after a worker that died; returns how it did."""
+    def reap(self, worker: int) -> str:
+        """Forget the process of a worker that died; returns how it ended."""
         handle = self._handles.get(worker)
         if handle is None:  # this was interrupted the last time
             return "has ended"
@@ -281,7 +281,7 @@ class PrivateShard:
             incarnation=post.incarnation,
             target=worker_process.main,
             arguments=(self._assignment, post),
-            words=worker_process.last_words_path(post),
+            report_file=worker_process.exit_report_path(post),
             directory=self._directory.path,
         )
         try:
@@ -307,15 +307,15 @@ class PrivateShard:
         message = self._listener.receive(self._tick_s)
         is_quiet = message is None  # a death wakes it without a message
         while message is not None:
-            self._shard.hear(*message)
+            self._shard.on_message(*message)
             message = self._listener.receive(0)
         while self._commands:
             self._commands.popleft()()
         if is_quiet:
-            for handle in self._platform.take():
-                self._dismiss(handle)
+            for handle in self._platform.take_ended():
+                self._on_process_ended(handle)
         if self._tick_s is not None and time.monotonic() >= self._tick_at:
-            self._shard.tick()
+            self._shard.check_timeouts()
             self._tick_at = time.monotonic() + self._tick_s
 
     def _tell(self, event: Event) -> None:
@@ -323,26 +323,26 @@ class PrivateShard:
         self._signs.put(None)
 
     def _shut_down(self) -> None:
-        """Send the workers home and wait until those that listen have left; the others have nothing to finish."""
+        """Stop the workers and wait for the end of those that are connected; the others have nothing to finish."""
         self._shard.stop_workers()
         leaving = set(self._shard.connected)
         deadline = time.monotonic() + self._grace_s
         while leaving and (left_s := deadline - time.monotonic()) > 0:
             self._listener.receive(left_s)
-            leaving.difference_update(self._workers[handle.name] for handle in self._platform.take())
+            leaving.difference_update(self._workers[handle.name] for handle in self._platform.take_ended())
         self._listener.close()
 
-    def _dismiss(self, handle: Handle) -> None:
+    def _on_process_ended(self, handle: Handle) -> None:
         worker = self._workers[handle.name]
         if handle.incarnation != self._incarnations[worker]:
             return  # its start was interrupted before it was known, and another has taken its place
         # Results that it sent before its end count; only then is the rest given to others.
         while (message := self._listener.receive(0)) is not None:
-            self._shard.hear(*message)
-        # First the death, then what came of it, so that a poisoned task's last words are known.
+            self._shard.on_message(*message)
+        # First the death, then what came of it, so that a poisoned task's exit report is known.
         self._tell(Died(worker, handle))
         running = self._running.pop(worker, None)
-        self._shard.lose(worker, None if running is None else running.tasks())
+        self._shard.on_worker_lost(worker, None if running is None else running.tasks())
         self._readers.pop(worker, None)
 
     # -- what the shard asks of us (`Requester`) ---------------------------------------------------------

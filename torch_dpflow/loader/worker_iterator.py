@@ -54,7 +54,7 @@ class WorkerIterator(BaseDataLoaderIter):
         self._generation = 0
         self._deaths = 0
         self._has_loaded = False
-        self._last_words = ""
+        self._exit_report = ""
         self._ended_workers: list[Any] = []
         self._counted = Totals(duplicates=0, steals=0)
         self._shard: PrivateShard | None = None
@@ -374,16 +374,16 @@ class WorkerIterator(BaseDataLoaderIter):
         if not self._has_loaded:
             limit = min(limit, self._num_workers + FALSE_STARTS)
         if self._deaths > limit:
-            self._last_words = self._shard.bury(worker)
+            self._exit_report = self._shard.reap(worker)
             self._shutdown_workers()
             raise WorkerStartError(
                 f"{self._deaths} workers ended one after the other and no batch came in between; the last one, "
-                f"worker {worker}, {self._last_words}\nRun with num_workers=0 to see where it happens."
+                f"worker {worker}, {self._exit_report}\nRun with num_workers=0 to see where it happens."
                 + (RAISE_THE_LIMIT if self._has_loaded else "")
             )
-        self._last_words = self._shard.replace_worker(worker, dead)
+        self._exit_report = self._shard.replace_worker(worker, dead)
         self._run.meter.restarts += 1
-        LOADER.warning("worker %d is replaced: %s", worker, self._last_words)
+        LOADER.warning("worker %d is replaced: %s", worker, self._exit_report)
 
     def _count(self) -> None:
         """Add what the shard has counted since the last time."""
@@ -396,7 +396,7 @@ class WorkerIterator(BaseDataLoaderIter):
     def _poison_error(self, flight: InFlightBatch, poisoned: Poisoned) -> PoisonTaskError:
         return PoisonTaskError(
             f"the batch of {_named(flight.index)} took down {len(poisoned.workers)} workers one after the other "
-            f"and is given up; the last one, {self._last_words}\nLoad these samples with num_workers=0 to see why; "
+            f"and is given up; the last one, {self._exit_report}\nLoad these samples with num_workers=0 to see why; "
             "the loader can go on with the batches after it"
         )
 

@@ -1,0 +1,1 @@
+"""Where processes run: `base` has the contract, each other module an implementation."""

@@ -1,8 +1,8 @@
-"""The contract of a platform: it starts processes, ends them, and tells how they have ended.
+"""The contract of a platform: it starts processes, kills them and reports how they ended.
 
-A process is known by its name and incarnation. Where it runs, and whether it has a number there, is the platform's
-own affair. What a platform says is advisory: a process that it takes for running may be cut off, so whoever uses it
-also listens for heartbeats, or for greetings. `torch_dpflow.testing.platforms` has the suite.
+A process is identified by its name and incarnation. Where it runs, and whether it has a pid there, concerns the
+platform alone. What a platform reports is advisory: a process that it reports as running may be unreachable, so its
+users also expect heartbeats or greetings. `torch_dpflow.testing.platforms` has the contract suite.
 """
 
 from __future__ import annotations
@@ -12,68 +12,68 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-#: The most that is kept of a process's last words, characters.
-LAST_WORDS = 4000
+#: Most characters of a process's exit report that are kept.
+MAX_REPORT_CHARS = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What those who use a platform may expect of its processes."""
+    """What the users of a platform may expect of its processes."""
 
     #: Whether its processes and the one that starts them can read each other's memory mappings.
     shares_memory: bool
-    #: Whether others can connect to what its processes listen at.
+    #: Whether others can connect to an address at which its processes listen.
     accepts_connections: bool
-    #: After how long the platform ends a process, seconds; None: never.
+    #: After how many seconds the platform ends a process; None: never.
     longest_life_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpec:
-    """A process that is to run.
+    """A process to start.
 
     Args:
-        name: who it is; no two that run have the same.
-        incarnation: which of the processes that have had this name.
-        target: what it runs, in its main thread: a function at the top of a module.
-        arguments: of the target. They are pickled, except where the process is a fork and inherits them.
-        words: a file where it leaves what it has to say when it dies, if it shares this host's files; else empty.
-        directory: one that is private to those who are launched and the one that launches, which removes it; where that
-            one is killed they do. Empty: there is none.
+        name: identifies it; no two running processes have the same.
+        incarnation: counts the processes that have had this name.
+        target: the function that it runs in its main thread, at the top of a module.
+        arguments: of the target. They are pickled unless the process is a fork, which inherits them.
+        report_file: where it writes an exit report when it fails, if it shares this host's files; else empty.
+        directory: private to the launched processes and the one that launches them, which removes it; if that one
+            is killed they remove it. Empty: there is none.
     """
 
     name: str
     incarnation: int
     target: Callable[..., None]
     arguments: tuple[Any, ...] = ()
-    words: str = ""
+    report_file: str = ""
     directory: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """How a process has ended, as far as that is known; as a string: for people."""
+    """How a process ended, as far as that is known. `str` gives the text for people."""
 
-    #: Its exit code; None where a signal has ended it, or nobody knows.
+    #: Its exit code; None if a signal ended it, or the code is unknown.
     code: int | None = None
-    #: The number of the signal that has ended it, or None.
+    #: The number of the signal that ended it, or None.
     signal: int | None = None
-    #: Why it was killed through its handle; empty where it was not, or no reason was given.
+    #: Why it was killed through its handle; empty if it was not, or no reason was given.
     killed_for: str = ""
-    #: At most `LAST_WORDS` characters.
-    words: str = ""
+    #: What it wrote to its report file, at most `MAX_REPORT_CHARS` characters.
+    report: str = ""
     #: Where it ran, as "pid 17".
     place: str = ""
 
     def __str__(self) -> str:
-        words = f"; its last words:\n{self.words}" if self.words else ""
-        return f"{self.place} {self._how()}".strip() + words
+        report = f"; its exit report:\n{self.report}" if self.report else ""
+        return f"{self.place} {self._how()}".strip() + report
 
     def _how(self) -> str:
         if self.killed_for:
             return f"was killed: {self.killed_for}"
         if self.signal is None:
-            return "has ended, nobody knows how" if self.code is None else f"exited with code {self.code}"
+            return "has ended, exit code unknown" if self.code is None else f"exited with code {self.code}"
         try:
             name = signal.Signals(self.signal).name
         except ValueError:
@@ -83,33 +83,37 @@ class End:
 
 
 class Handle(Protocol):
-    """One process that was launched."""
+    """One launched process."""
 
     #: As in its `ProcessSpec`.
     name: str
     incarnation: int
-    #: Its number on this machine, for people; 0 where it has none.
+    #: Its pid on this machine, for people; 0 if it has none.
     pid: int
 
     def kill(self, why: str = "") -> None:
-        """End it at once, for a reason that `describe` is to name; does not wait. Any thread may call, again too."""
+        """Kill it without waiting; `describe` names the reason. Any thread may call, repeatedly."""
 
     def describe(self) -> End | None:
-        """How it has ended; None while it runs. Waits at most a second, for what is still on its way."""
+        """How it ended; None while it runs. Waits at most a second for a status that is still in transit."""
 
 
 class Platform(Protocol):
-    """Starts processes. They end with the one that starts them, however it ends.
+    """Starts processes. They end with the process that starts them, however that one ends.
 
-    One thread launches and another may take: the one that waits for `news`. Everything else belongs to either.
+    One thread may launch while another takes the ended ones: the thread that waits for `wakeup_fd`. All other
+    methods belong to either.
     """
 
+    # One descriptor instead of a callback: its users wait for it beside their socket, so it needs no further thread
+    # and no lock, a fork copies nothing half done, and an end is handled after the messages that came before it.
+
     capabilities: Capabilities
-    #: A descriptor, readable while `take` has something to give.
-    news: int
+    #: A descriptor that is readable while `take_ended` has something to return.
+    wakeup_fd: int
 
     def launch(self, spec: ProcessSpec) -> Handle:
-        """Start this process. It may come up late, or never: that, and why, its end tells.
+        """Start this process without waiting for it. If it never comes up, its `End` says why.
 
         Raises:
             NotPicklableError: the arguments cannot be sent to a new process.
@@ -117,8 +121,8 @@ class Platform(Protocol):
             DescriptorLimitError: this process has too many files open.
         """
 
-    def take(self) -> Sequence[Handle]:
-        """Those that have ended, each given once; does not wait."""
+    def take_ended(self) -> Sequence[Handle]:
+        """The processes that have ended, each returned once; does not wait."""
 
     def close(self, *, grace_s: float = 0.0) -> None:
-        """Ask all that run to end, wait so long, kill the rest, and give back what is held. May be called again."""
+        """Ask all running processes to end, wait `grace_s`, kill the rest and release everything. Idempotent."""

@@ -1,4 +1,4 @@
-"""Processes that a fork server makes: it has imported what they need, so they begin at once and share its memory."""
+"""Processes of a fork server, which has imported what they need: they start at once and share its memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ForkServerPlatform(LocalPlatform):
 
     Args:
         context: a multiprocessing context of this kind; None: Python's own.
-        preload: modules that processes are forked with. Only the first start of the fork server heeds them.
-        patience_s: how long the fork server may take to make a process, and to come up, seconds; one that takes longer
-            is killed, and the next launch begins another. None: it is waited for, as others may use it.
-        outlived: whether processes go on where the fork server is killed. Else the kernel ends them with it: where this
-            process is killed, also those that never let go of the interpreter's lock.
+        preload: modules that the fork server imports; only its first start reads them.
+        patience_s: how long the fork server may take to fork a process, and to start, seconds; one that takes
+            longer is killed, and the next launch starts another. None: no limit, as others may use it.
+        outlived: whether processes survive the death of the fork server. Otherwise the kernel kills them with it,
+            including those that never release the interpreter's lock.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class ForkServerPlatform(LocalPlatform):
             self._context.set_forkserver_preload(list(preload))
         self._patience_s = patience_s
         self._may_be_killed_by_kernel = not outlived
-        #: The one that made the latest process.
+        #: The pid of the fork server that forked the latest process.
         self._known: int | None = None
 
     def _start(self, process: BaseProcess) -> None:
-        # With SIGINT as it is: the server would be started with it blocked, and keep it so for other processes too.
+        # SIGINT stays unblocked here: the fork server would inherit the mask and pass it on to all its processes.
         if self._patience_s is None:
             process.start()
             return
@@ -79,8 +79,6 @@ def _fork_server() -> int | None:
 def _kill_fork_server() -> None:
     pid = _fork_server()
     if pid is not None:
-        SERVICE.warning(
-            "the fork server (pid %d) makes no process and is killed; another takes its place", pid
-        )
+        SERVICE.warning("fork server (pid %d) does not fork a process; killed, it will be restarted", pid)
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

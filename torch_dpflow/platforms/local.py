@@ -14,24 +14,25 @@ from typing import Any
 
 from torch_dpflow import descriptors
 from torch_dpflow.errors import LaunchError, NotPicklableError
-from torch_dpflow.platforms.base import LAST_WORDS, Capabilities, End, ProcessSpec
-from torch_dpflow.platforms.orphan import end_with
+from torch_dpflow.platforms.base import MAX_REPORT_CHARS, Capabilities, End, ProcessSpec
+from torch_dpflow.platforms.orphan import exit_with_parent
 
-#: How long it may take until it is known how a process has ended, seconds: a fork server is asked.
+#: How long to wait for the exit code of an ended process, seconds; a fork server has to send it.
 REAP_S = 1.0
-#: How long processes that were killed may take to go, seconds.
+#: How long killed processes may take to end, seconds.
 END_S = 5.0
-#: What one has open where it was started: two pipes to it, and a descriptor of the process.
+#: Descriptors that the starting process holds for each one: two pipes and a pidfd.
 DESCRIPTORS = 3
 
 
 class LocalPlatform:
-    """Starts processes through a multiprocessing context, or a module that is used as one (torch.multiprocessing).
+    """Starts processes through a multiprocessing context, or a module used as one (torch.multiprocessing).
 
-    Under fork the thread that launches is the one that is copied.
+    Under fork, the thread that launches is the one that is copied.
     """
 
-    #: Whether the kernel may end a process with its parent. Another thread than the main one it would take for it.
+    #: Whether the kernel may kill a process with its parent. It takes the end of the starting thread for the end of
+    #: the parent, so `launch` uses it from the main thread only.
     _may_be_killed_by_kernel = True
     capabilities = Capabilities(shares_memory=True, accepts_connections=True, longest_life_s=None)
 
@@ -43,8 +44,8 @@ class LocalPlatform:
             if descriptors.is_exhausted(error):
                 raise descriptors.exhausted("no process can be started") from error
             raise
-        self.news = self._poller.fileno()
-        #: Those whose end has not been taken, by descriptor.
+        self.wakeup_fd = self._poller.fileno()
+        #: Processes not yet returned by `take_ended`, by descriptor.
         self._running: dict[int, LocalHandle] = {}
 
     def launch(self, spec: ProcessSpec) -> LocalHandle:
@@ -68,7 +69,7 @@ class LocalPlatform:
         self._poller.register(handle.descriptor, select.EPOLLIN)
         return handle
 
-    def take(self) -> list[LocalHandle]:
+    def take_ended(self) -> list[LocalHandle]:
         ended = [self._running[descriptor] for descriptor, _ in self._poller.poll(0)]
         for handle in ended:
             self._release(handle)
@@ -82,7 +83,7 @@ class LocalPlatform:
         for handle in running:
             handle.await_end(deadline)
         for handle in running:
-            handle.kill()  # stopped, or it ignores SIGTERM
+            handle.kill()  # suspended, or ignores SIGTERM
         deadline = time.monotonic() + END_S
         for handle in running:
             handle.await_end(deadline)
@@ -91,7 +92,7 @@ class LocalPlatform:
         self._poller.close()
 
     def _start(self, process: BaseProcess) -> None:
-        """Have a process begin with SIGINT blocked, until it is ready to leave in silence."""
+        """Start a process with SIGINT blocked; it unblocks it when Control-C no longer prints a traceback."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
@@ -99,46 +100,45 @@ class LocalPlatform:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _release(self, handle: LocalHandle) -> None:
-        # Not left to its closing: forked processes have the descriptor too, and what they have stays watched.
+        # Closing alone would not do: forked processes inherit the descriptor, and epoll watches it while one is open.
         if self._running.pop(handle.descriptor, None) is not None:
             self._poller.unregister(handle.descriptor)
             handle.release()
 
 
 def _run(spec: ProcessSpec, owner: int, by_kernel: bool) -> None:
-    """What a process does: no line of its target's before it is sure to end with its owner."""
-    end_with(owner, spec.directory, by_kernel=by_kernel)
+    """The body of a process: runs no line of the target before the process is bound to end with its owner."""
+    exit_with_parent(owner, spec.directory, by_kernel=by_kernel)
     spec.target(*spec.arguments)
 
 
 class LocalHandle:
-    """A process that is a child of this process, or of its fork server.
+    """A child of this process, or of its fork server."""
 
-    Known by the kernel's descriptor of it. multiprocessing's own is a pipe that grandchildren inherit: it stays silent
-    when a process with a subprocess is killed. And where a fork server is killed multiprocessing takes all of its
-    processes for dead, and sends them no signal any more.
-    """
+    # Watched by its pidfd. multiprocessing's sentinel is a pipe that grandchildren inherit: it reports no end when a
+    # process with a subprocess is killed. And when a fork server is killed, multiprocessing regards all of its
+    # processes as dead and sends them no more signals.
 
     def __init__(self, process: BaseProcess, spec: ProcessSpec) -> None:
         self.name, self.incarnation = spec.name, spec.incarnation
         self.pid = process.pid or 0
-        #: The process as multiprocessing knows it. It is not closed: who has taken it from torch's loader may still ask
-        #: how it has ended.
+        #: The process as multiprocessing knows it. Never closed: users of torch's loader take it from there and may
+        #: ask for its exit code later.
         self.process = process
-        self._words = spec.words
+        self._report_file = spec.report_file
         self._killed_for = ""
         self._end: End | None = None
-        #: Against a signal to a descriptor that another thread closes.
+        #: Prevents a signal through a descriptor that another thread is closing.
         self._lock = threading.Lock()
         self._released = False
-        self.descriptor, self._is_kernels = _descriptor_of(process)
+        self.descriptor, self._is_pidfd = _descriptor_of(process)
 
     def kill(self, why: str = "") -> None:
         self._killed_for = self._killed_for or why
         self._send(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """Ask it to end now; does not wait."""
+        """Send it SIGTERM; does not wait."""
         self._send(signal.SIGTERM)
 
     def describe(self) -> End | None:
@@ -149,17 +149,17 @@ class LocalHandle:
                 code=None if code is None or code < 0 else code,
                 signal=-code if code is not None and code < 0 else None,
                 killed_for=self._killed_for,
-                words=self._last_words(),
+                report=self._exit_report(),
                 place=f"pid {self.process.pid}",
             )
         return self._end
 
     def await_end(self, deadline: float) -> None:
-        """Wait until it has ended, or until then on the monotonic clock, seconds."""
+        """Wait until it has ended, or until `deadline` on the monotonic clock, seconds."""
         self._has_ended(max(0.0, deadline - time.monotonic()))
 
     def release(self) -> None:
-        """Close the descriptor of it: it has ended, or is given up."""
+        """Close its descriptor: it has ended, or nobody waits for it any more."""
         with self._lock:
             self._released = True
             os.close(self.descriptor)
@@ -168,7 +168,7 @@ class LocalHandle:
         with self._lock, suppress(ProcessLookupError):
             if self._released:
                 return
-            if self._is_kernels:
+            if self._is_pidfd:
                 signal.pidfd_send_signal(self.descriptor, number)
             elif self.process.pid is not None:
                 os.kill(self.process.pid, number)
@@ -178,16 +178,16 @@ class LocalHandle:
         poller.register(self.descriptor, select.POLLIN)
         return bool(poller.poll(within_s * 1000))
 
-    def _last_words(self) -> str:
-        if not self._words:
+    def _exit_report(self) -> str:
+        if not self._report_file:
             return ""
-        with suppress(OSError), open(self._words, errors="replace") as file:
-            return file.read(LAST_WORDS).strip()
+        with suppress(OSError), open(self._report_file, errors="replace") as file:
+            return file.read(MAX_REPORT_CHARS).strip()
         return ""
 
 
 def _descriptor_of(process: BaseProcess) -> tuple[int, bool]:
-    """What becomes readable when the process ends, to be closed by the caller; whether it is the kernel's."""
+    """A descriptor that becomes readable when the process ends, to be closed by the caller; whether it is a pidfd."""
     assert process.pid is not None
     try:
         return os.pidfd_open(process.pid), True

@@ -1,4 +1,4 @@
-"""A process ends with the one that has started it, even when that one is killed and can tell nobody."""
+"""Ends a process when the process that started it ends, even by SIGKILL."""
 
 import ctypes
 import os
@@ -10,18 +10,18 @@ import threading
 import time
 
 _PR_SET_PDEATHSIG = 1
-#: Where the kernel offers no descriptor of a process, how often its id is looked up; seconds.
+#: How often to look up a pid where the kernel has no pidfds, seconds.
 POLL_S = 1.0
 
 
-def end_with(pid: int, directory: str, *, by_kernel: bool = False) -> None:
-    """From now on this process exits when process `pid` does, and removes `directory`, if any, on its way out.
+def exit_with_parent(pid: int, directory: str, *, by_kernel: bool = False) -> None:
+    """Make this process exit when process `pid` does, after removing `directory`, if any. To be called once.
 
-    A thread waits for it, so a worker that hangs in user code goes too. Call it once.
+    A thread waits for the end of `pid`, so a worker that hangs in user code exits too.
 
-    by_kernel: also where that code never lets go of the interpreter's lock; what is in `directory` is left to the
-        next sweep then. Only if the thread that started this process lives as long as its process does: the kernel
-        takes that thread's end for the parent's.
+    by_kernel: the kernel kills this process as well, even if user code never releases the interpreter's lock;
+        `directory` is then left to the next sweep. Only for a process that its starter's main thread has started:
+        the kernel takes the end of the starting thread for the end of the parent.
     """
     if by_kernel and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -43,7 +43,7 @@ def wait_for_end(pid: int) -> None:
         except ProcessLookupError:
             return
         except OSError:
-            pass  # an old kernel, or a sandbox that forbids the call: both are supported
+            pass  # an old kernel, or a sandbox that forbids the call
         else:
             poller = select.poll()
             poller.register(descriptor, select.POLLIN)

@@ -28,7 +28,7 @@ except ImportError as error:
     ) from error
 
 from torch_dpflow.errors import NotPicklableError
-from torch_dpflow.platforms.base import LAST_WORDS, End, Handle, Platform, ProcessSpec
+from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End, Handle, Platform, ProcessSpec
 from torch_dpflow.remote.shm.arena import ArenaReader
 from torch_dpflow.remote.wire.headers import WorkerHello, decode
 from torch_dpflow.testing.processes import (
@@ -67,24 +67,26 @@ class PlatformContract:
 
     @pytest.fixture
     def door(self) -> Iterator[socket.socket]:
-        """Where processes of the test call."""
+        """A listening socket to which the test's processes connect."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(PATIENCE_S)
             yield server
 
     def launch(
-        self, platform: Platform, target: Any, *arguments: Any, name: str = "one", words: str = ""
+        self, platform: Platform, target: Any, *arguments: Any, name: str = "one", report_file: str = ""
     ) -> Handle:
-        spec = ProcessSpec(name=name, incarnation=3, target=target, arguments=arguments, words=words)
+        spec = ProcessSpec(
+            name=name, incarnation=3, target=target, arguments=arguments, report_file=report_file
+        )
         return platform.launch(spec)
 
     def ended(self, platform: Platform) -> list[Handle]:
-        """Waits for news; who has ended."""
+        """Wait for an end; the handles of the ended processes."""
         assert wakes(platform, PATIENCE_S), "no process has ended"
-        return list(platform.take())
+        return list(platform.take_ended())
 
     def end_of(self, platform: Platform, handle: Handle) -> End:
-        """Waits for the end of the only one that runs."""
+        """Wait for the end of `handle`, the only process that runs."""
         assert self.ended(platform) == [handle]
         end = handle.describe()
         assert end is not None
@@ -113,32 +115,32 @@ class PlatformContract:
 
     # --- ends ---
 
-    def test_an_end_is_told_once_with_its_code(self, platform: Platform) -> None:
+    def test_an_end_is_reported_once_with_its_code(self, platform: Platform) -> None:
         handle = self.launch(platform, leave, 7)
         end = self.end_of(platform, handle)
         assert (end.code, end.signal) == (7, None)
         assert "exited with code 7" in str(end)
         assert not wakes(platform, 0.0)
-        assert list(platform.take()) == []
-        assert handle.describe() == end, "it can be asked again"
+        assert list(platform.take_ended()) == []
+        assert handle.describe() == end, "repeatable"
 
-    def test_nothing_is_told_of_one_that_runs(self, platform: Platform) -> None:
+    def test_nothing_is_reported_of_a_running_process(self, platform: Platform) -> None:
         handle = self.launch(platform, sleep, PATIENCE_S)
         assert not wakes(platform, 0.0)
-        assert list(platform.take()) == []
+        assert list(platform.take_ended()) == []
         assert handle.describe() is None
 
-    def test_a_killed_one_is_told_of_with_the_reason(self, platform: Platform) -> None:
+    def test_a_kill_is_reported_with_its_reason(self, platform: Platform) -> None:
         handle = self.launch(platform, sleep, PATIENCE_S)
         handle.kill("it was in the way")
         handle.kill()
         end = self.end_of(platform, handle)
         assert end.killed_for == "it was in the way"
         assert "was killed: it was in the way" in str(end)
-        handle.kill("again")  # of one that has ended: nothing happens
+        handle.kill("again")  # without effect: it has ended
         assert handle.describe() == end
 
-    def test_each_of_several_is_told_of_once(self, platform: Platform) -> None:
+    def test_each_of_several_ends_is_reported_once(self, platform: Platform) -> None:
         handles = [self.launch(platform, sleep, PATIENCE_S, name=f"one-{place}") for place in range(3)]
         for handle in reversed(handles):
             handle.kill()
@@ -156,18 +158,20 @@ class PlatformContract:
         thread.join()
         assert ended == [handle]
 
-    def test_last_words_are_cut(self, platform: Platform, tmp_path: Path) -> None:
-        path = str(tmp_path / "words")
-        text = "alas " * LAST_WORDS
-        end = self.end_of(platform, self.launch(platform, write_and_die, path, text, words=path))
+    def test_a_long_exit_report_is_cut(self, platform: Platform, tmp_path: Path) -> None:
+        path = str(tmp_path / "report")
+        text = "alas " * MAX_REPORT_CHARS
+        end = self.end_of(platform, self.launch(platform, write_and_die, path, text, report_file=path))
         assert (end.code, end.signal) == (None, signal.SIGTERM)
-        assert 0 < len(end.words) <= LAST_WORDS
+        assert 0 < len(end.report) <= MAX_REPORT_CHARS
         assert "SIGTERM" in str(end)
-        assert "its last words:\nalas" in str(end)
+        assert "its exit report:\nalas" in str(end)
 
     # --- closing ---
 
-    def test_closing_ends_who_runs_also_the_deaf(self, platform: Platform, door: socket.socket) -> None:
+    def test_closing_ends_processes_that_ignore_sigterm_too(
+        self, platform: Platform, door: socket.socket
+    ) -> None:
         deaf = self.launch(platform, ignore, int(signal.SIGTERM), door.getsockname(), name="deaf")
         assert received(door) == b"deaf"
         idle = self.launch(platform, sleep, PATIENCE_S, name="idle")
@@ -176,8 +180,8 @@ class PlatformContract:
         assert [end is not None and end.code for end in ends] == [None, None]
         platform.close()
 
-    def test_closing_gives_back_what_is_held(self) -> None:
-        with closing(self.new_platform()) as platform:  # what it shares with others is there from now on
+    def test_closing_releases_every_descriptor(self) -> None:
+        with closing(self.new_platform()) as platform:  # opens what all platforms share
             self.end_of(platform, self.launch(platform, leave, 0))
         before = set(os.listdir("/proc/self/fd"))
         platform = self.new_platform()
@@ -187,7 +191,7 @@ class PlatformContract:
         del platform
         assert set(os.listdir("/proc/self/fd")) <= before
 
-    def test_none_outlives_who_started_it(self, door: socket.socket) -> None:
+    def test_no_process_outlives_its_starter(self, door: socket.socket) -> None:
         starter = self.starter.Process(target=start_and_stay, args=(self.new_platform, door.getsockname()))
         starter.start()
         connection, _ = door.accept()
@@ -196,7 +200,7 @@ class PlatformContract:
             assert connection.recv(4) == b"held"
             starter.kill()
             starter.join()
-            assert connection.recv(1) == b"", "it has hung up"
+            assert connection.recv(1) == b"", "the process has ended"
 
     # --- capabilities ---
 
@@ -222,14 +226,14 @@ class PlatformContract:
 
 
 def wakes(platform: Platform, within_s: float) -> bool:
-    """Whether there is news."""
+    """Whether an end is reported within so many seconds."""
     poller = select.poll()
-    poller.register(platform.news, select.POLLIN)
+    poller.register(platform.wakeup_fd, select.POLLIN)
     return bool(poller.poll(within_s * 1000))
 
 
 def received(door: socket.socket) -> bytes:
-    """All that the next one who calls there sends."""
+    """All bytes that the next connection to `door` sends."""
     connection, _ = door.accept()
     with connection:
         connection.settimeout(PATIENCE_S)

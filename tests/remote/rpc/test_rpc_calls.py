@@ -21,7 +21,7 @@ from torch_dpflow.errors import (
     RemoteCallError,
     StateError,
 )
-from torch_dpflow.remote.access.connection_file import create_cluster
+from torch_dpflow.remote.access.connection_file import generate_keys
 from torch_dpflow.remote.rpc import (
     LATER,
     ClientOptions,
@@ -176,7 +176,7 @@ def test_call_answered_later_in_another_thread_holds_up_no_other(
 
 
 def test_calls_over_tcp_with_keys(start_server: StartServer, open_client: OpenClient) -> None:
-    cluster = create_cluster("tcp://127.0.0.1:0")
+    cluster = generate_keys("tcp://127.0.0.1:0")
     keys = TransportOptions(keys=cluster.server_keys())
     server = start_server("tcp://127.0.0.1:0", prepare, transport=keys)
     friend = open_client(server.address, transport=TransportOptions(keys=cluster.client_keys()))

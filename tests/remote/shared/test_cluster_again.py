@@ -12,7 +12,7 @@ from tests.shared_cluster import TestCluster, free_port, wait
 from tests.shared_datasets import Numbers
 from tests.workers import has_ended
 from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.access.connection_file import create_cluster, write_connection_file
+from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 from torch_dpflow.remote.job.client import JobOptions, open_job
 
 SECRET = "wJalrXUtnFEMI-bPxRfiCYEXAMPLEKEY"
@@ -24,7 +24,7 @@ def keys(batches: object) -> list[int]:
 
 
 def test_a_job_registers_again_with_a_cluster_at_the_same_address_and_keys(tmp_path: Path, flow: str) -> None:
-    write_connection_file(tmp_path / "keys", create_cluster(""))
+    write_connection_file(tmp_path / "keys", generate_keys(""))
     where = {"listen": f"tcp://127.0.0.1:{free_port()}", "keys": tmp_path / "keys"}
     first = TestCluster.start(tmp_path, **where)  # type: ignore[arg-type]
     try:

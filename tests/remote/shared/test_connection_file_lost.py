@@ -20,7 +20,7 @@ from torch_dpflow.errors import UsageError
 from torch_dpflow.remote.access.announcement import Announcement
 from torch_dpflow.remote.access.cluster_address import find_cluster
 from torch_dpflow.remote.access.connection_file import (
-    create_cluster,
+    generate_keys,
     read_connection_file,
     write_connection_file,
 )
@@ -77,8 +77,8 @@ import sys
 from pathlib import Path
 from torch_dpflow.errors import UsageError
 from torch_dpflow.remote.access.announcement import Announcement
-from torch_dpflow.remote.access.connection_file import create_cluster
-connection = create_cluster(sys.argv[2])
+from torch_dpflow.remote.access.connection_file import generate_keys
+connection = generate_keys(sys.argv[2])
 print("ready", flush=True)
 sys.stdin.readline()
 try:
@@ -97,7 +97,7 @@ def test_of_clusters_that_start_at_once_one_has_the_file_and_the_others_are_told
 ) -> None:
     path = tmp_path / "connection"
     if leftover:
-        write_connection_file(path, create_cluster("ipc:///killed"))
+        write_connection_file(path, generate_keys("ipc:///killed"))
     rivals = [interpreter(RIVAL, str(path), f"ipc:///{number}", stdin=-1) for number in range(4)]
     try:
         for rival in rivals:
@@ -123,11 +123,11 @@ def test_of_clusters_that_start_at_once_one_has_the_file_and_the_others_are_told
 
 def test_a_cluster_leaves_the_file_of_another_that_has_come_in_its_place(tmp_path: Path) -> None:
     path = tmp_path / "connection"
-    first = Announcement(path, create_cluster("ipc:///first"))
+    first = Announcement(path, generate_keys("ipc:///first"))
     with pytest.raises(UsageError, match="a cluster is up already at ipc:///first"):
-        Announcement(path, create_cluster("ipc:///second"))
+        Announcement(path, generate_keys("ipc:///second"))
     path.unlink()
-    second = Announcement(path, create_cluster("ipc:///second"))
+    second = Announcement(path, generate_keys("ipc:///second"))
     first.remove()
     assert read_connection_file(path).address == "ipc:///second"
     second.remove()

@@ -192,7 +192,7 @@ def test_every_line_says_what_it_is_about_and_restarts_are_counted(
     )
     # The node and the shard each see the death by themselves, in either order.
     wait(
-        lambda: "its samples go to others" in cluster.log.read_text().rpartition("\n")[0],
+        lambda: "its samples are requeued" in cluster.log.read_text().rpartition("\n")[0],
         what="the shard's word of the worker's end",
     )
     lines = [json.loads(line) for line in cluster.log.read_text().rpartition("\n")[0].splitlines()]
@@ -204,7 +204,7 @@ def test_every_line_says_what_it_is_about_and_restarts_are_counted(
         f"{worker.id} has ended unexpectedly (pid {worker.pid} was ended by SIGKILL (the kernel's out-of-memory killer "
         "sends it too)); another takes its place"
     ]
-    told = [line for line in lines if "its samples go to others" in line["text"]]
+    told = [line for line in lines if "its samples are requeued" in line["text"]]
     assert [(line["flow"], line["shard"], line["worker"], line["job"]) for line in told] == [
         (f"{flow}@1", "shard-000", 1, None)
     ]

@@ -20,7 +20,7 @@ from tests.remote.shared.test_shared_fuzz import (
 from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.access.connection_file import create_cluster
+from torch_dpflow.remote.access.connection_file import generate_keys
 from torch_dpflow.remote.job.client import SharedJob
 from torch_dpflow.remote.transport import TransportOptions
 
@@ -43,7 +43,7 @@ def test_a_stranger_gets_nothing_of_any_service(
     views = services(cluster, flow)
     fuzzer = Fuzzer(chance, cluster.flows()[f"{flow}@1"].spec, READER, views["shard"].id)
     for view in views.values():
-        others = create_cluster(view.address).client_keys()
+        others = generate_keys(view.address).client_keys()
         for keys in (None, others):
             options = TransportOptions(send_timeout_s=0.05, keys=keys)
             stranger = Fiend(view.address, options, chance)

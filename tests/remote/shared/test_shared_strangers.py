@@ -13,7 +13,7 @@ from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow.errors import DeadlineError, OptionError, PeerLostError, RemoteCallError
 from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.access.connection_file import create_cluster
+from torch_dpflow.remote.access.connection_file import generate_keys
 from torch_dpflow.remote.job.client import JobOptions, open_job
 from torch_dpflow.remote.rpc import ClientOptions, RpcClient
 from torch_dpflow.remote.transport import TransportOptions
@@ -52,7 +52,7 @@ def test_the_connection_file_is_its_owners(cluster: TestCluster) -> None:
 @pytest.mark.parametrize("keys", ["none", "others"])
 def test_a_stranger_is_not_answered(cluster: TestCluster, keys: str) -> None:
     address = find_cluster(cluster.address).address
-    others = create_cluster(address).client_keys()
+    others = generate_keys(address).client_keys()
     transport = TransportOptions(send_timeout_s=0.5, keys=None if keys == "none" else others)
     with (
         RpcClient(address, options=ClientOptions(timeout_s=1.0), transport=transport) as stranger,

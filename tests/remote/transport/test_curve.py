@@ -16,7 +16,7 @@ import pytest
 from torch_dpflow.errors import OptionError, PeerLostError
 from torch_dpflow.remote.access.connection_file import (
     ConnectionFile,
-    create_cluster,
+    generate_keys,
     read_connection_file,
     write_connection_file,
 )
@@ -24,8 +24,8 @@ from torch_dpflow.remote.transport import Connection, Listener, TransportOptions
 from torch_dpflow.remote.transport.keys import ClientKeys
 from torch_dpflow.testing.transports import answered, greet, heard
 
-CLUSTER = create_cluster("tcp://127.0.0.1:0")
-STRANGER = create_cluster("tcp://127.0.0.1:0")
+CLUSTER = generate_keys("tcp://127.0.0.1:0")
+STRANGER = generate_keys("tcp://127.0.0.1:0")
 
 
 @pytest.fixture

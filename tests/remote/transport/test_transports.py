@@ -3,11 +3,11 @@
 import uuid
 from pathlib import Path
 
-from torch_dpflow.remote.access.connection_file import create_cluster
+from torch_dpflow.remote.access.connection_file import generate_keys
 from torch_dpflow.remote.transport import TransportOptions
 from torch_dpflow.testing.transports import TransportContract
 
-_CLUSTER = create_cluster("tcp://127.0.0.1:0")
+_CLUSTER = generate_keys("tcp://127.0.0.1:0")
 
 
 class TestIpc(TransportContract):

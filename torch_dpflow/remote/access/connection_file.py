@@ -48,7 +48,7 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
 
 
-def create_cluster(address: str) -> ConnectionFile:
+def generate_keys(address: str) -> ConnectionFile:
     """Draw the keys of a new cluster whose coordinator listens at `address`."""
 
     server_public, server_secret = draw_key_pair()

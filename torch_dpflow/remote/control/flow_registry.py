@@ -39,7 +39,7 @@ STARTING_S = 120.0
 #: started anew jobs take so long to come back to it.
 REPLACED_S = 15.0
 #: Most contents of one flow that are remembered as announced.
-MAX_OFFERS = 64
+MAX_ANNOUNCED = 64
 
 
 class FlowState(enum.Enum):
@@ -96,7 +96,7 @@ class Flow:
     #: The latest states and when the flow came into them, seconds; the one that it is in last.
     life: deque[tuple[FlowState, float]] = field(default_factory=lambda: deque(maxlen=MAX_LIFE))
     #: Descriptions that agree with this one and whose content may come, by content; the latest last.
-    offers: dict[str, FlowSpec] = field(default_factory=dict)
+    announced: dict[str, FlowSpec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.life.append((self.state, self.touched))
@@ -180,27 +180,27 @@ class FlowRegistry:
                 f"flow {spec.name!r}: version {spec.version} is registered and differs: {difference}. "
                 f'Describe it the same way, or read it as flow="{spec.name}:v{spec.version + 1}"'
             )
-        current.offers.pop(spec.content, None)
-        current.offers[spec.content] = spec
-        if len(current.offers) > MAX_OFFERS:
-            del current.offers[next(iter(current.offers))]
+        current.announced.pop(spec.content, None)
+        current.announced[spec.content] = spec
+        if len(current.announced) > MAX_ANNOUNCED:
+            del current.announced[next(iter(current.announced))]
         return []
 
-    def offered(self, content: str) -> Flow | None:
+    def flow_of_content(self, content: str) -> Flow | None:
         """The flow for which somebody has announced this content."""
         for flow in self._flows.values():
-            if flow.spec.content == content or content in flow.offers:
+            if flow.spec.content == content or content in flow.announced:
                 return flow
         return None
 
-    def settle(self, flow: Flow, content: str) -> list[FlowInstruction]:
+    def accept_content(self, flow: Flow, content: str) -> list[FlowInstruction]:
         """This content, which was announced, has come as the flow's first: it is what the flow loads.
 
         Descriptions that agree may still differ in the bytes of what is loaded, and who registered first may have
         died before it brought its own.
         """
-        taken = flow.offers.get(content, flow.spec)
-        flow.offers.clear()
+        taken = flow.announced.get(content, flow.spec)
+        flow.announced.clear()
         if taken.content == flow.spec.content:
             return []
         flow.spec = taken
@@ -261,7 +261,7 @@ class FlowRegistry:
         flow.spec = scaled
         return flow, [SaveFlow(scaled)]
 
-    def make_way(self, now: float) -> list[FlowInstruction]:
+    def stop_unread(self, now: float) -> list[FlowInstruction]:
         """There is no room for another flow: end the services of the one that nobody has read for longest."""
         unread = [flow for flow in self._flows.values() if flow.is_unread(now)]
         if not unread:

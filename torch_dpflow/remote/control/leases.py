@@ -70,7 +70,7 @@ class Lost(msgspec.Struct, frozen=True, gc=False):
 
     peer: Peer
     generation: int
-    reason: Literal["lapsed", "left", "replaced"]
+    reason: Literal["expired", "left", "replaced"]
 
 
 class Stale(msgspec.Struct, frozen=True, gc=False):
@@ -90,7 +90,7 @@ class _Lease(msgspec.Struct):
     until: float
 
 
-class Membership:
+class Leases:
     """Keeps the leases of all peers of one service.
 
     Only ExpireLeases ends a lease: a service that was held up itself first tells what has arrived meanwhile, and
@@ -172,7 +172,7 @@ class Membership:
             if lease.until > self._now:
                 break
             del self._members[peer]
-            changes.append(Lost(peer, lease.generation, "lapsed"))
+            changes.append(Lost(peer, lease.generation, "expired"))
             self._remember(peer, lease.generation)
         while self._gone and next(iter(self._gone.values())).until <= self._now:
             self._gone.popitem(last=False)

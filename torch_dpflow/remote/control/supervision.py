@@ -23,14 +23,14 @@ from torch_dpflow.remote.wire.node import Launch, ProcessView
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 #: A process that has run for so long has not ended at once, seconds. As long as the longest pause: so no process is
 #: started more often than that, and one that others keep killing is not kept waiting for what is no fault of its.
-SETTLED_S = 2.0
+STABLE_S = 2.0
 #: How long a process may take until it is heard of first, seconds: it imports, and fetches what it is to load.
 START_S = 60.0
 #: How long a worker that comes up keeps the next ones waiting, at most, seconds.
-PACE_S = 10.0
+START_PACE_S = 10.0
 #: Where three in four of the others are heard less often than this, all leases grow in proportion, seconds; at most so
 #: many times.
-LATE_S, MOST_LENIENT = 2.0, 6.0
+LATE_HEARTBEAT_S, MAX_LEASE_FACTOR = 2.0, 6.0
 WORKER = "worker"
 #: In the status of a worker that has come up.
 UP = "up"
@@ -52,13 +52,13 @@ class Kill(msgspec.Struct, frozen=True):
     incarnation: int
 
 
-class Forget(msgspec.Struct, frozen=True):
+class CleanUp(msgspec.Struct, frozen=True):
     """Clear away what this process has left: it has ended, and none comes after it."""
 
     id: str
 
 
-Instruction: TypeAlias = Spawn | Kill | Forget
+SupervisorInstruction: TypeAlias = Spawn | Kill | CleanUp
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class _Process:
     status: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def told_address(self) -> str:
+    def reported_address(self) -> str:
         """Where the one that runs listens; empty until it has said so."""
         return self.address if self.listens else ""
 
@@ -112,14 +112,14 @@ class Supervisor:
         #: Higher whenever the views differ in anything but what processes say of themselves.
         self.revision = 1
 
-    def desire(self, launches: Iterable[Launch], now: float) -> list[Instruction]:
+    def desire(self, launches: Iterable[Launch], now: float) -> list[SupervisorInstruction]:
         """Keep these running, and nothing else.
 
         A launch with other arguments than before replaces it. Other settings do not: the process hears of them.
         """
         wanted = {launch.id: launch for launch in launches}
         self.revision += 1
-        out: list[Instruction] = []
+        out: list[SupervisorInstruction] = []
         for id, process in list(self._processes.items()):
             if id not in wanted or not _runs_as(process.launch, wanted[id]):
                 process.desired = False
@@ -134,13 +134,13 @@ class Supervisor:
                 known.launch, known.desired = launch, True  # one that was to end is started when it has
         return out + self._spawn_due(now)
 
-    def started(self, id: str, incarnation: int, pid: int, now: float) -> None:
+    def on_started(self, id: str, incarnation: int, pid: int, now: float) -> None:
         """A process has been spawned."""
         process = self._processes[id]
         process.runs, process.pid, process.began = True, pid, now
         self.revision += 1
 
-    def ended(self, id: str, incarnation: int, now: float) -> list[Instruction]:
+    def on_ended(self, id: str, incarnation: int, now: float) -> list[SupervisorInstruction]:
         """A process has ended, for whatever reason."""
         process = self._processes.get(id)
         if process is None or process.incarnation != incarnation:
@@ -150,14 +150,16 @@ class Supervisor:
         self.revision += 1
         if not process.desired:
             return [self._forget(id)]
-        process.failures = 0 if now - process.began >= SETTLED_S else process.failures + 1
+        process.failures = 0 if now - process.began >= STABLE_S else process.failures + 1
         pause = 0.0 if process.failures <= 1 else FIRST_PAUSE_S * 2 ** min(process.failures, 20)
         process.due = now + min(pause, LONGEST_PAUSE_S)
         return self._spawn_due(now)
 
-    def beat(self, id: str, incarnation: int, address: str, status: dict[str, Any], now: float) -> bool:
+    def on_heartbeat(
+        self, id: str, incarnation: int, address: str, status: dict[str, Any], now: float
+    ) -> bool:
         """A process says that it lives; whether it is one of those that should."""
-        if not self.wants(id, incarnation):
+        if not self.is_desired(id, incarnation):
             return False
         process = self._processes[id]
         self.revision += not process.listens or process.address != address
@@ -168,7 +170,7 @@ class Supervisor:
         process.starting &= process.launch.role == WORKER and not status.get(UP, False)
         return True
 
-    def wants(self, id: str, incarnation: int) -> bool:
+    def is_desired(self, id: str, incarnation: int) -> bool:
         """Whether this process is one of those that should run."""
         process = self._processes.get(id)
         return process is not None and process.incarnation == incarnation and process.desired
@@ -177,11 +179,11 @@ class Supervisor:
         """The settings of a process that is desired."""
         return self._processes[id].launch.settings
 
-    def tick(self, now: float) -> list[Instruction]:
+    def tick(self, now: float) -> list[SupervisorInstruction]:
         """Time has passed, and everything that had arrived by then has been told."""
-        out: list[Instruction] = []
+        out: list[SupervisorInstruction] = []
         for process in self._processes.values():
-            process.starting &= now - process.began < PACE_S
+            process.starting &= now - process.began < START_PACE_S
             if process.runs and not process.killed and self._is_silent(process, now):
                 process.killed = True
                 out += self._kill(process)
@@ -195,7 +197,7 @@ class Supervisor:
                 one.launch.role,
                 one.incarnation,
                 one.pid,
-                one.told_address,
+                one.reported_address,
                 one.status,
                 one.restarts,
                 one.runs,
@@ -207,12 +209,12 @@ class Supervisor:
     def address_of(self, id: str) -> str:
         """Where a process has said that it listens; empty where it has not. Any thread may call."""
         process = self._processes.get(id)
-        return "" if process is None else process.told_address
+        return "" if process is None else process.reported_address
 
     @property
     def next_due(self) -> float | None:
         """When the next process is to be started, seconds; None where none waits for nothing but time."""
-        services, workers = self._room()
+        services, workers = self._capacity()
         dues = [
             one.due
             for one in self._processes.values()
@@ -223,11 +225,11 @@ class Supervisor:
     @property
     def refused(self) -> int:
         """How many that are desired cannot be started, because there are as many as there may be."""
-        if self._room()[0] > 0:
+        if self._capacity()[0] > 0:
             return 0
         return sum(one.due is not None and one.desired for one in self._processes.values())
 
-    def _room(self) -> tuple[int, int]:
+    def _capacity(self) -> tuple[int, int]:
         """How many services and how many workers may be started."""
         there = [one for one in self._processes.values() if one.due is None]
         room = self._most - len(there)
@@ -237,9 +239,9 @@ class Supervisor:
         if process.heard is None:
             return now - process.began >= START_S
         silent_s = now - process.heard
-        return silent_s >= self._lease_s and silent_s >= self._lease_s * self._lenience(process, now)
+        return silent_s >= self._lease_s and silent_s >= self._lease_s * self._lease_factor(process, now)
 
-    def _lenience(self, process: _Process, now: float) -> float:
+    def _lease_factor(self, process: _Process, now: float) -> float:
         """How many times longer a lease is than it would be on a host with processor time for all."""
         others = sorted(
             max(one.gap, now - one.heard)
@@ -247,17 +249,17 @@ class Supervisor:
             if one is not process and one.runs and one.heard is not None and not one.killed
         )
         late = others[len(others) // 4] if others else 0.0
-        return min(max(1.0, late / LATE_S), MOST_LENIENT)
+        return min(max(1.0, late / LATE_HEARTBEAT_S), MAX_LEASE_FACTOR)
 
-    def _kill(self, process: _Process) -> list[Instruction]:
+    def _kill(self, process: _Process) -> list[SupervisorInstruction]:
         return [Kill(process.launch.id, process.incarnation)] if process.runs else []
 
-    def _forget(self, id: str) -> Instruction:
+    def _forget(self, id: str) -> SupervisorInstruction:
         del self._processes[id]
-        return Forget(id)
+        return CleanUp(id)
 
-    def _spawn_due(self, now: float) -> list[Instruction]:
-        out: list[Instruction] = []
+    def _spawn_due(self, now: float) -> list[SupervisorInstruction]:
+        out: list[SupervisorInstruction] = []
         # A service first: what workers load is of no use without.
         for process in sorted(self._processes.values(), key=lambda one: one.launch.role == WORKER):
             is_worker = process.launch.role == WORKER
@@ -265,7 +267,7 @@ class Supervisor:
                 process.due is None
                 or process.due > now
                 or not process.desired
-                or self._room()[is_worker] <= 0
+                or self._capacity()[is_worker] <= 0
             ):
                 continue
             self._spawns += 1

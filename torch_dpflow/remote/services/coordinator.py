@@ -31,9 +31,9 @@ from torch_dpflow.remote.control.placement import launches_of
 from torch_dpflow.remote.process.contents import Contents
 from torch_dpflow.remote.process.spec import SERVICE, Heart, ServicePost, ask_in, serve
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
-from torch_dpflow.remote.services.kept_state import KeptState
 from torch_dpflow.remote.services.reconciler import Reconciler
 from torch_dpflow.remote.services.state_store import open_store
+from torch_dpflow.remote.services.write_behind_store import WriteBehindStore
 from torch_dpflow.remote.wire.coordinator import (
     CONTENT_PIECE_BYTES,
     MAX_CONTENT_BYTES,
@@ -77,7 +77,7 @@ class Coordinator:
     def __init__(
         self,
         server: RpcServer,
-        store: KeptState,
+        store: WriteBehindStore,
         contents: Contents,
         limits: ClusterLimits,
         *,
@@ -202,7 +202,7 @@ class Coordinator:
             raise UsageError(f"the content of a flow has {piece.size} bytes; {MAX_CONTENT_BYTES} are allowed")
         if len(call.frames) != 1 or not 1 <= call.frames[0].nbytes <= CONTENT_PIECE_BYTES:
             raise UsageError(f"a piece of a content is one frame of 1 to {CONTENT_PIECE_BYTES} bytes")
-        flow = self._registry.offered(piece.digest)
+        flow = self._registry.flow_of_content(piece.digest)
         if flow is None or self._is_stored(flow):
             return Result(None if flow is None else piece.size)
         self._refuse_if_busy()
@@ -220,10 +220,10 @@ class Coordinator:
 
     def _finish_store(self, call: IncomingCall, piece: ContentPiece) -> None:
         """A content is whole."""
-        flow = self._registry.offered(piece.digest)
+        flow = self._registry.flow_of_content(piece.digest)
         try:
             if flow is not None and (flow.spec.content == piece.digest or not self._is_stored(flow)):
-                self._obey(self._registry.settle(flow, piece.digest))
+                self._obey(self._registry.accept_content(flow, piece.digest))
         except DPFlowError as error:
             call.fail(error)
             return
@@ -271,7 +271,7 @@ class Coordinator:
             )
         if most is None or flow.spec.instance in self._running or len(self._running) < most:
             return
-        while len(self._running) >= most and (ended := self._registry.make_way(self._clock())):
+        while len(self._running) >= most and (ended := self._registry.stop_unread(self._clock())):
             self._obey(ended)
         if len(self._running) >= most:
             raise UsageError(
@@ -340,7 +340,7 @@ def run(post: ServicePost) -> None:
     arguments = msgspec.msgpack.decode(post.arguments, type=CoordinatorArguments)
     server = RpcServer(post.listen(arguments.address))
     heart = Heart(post, server.address)
-    state = KeptState(lambda: open_store(arguments.state), arguments.owner)
+    state = WriteBehindStore(lambda: open_store(arguments.state), arguments.owner)
     state.load(heart.turned)
     changed = threading.Event()
     # With the cluster, and not with its state: keys of a storage may be in it, and a job that comes brings it again.

@@ -25,7 +25,7 @@ from torch_dpflow.log import LogOptions, write_lines
 from torch_dpflow.platforms.fork_server import ForkServerPlatform
 from torch_dpflow.remote.access.announcement import Announcement, check_vacant, lock_file
 from torch_dpflow.remote.access.cluster_address import default_connection_file
-from torch_dpflow.remote.access.connection_file import create_cluster, read_key_file
+from torch_dpflow.remote.access.connection_file import generate_keys, read_key_file
 from torch_dpflow.remote.control.supervision import START_S
 from torch_dpflow.remote.observe.metrics_server import check_metrics_address
 from torch_dpflow.remote.process.roles import COORDINATOR, PRELOAD
@@ -136,7 +136,7 @@ class LocalCluster:
 
     def _prepare(self, options: ClusterOptions) -> Node:
         folder = self._directory.path
-        keys = create_cluster("") if options.keys is None else read_key_file(options.keys)
+        keys = generate_keys("") if options.keys is None else read_key_file(options.keys)
         keys.server_keys()
         place = ClusterPlace(
             directory=folder,

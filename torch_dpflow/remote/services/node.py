@@ -12,10 +12,10 @@ from torch_dpflow.descriptors import exhausted, soft_limit
 from torch_dpflow.errors import DescriptorLimitError, LaunchError, OptionError, UsageError
 from torch_dpflow.platforms.base import Handle, Platform, ProcessSpec
 from torch_dpflow.platforms.local import DESCRIPTORS
-from torch_dpflow.remote.control.supervision import Forget, Instruction, Kill, Spawn, Supervisor
-from torch_dpflow.remote.process.awake_clock import AwakeClock
+from torch_dpflow.remote.control.supervision import CleanUp, Kill, Spawn, Supervisor, SupervisorInstruction
 from torch_dpflow.remote.process.roles import COORDINATOR, ROLES, main
 from torch_dpflow.remote.process.spec import SERVICE, ClusterPlace, ServicePost, subjects_of
+from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
 from torch_dpflow.remote.transport import listen
 from torch_dpflow.remote.wire.fields import Count
@@ -90,7 +90,7 @@ class Node:
         )
         #: How many processes were refused when that was told of.
         self._refused = 0
-        self._clock = AwakeClock()
+        self._clock = SuspendAwareClock()
         self._own = Launch(COORDINATOR, COORDINATOR, coordinator)
         #: Those that have been launched and not been seen to end.
         self._processes: dict[str, Handle] = {}
@@ -103,7 +103,7 @@ class Node:
         # A process that has died says no goodbye, and its successor is another client.
         options = ServerOptions(shared_bytes=0, idle_s=IDLE_CLIENT_S)
         listener = listen(place.node_address)
-        listener.watch(platform.news)
+        listener.watch(platform.wakeup_fd)
         self._server = RpcServer(listener, options=options)
         self._server.register("beat", self._on_beat, body_type=Beat, remembered=False)
         self._server.register("desire", self._on_desire, body_type=Desire)
@@ -126,7 +126,7 @@ class Node:
                 heard = 0
                 while heard < BURST and self._server.step(0.0):
                     heard += 1
-                ended = self._platform.take()
+                ended = self._platform.take_ended()
                 if ended or time.monotonic() >= self._look_at or self._is_spawn_due():
                     self._look(ended)
                     self._look_at = time.monotonic() + LOOK_S
@@ -163,12 +163,12 @@ class Node:
             if self._processes.get(id) is process:
                 del self._processes[id]
             end = process.describe()
-            if self._supervisor.wants(id, incarnation):
+            if self._supervisor.is_desired(id, incarnation):
                 text = "%s has ended unexpectedly (%s); another takes its place"
                 SERVICE.warning(text, id, end, extra=subjects_of(id))
             else:
                 SERVICE.info("%s has ended", id, extra=subjects_of(id))
-            self._obey(self._supervisor.ended(id, incarnation, now))
+            self._obey(self._supervisor.on_ended(id, incarnation, now))
         self._obey(self._supervisor.tick(now))
         self._tell_refused()
 
@@ -179,14 +179,14 @@ class Node:
             SERVICE.error("%s", exhausted(what))
         self._refused = refused
 
-    def _obey(self, instructions: list[Instruction]) -> None:
+    def _obey(self, instructions: list[SupervisorInstruction]) -> None:
         for instruction in instructions:
             match instruction:
                 case Spawn():
                     self._spawn(instruction)
                 case Kill():
                     self._kill(instruction)
-                case Forget(id):
+                case CleanUp(id):
                     self._place.remove_socket(id)
 
     def _spawn(self, spawn: Spawn) -> None:
@@ -210,14 +210,14 @@ class Node:
             process = self._platform.launch(spec)
         except (LaunchError, DescriptorLimitError) as error:
             SERVICE.warning("%s", error, extra=subjects_of(post.id))
-            self._obey(self._supervisor.ended(post.id, post.incarnation, self._clock()))
+            self._obey(self._supervisor.on_ended(post.id, post.incarnation, self._clock()))
             return
         self._processes[post.id] = process
         SERVICE.info("%s has been started (pid %d)", post.id, process.pid, extra=subjects_of(post.id))
-        self._supervisor.started(post.id, post.incarnation, process.pid, self._clock())
+        self._supervisor.on_started(post.id, post.incarnation, process.pid, self._clock())
 
     def _kill(self, kill: Kill) -> None:
-        if self._supervisor.wants(kill.id, kill.incarnation):
+        if self._supervisor.is_desired(kill.id, kill.incarnation):
             text = "%s has been silent for %g s and is killed"
             SERVICE.warning(text, kill.id, self._lease_s, extra=subjects_of(kill.id))
         else:
@@ -229,7 +229,7 @@ class Node:
     def _on_beat(self, call: IncomingCall) -> Result:
         beat: Beat = call.body
         now = self._clock()
-        if not self._supervisor.beat(beat.id, beat.incarnation, beat.address, beat.status, now):
+        if not self._supervisor.on_heartbeat(beat.id, beat.incarnation, beat.address, beat.status, now):
             return Result(Standing(False))
         if beat.id == COORDINATOR and self._ready is not None:
             ready, self._ready = self._ready, None

@@ -17,10 +17,10 @@ import numpy as np
 
 from torch_dpflow.errors import UsageError
 from torch_dpflow.remote.control.joint_order import Held, JointOrder
-from torch_dpflow.remote.control.name_leases import Roster
+from torch_dpflow.remote.control.name_leases import NameLeases
 from torch_dpflow.remote.control.routing import Routing
-from torch_dpflow.remote.process.awake_clock import AwakeClock
 from torch_dpflow.remote.process.spec import SERVICE, ServicePost, serve
+from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
 from torch_dpflow.remote.wire.errors import MisdirectedError, StaleShardError
 from torch_dpflow.remote.wire.flow_spec import FlowSpec
@@ -116,7 +116,7 @@ class Router:
             spec.strategy, spec.size, capacity=spec.cache_samples or None, seed=spec.seed
         )
         self._routing = Routing(size=spec.size, expected=settings.shards, lease_s=SHARD_LEASE_S)
-        self._roster = Roster(lease_s=JOB_LEASE_S)
+        self._name_leases = NameLeases(lease_s=JOB_LEASE_S)
         #: By the name under which it reads, and by that of the job.
         self._readers: dict[str, _Reader] = {}
         self._jobs: dict[str, _Job] = {}
@@ -137,18 +137,18 @@ class Router:
             server.register(name, handler, body_type=body)
         server.register("table", self._on_table, body_type=None, remembered=False)
 
-    def settle(self, settings: RouterSettings) -> None:
+    def apply_settings(self, settings: RouterSettings) -> None:
         """Shards come or go. In the server's thread."""
         SERVICE.info("its keys are for %s", ", ".join(settings.shards))
         self._routing.expect(settings.shards)
-        self.turn()
+        self.poll()
 
-    def turn(self) -> None:
+    def poll(self) -> None:
         """Look at what time has brought about."""
         now = self._clock()
         for shard in self._routing.tick(now):
             SERVICE.warning("it is lost; others own its keys", extra={"shard": shard.rpartition("/")[2]})
-        for name in self._roster.tick(now):
+        for name in self._name_leases.tick(now):
             SERVICE.info("it is silent and taken for dead", extra={"job": name})
             self._forget(name)
         self._answer_waiting(now)
@@ -190,7 +190,7 @@ class Router:
             )
         self._rooms[shard.shard] = shard.room
         self._fit_group()
-        self.turn()
+        self.poll()
         return Result(range_)
 
     def _fit_group(self) -> None:
@@ -216,13 +216,13 @@ class Router:
         if len(self._readers) >= MAX_JOBS and name not in self._readers:
             raise UsageError(f"flow {self._spec.name!r} has {MAX_JOBS} readers, the most there may be")
         generation = next(self._generations)
-        if self._roster.admit(name, generation, join.holder, now):
+        if self._name_leases.admit(name, generation, join.holder, now):
             self._forget(name)
         if name not in self._readers:
             try:
                 self._admit(join, indices)
             except UsageError:
-                self._roster.leave(name, generation, now)
+                self._name_leases.leave(name, generation, now)
                 raise
         joined = Joined(generation, self._jobs[self._readers[name].job].shares.per_rank, self._routing.table)
         if self._routing.complete:
@@ -285,13 +285,13 @@ class Router:
     def _on_leave(self, call: IncomingCall) -> None:
         job: JobId = call.body
         self._check_flow(job.flow)
-        if self._roster.leave(job.name, job.generation, self._clock()):
+        if self._name_leases.leave(job.name, job.generation, self._clock()):
             self._forget(job.name)
 
     def _heard(self, job: JobId) -> _Reader:
         """A process that has joined lives. StaleJobError for one that has not."""
         self._check_flow(job.flow)
-        self._roster.heard(job.name, job.generation, self._clock())
+        self._name_leases.heard(job.name, job.generation, self._clock())
         return self._readers[job.name]
 
     def _check_flow(self, flow: str) -> None:
@@ -327,12 +327,12 @@ def run(post: ServicePost) -> None:
         decoder.decode(post.settings),
         token=post.place.token,
         incarnation=post.incarnation,
-        clock=AwakeClock(),
+        clock=SuspendAwareClock(),
     )
     serve(
         post,
         server,
         router.status,
-        router.turn,
-        settle=lambda settings: router.settle(decoder.decode(settings)),
+        router.poll,
+        settle=lambda settings: router.apply_settings(decoder.decode(settings)),
     )

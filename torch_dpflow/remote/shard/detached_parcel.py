@@ -1,4 +1,4 @@
-"""A parcel in memory of this process: what a service keeps once its worker's shared memory is given back."""
+"""A parcel copied out of its worker's shared memory, which the worker may then use again."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch_dpflow.remote.wire.shard import SAMPLE, ServedSample
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """One parcel, unopened. Its frames may be sent any number of times."""
+class DetachedParcel:
+    """One encoded parcel in this process's memory. Its frames may be sent any number of times."""
 
     #: SAMPLE, FAILED or POISONED.
     kind: int
     table: ParcelTable
     frames: list[Frame]
-    #: Bytes that it takes.
+    #: Its size, bytes.
     nbytes: int
 
     @property
@@ -31,25 +31,27 @@ class Settled:
 
     @property
     def is_sample(self) -> bool:
-        """Whether it is a sample, and not what failed or stands in for one."""
+        """Whether it is a sample; otherwise it is a failure."""
         return self.kind == SAMPLE
 
-    def under(self, ticket: int) -> ServedSample:
-        """The header of it as the answer to a ticket."""
+    def header(self, ticket: int) -> ServedSample:
+        """Its header in the answer to this ticket."""
         return ServedSample(ticket, self.kind, self.table)
 
 
-def settle(kind: int, table: ParcelTable, frames: list[memoryview], reader: ArenaReader | None) -> Settled:
-    """Copy what lies in shared memory, so that its writer may use that again.
+def detach(
+    kind: int, table: ParcelTable, frames: list[memoryview], reader: ArenaReader | None
+) -> DetachedParcel:
+    """Copy the parcel's shared memory into this process.
 
     Raises:
         MessageError: the table does not fit the frames, or there is no shared memory to read.
-        SegmentLostError: the writer is dead and the shared memory with it.
+        SegmentLostError: the shared memory is gone because its writer has ended.
     """
     if table.frames != len(frames):
         raise MessageError(f"a parcel of {table.frames} frames came with {len(frames)}")
     if not table.blocks:
-        return Settled(kind, table, [*frames], sum(frame.nbytes for frame in frames))
+        return DetachedParcel(kind, table, [*frames], sum(frame.nbytes for frame in frames))
     if reader is None:
         raise MessageError("a parcel refers to shared memory that cannot be read here")
     copies = [reader.view(block).tobytes() for block in table.blocks]
@@ -60,13 +62,13 @@ def settle(kind: int, table: ParcelTable, frames: list[memoryview], reader: Aren
         _moved(table.head, len(frames)),
         tuple(_moved(place, len(frames)) for place in table.buffers),
     )
-    return Settled(kind, moved, [*frames, *copies], nbytes)
+    return DetachedParcel(kind, moved, [*frames, *copies], nbytes)
 
 
-def plain(kind: int, text: str) -> Settled:
-    """A text as a parcel, for what a service itself has to say."""
+def text_parcel(kind: int, text: str) -> DetachedParcel:
+    """A text of the service itself as a parcel."""
     data = text.encode()
-    return Settled(kind, ParcelTable(1, (), BufferSpan(0, 0, len(data)), ()), [data], len(data))
+    return DetachedParcel(kind, ParcelTable(1, (), BufferSpan(0, 0, len(data)), ()), [data], len(data))
 
 
 def _moved(place: BufferSpan, frames: int) -> BufferSpan:

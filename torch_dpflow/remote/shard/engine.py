@@ -1,6 +1,6 @@
 """A shard: the queue of tasks and the workers that pull from it. A thin shell around the scheduler.
 
-It moves parcels and opens none: what a result holds is the affair of its `Requester`.
+It forwards parcels without decoding them; its `Requester` decodes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from torch_dpflow.remote.wire.headers import (
     encode,
 )
 
-#: Malformed messages that are logged; a peer can send any number, and all are counted.
+#: Most malformed messages that are logged, since a peer can send any number; all are counted.
 MALFORMED_LOGGED = 10
 
 _NO_RESULTS: Mapping[int, tuple[Finished, Any]] = MappingProxyType({})
@@ -58,45 +58,48 @@ class Requester(Protocol):
     """On whose behalf a shard loads. Called in the shard's thread."""
 
     def refusal(self, hello: WorkerHello) -> str:
-        """Why this is no worker of this shard, or none any more; empty where it is one."""
+        """Why this process is not a worker of this shard, or no longer; empty if it is one."""
 
     def shares_memory(self, hello: WorkerHello) -> bool:
-        """Whether this worker's shared memory can be read here. Raises DescriptorLimitError: it is not welcome yet."""
+        """Whether this worker's shared memory can be read here.
+
+        Raises DescriptorLimitError: the worker is not admitted and repeats its greeting.
+        """
 
     def epoch_for(self, worker: int) -> bytes:
-        """What this worker must know of the running epoch; opaque to the shard."""
+        """What this worker needs to know about the running epoch; opaque to the shard."""
 
     def begun(self, worker: int, frame: memoryview) -> None:
-        """Where this worker begins. Raises MessageError where no worker has to say."""
+        """Where this worker's stream begins. Raises MessageError if workers of this kind have none."""
 
     def open(self, worker: int, finished: Finished, frames: list[memoryview]) -> Any:
-        """Take in a result's frames. Raises SegmentLostError when they died with the worker."""
+        """Decode or copy a result's frames. Raises SegmentLostError if they were lost with the worker."""
 
     def delivered(self, task: int, worker: int, finished: Finished, opened: Any) -> None:
-        """This is the task's first result."""
+        """The first result of this task has arrived."""
 
     def poisoned(self, task: int, workers: tuple[int, ...], late: int) -> None:
-        """The task has taken down these workers, `late` of them by taking too long, and is given up."""
+        """The task has killed these workers, `late` of them by its time limit, and is given up."""
 
     def starved(self) -> None:
-        """A worker has nothing to do."""
+        """A worker is idle."""
 
     def failed(self, worker: int) -> None:
-        """This worker breaks the protocol, or its memory cannot be read: it must be replaced."""
+        """This worker violates the protocol, or its memory cannot be read: replace it."""
 
     def overdue(self, worker: int) -> None:
-        """This worker has been at one task, or at its own start, for longer than it may: it must be replaced."""
+        """This worker has exceeded the time limit for a task or for its start: replace it."""
 
 
 class Shard:
-    """Owns tasks and their payloads until a result has come. One thread drives it.
+    """Owns tasks and their payloads until their results arrive. One thread drives it.
 
     Args:
         listener: where workers connect.
         scheduler: decides who loads what.
-        requester: gets what was loaded.
+        requester: receives the results.
         clock: seconds, for the scheduler.
-        start_timeout_s: how long a worker may take from its greeting until it is ready; None: as long as it likes.
+        start_timeout_s: how long a worker may take from its greeting until it is ready, seconds; None: no limit.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class Shard:
         start_timeout_s: float | None = None,
     ) -> None:
         self._start_timeout_s = start_timeout_s
-        #: Since when workers that have been greeted and are not ready have been starting, or heard of, seconds.
+        #: Workers that have been admitted and are not ready, and when each was admitted or last heard from, seconds.
         self._starting: dict[int, float] = {}
         self._listener = listener
         self._scheduler = scheduler
@@ -122,93 +125,90 @@ class Shard:
         self._peers: dict[int, bytes] = {}
 
     def submit(self, tasks: Sequence[tuple[int, Frame]], *, pinned_to: int | None = None) -> None:
-        """Have these loaded, in this order, by any worker or by one."""
+        """Queue these tasks, in this order, for any worker or for one."""
         self._payloads.update(tasks)
-        self._follow(self._scheduler.handle(Submit([task for task, _ in tasks], pinned_to, self._clock())))
+        self._apply(self._scheduler.handle(Submit([task for task, _ in tasks], pinned_to, self._clock())))
 
     def cancel(self, tasks: Sequence[int]) -> None:
-        """Nobody wants these any more."""
+        """Cancel these tasks."""
         for task in tasks:
             self._payloads.pop(task, None)
-        self._follow(self._scheduler.handle(CancelTasks(tasks, self._clock())))
+        self._apply(self._scheduler.handle(CancelTasks(tasks, self._clock())))
 
     def begin_epoch(self) -> None:
-        """Cancel what is left of the last epoch and tell every worker of the new one."""
+        """Cancel the rest of the last epoch and send the new one to every worker."""
         self.cancel(list(self._payloads))
         for worker, peer in self._peers.items():
             self._listener.send(peer, [encode(EpochBegin()), self._requester.epoch_for(worker)])
 
-    def tick(self) -> None:
-        """Look whether a worker is held up; for shards whose scheduler overtakes, or that have time limits."""
+    def check_timeouts(self) -> None:
+        """Apply time limits; for shards that have some, or whose scheduler overtakes slow workers."""
         now = self._clock()
         if self._start_timeout_s is not None:
             for worker, since in list(self._starting.items()):
                 if now - since >= self._start_timeout_s:
-                    self._starting[worker] = math.inf  # said once
+                    self._starting[worker] = math.inf  # reported once
                     self._requester.overdue(worker)
-        self._follow(self._scheduler.handle(Tick(now)))
+        self._apply(self._scheduler.handle(Tick(now)))
 
-    def lose(self, worker: int, at: tuple[int, ...] | None = None) -> None:
-        """This worker has died. at: the task that it was at, or none; None where that is not known."""
+    def on_worker_lost(self, worker: int, at: tuple[int, ...] | None = None) -> None:
+        """This worker has ended. at: the task that it was running, or none; None if that is unknown."""
         self._peers.pop(worker, None)
         self._starting.pop(worker, None)
-        self._follow(self._scheduler.handle(Lose(worker, self._clock(), at)))
+        self._apply(self._scheduler.handle(Lose(worker, self._clock(), at)))
 
     def abandon(self) -> list[int]:
-        """Cancel all that is open; the tasks."""
+        """Cancel all tasks and return them."""
         tasks = list(self._payloads)
         self.cancel(tasks)
         return tasks
 
     def is_starting(self, worker: int) -> bool:
-        """Whether it has been greeted and is not ready."""
+        """Whether it has been admitted and is not ready."""
         return worker in self._starting
 
     @property
     def connected(self) -> list[int]:
-        """Workers that have said hello and are not lost."""
+        """Workers that have been admitted and not lost."""
         return list(self._peers)
 
     def stop_workers(self) -> None:
-        """Tell every worker to go."""
+        """Tell every worker to stop."""
         for peer in self._peers.values():
             self._listener.send(peer, [encode(Stop())])
 
-    def hear(self, peer: bytes, frames: list[memoryview]) -> None:
-        """Take in one message of a worker. Whatever is wrong with it is counted and goes no further."""
+    def on_message(self, peer: bytes, frames: list[memoryview]) -> None:
+        """Handle one message of a worker. A malformed one is counted and dropped."""
         try:
             header = decode(frames[0])
             match header:
                 case Exchange():
                     self._exchange(peer, header, frames[1:])
                 case WorkerHello():
-                    self._welcome(peer, header)
+                    self._on_hello(peer, header)
                 case WorkerReady():
-                    self._employ(peer)
+                    self._on_ready(peer)
                 case WorkerBegun():
-                    self._note_beginning(peer, frames[1:])
+                    self._on_begun(peer, frames[1:])
                 case _:
-                    raise MessageError(f"a shard hears no {type(header).__name__} from workers")
+                    raise MessageError(f"a worker may not send a {type(header).__name__}")
         except MessageError as error:
             self._malformed += 1
             if self._malformed <= MALFORMED_LOGGED:
-                TRANSPORT.warning("a message from connection %r was dropped: %s", peer[:8], error)
-            self._distrust(peer, str(error))
+                TRANSPORT.warning("message from connection %r dropped: %s", peer[:8], error)
+            self._reject(peer, str(error))
         except DescriptorLimitError as error:
-            TRANSPORT.error("a message from connection %r was dropped: %s", peer[:8], error)
+            TRANSPORT.error("message from connection %r dropped: %s", peer[:8], error)
 
-    def _distrust(self, peer: bytes, reason: str) -> None:
-        """Have a worker replaced that talks nonsense: the task that it is at would never be answered.
-
-        Whoever else does is told why nothing comes of it: a worker of another release would wait for ever.
-        """
+    def _reject(self, peer: bytes, reason: str) -> None:
+        """Have the sender of a malformed message replaced if it is a worker, or else tell it why it is refused."""
         workers = [worker for worker, known in self._peers.items() if known == peer]
         for worker in workers:
-            self._requester.failed(worker)
-        if not workers:
+            self._requester.failed(worker)  # the task that it runs would never be answered
+        if not workers:  # a worker of another release would wait for ever
             self._listener.send(peer, [encode(WorkerRefused(reason[:MAX_TEXT]))])
 
-    def _welcome(self, peer: bytes, hello: WorkerHello) -> None:
+    def _on_hello(self, peer: bytes, hello: WorkerHello) -> None:
         if hello.version != PROTOCOL_VERSION:
             raise MessageError(
                 f"worker {hello.worker} speaks version {hello.version} of the protocol, its shard {PROTOCOL_VERSION}: "
@@ -220,20 +220,21 @@ class Shard:
             raise MessageError(
                 f"{who}, is none of this shard: {reason or 'its connection has another number'}"
             )
-        # It may take the place of one that has not been seen to end, which is lost first.
+        # First: it may replace a worker whose end has not been seen, which the requester then reports as lost.
         shared = self._requester.shares_memory(hello)
-        if self._peers.get(hello.worker) != peer:  # else it says hello again
+        if self._peers.get(hello.worker) != peer:  # else it repeats its greeting
             self._starting[hello.worker] = self._clock()
         self._peers[hello.worker] = peer
         self._listener.send(peer, [encode(WorkerWelcome(shared)), self._requester.epoch_for(hello.worker)])
 
-    def _employ(self, peer: bytes) -> None:
+    def _on_ready(self, peer: bytes) -> None:
+        # Not at the greeting: a worker that dies over worker_init_fn has no task yet, so no task is suspected of it.
         worker = _worker_of(peer)
         if self._peers.get(worker) == peer:
             self._starting.pop(worker, None)
-            self._follow(self._scheduler.handle(AddWorker(worker, self._clock())))
+            self._apply(self._scheduler.handle(AddWorker(worker, self._clock())))
 
-    def _note_beginning(self, peer: bytes, frames: list[memoryview]) -> None:
+    def _on_begun(self, peer: bytes, frames: list[memoryview]) -> None:
         if len(frames) != 1:
             raise MessageError(f"a WorkerBegun has {len(frames)} frames after it; one belongs there")
         worker = _worker_of(peer)
@@ -243,9 +244,9 @@ class Shard:
     def _exchange(self, peer: bytes, exchange: Exchange, frames: list[memoryview]) -> None:
         worker = _worker_of(peer)
         if self._peers.get(worker) != peer:
-            # It was given up for lost, and its window with it; its replacement repeats what it has done.
+            # It was reported as lost and its window requeued: other workers repeat what it has done.
             return
-        if worker in self._starting:  # it fetches what it is to load
+        if worker in self._starting:  # it is fetching the dataset, and lives
             self._starting[worker] = self._clock()
             return
         results: dict[int, tuple[Finished, Any]] = {}
@@ -253,14 +254,13 @@ class Shard:
             try:
                 opened = self._requester.open(worker, finished, own)
             except SegmentLostError:
-                # Its death will be noticed, and then the task is given to another. If it lives, it has to go.
-                self._requester.failed(worker)
+                self._requester.failed(worker)  # once it has ended, its task is requeued
                 continue
             results[finished.task] = (finished, opened)
         event = Exchanged(worker, list(results), exchange.started, self._clock())
-        self._follow(self._scheduler.handle(event), results)
+        self._apply(self._scheduler.handle(event), results)
 
-    def _follow(
+    def _apply(
         self,
         instructions: Sequence[SchedulerInstruction],
         results: Mapping[int, tuple[Finished, Any]] = _NO_RESULTS,
@@ -290,7 +290,7 @@ class Shard:
     def _send_window(self, worker: int, window: Window) -> None:
         peer = self._peers.get(worker)
         if peer is not None:
-            # A peer that cannot be reached is about to be lost, and its window with it.
+            # If the peer is unreachable it will be reported as lost, and its window requeued.
             self._listener.send(peer, [encode(window), *(self._payloads[task] for task in window.tasks)])
 
 
@@ -298,11 +298,11 @@ def _worker_of(peer: bytes) -> int:
     try:
         return int(peer.partition(b"/")[0])
     except ValueError:
-        raise MessageError(f"the peer {peer!r} is not a worker") from None
+        raise MessageError(f"peer {peer!r} is not a worker") from None
 
 
 def _split(exchange: Exchange, frames: list[memoryview]) -> list[tuple[Finished, list[memoryview]]]:
-    """Give each result its own frames."""
+    """Each result with its own frames."""
     parts = []
     begin = 0
     for finished in exchange.finished:

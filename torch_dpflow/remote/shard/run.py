@@ -1,4 +1,4 @@
-"""A shard of samples as a process of its own: what it needs to begin, and its place in the routing table."""
+"""The process of a sample shard: it registers with its router, and its node ends its workers."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from functools import partial
 import msgspec
 
 from torch_dpflow.errors import DPFlowError, ErrorKind, RemoteCallError
-from torch_dpflow.remote.process.awake_clock import AwakeClock
 from torch_dpflow.remote.process.locate import locate
 from torch_dpflow.remote.process.spec import SERVICE, ServicePost, ask_in, serve
+from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow.remote.rpc import RpcClient
 from torch_dpflow.remote.shard.server import SampleShard
 from torch_dpflow.remote.wire.node import Ending, ProcessView
 from torch_dpflow.remote.wire.router import Enlist, RangeAssignment
 from torch_dpflow.remote.wire.shard import ShardArguments, ShardSettings
 
-#: How often a shard tells its router that it serves, seconds.
+#: How often a shard registers with its router, which is its heartbeat, seconds.
 ENLIST_S = 1.0
-#: How often a shard asks its node after workers whose end it does not see, seconds.
+#: How often a shard asks its node about workers whose end it cannot see, seconds.
 WATCH_S = 1.0
 
 
 class Enlistment:
-    """A thread that keeps a shard in its router's table, and tells the shard what it owns."""
+    """A thread that keeps a shard in its router's table and assigns the shard its keys."""
 
     def __init__(self, post: ServicePost, shard: SampleShard, router: str) -> None:
         self._post = post
         self._shard = shard
         self._router = router
-        #: The newest that the router has told of.
+        #: The newest routing generation that the router has sent.
         self._generation = 0
         threading.Thread(target=self._run, name="dpflow-enlist", daemon=True).start()
 
@@ -42,9 +42,9 @@ class Enlistment:
                 self._keep(locate(self._post.place, self._router))
             except DPFlowError as error:
                 if isinstance(error, RemoteCallError) and error.kind is ErrorKind.STALE_SHARD:
-                    SERVICE.warning("another has taken its place (%s)", error)
+                    SERVICE.warning("shard replaced by another process (%s)", error)
                 else:
-                    SERVICE.warning("its router does not answer (%s)", error)
+                    SERVICE.warning("router does not answer (%s)", error)
             time.sleep(ENLIST_S)
 
     def _keep(self, address: str) -> None:
@@ -66,18 +66,21 @@ class Enlistment:
 
 
 class WorkerWatch:
-    """A thread that has the node end workers for the shard, and tells it of the end of those that it cannot see."""
+    """A thread that has the node kill workers, and reports to the shard the ends that it cannot see itself."""
+
+    # A pid means something within its host and pid namespace only. So the shard kills nothing: it names workers by
+    # their number and incarnation, and only their node, which gave these out, signals processes.
 
     def __init__(self, post: ServicePost) -> None:
         self._post = post
         self._orders: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
 
     def end(self, worker: int, incarnation: int) -> None:
-        """Have the node end a worker; it is not waited for."""
+        """Have the node kill a worker, without waiting for it."""
         self._orders.put((worker, incarnation))
 
     def watch(self, shard: SampleShard) -> None:
-        """Begin. To be called once."""
+        """Start the thread. To be called once."""
         threading.Thread(target=self._run, args=(shard,), name="dpflow-workers", daemon=True).start()
 
     def _run(self, shard: SampleShard) -> None:
@@ -90,14 +93,14 @@ class WorkerWatch:
                 try:
                     if order is not None:
                         node.call("end", Ending(self._id_of(order[0]), order[1]))
-                    self._look(node, shard)
+                    self._report_ended(node, shard)
                 except DPFlowError as error:
-                    SERVICE.warning("the node does not answer (%s)", error)
+                    SERVICE.warning("node does not answer (%s)", error)
                     if order is not None:
                         self._orders.put(order)
                     time.sleep(WATCH_S)
 
-    def _look(self, node: RpcClient, shard: SampleShard) -> None:
+    def _report_ended(self, node: RpcClient, shard: SampleShard) -> None:
         unwatched = ask_in(shard.server, lambda: shard.workers.unwatched)
         if not unwatched:
             return
@@ -112,7 +115,7 @@ class WorkerWatch:
 
 
 def run(post: ServicePost) -> None:
-    """Be a shard: the role of a node's process."""
+    """Run a shard: the role of a node's process."""
     decoder = msgspec.msgpack.Decoder(ShardSettings)
     arguments = msgspec.msgpack.decode(post.arguments, type=ShardArguments)
     watch = WorkerWatch(post)
@@ -122,7 +125,7 @@ def run(post: ServicePost) -> None:
         decoder.decode(post.settings),
         token=post.place.token,
         end_worker=watch.end,
-        clock=AwakeClock(),
+        clock=SuspendAwareClock(),
     )
     watch.watch(shard)
     Enlistment(post, shard, arguments.router)
@@ -130,6 +133,6 @@ def run(post: ServicePost) -> None:
         post,
         shard.server,
         shard.status,
-        shard.turn,
-        settle=lambda settings: shard.settle(decoder.decode(settings)),
+        shard.poll,
+        settle=lambda settings: shard.apply_settings(decoder.decode(settings)),
     )

@@ -1,7 +1,7 @@
 """A shard of a shared flow: its pool, its workers, and the jobs that read (thesis 4.3.4, figure 4-11).
 
-The private shard of one loader and this one drive their workers by the same `Shard`; there a task is a batch,
-here a sample.
+This shard and the private shard of one loader drive their workers by the same `Shard`; there a task is a batch, here a
+sample.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch_dpflow.remote.control.leases import (
     ExpireLeases,
     Heard,
     LeaseGranted,
+    Leases,
     Leave,
     Lost,
-    Membership,
     Stale,
 )
 from torch_dpflow.remote.pool.objects import Arrival, Cancel, Instruction, Load, RequestId, Serve
@@ -31,8 +31,8 @@ from torch_dpflow.remote.pool.pool import Pool
 from torch_dpflow.remote.pool.staged import StagedPool
 from torch_dpflow.remote.process.spec import SERVICE
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, RpcServer, ServerOptions
-from torch_dpflow.remote.shard.detached_parcel import Settled
-from torch_dpflow.remote.shard.worker_gate import WorkerGate
+from torch_dpflow.remote.shard.demultiplexer import WorkerDemultiplexer
+from torch_dpflow.remote.shard.detached_parcel import DetachedParcel
 from torch_dpflow.remote.shard.workers import WINDOW, ShardWorkers
 from torch_dpflow.remote.transport import Frame, Listener
 from torch_dpflow.remote.wire.errors import OverloadedError, StaleJobError, StaleRoutingError
@@ -40,11 +40,11 @@ from torch_dpflow.remote.wire.flow_spec import FlowSpec
 from torch_dpflow.remote.wire.router import JOB_LEASE_S, MAX_JOBS, JobId, RangeAssignment
 from torch_dpflow.remote.wire.shard import POISONED, Ask, Served, ShardSettings
 
-#: Most samples that a job may have asked a shard for and not taken.
+#: Most samples that a job may have requested from a shard and not received.
 MAX_WANTS = 1 << 16
-#: Most frames and bytes of one answer; what is beyond is asked for again.
+#: Most frames and bytes of one answer; a job requests the rest again.
 MAX_FRAMES, MAX_ANSWER_BYTES = 2048, 256 << 20
-#: How long a shard that owns nothing any more waits for its jobs to go, seconds.
+#: How long a shard that owns no keys any more waits for its jobs to leave, seconds.
 LINGER_S = 20.0
 
 
@@ -52,9 +52,9 @@ class SampleShard:
     """Serves samples to the jobs of one flow. One thread drives it.
 
     Args:
-        listener: where jobs and workers connect; owned from now on.
+        listener: where jobs and workers connect; closed with the shard's server.
         spec: the flow.
-        settings: its part of the flow's workers and memory.
+        settings: its share of the flow's workers and memory.
         token: of the node that starts its workers.
         end_worker: as `end` of `ShardWorkers`.
     """
@@ -81,70 +81,71 @@ class SampleShard:
             clock=clock,
         )
         self._pool = self._make_pool(settings)
-        self._jobs = Membership(lease_s=JOB_LEASE_S)
-        #: By job: the epoch that it reads, and how many samples it has asked for and not taken.
+        self._jobs = Leases(lease_s=JOB_LEASE_S)
+        #: By job: the epoch that it reads, and the tickets of samples that it has requested and not received.
         self._epochs: dict[str, int] = {}
         self._open: dict[str, set[int]] = {}
         self._range = RangeAssignment(0, 0, spec.size)
-        #: Since when it owns nothing any more, seconds.
+        #: Since when it owns no keys any more, seconds.
         self._retired_at: float | None = None
         self._requests = itertools.count(1)
         self._calls: dict[RequestId, IncomingCall] = {}
-        #: The key of each load under way, and the keys that took down every worker when they were loaded last.
+        #: The key of each load in progress, and the keys whose last load was poisoned.
         self._keys: dict[int, int] = {}
         self._deadly: set[int] = set()
         self._served = self._served_bytes = 0
         self.server = RpcServer(
-            WorkerGate(listener, token, self._on_worker), options=ServerOptions(shared_bytes=1 << 29)
+            WorkerDemultiplexer(listener, token, self._on_worker), options=ServerOptions(shared_bytes=1 << 29)
         )
         self.server.register("want", self._on_want, body_type=Ask)
         self.server.register("fetch", self._on_fetch, body_type=Ask, remembered=False)
         self.server.register("beat", self._on_beat, body_type=JobId)
         self.server.register("leave", self._on_leave, body_type=JobId)
 
-    def turn(self) -> None:
-        """Look at what time has brought about."""
-        self._workers.look()
+    def poll(self) -> None:
+        """Apply leases and time limits. In the server's thread."""
+        self._workers.poll()
         for change in self._jobs.handle(ExpireLeases(self._clock())):
             if isinstance(change, Lost):
-                SERVICE.info("it is silent; what it wanted goes", extra={"job": change.peer})
-                self._forget(change.peer)
+                SERVICE.info("job lease expired; its requests were cancelled", extra={"job": change.peer})
+                self._remove_job(change.peer)
         self._workers.flush()
 
-    def settle(self, settings: ShardSettings) -> None:
-        """It has other workers or another room from now on. In the server's thread."""
+    def apply_settings(self, settings: ShardSettings) -> None:
+        """Change its number of workers or its memory. In the server's thread."""
         self._workers.resize(settings.workers)
         self._pool.concurrency = _concurrency(settings)
-        self._obey(self._pool.resize(settings.memory_bytes))
+        self._apply(self._pool.resize(settings.memory_bytes))
 
     @property
     def workers(self) -> ShardWorkers:
-        """Who loads. For the server's thread."""
+        """Its workers. For the server's thread."""
         return self._workers
 
     @property
     def room(self) -> int:
-        """How many samples its cache can hold, 0 where that is not known yet. Any thread may ask."""
+        """How many samples its cache can hold; 0 until that is known. Any thread may call."""
         return self._pool.room
 
     def assign(self, range_: RangeAssignment) -> None:
-        """The router says what this shard owns. In the server's thread.
+        """Own these keys from now on, by order of the router. In the server's thread.
 
-        What jobs want of keys that others own now they are answered without, at once: they ask the others.
+        Pending requests for keys that other shards own now are answered at once, without a sample: jobs request
+        them from those.
         """
         if not range_.retired:
             self._retired_at = None
         elif self._retired_at is None:
-            SERVICE.info("it is to own nothing any more")
+            SERVICE.info("shard retired; it owns no keys any more and ends once its jobs have left")
             self._retired_at = self._clock()
         if range_.generation <= self._range.generation:
             return
         self._range = range_
-        self._epochs.clear()  # what is known of the jobs' futures is to be told anew
+        self._epochs.clear()  # so that the next request of each job gives the policy a new lookahead
         for job, opened in self._open.items():
             foreign = self._pool.tickets_outside(job, range_.first, range_.end)
             opened.difference_update(foreign)
-            self._obey(self._pool.release(job, foreign))
+            self._apply(self._pool.release(job, foreign))
 
     def status(self) -> dict[str, Any]:
         """Figures for the coordinator and for people."""
@@ -159,7 +160,7 @@ class SampleShard:
         }
 
     def _is_drained(self) -> bool:
-        """Whether it owns nothing and no job counts on it."""
+        """Whether it owns no keys and no job reads from it."""
         since = self._retired_at
         return since is not None and (not self._jobs.members or self._clock() - since > LINGER_S)
 
@@ -167,18 +168,18 @@ class SampleShard:
 
     def _on_want(self, call: IncomingCall) -> None:
         ask: Ask = call.body
-        self._take(ask)
-        self._obey(self._want(ask))
+        self._accept(ask)
+        self._apply(self._want(ask))
 
     def _on_fetch(self, call: IncomingCall) -> Later:
         ask: Ask = call.body
-        self._take(ask)
-        self._obey(self._want(ask))
+        self._accept(ask)
+        self._apply(self._want(ask))
         self._fetch(call, _tickets_of(ask, self._deadly) or [ticket for ticket, _ in ask.awaited])
         return LATER
 
     def _fetch(self, call: IncomingCall, tickets: list[int]) -> None:
-        """Answer a call with these as soon as they are here. UsageError where its job does not want them."""
+        """Answer a call with these as soon as they are loaded. Raises UsageError if its job has not requested them."""
         ask: Ask = call.body
         request = next(self._requests)
         self._calls[request] = call
@@ -187,10 +188,10 @@ class SampleShard:
         except UsageError:
             del self._calls[request]
             raise
-        self._obey(out)
+        self._apply(out)
 
-    def _take(self, ask: Ask) -> None:
-        """Check an ask, and note what its job has taken."""
+    def _accept(self, ask: Ask) -> None:
+        """Check a request, and release what its job has received."""
         if len(ask.tickets) != len(ask.keys):
             raise UsageError(
                 f"{len(ask.tickets)} tickets for {len(ask.keys)} samples: one for each is required"
@@ -203,7 +204,7 @@ class SampleShard:
             raise UsageError(
                 f"sample {max(ask.keys)}: flow {self._spec.name!r} has {self._spec.size} samples"
             )
-        self._heard(ask.job)
+        self._renew_lease(ask.job)
         if ask.routing < self._range.generation:
             raise StaleRoutingError(
                 f"routing generation {ask.routing} is out of date, {self._range.generation} is in force"
@@ -211,7 +212,7 @@ class SampleShard:
         job = ask.job.name
         opened = self._open.setdefault(job, set())
         opened.difference_update(ask.taken)
-        self._obey(self._pool.release(job, ask.taken))
+        self._apply(self._pool.release(job, ask.taken))
         if len(opened) + len(ask.tickets) > MAX_WANTS:
             raise OverloadedError(f"job {job!r} has asked for {len(opened)} samples; {MAX_WANTS} are allowed")
 
@@ -225,28 +226,27 @@ class SampleShard:
             out = self._pool.want(job, wants, ask.draw)
         else:
             out = self._pool.want(job, wants, ask.draw or 0)
-        self._open[job].update(
-            ask.tickets
-        )  # not what was refused: it would count for as long as the job lives
+        # Last: a refused request would count against the job's limit for as long as it lives.
+        self._open[job].update(ask.tickets)
         return out
 
     def _lookahead(self, epoch: int) -> Lookahead:
-        """All that is known of a job at the start of its epoch: it reads what this shard owns, once."""
+        """What is known of a job at the start of its epoch: it reads every key of this shard once."""
         first, end = self._range.first, self._range.end
         return Lookahead.unknown(end - first, epoch=epoch, members=np.arange(first, end))
 
     def _on_beat(self, call: IncomingCall) -> None:
-        self._heard(call.body)
+        self._renew_lease(call.body)
 
     def _on_leave(self, call: IncomingCall) -> None:
         job: JobId = call.body
         self._check_flow(job)
         for change in self._jobs.handle(Leave(job.name, job.generation, self._clock())):
             if isinstance(change, Lost):
-                self._forget(job.name)
+                self._remove_job(job.name)
 
-    def _heard(self, job: JobId) -> None:
-        """A job lives; one that is new joins."""
+    def _renew_lease(self, job: JobId) -> None:
+        """Renew a job's lease, or grant it one and add the job."""
         self._check_flow(job)
         if job.name not in self._open and len(self._open) >= MAX_JOBS:
             raise OverloadedError(f"{len(self._open)} jobs read from this shard, the most there may be")
@@ -254,10 +254,10 @@ class SampleShard:
             match change:
                 case Stale(newest=newest):
                     raise StaleJobError(
-                        f"job {job.name!r}: generation {newest} is newer, or was taken for dead"
+                        f"job {job.name!r}: generation {newest} is newer, or its lease has expired"
                     )
                 case Lost():
-                    self._forget(job.name)
+                    self._remove_job(job.name)
                 case LeaseGranted():
                     self._pool.join(job.name)
                     self._open[job.name] = set()
@@ -268,50 +268,50 @@ class SampleShard:
                 f"this is a shard of flow {self._spec.instance!r}, and not of {job.flow!r}"
             )
 
-    def _forget(self, job: str) -> None:
+    def _remove_job(self, job: str) -> None:
         self._open.pop(job, None)
         self._epochs.pop(job, None)
-        self._obey(self._pool.leave(job))
+        self._apply(self._pool.leave(job))
 
     # -- loading and serving -----------------------------------------------------------------------------
 
     def _on_worker(self, peer: bytes, frames: list[memoryview]) -> None:
-        self._workers.hear(peer, frames)
+        self._workers.on_message(peer, frames)
         self._workers.flush()
 
-    def _on_loaded(self, arrived: list[tuple[int, Settled]]) -> None:
-        arrivals = [Arrival(load, settled, settled.nbytes, settled.is_sample) for load, settled in arrived]
-        self._obey(self._pool.loaded(arrivals))
-        for load, settled in arrived:
+    def _on_loaded(self, arrived: list[tuple[int, DetachedParcel]]) -> None:
+        arrivals = [Arrival(load, parcel, parcel.nbytes, parcel.is_sample) for load, parcel in arrived]
+        self._apply(self._pool.loaded(arrivals))
+        for load, parcel in arrived:
             key = self._keys.pop(load, None)
             if key is None:
                 continue
-            if settled.kind == POISONED:
+            if parcel.kind == POISONED:
                 self._deadly.add(key)
-                self._tell_of(key)
+                self._answer_poisoned(key)
             elif self._deadly:
                 self._deadly.discard(key)
 
-    def _tell_of(self, deadly: int) -> None:
-        """Answer whoever waits for this sample among others with it alone.
+    def _answer_poisoned(self, deadly: int) -> None:
+        """Answer each fetch that waits for this sample with it alone.
 
-        Its batch is given up: the others may kill as well, and each of them would take as long to be found out.
+        Its batch is lost anyway, and if the other samples kill workers too, finding that out costs three each.
         """
         for request, call in list(self._calls.items()):
             tickets = _tickets_of(call.body, {deadly})
             if tickets and self._calls.pop(request, None) is not None:
                 try:
                     self._fetch(call, tickets)
-                except UsageError:  # given back since
+                except UsageError:  # released since
                     call.answer(Served([]), [])
 
-    def _obey(self, instructions: list[Instruction]) -> None:
+    def _apply(self, instructions: list[Instruction]) -> None:
         loads = [one for one in instructions if isinstance(one, Load)]
         for instruction in instructions:
             match instruction:
                 case Serve(request, samples):
                     call = self._calls.pop(request, None)
-                    if call is not None:  # else it has been answered with a part
+                    if call is not None:  # else it has been answered with a poisoned sample
                         self._serve(call, samples)
                 case Cancel(cancelled):
                     self._workers.cancel(cancelled)
@@ -321,26 +321,26 @@ class SampleShard:
             self._keys.update((one.load, one.key) for one in loads)
             self._workers.load(loads)
 
-    def _serve(self, call: IncomingCall, samples: list[tuple[int, Settled]]) -> None:
-        answer, frames, room = Served([]), list[Frame](), MAX_ANSWER_BYTES
-        for ticket, settled in samples:
-            room -= settled.nbytes
-            if answer.samples and (room < 0 or len(frames) + len(settled.frames) > MAX_FRAMES):
+    def _serve(self, call: IncomingCall, samples: list[tuple[int, DetachedParcel]]) -> None:
+        answer, frames, left = Served([]), list[Frame](), MAX_ANSWER_BYTES
+        for ticket, parcel in samples:
+            left -= parcel.nbytes
+            if answer.samples and (left < 0 or len(frames) + len(parcel.frames) > MAX_FRAMES):
                 break
-            answer.samples.append(settled.under(ticket))
-            frames += settled.frames
-            self._served_bytes += settled.nbytes
+            answer.samples.append(parcel.header(ticket))
+            frames += parcel.frames
+            self._served_bytes += parcel.nbytes
         self._served += len(answer.samples)
         answer.served, answer.decodes = self._served, self._workers.decodes
         call.answer(answer, frames)
 
     def _make_pool(self, settings: ShardSettings) -> Pool | StagedPool:
         policy = None if self._spec.policy == "none" else self._make_policy
-        room, concurrency = settings.memory_bytes, _concurrency(settings)
+        capacity, concurrency = settings.memory_bytes, _concurrency(settings)
         if self._spec.staged:
-            return StagedPool(capacity_bytes=room, concurrency=concurrency, policy=policy)
+            return StagedPool(capacity_bytes=capacity, concurrency=concurrency, policy=policy)
         return Pool(
-            capacity_bytes=room,
+            capacity_bytes=capacity,
             concurrency=concurrency,
             repeatable=self._spec.repeatable,
             policy=policy,
@@ -351,10 +351,10 @@ class SampleShard:
 
 
 def _tickets_of(ask: Ask, keys: set[int]) -> list[int]:
-    """The tickets of a fetch that are for one of these keys."""
+    """The tickets of a fetch for one of these keys."""
     return [ticket for ticket, key in ask.awaited if key in keys] if keys else []
 
 
 def _concurrency(settings: ShardSettings) -> int:
-    """How many loads may be under way: what the workers hold, and as many that wait for them."""
+    """How many loads may be in progress: those that the workers hold, and as many that are queued."""
     return 2 * WINDOW * max(1, settings.workers)

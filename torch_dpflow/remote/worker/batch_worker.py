@@ -54,9 +54,9 @@ class Post:
     directory: str
 
 
-def last_words_path(post: Post) -> str:
-    """Where this worker leaves what it has to say when it dies."""
-    return os.path.join(post.directory, f"words-{post.worker}-{post.incarnation}")
+def exit_report_path(post: Post) -> str:
+    """Where this worker writes its exit report: faulthandler's stacks, or a traceback."""
+    return os.path.join(post.directory, f"exit-report-{post.worker}-{post.incarnation}")
 
 
 def main(sealed: Sealed, post: Post) -> None:
@@ -70,8 +70,8 @@ def main(sealed: Sealed, post: Post) -> None:
     # that is inherited would not be installed again.
     faulthandler.disable()
     set_worker_signal_handlers()
-    with open(last_words_path(post), "w") as words:
-        faulthandler.enable(file=words)
+    with open(exit_report_path(post), "w") as report:
+        faulthandler.enable(file=report)
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which the platform had blocked
             worker = _Worker(sealed.open(), post)
@@ -80,13 +80,13 @@ def main(sealed: Sealed, post: Post) -> None:
         except KeyboardInterrupt:
             pass  # the owner gets it too, and decides
         except BaseException as error:
-            words.write(_last_words(error))
+            report.write(_exit_report(error))
             raise
         finally:
             faulthandler.disable()
 
 
-def _last_words(error: BaseException) -> str:
+def _exit_report(error: BaseException) -> str:
     return ExceptionWrapper((type(error), error, error.__traceback__), "").exc_msg
 
 

@@ -6,28 +6,28 @@ from collections.abc import Callable, Sequence
 
 from torch_dpflow.remote.transport import Frame, Listener
 
-#: Most messages of workers that are taken in before the server has its turn.
+#: Most messages of workers that are handled before the server handles another one.
 _BURST = 64
 
 
-class WorkerGate:
-    """A listener that keeps back the messages of workers, whose identities end with the node's token.
+class WorkerDemultiplexer:
+    """A listener that handles the messages of workers itself and returns all others.
 
-    What a worker says it has loaded is believed, so only who was started by the node counts as one. Everybody else is a
-    client of the RPC server.
+    A worker's identity ends with the node's token. What a worker reports as loaded is believed, so only a process that
+    the node has started counts as one; everybody else is a client of the RPC server.
 
     Args:
-        listener: the socket; closed with the gate.
+        listener: the socket; closed with the demultiplexer.
         token: of the node.
-        hear: called with each message of a worker, in the thread that receives.
+        on_worker_message: called with each message of a worker, in the thread that receives.
     """
 
     def __init__(
-        self, listener: Listener, token: str, hear: Callable[[bytes, list[memoryview]], None]
+        self, listener: Listener, token: str, on_worker_message: Callable[[bytes, list[memoryview]], None]
     ) -> None:
         self._listener = listener
-        self._ending = f"/{token}".encode()
-        self._hear = hear
+        self._suffix = f"/{token}".encode()
+        self._on_worker_message = on_worker_message
         self.address = listener.address
         self.dropped = 0
 
@@ -36,9 +36,9 @@ class WorkerGate:
         for _ in range(_BURST):
             message = self._listener.receive(timeout_s)
             self.dropped = self._listener.dropped
-            if message is None or not message[0].endswith(self._ending):
+            if message is None or not message[0].endswith(self._suffix):
                 return message
-            self._hear(*message)
+            self._on_worker_message(*message)
             timeout_s = 0
         return None
 

@@ -9,59 +9,59 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.control.name_leases import Roster
+from torch_dpflow.remote.control.name_leases import NameLeases
 from torch_dpflow.remote.wire.errors import NameBusyError, StaleJobError
 
 LEASE_S = 10.0
 
 
-def make() -> Roster:
-    roster = Roster(lease_s=LEASE_S)
-    assert roster.admit("a", 1, holder=7, now=0.0) is False
-    return roster
+def make() -> NameLeases:
+    names = NameLeases(lease_s=LEASE_S)
+    assert names.admit("a", 1, holder=7, now=0.0) is False
+    return names
 
 
 def test_a_process_comes_back_under_its_name_and_what_was_known_is_void() -> None:
-    roster = make()
-    assert roster.admit("a", 1, holder=7, now=1.0) is False
-    assert roster.admit("a", 2, holder=7, now=1.0) is True
+    names = make()
+    assert names.admit("a", 1, holder=7, now=1.0) is False
+    assert names.admit("a", 2, holder=7, now=1.0) is True
     with pytest.raises(StaleJobError, match="generation 2 is newer"):
-        roster.admit("a", 1, holder=7, now=2.0)
+        names.admit("a", 1, holder=7, now=2.0)
     with pytest.raises(StaleJobError, match="not known"):
-        roster.heard("a", 1, now=2.0)
+        names.heard("a", 1, now=2.0)
 
 
 def test_another_is_put_off_and_refused_once_the_holder_is_heard_of() -> None:
-    roster = make()
+    names = make()
     with pytest.raises(NameBusyError, match=r"last heard of 3.0 s ago"):
-        roster.admit("a", 5, holder=8, now=3.0)
-    roster.heard("a", 1, now=4.0)
+        names.admit("a", 5, holder=8, now=3.0)
+    names.heard("a", 1, now=4.0)
     with pytest.raises(UsageError, match="being read by another process"):
-        roster.admit("a", 5, holder=8, now=5.0)
-    assert roster.members == {"a": 1}
+        names.admit("a", 5, holder=8, now=5.0)
+    assert names.members == {"a": 1}
 
 
 def test_what_was_heard_before_another_asked_says_nothing() -> None:
-    roster = make()
-    roster.heard("a", 1, now=2.0)
+    names = make()
+    names.heard("a", 1, now=2.0)
     for now in (2.0, 3.0):
         with pytest.raises(NameBusyError):
-            roster.admit("a", 5, holder=8, now=now)
+            names.admit("a", 5, holder=8, now=now)
 
 
 @pytest.mark.parametrize("end", ["lapses", "leaves"])
 def test_the_name_of_one_that_is_gone_is_free(end: str) -> None:
-    roster = make()
+    names = make()
     with pytest.raises(NameBusyError):
-        roster.admit("a", 5, holder=8, now=1.0)
+        names.admit("a", 5, holder=8, now=1.0)
     if end == "lapses":
-        assert roster.tick(LEASE_S) == ["a"]
+        assert names.tick(LEASE_S) == ["a"]
     else:
-        assert roster.leave("a", 1, now=2.0)
-    assert roster.admit("a", 5, holder=8, now=LEASE_S) is False
-    assert not roster.leave("a", 1, now=LEASE_S)
+        assert names.leave("a", 1, now=2.0)
+    assert names.admit("a", 5, holder=8, now=LEASE_S) is False
+    assert not names.leave("a", 1, now=LEASE_S)
     with pytest.raises(NameBusyError):
-        roster.admit("a", 9, holder=7, now=LEASE_S)
+        names.admit("a", 9, holder=7, now=LEASE_S)
 
 
 @given(
@@ -76,19 +76,19 @@ def test_the_name_of_one_that_is_gone_is_free(end: str) -> None:
     )
 )
 def test_a_name_never_has_two_holders(steps: list[tuple[str, str, int, int]]) -> None:
-    roster, now = Roster(lease_s=3.0), 0.0
+    names, now = NameLeases(lease_s=3.0), 0.0
     #: By name, its holder and generation.
     held: dict[str, tuple[int, int]] = {}
     generation = 0
     for what, name, holder, pause in steps:
         now += pause
-        for lapsed in roster.tick(now):
-            del held[lapsed]
+        for expired in names.tick(now):
+            del held[expired]
         mine = held.get(name)
         if what == "admit":
             generation += 1
             try:
-                replaced = roster.admit(name, generation, holder, now)
+                replaced = names.admit(name, generation, holder, now)
             except UsageError:
                 assert mine is not None
                 assert mine[0] != holder
@@ -97,23 +97,23 @@ def test_a_name_never_has_two_holders(steps: list[tuple[str, str, int, int]]) ->
                 assert mine is None or mine[0] == holder
                 held[name] = (holder, generation)
         elif what == "heard" and mine is not None:
-            roster.heard(name, mine[1], now)
+            names.heard(name, mine[1], now)
         elif what == "leave" and mine is not None:
-            assert roster.leave(name, mine[1], now)
+            assert names.leave(name, mine[1], now)
             del held[name]
-        roster.validate()
-        assert roster.members == {name: generation for name, (_, generation) in held.items()}
+        names.validate()
+        assert names.members == {name: generation for name, (_, generation) in held.items()}
 
 
 def test_hearing_of_one_reader_looks_at_no_other() -> None:
-    roster = Roster(lease_s=LEASE_S)
+    names = NameLeases(lease_s=LEASE_S)
     for reader in range(2048):
-        roster.admit(f"reader {reader}", 1, holder=reader, now=0.0)
-    roster.heard("reader 0", 1, now=1.0)
+        names.admit(f"reader {reader}", 1, holder=reader, now=0.0)
+    names.heard("reader 0", 1, now=1.0)
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        roster.heard("reader 0", 1, now=1.0)
+        names.heard("reader 0", 1, now=1.0)
         assert tracemalloc.get_traced_memory()[1] - before < 4096
     finally:
         tracemalloc.stop()

@@ -9,7 +9,7 @@ import torch
 
 from torch_dpflow.errors import MessageError
 from torch_dpflow.remote.parcel.codec import decode, encode
-from torch_dpflow.remote.shard.detached_parcel import plain, settle
+from torch_dpflow.remote.shard.detached_parcel import detach, text_parcel
 from torch_dpflow.remote.shm.arena import Arena, ArenaReader
 from torch_dpflow.remote.wire.shard import SAMPLE
 
@@ -20,18 +20,18 @@ def test_what_lay_in_shared_memory_is_copied_and_given_back(width: int) -> None:
     sample = {"image": torch.arange(float(width)), "label": 3, "mask": torch.ones(width, dtype=torch.bool)}
     table, frames = encode(sample, arena=arena)
     views = [memoryview(bytearray(frame)) for frame in frames]
-    settled = settle(SAMPLE, table, views, reader)
-    assert settled.table.blocks == ()
-    assert settled.table.frames == len(settled.frames)
+    parcel = detach(SAMPLE, table, views, reader)
+    assert parcel.table.blocks == ()
+    assert parcel.table.frames == len(parcel.frames)
     for _ in range(2):
-        copies = [memoryview(bytearray(frame)) for frame in settled.frames]
-        back = decode(settled.table, copies)
+        copies = [memoryview(bytearray(frame)) for frame in parcel.frames]
+        back = decode(parcel.table, copies)
         assert torch.equal(back["image"], sample["image"])
         assert torch.equal(back["mask"], sample["mask"])
     held = arena.allocated_bytes
     for _ in range(5):
         table, frames = encode(sample, arena=arena)
-        settle(SAMPLE, table, [memoryview(bytearray(frame)) for frame in frames], reader)
+        detach(SAMPLE, table, [memoryview(bytearray(frame)) for frame in frames], reader)
     assert arena.allocated_bytes == held
     arena.close()
     reader.close()
@@ -40,15 +40,15 @@ def test_what_lay_in_shared_memory_is_copied_and_given_back(width: int) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     table, frames = encode([1, 2])
     with pytest.raises(MessageError, match="came with 0"):
-        settle(SAMPLE, table, [], None)
+        detach(SAMPLE, table, [], None)
     arena = Arena(budget_bytes=1 << 24)
     table, frames = encode(torch.zeros(200_000), arena=arena)
     with pytest.raises(MessageError, match="cannot be read here"):
-        settle(SAMPLE, table, [memoryview(frame) for frame in frames], None)
+        detach(SAMPLE, table, [memoryview(frame) for frame in frames], None)
     arena.close()
 
 
 def test_a_text_is_a_parcel_too() -> None:
-    settled = plain(SAMPLE, "what happened")
-    assert settled.under(7).ticket == 7
-    assert settled.nbytes == len("what happened")
+    parcel = text_parcel(SAMPLE, "what happened")
+    assert parcel.under(7).ticket == 7
+    assert parcel.nbytes == len("what happened")

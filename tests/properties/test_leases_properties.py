@@ -1,4 +1,4 @@
-"""Membership under any sequence of events, against a model that remembers everything."""
+"""Leases under any sequence of events, against a model that remembers everything."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -8,9 +8,9 @@ from torch_dpflow.remote.control.leases import (
     ExpireLeases,
     Heard,
     LeaseGranted,
+    Leases,
     Leave,
     Lost,
-    Membership,
     Stale,
 )
 
@@ -24,15 +24,15 @@ class Members(RuleBasedStateMachine):
 
     @initialize()
     def begin(self):
-        self.membership = Membership(lease_s=LEASE, remember_s=1e9)
+        self.leases = Leases(lease_s=LEASE, remember_s=1e9)
         self.now = 0.0
         self.members = {}
         self.gone = {}
         self.last_heard = {}
 
     def tell(self, event):
-        changes = self.membership.handle(event)
-        self.membership.validate()
+        changes = self.leases.handle(event)
+        self.leases.validate()
         for change in changes:
             match change:
                 case LeaseGranted(peer, generation):
@@ -72,12 +72,12 @@ class Members(RuleBasedStateMachine):
     def tick(self):
         silent = {peer for peer in self.members if self.last_heard[peer] + LEASE <= self.now}
         changes = self.tell(ExpireLeases(self.now))
-        assert all(isinstance(change, Lost) and change.reason == "lapsed" for change in changes)
+        assert all(isinstance(change, Lost) and change.reason == "expired" for change in changes)
         assert {change.peer for change in changes} == silent
 
     @invariant()
     def the_books_agree(self):
-        assert self.membership.members == self.members
+        assert self.leases.members == self.members
 
 
 Members.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

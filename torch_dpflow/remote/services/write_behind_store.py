@@ -15,7 +15,7 @@ from torch_dpflow.remote.services.state_store import RENEW_S, StateStore
 RETRY_S = 1.0
 
 
-class KeptState:
+class WriteBehindStore:
     """Bytes by key, all of them in memory. A thread writes them to a store as soon as that can be used.
 
     What has been put survives this process once the thread has come to it, a moment later. A store that is away, or
