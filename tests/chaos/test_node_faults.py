@@ -111,6 +111,6 @@ def test_a_storm_of_starts_takes_nobody_for_silent(
         what="all workers",
     )
     assert [view.id for view in cluster.running() if view.restarts] == []
-    assert "silent" not in cluster.log.read_text()
+    assert "no heartbeat" not in cluster.log.read_text()
     (tmp_path / "enough").touch()
     job.finish()

@@ -8,15 +8,20 @@ import resource
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.workers import has_ended
-from torch_dpflow.errors import DescriptorLimitError, LaunchError
-from torch_dpflow.platforms.base import Platform, ProcessSpec
+from torch_dpflow.errors import DescriptorLimitError, LaunchError, OptionError
+from torch_dpflow.loader.private_shard import PrivateShard
+from torch_dpflow.platforms.base import Capabilities, Platform, ProcessSpec
 from torch_dpflow.platforms.fork_server import ForkServerPlatform, local_platform
 from torch_dpflow.platforms.local import LocalPlatform
+from torch_dpflow.remote.process.spec import ClusterPlace
+from torch_dpflow.remote.services.node import Node
 from torch_dpflow.testing.platforms import PlatformContract, wakes
 from torch_dpflow.testing.processes import sleep
 
@@ -36,6 +41,43 @@ class TestForkServer(PlatformContract):
 
     def new_platform(self) -> Platform:
         return local_platform(multiprocessing.get_context("forkserver"))
+
+
+class Elsewhere(LocalPlatform):
+    """As one that runs its processes on other hosts."""
+
+    capabilities = Capabilities(shares_memory=False, accepts_connections=True, longest_life_s=None)
+
+
+class Unreachable(LocalPlatform):
+    """As one that lets nobody connect to its processes."""
+
+    capabilities = Capabilities(shares_memory=True, accepts_connections=False, longest_life_s=None)
+
+
+def private_shard(platform: Platform) -> None:
+    order: Any = None
+    PrivateShard(
+        platform, order, workers=1, order=order, streams=[], poison_limit=3, task_timeout_s=None, pin=None
+    )
+
+
+def node(platform: Platform) -> None:
+    Node(ClusterPlace(directory="/nowhere"), b"", platform)
+
+
+@pytest.mark.parametrize(
+    ("user", "kind", "reason"),
+    [
+        (private_shard, Elsewhere, "a loader listens on an ipc socket"),
+        (node, Elsewhere, "a node listens on an ipc socket"),
+        (node, Unreachable, "must be reached by others"),
+    ],
+)
+def test_a_platform_that_cannot_serve_is_refused(user: Any, kind: type[LocalPlatform], reason: str) -> None:
+    platform = kind(multiprocessing.get_context("fork"))
+    with closing(platform), pytest.raises(OptionError, match=reason):
+        user(platform)
 
 
 @pytest.fixture

@@ -50,5 +50,5 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_a_text_is_a_parcel_too() -> None:
     parcel = text_parcel(SAMPLE, "what happened")
-    assert parcel.under(7).ticket == 7
+    assert parcel.header(7).ticket == 7
     assert parcel.nbytes == len("what happened")

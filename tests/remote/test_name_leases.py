@@ -28,14 +28,14 @@ def test_a_process_comes_back_under_its_name_and_what_was_known_is_void() -> Non
     with pytest.raises(StaleJobError, match="generation 2 is newer"):
         names.admit("a", 1, holder=7, now=2.0)
     with pytest.raises(StaleJobError, match="not known"):
-        names.heard("a", 1, now=2.0)
+        names.renew("a", 1, now=2.0)
 
 
 def test_another_is_put_off_and_refused_once_the_holder_is_heard_of() -> None:
     names = make()
     with pytest.raises(NameBusyError, match=r"last heard of 3.0 s ago"):
         names.admit("a", 5, holder=8, now=3.0)
-    names.heard("a", 1, now=4.0)
+    names.renew("a", 1, now=4.0)
     with pytest.raises(UsageError, match="being read by another process"):
         names.admit("a", 5, holder=8, now=5.0)
     assert names.members == {"a": 1}
@@ -43,7 +43,7 @@ def test_another_is_put_off_and_refused_once_the_holder_is_heard_of() -> None:
 
 def test_what_was_heard_before_another_asked_says_nothing() -> None:
     names = make()
-    names.heard("a", 1, now=2.0)
+    names.renew("a", 1, now=2.0)
     for now in (2.0, 3.0):
         with pytest.raises(NameBusyError):
             names.admit("a", 5, holder=8, now=now)
@@ -97,7 +97,7 @@ def test_a_name_never_has_two_holders(steps: list[tuple[str, str, int, int]]) ->
                 assert mine is None or mine[0] == holder
                 held[name] = (holder, generation)
         elif what == "heard" and mine is not None:
-            names.heard(name, mine[1], now)
+            names.renew(name, mine[1], now)
         elif what == "leave" and mine is not None:
             assert names.leave(name, mine[1], now)
             del held[name]
@@ -109,11 +109,11 @@ def test_hearing_of_one_reader_looks_at_no_other() -> None:
     names = NameLeases(lease_s=LEASE_S)
     for reader in range(2048):
         names.admit(f"reader {reader}", 1, holder=reader, now=0.0)
-    names.heard("reader 0", 1, now=1.0)
+    names.renew("reader 0", 1, now=1.0)
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        names.heard("reader 0", 1, now=1.0)
+        names.renew("reader 0", 1, now=1.0)
         assert tracemalloc.get_traced_memory()[1] - before < 4096
     finally:
         tracemalloc.stop()

@@ -24,7 +24,7 @@ from torch_dpflow.directory import PrivateDirectory
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.errors import DescriptorLimitError, LifetimeError, MessageError, NotPicklableError
 from torch_dpflow.loader.shard_events import Arrived, Broken, Died, Event, Poisoned, Started, Starved, Totals
-from torch_dpflow.platforms.base import Handle, Platform, ProcessSpec
+from torch_dpflow.platforms.base import Handle, Platform, ProcessSpec, require_same_host
 from torch_dpflow.remote.parcel.codec import decode
 from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow.remote.scheduler import Scheduler
@@ -70,6 +70,7 @@ class PrivateShard:
         pin: applied to each batch in the shard's thread (copies it to pinned memory), or None.
 
     Raises:
+        OptionError: the platform's processes cannot reach this one.
         DescriptorLimitError: this process may not have as many files open as the workers take.
     """
 
@@ -85,6 +86,7 @@ class PrivateShard:
         task_timeout_s: float | None,
         pin: Callable[[Any], Any] | None,
     ) -> None:
+        require_same_host(platform, "a loader")
         needed = workers * WORKER_DESCRIPTORS + OWN_DESCRIPTORS
         descriptors.require(needed, f"a loader with {workers} workers")
         self._platform = platform

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch_dpflow.errors import OptionError
+
 #: Most characters of a process's exit report that are kept.
 MAX_REPORT_CHARS = 4000
 
@@ -20,12 +22,26 @@ MAX_REPORT_CHARS = 4000
 class Capabilities:
     """What the users of a platform may expect of its processes."""
 
-    #: Whether its processes and the one that starts them can read each other's memory mappings.
+    #: Whether its processes and the one that starts them can read each other's memory mappings. They run on one host
+    #: then, and reach each other by ipc sockets. Each worker still proves it by its probe.
     shares_memory: bool
     #: Whether others can connect to an address at which its processes listen.
     accepts_connections: bool
-    #: After how many seconds the platform ends a process; None: never.
+    #: After how many seconds the platform ends a process; None: never. Users handle that as any other end: they start
+    #: another process, and a worker's unfinished tasks are requeued.
     longest_life_s: float | None
+
+
+def require_same_host(platform: Platform, user: str) -> None:
+    """Raise OptionError unless the platform's processes can reach this one by an ipc socket.
+
+    user: who needs that, for the message.
+    """
+    if not platform.capabilities.shares_memory:
+        raise OptionError(
+            f"platform={platform!r} runs its processes where they share no memory with this one; {user} listens on an "
+            "ipc socket, so give it a platform that runs them on this host"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,7 +91,7 @@ from torch_dpflow.remote.process.spec import ClusterPlace, ServicePost
 from torch_dpflow.remote.shard.run import Enlistment
 post = ServicePost(id="f@1/shard-000", role="shard", incarnation=7, arguments=b"", settings=b"", address="",
                    place=ClusterPlace(directory=sys.argv[1]))
-Enlistment(post, SimpleNamespace(server=RpcServer(post.listen()), room=0), "f@1/router")
+Enlistment(post, SimpleNamespace(server=RpcServer(post.listen()), cache_samples=0), "f@1/router")
 sys.stdin.read()
 """
 

@@ -201,8 +201,8 @@ def test_every_line_says_what_it_is_about_and_restarts_are_counted(
     )
     ended = [line for line in lines if line["level"] == "warning" and line["process"] == "node"]
     assert [line["text"] for line in ended if line["flow"] == f"{flow}@1"] == [
-        f"{worker.id} has ended unexpectedly (pid {worker.pid} was ended by SIGKILL (the kernel's out-of-memory killer "
-        "sends it too)); another takes its place"
+        f"process {worker.id} ended unexpectedly, restarting: pid {worker.pid} was ended by SIGKILL (the kernel's "
+        "out-of-memory killer sends it too)"
     ]
     told = [line for line in lines if "its samples are requeued" in line["text"]]
     assert [(line["flow"], line["shard"], line["worker"], line["job"]) for line in told] == [

@@ -76,7 +76,7 @@ def test_jobs_read_and_come_while_the_store_is_away_and_all_is_written_again(
         wait(lambda: "is it up?; jobs read on" in cluster.log.read_text(), what="a line that says so")
         redis.start()  # it has lost everything
         wait(lambda: has(redis, flow) and has(redis, f"{flow}/other"), what="both flows in the store")
-    wait(lambda: "the state store can be used again" in cluster.log.read_text(), what="the end of it")
+    wait(lambda: "state store recovered" in cluster.log.read_text(), what="the end of it")
 
 
 def test_a_coordinator_that_starts_anew_while_the_store_is_frozen_waits_and_jobs_read_on(

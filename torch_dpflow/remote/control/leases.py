@@ -1,11 +1,11 @@
-"""Who is there: heartbeats, leases and generations.
+"""Leases of peers, renewed by heartbeats, and their generations.
 
 A pure state machine: `handle(event)` returns what has changed; there is no socket, thread or clock inside.
 
-A peer is a member while it is heard at least once in every lease. Each time it starts, or starts over after
-it was lost, it comes with a higher generation. One generation is a member at most once: what was lost stays
-lost, however alive it may be, because its work has been given to others. It hears that it is stale, and comes
-back under a new generation.
+A peer is a member while it is heard from at least once in every lease. Each time it starts, or rejoins after it was
+lost, it comes with a higher generation. A generation is a member at most once: after its loss it stays lost even if the
+peer is alive, because its work has been given to others. The peer is told that it is stale, and rejoins under a new
+generation.
 
 ::
 
@@ -27,14 +27,14 @@ import msgspec
 
 from torch_dpflow.errors import OptionError, OptionTypeError
 
-#: Most peers that are gone whose generation is remembered.
+#: Most lost peers whose generation is remembered.
 MOST_REMEMBERED = 1 << 14
-#: Names a service, a job or a worker, the same over all its generations.
+#: The name of a service, a job or a worker, the same over all its generations.
 Peer: TypeAlias = str
 
 
 class Heard(msgspec.Struct, frozen=True, gc=False):
-    """Something came from this peer; any message is a heartbeat."""
+    """A message from this peer; every message is a heartbeat."""
 
     peer: Peer
     generation: int
@@ -42,7 +42,7 @@ class Heard(msgspec.Struct, frozen=True, gc=False):
 
 
 class Leave(msgspec.Struct, frozen=True, gc=False):
-    """This generation of the peer says goodbye."""
+    """This generation of the peer leaves."""
 
     peer: Peer
     generation: int
@@ -50,7 +50,7 @@ class Leave(msgspec.Struct, frozen=True, gc=False):
 
 
 class ExpireLeases(msgspec.Struct, frozen=True, gc=False):
-    """Time has passed, and everything that had arrived by then has been told."""
+    """Time has passed. To be sent after all messages that had arrived by then."""
 
     now: float
 
@@ -59,14 +59,14 @@ LeaseEvent: TypeAlias = Heard | Leave | ExpireLeases
 
 
 class LeaseGranted(msgspec.Struct, frozen=True, gc=False):
-    """This generation of the peer is a member from now on."""
+    """This generation of the peer has become a member."""
 
     peer: Peer
     generation: int
 
 
 class Lost(msgspec.Struct, frozen=True, gc=False):
-    """This generation, which had joined, is no member any more: give its work to others."""
+    """This generation is no longer a member: give its work to others."""
 
     peer: Peer
     generation: int
@@ -74,7 +74,7 @@ class Lost(msgspec.Struct, frozen=True, gc=False):
 
 
 class Stale(msgspec.Struct, frozen=True, gc=False):
-    """A generation was heard that is gone: answer it so. A generation above `newest` would be welcome."""
+    """A message from a generation that is lost or replaced: tell it. One above `newest` would be granted a lease."""
 
     peer: Peer
     generation: int
@@ -86,20 +86,20 @@ LeaseChange: TypeAlias = LeaseGranted | Lost | Stale
 
 class _Lease(msgspec.Struct):
     generation: int
-    #: Until when the entry stands, seconds.
+    #: When the entry expires, seconds.
     until: float
 
 
 class Leases:
-    """Keeps the leases of all peers of one service.
+    """The leases of all peers of one service.
 
-    Only ExpireLeases ends a lease: a service that was held up itself first tells what has arrived meanwhile, and
-    loses nobody who was there. Not thread-safe: one thread owns it. Every event is amortised O(1).
+    Only ExpireLeases ends a lease: a service that was delayed itself first handles the messages that have arrived
+    meanwhile, and so loses no living peer. Not thread-safe: one thread owns it. Every event is amortised O(1).
 
     lease_s: seconds of silence after which a peer is lost, above 0.
-    remember_s: seconds for which the generation of a peer that is gone is remembered, at least `lease_s`; of at
-        most `MOST_REMEMBERED` peers, those that went last. It bounds memory; a peer that is forgotten and comes
-        back under its old generation joins.
+    remember_s: seconds for which the generation of a lost peer is remembered, at least `lease_s`; of at most
+        `MOST_REMEMBERED` peers, the latest ones. That bounds memory; a forgotten peer may rejoin under its old
+        generation.
     Raises OptionError or OptionTypeError.
     """
 
@@ -108,9 +108,9 @@ class Leases:
         self._remember_s = _seconds("remember_s", remember_s)
         if remember_s < lease_s:
             raise OptionError(f"remember_s must be at least lease_s={lease_s!r}; got {remember_s!r}")
-        #: The members, next to lapse first: every renewal moves to the end, and all leases are equally long.
+        #: The members, next to expire first: a renewal moves to the end, and all leases are equally long.
         self._members: OrderedDict[Peer, _Lease] = OrderedDict()
-        #: The newest generation of peers that are gone, next to be forgotten first.
+        #: The newest generation of lost peers, next to be forgotten first.
         self._gone: OrderedDict[Peer, _Lease] = OrderedDict()
         self._now = -math.inf
 
@@ -120,12 +120,12 @@ class Leases:
         return MappingProxyType({peer: lease.generation for peer, lease in self._members.items()})
 
     def generation_of(self, peer: Peer) -> int | None:
-        """The generation of one member; None where it is none."""
+        """The generation of a member; None if the peer is none."""
         lease = self._members.get(peer)
         return None if lease is None else lease.generation
 
     def handle(self, event: LeaseEvent) -> list[LeaseChange]:
-        """Take in one event; return what has changed, in order. Time that runs backwards stands still."""
+        """Apply one event; returns what has changed, in order. Time that runs backwards is ignored."""
         match event:
             case Heard(peer, generation, now):
                 self._now = max(self._now, now)
@@ -135,9 +135,9 @@ class Leases:
                 return self._leave(peer, generation)
             case ExpireLeases(now):
                 self._now = max(self._now, now)
-                return self._tick()
+                return self._expire()
             case _:
-                raise OptionTypeError(f"a membership handles Heard, Leave and ExpireLeases; got {event!r}")
+                raise OptionTypeError(f"Leases.handle takes Heard, Leave and ExpireLeases; got {event!r}")
 
     def _heard(self, peer: Peer, generation: int) -> list[LeaseChange]:
         newest = self._newest(peer)
@@ -165,7 +165,7 @@ class Leases:
         self._remember(peer, generation)
         return changes
 
-    def _tick(self) -> list[LeaseChange]:
+    def _expire(self) -> list[LeaseChange]:
         changes: list[LeaseChange] = []
         while self._members:
             peer, lease = next(iter(self._members.items()))

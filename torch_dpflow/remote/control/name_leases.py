@@ -1,10 +1,10 @@
-"""Which process reads under which name: leases, and who has a name that two processes want.
+"""Which process reads under which name: leases, and which of two processes gets a name that both want.
 
 A pure state machine around `leases`; there is no socket, thread or clock inside.
 
-A name belongs to the process that joined under it until its lease lapses or it leaves. Another that wants it is
-put off, because the holder may be dead already. A holder that is heard of after that is alive, and then the other
-is refused for good; one that is silent loses the name when its lease lapses, to whoever asks next.
+A name belongs to the process that joined under it until its lease expires or it leaves. Another process that wants it
+is told to ask again, because the holder may have ended. Once the holder renews its lease after that, the other is
+refused for good; otherwise the lease expires, and the name goes to whoever asks next.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch_dpflow.remote.wire.errors import NameBusyError, StaleJobError
 
 @dataclass(slots=True)
 class _Holder:
-    #: Drawn by the process that has the name.
+    #: A random number by which the process identifies itself.
     holder: int
-    #: When it was last heard of, seconds.
-    heard: float
-    #: When others first asked for the name, by what they drew.
+    #: When it last renewed its lease, seconds.
+    renewed: float
+    #: When other processes first asked for the name, by their random numbers.
     rivals: dict[int, float] = field(default_factory=dict)
 
 
@@ -31,7 +31,7 @@ class NameLeases:
     """Keeps the names of all readers of one flow. Not thread-safe; every call is amortised O(1).
 
     Args:
-        lease_s: seconds of silence after which a reader is taken for dead.
+        lease_s: how long a lease lasts without renewal, seconds.
     """
 
     def __init__(self, *, lease_s: float) -> None:
@@ -40,16 +40,18 @@ class NameLeases:
 
     @property
     def members(self) -> Mapping[str, int]:
-        """The generation of everyone who reads: a copy."""
+        """The generation of every reader: a copy."""
         return self._leases.members
 
     def admit(self, name: str, generation: int, holder: int, now: float) -> bool:
-        """A process, known by what it drew, begins to read under this name, or comes back under it.
+        """Grant the name to a process that begins to read under it, or that returns.
 
-        Returns whether the name was known under an earlier generation, of which nothing counts any more.
+        holder: the process's random number.
+
+        Returns whether this replaces an earlier generation, whose state is void.
 
         Raises:
-            NameBusyError: another process has the name, and may be dead; ask again.
+            NameBusyError: another process has the name, and may have ended; ask again.
             UsageError: another process has it and lives.
             StaleJobError: a later generation has joined.
         """
@@ -63,22 +65,22 @@ class NameLeases:
         self._holders[name] = _Holder(holder, now)
         return any(isinstance(change, Lost) for change in changes)
 
-    def heard(self, name: str, generation: int, now: float) -> None:
-        """It lives. StaleJobError for one that has not joined, or was taken for dead."""
+    def renew(self, name: str, generation: int, now: float) -> None:
+        """Renew a lease. Raises StaleJobError if the reader has none, or it has expired."""
         if self._leases.generation_of(name) != generation:
-            raise StaleJobError(f"job {name!r} is not known (any more); join anew")
+            raise StaleJobError(f"job {name!r} has no lease (any more); join again")
         self._leases.handle(Heard(name, generation, now))
-        self._holders[name].heard = now
+        self._holders[name].renewed = now
 
     def leave(self, name: str, generation: int, now: float) -> bool:
-        """It says goodbye; whether it was there."""
+        """End a lease; returns whether there was one."""
         lost = any(isinstance(one, Lost) for one in self._leases.handle(Leave(name, generation, now)))
         if lost:
             del self._holders[name]
         return lost
 
     def tick(self, now: float) -> list[str]:
-        """Time has passed; the names of those who are taken for dead from now on."""
+        """Expire leases; returns the names that are free now."""
         expired = [
             change.peer for change in self._leases.handle(ExpireLeases(now)) if isinstance(change, Lost)
         ]
@@ -94,13 +96,13 @@ class NameLeases:
 
 def _refuse(name: str, current: _Holder, rival: int, now: float) -> None:
     asked = current.rivals.setdefault(rival, now)
-    if current.heard > asked:
+    if current.renewed > asked:
         del current.rivals[rival]
         raise UsageError(
             f"job {name!r} is being read by another process; give this one a name of its own, as in "
             "JobOptions(name=...), or none"
         )
     raise NameBusyError(
-        f"job {name!r} was last heard of {now - current.heard:.1f} s ago in another process; its name is free once "
-        "that is taken for dead"
+        f"job {name!r} was last heard of {now - current.renewed:.1f} s ago in another process; its name is free once "
+        "that one's lease has expired"
     )

@@ -1,7 +1,7 @@
-"""The coordinator of a cluster: its flows and their life, the content of their datasets, and what is to run.
+"""The coordinator of a cluster: its flows and their life cycle, the content of their datasets, and what is to run.
 
-Thesis 4.3.2. Running jobs do not need it: it is asked for a router's address, and keeps services in step with
-the life of their flows. What it knows is in a state store, and what runs it hears of its node.
+Thesis 4.3.2. Jobs ask it for their router's address when they begin, and do not need it while they read. Its state is
+in a state store; its node reports what runs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from torch_dpflow.remote.wire.errors import OverloadedError, UnknownFlowError
 from torch_dpflow.remote.wire.flow_spec import FlowSpec
 from torch_dpflow.remote.wire.node import Launch, ProcessView
 
-#: How long it waits for a message where nothing else is due, seconds.
+#: How long it waits for a message when nothing else is due, seconds.
 IDLE_TURN_S = 0.5
 _encode = msgspec.msgpack.encode
 
@@ -64,14 +64,14 @@ class _WaitingCall:
 
 
 class Coordinator:
-    """Serves registrations, accesses and questions. One thread drives it; nothing in it waits.
+    """Serves registrations, accesses and queries. One thread drives it, and none of its methods blocks.
 
     Args:
         server: methods are registered with it; the caller serves.
-        store: where flows are kept.
-        contents: what their workers load.
-        limits: what all flows have together at most.
-        changed: called when other processes are to run than before.
+        store: where flows are stored.
+        contents: the pickled datasets that workers load.
+        limits: of all flows together.
+        changed: called when the desired processes may have changed.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class Coordinator:
         self._registry = FlowRegistry()
         #: Flows whose services are to run, by instance.
         self._running: dict[str, FlowSpec] = {}
-        #: Where the routers of complete flows listen, by instance.
+        #: The addresses of the routers that run, by instance.
         self._routers: dict[str, str] = {}
         self._processes: list[ProcessView] = []
-        #: Whether the node has said what runs: that may be more than this coordinator has had started.
-        self._has_heard = False
+        #: Whether the node has reported what runs: an earlier coordinator may have started more than this one.
+        self._has_observed = False
         self._waiting: list[_WaitingCall] = []
         self._restore()
         for name, handler, body, remembered in (
@@ -124,16 +124,16 @@ class Coordinator:
         ]
 
     def observe(self, processes: list[ProcessView]) -> None:
-        """Hear what runs."""
+        """These processes run."""
         now = self._clock()
         self._processes = processes
-        self._has_heard = True
+        self._has_observed = True
         self._routers = {}
         for view in processes:
             instance, _, kind = view.id.rpartition("/")
             if kind == "router":
                 self._observe_router(instance, view, now)
-        self._obey(self._registry.tick(now))
+        self._apply(self._registry.tick(now))
         self._answer_waiting(now)
 
     def views(self) -> tuple[list[FlowView], list[ProcessView]]:
@@ -151,7 +151,7 @@ class Coordinator:
         jobs = view.status.get("jobs")
         is_up = bool(view.address and view.runs)
         if is_up and isinstance(jobs, int):
-            self._obey(self._registry.report(instance, jobs, now))
+            self._apply(self._registry.report(instance, jobs, now))
         flow = next((flow for flow in self._registry.flows if flow.spec.instance == instance), None)
         if flow is not None:
             self._running[instance] = flow.spec
@@ -168,7 +168,7 @@ class Coordinator:
                 still.append(waiting)
         self._waiting = still
 
-    def _obey(self, instructions: list[FlowInstruction]) -> None:
+    def _apply(self, instructions: list[FlowInstruction]) -> None:
         if instructions:
             self._changed()
         for instruction in instructions:
@@ -188,7 +188,7 @@ class Coordinator:
 
     def _on_register(self, call: IncomingCall) -> Result:
         spec: FlowSpec = call.body
-        self._obey(self._registry.register(spec, self._clock()))
+        self._apply(self._registry.register(spec, self._clock()))
         flow = self._registry.find(spec.name)
         assert flow is not None
         return Result(self._is_stored(flow))
@@ -219,15 +219,15 @@ class Coordinator:
         return LATER
 
     def _finish_store(self, call: IncomingCall, piece: ContentPiece) -> None:
-        """A content is whole."""
+        """A content has arrived as a whole."""
         flow = self._registry.flow_of_content(piece.digest)
         try:
             if flow is not None and (flow.spec.content == piece.digest or not self._is_stored(flow)):
-                self._obey(self._registry.accept_content(flow, piece.digest))
+                self._apply(self._registry.accept_content(flow, piece.digest))
         except DPFlowError as error:
             call.fail(error)
             return
-        self._drop_content(piece.digest)  # unless it is the one of a flow
+        self._drop_content(piece.digest)  # unless it has become a flow's
         call.answer(None if flow is None else piece.size)
 
     def _on_content(self, call: IncomingCall) -> Later:
@@ -247,32 +247,32 @@ class Coordinator:
 
     def _refuse_if_busy(self) -> None:
         if self._contents.is_busy:
-            raise OverloadedError("many contents are on their way already; come again")
+            raise OverloadedError("too many contents are being transferred; call again")
 
     def _on_access(self, call: IncomingCall) -> Result | Later:
         access: Access = call.body
         flow, instructions = self._registry.access(access.flow, access.version, self._clock())
         if not self._is_stored(flow):
             raise UnknownFlowError(f"the content of flow {access.flow!r} is not stored; store it first")
-        self._admit(flow)
-        self._obey(instructions)
+        self._make_room_for(flow)
+        self._apply(instructions)
         address = self._routers.get(flow.spec.instance)
         if address is not None:
             return Result(address)
         self._waiting.append(_WaitingCall(call, flow.spec.instance, self._clock() + call.patience_s))
         return LATER
 
-    def _admit(self, flow: Flow) -> None:
-        """Raise UsageError where there is nothing left of the cluster for this flow, and nobody makes way."""
+    def _make_room_for(self, flow: Flow) -> None:
+        """Stop unread flows until this one fits the cluster's limits. Raises UsageError if it cannot."""
         most = self._limits.flows
-        if most is not None and not self._has_heard:
+        if most is not None and not self._has_observed:
             raise OverloadedError(
-                "the coordinator has just started and does not know yet what runs; come again"
+                "the coordinator has just started and does not know yet what runs; call again"
             )
         if most is None or flow.spec.instance in self._running or len(self._running) < most:
             return
         while len(self._running) >= most and (ended := self._registry.stop_unread(self._clock())):
-            self._obey(ended)
+            self._apply(ended)
         if len(self._running) >= most:
             raise UsageError(
                 f"flow {flow.spec.name!r} cannot start: {most} flows take all workers or memory of the cluster, "
@@ -288,23 +288,20 @@ class Coordinator:
                     "give no more, or start `dpflow up` with more"
                 )
         flow, instructions = self._registry.scale(scale.flow, scale.shards, scale.workers)
-        self._obey(instructions)
+        self._apply(instructions)
         spec = flow.spec
         if spec.instance in self._running:
             self._running[spec.instance] = spec
             self._changed()
-        SERVICE.info(
-            "it is scaled to %d shards and %d workers",
-            spec.shards,
-            spec.workers,
-            extra={"flow": spec.instance},
-        )
+        text = "flow scaled to %d shards and %d workers"
+        SERVICE.info(text, spec.shards, spec.workers, extra={"flow": spec.instance})
         view = flow.view(self._parts().get(spec.instance), self._clock())
-        self._store.once_written(lambda: call.answer(view))  # else it might die with what it has promised
+        # Acknowledged when written: unlike a registration, nobody would repeat it after this process's death.
+        self._store.once_written(lambda: call.answer(view))
         return LATER
 
     def _on_delete(self, call: IncomingCall) -> Later:
-        self._obey(self._registry.delete(call.body, self._clock()))
+        self._apply(self._registry.delete(call.body, self._clock()))
         self._store.once_written(lambda: call.answer(None))
         return LATER
 
@@ -324,7 +321,7 @@ class Coordinator:
                 spec.check()
                 specs.append(spec)
             except (msgspec.MsgspecError, OptionError) as error:
-                SERVICE.error("%s in the state store cannot be read and is left alone: %s", key, error)
+                SERVICE.error("state store: %s cannot be decoded and is ignored: %s", key, error)
         for spec in sorted(specs, key=lambda spec: spec.version):
             self._registry.restore(spec, self._clock())
         for digest in self._contents.digests - {flow.spec.content for flow in self._registry.flows}:
@@ -336,14 +333,15 @@ class Coordinator:
 
 
 def run(post: ServicePost) -> None:
-    """Be a coordinator: the role of a node's process."""
+    """Run a coordinator: the role of a node's process."""
     arguments = msgspec.msgpack.decode(post.arguments, type=CoordinatorArguments)
     server = RpcServer(post.listen(arguments.address))
     heart = Heart(post, server.address)
     state = WriteBehindStore(lambda: open_store(arguments.state), arguments.owner)
     state.load(heart.turned)
     changed = threading.Event()
-    # With the cluster, and not with its state: keys of a storage may be in it, and a job that comes brings it again.
+    # In the cluster's directory and not in the state store: a pickled dataset may hold keys of a storage, and a job
+    # that needs it brings it again.
     contents = Contents(Path(post.place.directory, "state.contents"))
     coordinator = Coordinator(server, state, contents, arguments.limits, changed=changed.set)
     server.register("stop", partial(_stop_node, post), body_type=None)
@@ -356,13 +354,13 @@ def run(post: ServicePost) -> None:
 
 
 def _stop_node(post: ServicePost, call: IncomingCall) -> Later:
-    """Have the node end everything, this process too."""
+    """Have the node end everything, including this process."""
 
     def stop() -> None:
         with post.place.connect(post.place.node_address) as node:
             node.call("stop")
 
-    # The one who asked is answered first: the transport's thread writes what it was given first before the rest.
+    # Answered before it stops: the transport sends messages in the order in which it was given them.
     call.answer(None)
     threading.Thread(target=stop, name="dpflow-stop", daemon=True).start()
     return LATER

@@ -1,4 +1,4 @@
-"""A node: the process that keeps the services and workers of one host running, and ends with all of them."""
+"""A node: the process that keeps the services and workers of one host running. They end with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from torch_dpflow.descriptors import exhausted, soft_limit
 from torch_dpflow.errors import DescriptorLimitError, LaunchError, OptionError, UsageError
-from torch_dpflow.platforms.base import Handle, Platform, ProcessSpec
+from torch_dpflow.platforms.base import Handle, Platform, ProcessSpec, require_same_host
 from torch_dpflow.platforms.local import DESCRIPTORS
 from torch_dpflow.remote.control.supervision import CleanUp, Kill, Spawn, Supervisor, SupervisorInstruction
 from torch_dpflow.remote.process.roles import COORDINATOR, ROLES, main
@@ -21,31 +21,31 @@ from torch_dpflow.remote.transport import listen
 from torch_dpflow.remote.wire.fields import Count
 from torch_dpflow.remote.wire.node import Beat, Desire, Ending, Launch, ProcessView, Running, Standing
 
-#: How long a process may be silent before it is killed and started again, seconds.
+#: A process without a heartbeat for so long is killed and restarted, seconds.
 LEASE_S = 10.0
-#: How often a node looks after its processes when nothing has happened to them, seconds.
-LOOK_S = 0.5
-#: How long whoever asks for changes waits where there are none, seconds: figures of processes are no older.
+#: How often a node checks its processes when nothing happens, seconds.
+CHECK_S = 0.5
+#: How long a call of `changes` waits for a change, seconds; so figures of processes are no older.
 HOLD_S = 0.5
-#: A client that has been silent for so long is forgotten, seconds: processes beat every second.
+#: A client that has been silent for so long is forgotten, seconds: processes send a heartbeat every second.
 IDLE_CLIENT_S = 30.0
-#: Most messages that are taken in before a node looks after its processes.
+#: Most messages that are handled before a node checks its processes.
 BURST = 1024
-#: Of a node's descriptors, how many are not for its processes, and how many it asks for: more than any cluster needs.
+#: Descriptors that a node keeps for itself, and the limit that it asks for: more than any cluster needs.
 OWN_DESCRIPTORS, WISHED_DESCRIPTORS = 64, 65536
 
 
 def most_processes() -> int:
-    """How many processes this one may keep, by its limit of open files."""
+    """How many processes this one may start, by its limit of open files."""
     return max(0, soft_limit() - OWN_DESCRIPTORS) // (DESCRIPTORS + 1)  # and its connection
 
 
 def most_workers() -> int:
     """How many workers all flows may have together, by the same limit.
 
-    A flow has a router, and a shard or more; but there are never more flows, nor more shards, than workers.
+    A flow has a router and at least one shard; there are never more flows or shards than workers.
 
-    Raises DescriptorLimitError where it allows none.
+    Raises DescriptorLimitError if it allows none.
     """
     most = (most_processes() - 1) // 3  # beside the coordinator
     if most < 1:
@@ -56,18 +56,18 @@ def most_workers() -> int:
 
 
 class Node:
-    """Keeps what it is told to keep running, and a coordinator that tells it. One thread drives it.
+    """Keeps a coordinator running, and the processes that the coordinator desires. One thread drives it.
 
-    It has no state that would have to be saved: whoever uses it says what is desired. Where a process dies,
-    or is silent for `lease_s`, another takes its place at the same address.
+    It saves no state: its clients say what is desired. A process that ends, or sends no heartbeat for `lease_s`, is
+    restarted at the same address.
 
     Args:
-        place: where its processes meet.
+        place: the sockets, keys and token of its processes.
         coordinator: arguments of the coordinator's role, msgpack.
         platform: starts its processes; closed with the node.
 
     Raises:
-        OptionError: nobody could connect to what this platform starts.
+        OptionError: the platform cannot run services: nothing could connect to them, or they could not reach the node.
     """
 
     def __init__(
@@ -82,25 +82,26 @@ class Node:
             raise OptionError(
                 f"platform={platform!r}: services must be reached by others, which it does not allow"
             )
+        require_same_host(platform, "a node")
         self._place = place
         self._platform = platform
         self._lease_s = lease_s
         self._supervisor = Supervisor(
             lease_s=lease_s, most=most_processes(), most_starting=max(2, len(os.sched_getaffinity(0)))
         )
-        #: How many processes were refused when that was told of.
+        #: How many processes could not be started when that was last logged.
         self._refused = 0
         self._clock = SuspendAwareClock()
         self._own = Launch(COORDINATOR, COORDINATOR, coordinator)
-        #: Those that have been launched and not been seen to end.
+        #: Processes that have been launched and not been seen to end.
         self._processes: dict[str, Handle] = {}
-        #: Who waits for changes: until when, and what it has seen.
+        #: Calls of `changes`: when to answer at the latest, the revision that the caller has, the call.
         self._asking: list[tuple[float, int, IncomingCall]] = []
-        #: When to look after the processes next, seconds.
-        self._look_at = 0.0
+        #: When to check the processes next, seconds.
+        self._check_at = 0.0
         self._stopped = False
         self._ready: Callable[[], None] | None = None
-        # A process that has died says no goodbye, and its successor is another client.
+        # idle_s: a killed process does not sign off, and its successor is another client.
         options = ServerOptions(shared_bytes=0, idle_s=IDLE_CLIENT_S)
         listener = listen(place.node_address)
         listener.watch(platform.wakeup_fd)
@@ -119,35 +120,35 @@ class Node:
         """
         self._ready = ready
         try:
-            self._obey(self._supervisor.desire([self._own], self._clock()))
+            self._apply(self._supervisor.desire([self._own], self._clock()))
             while not self._stopped:
                 self._server.step(self._until_due())
-                # First what others have said: a node that was held up must not take them for silent.
-                heard = 0
-                while heard < BURST and self._server.step(0.0):
-                    heard += 1
+                # Pending heartbeats first: after a delay of its own, a node must not regard their senders as silent.
+                handled = 0
+                while handled < BURST and self._server.step(0.0):
+                    handled += 1
                 ended = self._platform.take_ended()
-                if ended or time.monotonic() >= self._look_at or self._is_spawn_due():
-                    self._look(ended)
-                    self._look_at = time.monotonic() + LOOK_S
+                if ended or time.monotonic() >= self._check_at or self._is_spawn_due():
+                    self._check(ended)
+                    self._check_at = time.monotonic() + CHECK_S
                 self._answer_asking()
         finally:
             self._platform.close()
             self._server.close()
 
     def address_of(self, id: str) -> str:
-        """Where a process has said that it listens; empty before. Any thread may call."""
+        """Where a process listens; empty until it has reported that. Any thread may call."""
         return self._supervisor.address_of(id)
 
     def stop(self) -> None:
-        """Make `serve` end everything and return. Any thread may call, and a signal handler."""
+        """Make `serve` end everything and return. Any thread may call, and signal handlers."""
         self._stopped = True
         self._server.stop()
 
     def _until_due(self) -> float:
-        """How long nothing is due, at most, seconds."""
+        """The time until something is due, at most, seconds."""
         now = time.monotonic()
-        waits = [self._look_at - now, *(until - now for until, _, _ in self._asking)]
+        waits = [self._check_at - now, *(until - now for until, _, _ in self._asking)]
         if (due := self._supervisor.next_due) is not None:
             waits.append(due - self._clock())
         return max(0.0, min(waits))
@@ -156,7 +157,7 @@ class Node:
         due = self._supervisor.next_due
         return due is not None and due <= self._clock()
 
-    def _look(self, ended: Sequence[Handle]) -> None:
+    def _check(self, ended: Sequence[Handle]) -> None:
         now = self._clock()
         for process in ended:
             id, incarnation = process.name, process.incarnation
@@ -164,22 +165,22 @@ class Node:
                 del self._processes[id]
             end = process.describe()
             if self._supervisor.is_desired(id, incarnation):
-                text = "%s has ended unexpectedly (%s); another takes its place"
+                text = "process %s ended unexpectedly, restarting: %s"
                 SERVICE.warning(text, id, end, extra=subjects_of(id))
             else:
-                SERVICE.info("%s has ended", id, extra=subjects_of(id))
-            self._obey(self._supervisor.on_ended(id, incarnation, now))
-        self._obey(self._supervisor.tick(now))
-        self._tell_refused()
+                SERVICE.info("process %s ended", id, extra=subjects_of(id))
+            self._apply(self._supervisor.on_ended(id, incarnation, now))
+        self._apply(self._supervisor.tick(now))
+        self._log_refused()
 
-    def _tell_refused(self) -> None:
+    def _log_refused(self) -> None:
         refused = self._supervisor.refused
         if refused and refused != self._refused:
-            what = f"{refused} of the processes that are to run are not started: there is room for {most_processes()}"
+            what = f"{refused} desired processes cannot be started: at most {most_processes()} may run"
             SERVICE.error("%s", exhausted(what))
         self._refused = refused
 
-    def _obey(self, instructions: list[SupervisorInstruction]) -> None:
+    def _apply(self, instructions: list[SupervisorInstruction]) -> None:
         for instruction in instructions:
             match instruction:
                 case Spawn():
@@ -209,19 +210,19 @@ class Node:
         try:
             process = self._platform.launch(spec)
         except (LaunchError, DescriptorLimitError) as error:
-            SERVICE.warning("%s", error, extra=subjects_of(post.id))
-            self._obey(self._supervisor.on_ended(post.id, post.incarnation, self._clock()))
+            SERVICE.warning("process %s not started: %s", post.id, error, extra=subjects_of(post.id))
+            self._apply(self._supervisor.on_ended(post.id, post.incarnation, self._clock()))
             return
         self._processes[post.id] = process
-        SERVICE.info("%s has been started (pid %d)", post.id, process.pid, extra=subjects_of(post.id))
+        SERVICE.info("process %s started (pid %d)", post.id, process.pid, extra=subjects_of(post.id))
         self._supervisor.on_started(post.id, post.incarnation, process.pid, self._clock())
 
     def _kill(self, kill: Kill) -> None:
         if self._supervisor.is_desired(kill.id, kill.incarnation):
-            text = "%s has been silent for %g s and is killed"
+            text = "process %s killed: no heartbeat for %g s"
             SERVICE.warning(text, kill.id, self._lease_s, extra=subjects_of(kill.id))
         else:
-            SERVICE.info("%s is to end", kill.id, extra=subjects_of(kill.id))
+            SERVICE.info("process %s stopped: no longer desired", kill.id, extra=subjects_of(kill.id))
         process = self._processes.get(kill.id)
         if process is not None and process.incarnation == kill.incarnation:
             process.kill()
@@ -240,8 +241,8 @@ class Node:
         desired: Desire = call.body
         for launch in desired.launches:
             if launch.role not in ROLES or launch.id == COORDINATOR:
-                raise UsageError(f"{launch.id!r}: no process of role {launch.role!r} is kept for others")
-        self._obey(self._supervisor.desire([self._own, *desired.launches], self._clock()))
+                raise UsageError(f"{launch.id!r}: a node runs no process of role {launch.role!r} for clients")
+        self._apply(self._supervisor.desire([self._own, *desired.launches], self._clock()))
 
     def _on_processes(self, call: IncomingCall) -> Result:
         views: list[ProcessView] = self._supervisor.views()
@@ -263,11 +264,13 @@ class Node:
     def _on_end(self, call: IncomingCall) -> None:
         ending: Ending = call.body
         if subjects_of(ending.id).get("worker") is None:
-            raise UsageError(f"{ending.id!r} is no worker; nothing else is ended so")
+            raise UsageError(f"{ending.id!r} is not a worker; nothing else can be ended by this call")
         process = self._processes.get(ending.id)
         if process is not None and process.incarnation == ending.incarnation:
-            SERVICE.warning("%s is killed, as its shard asks", ending.id, extra=subjects_of(ending.id))
-            process.kill("its shard asked for it")
+            SERVICE.warning(
+                "process %s killed: requested by its shard", ending.id, extra=subjects_of(ending.id)
+            )
+            process.kill("requested by its shard")
 
     def _on_stop(self, call: IncomingCall) -> None:
         self._stopped = True
@@ -275,7 +278,7 @@ class Node:
 
 @contextmanager
 def stopped_by_signals(node: Node) -> Iterator[None]:
-    """SIGTERM and SIGINT end the node in good order. In the main thread."""
+    """SIGTERM and SIGINT stop the node. In the main thread."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     previous = [signal.signal(number, lambda *_: node.stop()) for number in numbers]
     try:

@@ -1,4 +1,4 @@
-"""Keeps what a node runs in step with what its coordinator desires."""
+"""Reconciles the processes that a node runs with those that its coordinator desires."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch_dpflow.remote.process.spec import SERVICE, ServicePost, ask_in
 from torch_dpflow.remote.rpc import RpcClient, RpcServer
 from torch_dpflow.remote.wire.node import Desire, Launch, ProcessView, Running
 
-#: How long to wait after something has failed, seconds.
+#: The pause after a failure, seconds.
 PAUSE_S = 0.1
 
 
 class Desiring(Protocol):
-    """Whoever decides what is to run. Called in its server's thread, first of all with what runs."""
+    """Decides what is to run. Called in its server's thread, `observe` first."""
 
     def desired(self) -> list[Launch]:
-        """What is to run."""
+        """The processes that are to run."""
 
     def observe(self, processes: list[ProcessView]) -> None:
-        """What runs."""
+        """These processes run."""
 
 
 class Reconciler:
-    """Two threads, for ever: one hears from the node what runs, one tells it what is desired.
+    """Two daemon threads: one observes what the node runs, one sends it what is desired.
 
-    Any change of what runs is heard at once; where there is none, figures are heard of now and then.
+    The node answers the first one's call as soon as anything changes, or after half a second with fresh figures.
 
     Args:
-        changed: set when something else may be desired than before.
+        changed: set when the desired processes may have changed.
     """
 
     def __init__(
@@ -42,40 +42,40 @@ class Reconciler:
         self._server = server
         self._desiring = desiring
         self._changed = changed
-        threading.Thread(target=self._hear, name="dpflow-hear", daemon=True).start()
+        threading.Thread(target=self._observe, name="dpflow-observe", daemon=True).start()
 
-    def _hear(self) -> None:
+    def _observe(self) -> None:
         seen = 0
-        telling = False
+        is_applying = False
         with self._connect() as node:
             while True:
                 try:
                     running: Running = node.call("changes", seen, reply_type=Running).body
                     ask_in(self._server, partial(self._desiring.observe, running.processes))
                 except Exception as error:
-                    _complain(error)
+                    _log_failure(error)
                     time.sleep(PAUSE_S)
                     continue
                 seen = running.revision
                 self._changed.set()
-                if not telling:
-                    # Not before: what a coordinator desires that does not know yet what runs would end all of it.
-                    threading.Thread(target=self._tell, name="dpflow-tell", daemon=True).start()
-                    telling = True
+                if not is_applying:
+                    # Not earlier: a coordinator that has not observed anything desires nothing, which would end all.
+                    threading.Thread(target=self._apply, name="dpflow-desire", daemon=True).start()
+                    is_applying = True
 
-    def _tell(self) -> None:
-        told: list[Launch] | None = None
+    def _apply(self) -> None:
+        applied: list[Launch] | None = None
         with self._connect() as node:
             while True:
                 self._changed.wait()
                 self._changed.clear()
                 try:
                     desired = ask_in(self._server, self._desiring.desired)
-                    if desired != told:
+                    if desired != applied:
                         node.call("desire", Desire(desired))
-                        told = desired
+                        applied = desired
                 except Exception as error:
-                    _complain(error)
+                    _log_failure(error)
                     time.sleep(PAUSE_S)
                     self._changed.set()
 
@@ -83,8 +83,8 @@ class Reconciler:
         return self._post.place.connect(self._post.place.node_address, timeout_s=10.0)
 
 
-def _complain(error: Exception) -> None:
+def _log_failure(error: Exception) -> None:
     if isinstance(error, DPFlowError):
-        SERVICE.warning("the node does not answer its coordinator (%s)", error)
+        SERVICE.warning("node does not answer its coordinator (%s)", error)
     else:
-        SERVICE.error("what is to run is not known", exc_info=error)
+        SERVICE.error("desired processes cannot be determined", exc_info=error)

@@ -45,13 +45,13 @@ from torch_dpflow.samplers import sampling_group
 from torch_dpflow.samplers.indices import IndexArray
 from torch_dpflow.samplers.ranks import RankShares
 
-#: By how much of it the group's reckoning of the caches may be wrong before it is mended.
+#: The group's cache capacity is corrected when it is wrong by more than this share of it.
 RESIZED_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """One process that reads: a job, or a rank of one."""
+    """A process that reads: a job, or a rank of one."""
 
     job: str
     rank: int
@@ -64,11 +64,11 @@ class _Job:
     order: JointOrder
     shares: RankShares
     seed: int
-    #: None: every sample of the flow.
+    #: The job's samples; None: all of the flow's.
     indices: IndexArray | None
 
     def check(self, join: Join, rank: JobRank, indices: IndexArray | None) -> None:
-        """Raise UsageError unless this rank describes the job as those before it."""
+        """Raise UsageError unless this rank describes the job as its other ranks do."""
         mine = (self.shares.replicas, self.shares.drop_last, self.seed)
         theirs = (rank.replicas, rank.drop_last, join.seed)
         for name, here, there in zip(("num_replicas", "drop_last", "seed"), mine, theirs):
@@ -86,16 +86,15 @@ class _Job:
 class Router:
     """Serves one flow's jobs. One thread drives it.
 
-    Everything that it knows of a job the job knows too: after a restart jobs join anew and say what they have
-    of their epoch, and the group is as good as before.
+    Jobs know everything that it knows about them: after a restart of the router they join again and report what they
+    have read of their epoch, which restores the sampling group.
 
     Args:
         server: methods are registered with it; the caller serves.
         spec: the flow.
         settings: which shards are to own its keys.
         token: of the node that starts its shards.
-        incarnation: higher than that of any router of this flow before. What it gives out begins with it, and so is
-            newer than what they gave out, whatever any clock says.
+        incarnation: higher than that of any earlier router of this flow.
     """
 
     def __init__(
@@ -109,6 +108,8 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec = spec
+        # Numbered from the incarnation upwards, and so above all generations of earlier routers. No clock takes part:
+        # clocks differ between hosts, and may be set back.
         self._generations = itertools.count((incarnation << 32) + 1)
         self._token = token
         self._clock = clock
@@ -117,14 +118,14 @@ class Router:
         )
         self._routing = Routing(size=spec.size, expected=settings.shards, lease_s=SHARD_LEASE_S)
         self._name_leases = NameLeases(lease_s=JOB_LEASE_S)
-        #: By the name under which it reads, and by that of the job.
+        #: By reader name, and by job name.
         self._readers: dict[str, _Reader] = {}
         self._jobs: dict[str, _Job] = {}
-        #: By the name under which it reads: what it has said of its reading.
+        #: By reader name: the figures of its last heartbeat.
         self._figures: dict[str, JobFigures] = {}
-        #: By shard: how many samples its cache can hold, 0 where that is not known.
-        self._rooms: dict[str, int] = {}
-        #: Calls that wait for the table to be complete, and when their callers give up, seconds.
+        #: By shard: how many samples its cache can hold; 0 if that is not known.
+        self._cache_samples: dict[str, int] = {}
+        #: Calls that wait for a complete table, and when their callers give up, seconds.
         self._waiting: list[tuple[IncomingCall, Joined, float]] = []
         for name, handler, body in (
             ("enlist", self._on_enlist, Enlist),
@@ -138,19 +139,22 @@ class Router:
         server.register("table", self._on_table, body_type=None, remembered=False)
 
     def apply_settings(self, settings: RouterSettings) -> None:
-        """Shards come or go. In the server's thread."""
-        SERVICE.info("its keys are for %s", ", ".join(settings.shards))
+        """Change which shards are to own keys. In the server's thread."""
+        SERVICE.info("keys assigned to shards %s", ", ".join(settings.shards))
         self._routing.expect(settings.shards)
         self.poll()
 
     def poll(self) -> None:
-        """Look at what time has brought about."""
+        """Apply leases and deadlines. In the server's thread."""
         now = self._clock()
         for shard in self._routing.tick(now):
-            SERVICE.warning("it is lost; others own its keys", extra={"shard": shard.rpartition("/")[2]})
+            text = "shard lease expired; its keys were reassigned"
+            SERVICE.warning(text, extra={"shard": shard.rpartition("/")[2]})
         for name in self._name_leases.tick(now):
-            SERVICE.info("it is silent and taken for dead", extra={"job": name})
-            self._forget(name)
+            SERVICE.info(
+                "job lease expired; its place in the sampling group was dropped", extra={"job": name}
+            )
+            self._remove_reader(name)
         self._answer_waiting(now)
 
     def _answer_waiting(self, now: float) -> None:
@@ -159,7 +163,9 @@ class Router:
             for call, joined, _ in waiting:
                 joined.table = self._routing.table
                 call.answer(joined)
-        elif self._waiting:  # a job that has given up asks again, and its samples' indices come with it
+        elif (
+            self._waiting
+        ):  # a caller that has given up calls again, and each call holds its indices in memory
             self._waiting = [one for one in self._waiting if now < one[2]]
 
     def status(self) -> dict[str, Any]:
@@ -188,17 +194,17 @@ class Router:
             raise StaleShardError(
                 f"shard {shard.shard!r}, incarnation {shard.incarnation}, has been replaced"
             )
-        self._rooms[shard.shard] = shard.room
-        self._fit_group()
+        self._cache_samples[shard.shard] = shard.cache_samples
+        self._resize_group()
         self.poll()
         return Result(range_)
 
-    def _fit_group(self) -> None:
-        """Have the group reckon with what the caches can hold, where nobody has said how much that is."""
-        rooms = [self._rooms.get(route.shard, 0) for route in self._routing.table.routes]
-        if self._spec.cache_samples or not rooms or 0 in rooms:
+    def _resize_group(self) -> None:
+        """Set the group's cache capacity to what the shards report, unless the user has given it."""
+        sizes = [self._cache_samples.get(route.shard, 0) for route in self._routing.table.routes]
+        if self._spec.cache_samples or not sizes or 0 in sizes:
             return
-        capacity = min(self._spec.size, sum(rooms))
+        capacity = min(self._spec.size, sum(sizes))
         if abs(capacity - self._group.capacity) > RESIZED_SHARE * self._group.capacity:
             self._group.resize(capacity)
 
@@ -217,10 +223,10 @@ class Router:
             raise UsageError(f"flow {self._spec.name!r} has {MAX_JOBS} readers, the most there may be")
         generation = next(self._generations)
         if self._name_leases.admit(name, generation, join.holder, now):
-            self._forget(name)
+            self._remove_reader(name)
         if name not in self._readers:
             try:
-                self._admit(join, indices)
+                self._add_reader(join, indices)
             except UsageError:
                 self._name_leases.leave(name, generation, now)
                 raise
@@ -230,19 +236,19 @@ class Router:
         self._waiting.append((call, joined, now + call.patience_s))
         return LATER
 
-    def _admit(self, join: Join, indices: IndexArray | None) -> None:
+    def _add_reader(self, join: Join, indices: IndexArray | None) -> None:
         rank = join.rank or JobRank(join.reader, 0, 1)
         if rank.rank >= rank.replicas:
             raise UsageError(f"rank {rank.rank} of {rank.replicas}: ranks count from 0")
         job = self._jobs.get(rank.job)
         if job is None:
-            self._found(join, rank, indices)
+            self._add_job(join, rank, indices)
         else:
             job.check(join, rank, indices)
         self._readers[join.reader] = _Reader(rank.job, rank.rank)
 
-    def _found(self, join: Join, rank: JobRank, indices: IndexArray | None) -> None:
-        """The first rank of a job joins."""
+    def _add_job(self, join: Join, rank: JobRank, indices: IndexArray | None) -> None:
+        """Add a job at the join of its first rank."""
         batch = join.batch_size * rank.replicas
         named = not rank.job.startswith(UNNAMED)
         self._group.join(rank.job, indices, seed=join.seed, batch_size=batch, named=named)
@@ -253,31 +259,33 @@ class Router:
 
     def _on_start(self, call: IncomingCall) -> None:
         start: StartEpoch = call.body
-        reader = self._heard(start.job)
+        reader = self._renew_lease(start.job)
         if len(call.frames) != len(start.places):
-            raise UsageError(f"{len(call.frames)} frames of marks for {len(start.places)} epochs")
+            raise UsageError(
+                f"{len(call.frames)} bitmaps for {len(start.places)} epochs: one for each is required"
+            )
         held = [
-            Held(place.epoch, place.position, self._marked(frame))
+            Held(place.epoch, place.position, self._decode_bitmap(frame))
             for place, frame in zip(start.places, call.frames)
         ]
         self._jobs[reader.job].order.start(reader.rank, held)
 
-    def _marked(self, marks: memoryview) -> IndexArray:
-        bits = np.frombuffer(marks, np.uint8)
+    def _decode_bitmap(self, bitmap: memoryview) -> IndexArray:
+        bits = np.frombuffer(bitmap, np.uint8)
         if len(bits) != -(-self._spec.size // 8):
-            raise UsageError(f"{len(bits)} bytes of marks: {-(-self._spec.size // 8)} are required")
+            raise UsageError(f"a bitmap of {len(bits)} bytes: {-(-self._spec.size // 8)} are required")
         return np.flatnonzero(np.unpackbits(bits, count=self._spec.size))
 
     def _on_draw(self, call: IncomingCall) -> Result:
         draw: DrawSamples = call.body
-        reader = self._heard(draw.job)
+        reader = self._renew_lease(draw.job)
         order = self._jobs[reader.job].order
         indices = order.draw(reader.rank, draw.epoch, draw.position, draw.count, self._clock())
         return Result(None, [indices.tobytes()])
 
     def _on_beat(self, call: IncomingCall) -> Result:
         beat: JobBeat = call.body
-        self._heard(beat.job)
+        self._renew_lease(beat.job)
         if beat.figures is not None:
             self._figures[beat.job.name] = beat.figures
         return Result(self._routing.generation)
@@ -286,19 +294,19 @@ class Router:
         job: JobId = call.body
         self._check_flow(job.flow)
         if self._name_leases.leave(job.name, job.generation, self._clock()):
-            self._forget(job.name)
+            self._remove_reader(job.name)
 
-    def _heard(self, job: JobId) -> _Reader:
-        """A process that has joined lives. StaleJobError for one that has not."""
+    def _renew_lease(self, job: JobId) -> _Reader:
+        """Renew a reader's lease and return it. Raises StaleJobError if it has none."""
         self._check_flow(job.flow)
-        self._name_leases.heard(job.name, job.generation, self._clock())
+        self._name_leases.renew(job.name, job.generation, self._clock())
         return self._readers[job.name]
 
     def _check_flow(self, flow: str) -> None:
         if flow != self._spec.instance:
             raise MisdirectedError(f"this is the router of flow {self._spec.instance!r}, and not of {flow!r}")
 
-    def _forget(self, name: str) -> None:
+    def _remove_reader(self, name: str) -> None:
         self._figures.pop(name, None)
         reader = self._readers.pop(name, None)
         if reader is not None and all(other.job != reader.job for other in self._readers.values()):
@@ -317,7 +325,7 @@ def _as_set(indices: IndexArray | None) -> IndexArray:
 
 
 def run(post: ServicePost) -> None:
-    """Be a router: the role of a node's process."""
+    """Run a router: the role of a node's process."""
     decoder = msgspec.msgpack.Decoder(RouterSettings)
     spec = msgspec.msgpack.decode(post.arguments, type=FlowSpec)
     server = RpcServer(post.listen())

@@ -1,4 +1,4 @@
-"""Where a coordinator keeps what must outlive it: bytes by name. SQLite by default, Redis as an extra."""
+"""Stores for the state of a coordinator: bytes by key. SQLite by default, Redis as an extra."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from urllib.parse import urlsplit
 from torch_dpflow.errors import OptionError, StateError
 from torch_dpflow.log import SERVICE
 
-#: Longest key, characters, and longest value, bytes: a flow's description is the largest.
+#: Longest key, characters, and longest value, bytes: the largest one is the description of a flow.
 MAX_KEY, MAX_VALUE_BYTES = 512, 16 << 20
-#: Put before every key in Redis, which others may use as well.
+#: The prefix of every key in Redis, which may hold other data as well.
 _REDIS_PREFIX = "torch_dpflow:"
-#: Beside those keys: which cluster has the store to itself.
+#: The key that holds the owner of the store.
 _REDIS_OWNER = "torch_dpflow-owner"
-#: For how long a store is a cluster's after it has said so last, and how often it says so, seconds.
+#: How long an owner's lease of a store lasts, and how often it is renewed, seconds.
 LEASE_S, RENEW_S = 15.0, 3.0
 _LEASE_MS = int(LEASE_S * 1000)
-#: How often whoever waits for a store looks whether it is free, seconds.
-_LOOK_S = 0.2
+#: How often to check whether another owner's lease has expired, seconds.
+_POLL_S = 0.2
 #: How long Redis may take to answer, seconds.
 _ANSWER_S = 5.0
-#: How many keys Redis is asked for at once.
+#: How many keys to request from Redis at once.
 _REDIS_BATCH = 500
 
 
 class StateStore(Protocol):
-    """Bytes by key. What `put` has returned from survives the process; each call is whole or not at all.
+    """Bytes by key. A value survives the process once `put` has returned; each call is atomic.
 
-    Any thread may call. Keys are text of 1 to `MAX_KEY` characters, values at most `MAX_VALUE_BYTES`. Every
-    call raises StateError where the store cannot be reached or is damaged, OptionError for a key or value
-    that is not allowed.
+    Any thread may call. Keys are text of 1 to `MAX_KEY` characters, values at most `MAX_VALUE_BYTES` long. Every call
+    raises StateError if the store cannot be reached or is damaged, OptionError for a key or value that is not
+    allowed.
     """
 
     def get(self, key: str) -> bytes | None:
-        """The value of `key`; None where there is none."""
+        """The value of `key`; None if there is none."""
 
     def put(self, key: str, value: bytes) -> None:
         """Set the value of `key`."""
@@ -51,29 +51,29 @@ class StateStore(Protocol):
         """Every key that begins with `prefix`, sorted."""
 
     def claim(self, owner: str) -> None:
-        """Have the store for this owner alone for `LEASE_S`. StateError where another has it and lives.
+        """Lease the store to this owner for `LEASE_S`. Raises StateError if another owner renews its lease.
 
-        It waits for one that is silent, for up to `LEASE_S`.
+        Waits up to `LEASE_S` for the lease of an owner that has ended to expire.
         """
 
     def renew(self, owner: str) -> bool:
-        """Have it for another `LEASE_S`; False where nobody had it, as after somebody emptied it.
+        """Renew the lease for `LEASE_S`; False if nobody had one, as after the store was emptied.
 
-        StateError where another has it.
+        Raises StateError if another owner has it.
         """
 
     def release(self, owner: str) -> None:
-        """Let another owner have it, if it is this one's."""
+        """End this owner's lease, if it has it."""
 
     def close(self) -> None:
-        """Let go of the store. May be called twice."""
+        """Close the store. Idempotent."""
 
 
 def open_store(url: str) -> StateStore:
     """The store at `url`: a path or sqlite:///PATH, or redis://HOST:PORT/NUMBER.
 
-    Raises OptionError for another kind of address and where the package for Redis is missing, StateError
-    where the store cannot be opened.
+    Raises OptionError for another kind of address, or if the package for Redis is missing; StateError if the store
+    cannot be opened.
     """
     scheme = urlsplit(url).scheme
     if scheme in ("", "sqlite"):
@@ -87,13 +87,13 @@ def open_store(url: str) -> StateStore:
 
 
 class SQLiteStore:
-    """A store in one file that only its owner may read. One process at a time writes to it.
+    """A store in one file that only its user may read. One process at a time writes to it.
 
     Args:
-        path: made where it is not there.
+        path: created if it does not exist.
 
     Raises:
-        StateError: the file cannot be opened, or is no store.
+        StateError: the file cannot be opened, or is not a store.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -106,7 +106,7 @@ class SQLiteStore:
         except (OSError, sqlite3.Error) as error:
             raise self._broken(error) from error
         try:
-            # A write ahead log loses nothing when the process is killed; power may take the last writes.
+            # A write-ahead log loses nothing when the process is killed; a power failure may lose the last writes.
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.execute("PRAGMA synchronous=NORMAL")
             self._connection.execute(
@@ -133,7 +133,7 @@ class SQLiteStore:
         return [row[0] for row in rows]
 
     def claim(self, owner: str) -> None:
-        pass  # whoever starts a cluster locks the file
+        pass  # `local_cluster` locks the file
 
     def renew(self, owner: str) -> bool:
         return True
@@ -184,7 +184,7 @@ class RedisStore:
             ) from error
         self._url = _without_password(url)
         self._error: type[Exception] = redis.RedisError
-        # Once more at once, for a connection that has gone since; else whoever asks decides how long he waits.
+        # One immediate retry, for a connection that was closed meanwhile; how long to go on is up to the caller.
         retry = redis.retry.Retry(redis.backoff.NoBackoff(), 1)
         self._client: Any = redis.Redis.from_url(
             url, socket_timeout=_ANSWER_S, socket_connect_timeout=_ANSWER_S, retry=retry
@@ -215,13 +215,12 @@ class RedisStore:
         left_ms = _LEASE_MS + 1
         while not self._is_taken_over(owner):
             before_ms, left_ms = left_ms, self._ask(self._client.pttl, _REDIS_OWNER)
-            if left_ms > before_ms or left_ms == -1:  # its owner has renewed it, or it has no end
+            if left_ms > before_ms or left_ms == -1:  # its owner has renewed it, or it does not expire
                 raise self._taken()
             if before_ms > _LEASE_MS:
-                SERVICE.warning(
-                    "%s may be another cluster's, which is silent; waiting for %d s", self._url, LEASE_S
-                )
-            time.sleep(_LOOK_S)
+                text = "state store %s is leased to another cluster; waiting %d s for its lease to expire"
+                SERVICE.warning(text, self._url, LEASE_S)
+            time.sleep(_POLL_S)
 
     def renew(self, owner: str) -> bool:
         if self._is_taken_over(owner):

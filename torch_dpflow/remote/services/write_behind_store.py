@@ -1,4 +1,4 @@
-"""What a coordinator keeps, in memory and behind that in its state store: reading waits for no store."""
+"""A coordinator's state: in memory, and written behind to its state store, so that reading never waits for it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from torch_dpflow.errors import StateError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.services.state_store import RENEW_S, StateStore
 
-#: How long to wait before a store that cannot be used is tried again, seconds.
+#: The pause before an unusable store is tried again, seconds.
 RETRY_S = 1.0
 
 
 class WriteBehindStore:
-    """Bytes by key, all of them in memory. A thread writes them to a store as soon as that can be used.
+    """Bytes by key, all of them in memory. A thread writes them to a store whenever that can be used.
 
-    What has been put survives this process once the thread has come to it, a moment later. A store that is away, or
-    that somebody has emptied, is given everything again. Methods but `load` belong to one thread.
+    A value survives this process once the thread has written it, a moment after `put`. A store that was away, or has
+    been emptied, receives everything again. All methods except `load` belong to one thread.
 
     Args:
         open_store: opens the store, or raises StateError.
         owner: of the store, as of `StateStore.renew`.
     """
+
+    # Written behind, so that a store that is away blocks nobody. What was put in the last moment before this process
+    # died may be lost; a job whose flow is unknown then registers it again.
 
     def __init__(self, open_store: Callable[[], StateStore], owner: str) -> None:
         self._open_store = open_store
@@ -32,16 +35,17 @@ class WriteBehindStore:
         self._owner = owner
         self._lock = threading.Lock()
         self._values: dict[str, bytes] = {}
-        #: What the store does not have, or has and should not.
+        #: Keys whose value in the store is out of date.
         self._unwritten: set[str] = set()
         self._awaiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._changed = threading.Event()
-        self._complained = False
+        #: Whether the store could not be used when it was last tried; that is logged once.
+        self._is_failing = False
 
     def load(self, waiting: Callable[[], None]) -> None:
-        """Take up what the store holds, as soon as it can be used. To be called first of all.
+        """Read everything from the store, waiting until it can be used. To be called once, before all others.
 
-        waiting: called again and again while it cannot.
+        waiting: called at each failed attempt.
         """
         while True:
             try:
@@ -53,14 +57,14 @@ class WriteBehindStore:
                         self._values[key] = value
                 break
             except StateError as error:
-                self._complain(error)
+                self._log_failure(error)
                 waiting()
                 time.sleep(RETRY_S)
-        self._relieve()
+        self._log_recovery()
         threading.Thread(target=self._write, name="dpflow-state", daemon=True).start()
 
     def get(self, key: str) -> bytes | None:
-        """The value of `key`; None where there is none."""
+        """The value of `key`; None if there is none."""
         return self._values.get(key)
 
     def find(self, prefix: str = "") -> list[str]:
@@ -82,7 +86,7 @@ class WriteBehindStore:
         self._changed.set()
 
     def once_written(self, done: Callable[[], None]) -> None:
-        """Have `done` called, in the thread, when the store has what has been put so far, or cannot be used."""
+        """Have the thread call `done` when the store has all that was put so far, or cannot be used."""
         self._awaiting.put(done)
         self._changed.set()
 
@@ -95,19 +99,19 @@ class WriteBehindStore:
             awaiting = [self._awaiting.get() for _ in range(self._awaiting.qsize())]
             try:
                 self._write_once()
-            except Exception as error:  # whatever it is, what is known is written in the end
-                self._complain(error)
+            except Exception as error:  # of any kind: the thread must not end
+                self._log_failure(error)
                 self._changed.set()
             else:
-                self._relieve()
+                self._log_recovery()
             for done in awaiting:
                 done()
-            if self._complained:
+            if self._is_failing:
                 time.sleep(RETRY_S)
 
     def _write_once(self) -> None:
         if not self._store.renew(self._owner):
-            SERVICE.warning("the state store has been emptied; what is known is written again")
+            SERVICE.warning("state store was emptied; all state is written again")
             with self._lock:
                 self._unwritten |= self._values.keys()
         with self._lock:
@@ -126,13 +130,13 @@ class WriteBehindStore:
                     self._unwritten.add(key)
                 raise
 
-    def _complain(self, error: Exception) -> None:
-        if not self._complained:
-            self._complained = True
-            text = "%s; jobs read on, and what changes is kept when it can be used again"
+    def _log_failure(self, error: Exception) -> None:
+        if not self._is_failing:
+            self._is_failing = True
+            text = "%s; jobs read on, changes are written once it recovers"
             SERVICE.warning(text, error, exc_info=None if isinstance(error, StateError) else error)
 
-    def _relieve(self) -> None:
-        if self._complained:
-            self._complained = False
-            SERVICE.warning("the state store can be used again, and has what is known")
+    def _log_recovery(self) -> None:
+        if self._is_failing:
+            self._is_failing = False
+            SERVICE.warning("state store recovered; all state is written")

@@ -57,7 +57,7 @@ class Enlistment:
                     server.address,
                     self._generation,
                     self._post.place.token,
-                    self._shard.room,
+                    self._shard.cache_samples,
                 )
                 range_: RangeAssignment = router.call("enlist", body, reply_type=RangeAssignment).body
                 self._generation = max(self._generation, range_.generation)

@@ -123,7 +123,7 @@ class SampleShard:
         return self._workers
 
     @property
-    def room(self) -> int:
+    def cache_samples(self) -> int:
         """How many samples its cache can hold; 0 until that is known. Any thread may call."""
         return self._pool.room
 

@@ -23,7 +23,7 @@ class Enlist(Body):
     #: Of the node that has started it: whoever could enlist would be sent the jobs' calls.
     token: Name
     #: How many samples its cache can hold, by the size of the latest; 0 where that is not known.
-    room: Count = 0
+    cache_samples: Count = 0
 
 
 class RangeAssignment(Body):
