@@ -1,1 +1,1 @@
-"""The pure machines of the services: leases, routing, supervision, placement."""
+"""The pure machines of the services: leases, routing, supervision, placement, flows and their order."""

@@ -1,4 +1,4 @@
-"""What each flow has of a cluster whose workers and memory are limited. Pure."""
+"""Divides a cluster's limited workers and memory among its flows. Pure."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from torch_dpflow.remote.wire.flow_spec import MIN_MEMORY, FlowSpec
 def parts_of(
     specs: Sequence[FlowSpec], limits: ClusterLimits, *, unread: Collection[str] = ()
 ) -> list[Part | None]:
-    """The part of each flow, by max-min fairness; None where there is nothing left for it.
+    """The part of each flow, by max-min fairness; None if nothing is left for it.
 
-    No flow gets more than it asks for, and what one leaves goes to the others. Each shard has a worker at least,
-    so a flow with fewer workers than shards has fewer shards.
+    No flow gets more than it requests, and what one leaves goes to the others. Each shard has at least one worker, so
+    a flow with fewer workers than shards gets fewer shards.
 
-    unread: instances that nobody reads; where workers are scarce each keeps one.
+    unread: instances without jobs; if workers are scarce, each keeps one.
     """
-    wishes = [spec.workers for spec in specs]
-    if limits.workers is not None and sum(wishes) > limits.workers:
-        wishes = [1 if spec.instance in unread else spec.workers for spec in specs]
-    workers = max_min(wishes, limits.workers)
+    requests = [spec.workers for spec in specs]
+    if limits.workers is not None and sum(requests) > limits.workers:
+        requests = [1 if spec.instance in unread else spec.workers for spec in specs]
+    workers = max_min(requests, limits.workers)
     memory = max_min([spec.memory_bytes for spec in specs], limits.memory_bytes)
     return [_part(spec, *has) for spec, has in zip(specs, zip(workers, memory))]
 
 
-def max_min(wishes: Sequence[int], total: int | None) -> list[int]:
-    """Max-min fair parts of `total`, or the wishes themselves where they fit or there is no limit."""
-    if total is None or sum(wishes) <= total:
-        return [*wishes]
-    parts = [0] * len(wishes)
+def max_min(requests: Sequence[int], total: int | None) -> list[int]:
+    """Max-min fair parts of `total`, or the requests themselves if they fit or there is no limit."""
+    if total is None or sum(requests) <= total:
+        return [*requests]
+    parts = [0] * len(requests)
     left = total
-    modest_first = sorted(range(len(wishes)), key=lambda place: wishes[place])
-    for served, place in enumerate(modest_first):
-        parts[place] = min(wishes[place], left // (len(wishes) - served))
+    smallest_first = sorted(range(len(requests)), key=lambda place: requests[place])
+    for served, place in enumerate(smallest_first):
+        parts[place] = min(requests[place], left // (len(requests) - served))
         left -= parts[place]
     return parts
 

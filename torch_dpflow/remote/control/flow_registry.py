@@ -10,9 +10,9 @@ A pure state machine: each call returns what to do, in order; there is no socket
                     │<───────────────────────────────────  IDLE ──access──> (services start) ──> READY
                     └──delete──> DELETED <──delete──────────┘
 
-A flow is known by its name, and of its versions the highest is in force. A lower one is refused, the same
-one with another fingerprint too. Jobs that read a version when a higher one comes read on: its services stay
-until the last of them has left.
+A flow is identified by its name; of its versions the highest is in force. A lower one is refused, as is the same one
+with another fingerprint. Jobs that read a version when a higher one is registered read on: its services run until the
+last of them has left.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from torch_dpflow.remote.wire.coordinator import MAX_LIFE, FlowView, LifeStep, P
 from torch_dpflow.remote.wire.errors import UnknownFlowError
 from torch_dpflow.remote.wire.flow_spec import FlowSpec
 
-#: Most flows of a cluster, versions that are still read included.
+#: Most flows of a cluster, including replaced versions that are still read.
 MAX_FLOWS = 4096
-#: A flow that nobody has read or asked for in so long gives way to others, seconds.
+#: A flow that no job has used for so long may be stopped in favour of another, seconds.
 UNREAD_S = 5.0
-#: How long services that were asked for may take to come up before they are given up, seconds.
+#: How long the services of a flow may take to start, seconds.
 STARTING_S = 120.0
-#: How long the services of a version that another has replaced stay when nobody reads it, seconds: after its router has
-#: started anew jobs take so long to come back to it.
+#: How long the services of a replaced version run without a job, seconds: after a restart of its router, jobs take so
+#: long to rejoin.
 REPLACED_S = 15.0
-#: Most contents of one flow that are remembered as announced.
+#: Most announced contents of one flow.
 MAX_ANNOUNCED = 64
 
 
 class FlowState(enum.Enum):
-    """Where a flow is in its life."""
+    """The state of a flow in its life cycle."""
 
     CREATED = "created"
     READY = "ready"
@@ -53,7 +53,7 @@ class FlowState(enum.Enum):
 
 
 class StartFlow(msgspec.Struct, frozen=True):
-    """Have a router and shards for this flow; they may be there."""
+    """Run a router and shards for this flow, if they do not run already."""
 
     spec: FlowSpec
 
@@ -65,13 +65,13 @@ class StopFlow(msgspec.Struct, frozen=True):
 
 
 class SaveFlow(msgspec.Struct, frozen=True):
-    """Keep this flow where it outlives the process."""
+    """Write this flow to the state store."""
 
     spec: FlowSpec
 
 
 class ForgetFlow(msgspec.Struct, frozen=True):
-    """Keep this flow no longer."""
+    """Remove this flow from the state store."""
 
     spec: FlowSpec
 
@@ -85,34 +85,34 @@ class Flow:
 
     spec: FlowSpec
     state: FlowState = FlowState.CREATED
-    #: Jobs that read it, as its router last said.
+    #: Jobs that read it, as its router last reported.
     jobs: int = 0
-    #: When somebody last read it or asked for it, seconds.
-    touched: float = 0.0
+    #: When a job last read or accessed it, seconds.
+    last_used: float = 0.0
     #: Whether a higher version is in force.
     replaced: bool = False
-    #: Whether services have been asked for and have not come up.
+    #: Whether its services have been requested and do not run yet.
     starting: bool = False
-    #: The latest states and when the flow came into them, seconds; the one that it is in last.
+    #: The latest states and when the flow entered them, seconds; the present one last.
     life: deque[tuple[FlowState, float]] = field(default_factory=lambda: deque(maxlen=MAX_LIFE))
-    #: Descriptions that agree with this one and whose content may come, by content; the latest last.
+    #: Registrations that agree with this one, by the digest of the content that may be uploaded; the latest last.
     announced: dict[str, FlowSpec] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.life.append((self.state, self.touched))
+        self.life.append((self.state, self.last_used))
 
     def enter(self, state: FlowState, now: float) -> None:
-        """Be in this state from now on."""
+        """Enter this state."""
         if state is not self.state:
             self.state = state
             self.life.append((state, now))
 
     def is_unread(self, now: float) -> bool:
-        """Whether its services run and nobody reads it; jobs that have just come count."""
-        return self.state is FlowState.READY and now - self.touched >= UNREAD_S
+        """Whether its services run and no job has used it lately."""
+        return self.state is FlowState.READY and now - self.last_used >= UNREAD_S
 
     def view(self, part: Part | None, now: float) -> FlowView:
-        """For people, with what it has of the cluster while its services run."""
+        """The flow for people. part: its part of the cluster while its services run."""
         waits = self.state is FlowState.READY and not self.replaced
         return FlowView(
             self.spec,
@@ -121,14 +121,14 @@ class Flow:
             self.replaced,
             [LifeStep(state.value, max(0.0, now - since)) for state, since in self.life],
             part,
-            max(0.0, self.touched + self.spec.idle_s - now) if waits else None,
+            max(0.0, self.last_used + self.spec.idle_s - now) if waits else None,
         )
 
 
 class FlowRegistry:
-    """Decides who may register what, and when services start and end. Not thread-safe.
+    """Decides which registrations are valid, and when services start and stop. Not thread-safe.
 
-    Times are seconds on any one clock that does not run backwards.
+    Times are seconds on any one monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -138,14 +138,14 @@ class FlowRegistry:
 
     @property
     def flows(self) -> list[Flow]:
-        """Every version that is in force or still read, in the order in which they came."""
+        """Every version that is in force or still read, in the order of registration."""
         return list(self._flows.values())
 
     def restore(self, spec: FlowSpec, now: float) -> None:
-        """Take up a flow that was kept. What its services do will be heard of them."""
+        """Add a flow from the state store. Its services, if they run, report their state themselves."""
         current = self.find(spec.name)
         if current is None or current.spec.version < spec.version:
-            self._put_in_force(Flow(spec, touched=now))
+            self._put_in_force(Flow(spec, last_used=now))
 
     def find(self, name: str) -> Flow | None:
         """The version of a flow that is in force."""
@@ -153,11 +153,11 @@ class FlowRegistry:
         return None if instance is None else self._flows[instance]
 
     def register(self, spec: FlowSpec, now: float) -> list[FlowInstruction]:
-        """A job describes the flow that it is going to read.
+        """Register the flow that a job is going to read.
 
         Raises:
-            OptionError: the description is not possible.
-            UsageError: a higher version is in force, or the same one is and differs.
+            OptionError: the description is invalid.
+            UsageError: a higher version is in force, or the same version with another description.
         """
         spec.check()
         current = self.find(spec.name)
@@ -166,14 +166,14 @@ class FlowRegistry:
                 raise UsageError(
                     f"{len(self._flows)} flows are registered, the most there may be; delete some"
                 )
-            return self._put_in_force(Flow(spec, touched=now))
+            return self._put_in_force(Flow(spec, last_used=now))
         if spec.version < current.spec.version:
             raise UsageError(
                 f"flow {spec.name!r}: version {spec.version} is refused, version {current.spec.version} is "
                 "in force; use that one or a higher one"
             )
         if spec.version > current.spec.version:
-            return self._put_in_force(Flow(spec, touched=now))
+            return self._put_in_force(Flow(spec, last_used=now))
         difference = spec.difference(current.spec)
         if difference:
             raise UsageError(
@@ -187,17 +187,17 @@ class FlowRegistry:
         return []
 
     def flow_of_content(self, content: str) -> Flow | None:
-        """The flow for which somebody has announced this content."""
+        """The flow for which a job has announced this content."""
         for flow in self._flows.values():
             if flow.spec.content == content or content in flow.announced:
                 return flow
         return None
 
     def accept_content(self, flow: Flow, content: str) -> list[FlowInstruction]:
-        """This content, which was announced, has come as the flow's first: it is what the flow loads.
+        """Accept an announced content, the first to be uploaded, as what the flow loads.
 
-        Descriptions that agree may still differ in the bytes of what is loaded, and who registered first may have
-        died before it brought its own.
+        Registrations that agree may differ in the bytes of their content, and the job that registered first may have
+        ended before it uploaded its own.
         """
         taken = flow.announced.get(content, flow.spec)
         flow.announced.clear()
@@ -207,11 +207,11 @@ class FlowRegistry:
         return [SaveFlow(taken)]
 
     def access(self, name: str, version: int, now: float) -> tuple[Flow, list[FlowInstruction]]:
-        """A job wants to read; its services are started unless they run.
+        """Start a flow's services for a job, unless they run.
 
         Raises:
-            UnknownFlowError: there is no such flow, or none of this version yet.
-            UsageError: a higher version is in force, and nobody reads this one any more.
+            UnknownFlowError: there is no such flow, or not yet in this version.
+            UsageError: a higher version is in force, and no job reads this one any more.
         """
         newest = self.find(name)
         if newest is None or newest.spec.version < version:
@@ -219,39 +219,39 @@ class FlowRegistry:
             raise UnknownFlowError(
                 f"flow {name!r}, version {version}, is not in force ({known} is); register it"
             )
-        # One that has been replaced and is still read may have lost its router.
+        # Not only the version in force: a replaced one that is still read may have lost its router.
         flow = self._flows.get(f"{name}@{version}")
         if flow is None:
             raise UsageError(
                 f"flow {name!r}, version {version}, is not in force (version {newest.spec.version} is); read that one"
             )
-        flow.touched = now
+        flow.last_used = now
         if flow.state in (FlowState.READY, FlowState.ACCESSED):
             return flow, []
         flow.starting = True
         return flow, [StartFlow(flow.spec)]
 
     def report(self, instance: str, jobs: int, now: float) -> list[FlowInstruction]:
-        """The router of this instance is up and serves so many jobs."""
+        """The router of this instance runs and serves so many jobs."""
         flow = self._flows.get(instance)
         if flow is None:
             return [StopFlow(instance)]
-        # While services start nobody can read, however long it takes.
+        # Time during which the services start does not count as idle: no job could read.
         if jobs or flow.jobs or flow.starting:
-            flow.touched = now
+            flow.last_used = now
         flow.starting = False
         flow.jobs = jobs
         flow.enter(FlowState.ACCESSED if jobs else FlowState.READY, now)
         return []
 
     def scale(self, name: str, shards: int, workers: int | None) -> tuple[Flow, list[FlowInstruction]]:
-        """A person gives this flow other numbers of shards and workers.
+        """Change a flow's numbers of shards and workers.
 
-        workers: of all shards together; None: as many as it has, but one for each shard at least.
+        workers: of all shards together; None: as many as it has, but at least one for each shard.
 
         Raises:
             UsageError: there is no such flow.
-            OptionError: the numbers are not possible.
+            OptionError: the numbers are invalid.
         """
         flow = self._known(name)
         if workers is None:
@@ -262,19 +262,19 @@ class FlowRegistry:
         return flow, [SaveFlow(scaled)]
 
     def stop_unread(self, now: float) -> list[FlowInstruction]:
-        """There is no room for another flow: end the services of the one that nobody has read for longest."""
+        """Stop the services of the flow that has been unread for longest, if there is one, in favour of another."""
         unread = [flow for flow in self._flows.values() if flow.is_unread(now)]
         if not unread:
             return []
-        longest = min(unread, key=lambda flow: flow.touched)
+        longest = min(unread, key=lambda flow: flow.last_used)
         longest.enter(FlowState.IDLE, now)
         return [StopFlow(longest.spec.instance)]
 
     def delete(self, name: str, now: float) -> list[FlowInstruction]:
-        """A person does not want this flow any more.
+        """Delete a flow.
 
         Raises:
-            UsageError: there is none, or jobs read it.
+            UsageError: there is no such flow, or jobs read it.
         """
         flow = self._known(name)
         if flow.state is FlowState.ACCESSED:
@@ -285,16 +285,16 @@ class FlowRegistry:
         return [StopFlow(flow.spec.instance), ForgetFlow(flow.spec)]
 
     def tick(self, now: float) -> list[FlowInstruction]:
-        """Time has passed: end the services that nobody has used for long."""
+        """Time has passed: stop the services that no job has used for long."""
         out: list[FlowInstruction] = []
         for instance, flow in list(self._flows.items()):
             patience = REPLACED_S if flow.replaced else flow.spec.idle_s
             if flow.starting:
                 patience = max(patience, STARTING_S)
             idle = flow.starting or flow.state is FlowState.READY
-            unused = idle and now - flow.touched >= patience
-            asleep = flow.state in (FlowState.CREATED, FlowState.IDLE) and not flow.starting
-            if flow.replaced and (unused or asleep):
+            unused = idle and now - flow.last_used >= patience
+            stopped = flow.state in (FlowState.CREATED, FlowState.IDLE) and not flow.starting
+            if flow.replaced and (unused or stopped):
                 del self._flows[instance]
                 out += [StopFlow(instance), ForgetFlow(flow.spec)]
             elif unused:

@@ -1,18 +1,18 @@
-"""The order of one job's epochs, dealt to its ranks: one draw for all of them, each sample to one rank.
+"""The order of one job's epochs, distributed to its ranks: one draw for all of them, each sample to one rank.
 
 A pure state machine; there is no socket, thread or clock inside.
 
 An epoch has a *slot* for each sample that its ranks read together: slot `s` is place `s // replicas` of rank
-`s % replicas`, as torch's DistributedSampler deals, so that a job that is alone in its flow reads what that sampler
-gives for the same seed. Slots are filled from the job's sampling group when a rank first draws as far, and stay
-filled: who asks for the same places again gets the same samples.
+`s % replicas`, as in torch's DistributedSampler, so that a job that is alone in its flow reads what that sampler gives
+for the same seed. A slot is filled from the job's sampling group when a rank first draws that far, and stays filled:
+a repeated draw of the same places returns the same samples.
 
-Ranks need not be in step. The one that is ahead begins the next epoch, and what is left of the last one is drawn
-for the others then; nobody may be two epochs ahead of anybody.
+Ranks need not be in step. The first one to finish begins the next epoch, which draws the rest of the last one for the
+others; no rank may be two epochs ahead of another.
 
-What a rank has read only the rank knows for certain. Before the first draw, therefore, and again where what a rank
-says contradicts what it was given (another checkpoint), every rank has to say what it has of which epoch; then the
-slots that are open are dealt anew, and what some rank has already is drawn for nobody.
+Only a rank itself knows for certain what it has read. So before the first draw, and again when a rank's report
+contradicts what it was given (another checkpoint), every rank has to report what it has of which epoch; then the open
+slots are filled anew, and no sample that some rank has is drawn again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NOTHING: IndexArray = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a rank has been given of an epoch."""
+    """What a rank has received of an epoch."""
 
     epoch: int
     #: How many of its places, from the first on.
@@ -44,35 +44,35 @@ class Held:
 
 
 class JointOrder:
-    """Deals the epochs of one job of a sampling group, which it has joined.
+    """Distributes the epochs of one job, which has joined a sampling group, to its ranks.
 
-    A plain job has one rank, which waits for nobody. Not thread-safe. A start costs O(samples), a draw of n
+    A job without ranks has one, which waits for no other. Not thread-safe. A start costs O(samples), a draw of n
     samples O(n * replicas).
 
     Args:
-        group: draws.
-        job: its name in the group.
-        shares: how an epoch is made even for the ranks.
+        group: draws the samples.
+        job: the job's name in the group.
+        shares: how an epoch is divided evenly among the ranks.
     """
 
     def __init__(self, group: SamplingGroup, job: str, shares: RankShares) -> None:
         self._group = group
         self._job = job
         self._shares = shares
-        #: By rank, what it has of the epoch that it is in, and of those before; until every rank has said so.
-        self._told: dict[int, dict[int, Held]] = {}
-        #: The epochs that are dealt, at most two; empty until every rank is there.
+        #: By rank: what it has of its present epoch and the one before. Empty once every rank has reported.
+        self._reported: dict[int, dict[int, Held]] = {}
+        #: The epochs in progress, at most two; empty until every rank has reported.
         self._epochs: dict[int, _JointEpoch] = {}
 
     @property
     def awaited(self) -> tuple[int, ...]:
-        """Ranks that have to say what they have before anybody can draw."""
+        """Ranks that have to report what they have before any rank can draw."""
         if self._epochs:
             return ()
-        return tuple(rank for rank in range(self._shares.replicas) if rank not in self._told)
+        return tuple(rank for rank in range(self._shares.replicas) if rank not in self._reported)
 
     def start(self, rank: int, held: Sequence[Held]) -> None:
-        """A rank is in an epoch: `held[0]` is what it has of it; what follows, of those before.
+        """A rank begins or resumes an epoch: `held[0]` is what it has of it, the rest of those before.
 
         Raises:
             UsageError: the ranks are too far apart, or this one has samples that are not the job's.
@@ -85,8 +85,8 @@ class JointOrder:
         if self._epochs:
             if self._begin_next(now) or self._agrees(rank, now):
                 return
-            self._epochs, self._told = {}, {}
-        self._told[rank] = {one.epoch: one for one in held}
+            self._epochs, self._reported = {}, {}
+        self._reported[rank] = {one.epoch: one for one in held}
         if not self.awaited:
             self._deal_anew(rank)
 
@@ -95,29 +95,29 @@ class JointOrder:
 
         Raises:
             AwaitedRanksError: other ranks have not started.
-            OutOfStepError: the rank is to start the epoch, with what it has.
+            OutOfStepError: the rank has to start the epoch again and report what it has.
         """
-        if not self._epochs and rank in self._told:
+        if not self._epochs and rank in self._reported:
             raise AwaitedRanksError(
                 f"job {self._job!r} waits for its ranks {list(self.awaited)}, which have not begun (again) to read"
             )
         dealt = self._epochs.get(epoch)
         if dealt is None or position < dealt.first_of(rank):
             raise OutOfStepError(
-                f"rank {rank} of job {self._job!r} has drawn {position} samples of epoch {epoch}, of which its router "
-                "does not know; start the epoch anew with what you have"
+                f"rank {rank} of job {self._job!r} has drawn {position} samples of epoch {epoch}, which its router "
+                "does not know; start the epoch again with what you have"
             )
         return dealt.part(rank, position, min(position + count, self._shares.per_rank), now)
 
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _agrees(self, rank: int, held: Held) -> bool:
-        """Whether what a rank has is what it was given."""
+        """Whether a rank has what it was given."""
         dealt = self._epochs.get(held.epoch)
         return dealt is not None and dealt.agrees(rank, held)
 
     def _begin_next(self, held: Held) -> bool:
-        """Begin the epoch that a rank is the first to be in; whether it is such a one."""
+        """Begin the next epoch if this rank is the first to reach it; returns whether it is."""
         newest = max(self._epochs)
         if held.position or held.epoch <= newest:
             return False
@@ -130,8 +130,8 @@ class JointOrder:
         return True
 
     def _deal_anew(self, latest: int) -> None:
-        """Every rank has said what it has: deal the rest. `latest` was the last to say."""
-        current = [next(iter(self._told[rank].values())).epoch for rank in range(self._shares.replicas)]
+        """Fill the open slots anew: every rank has reported, `latest` as the last one."""
+        current = [next(iter(self._reported[rank].values())).epoch for rank in range(self._shares.replicas)]
         epochs = sorted(set(current))
         try:
             if len(epochs) > 2:
@@ -144,23 +144,23 @@ class JointOrder:
                     before.finish()
                 dealt[epoch] = self._deal(epoch, self._held_in(epoch))
         except UsageError:
-            # As if it had not spoken: what it says may be wrong, and it hears so.
-            del self._told[latest]
+            # Forget its report, which may be the wrong one; the error goes to this rank.
+            del self._reported[latest]
             raise
-        self._epochs, self._told = dealt, {}
+        self._epochs, self._reported = dealt, {}
 
     def _held_in(self, epoch: int) -> list[Held]:
         """What each rank has of an epoch that it is in, has passed, or has not reached."""
         held: list[Held] = []
         for rank in range(self._shares.replicas):
-            told = self._told[rank]
-            now = next(iter(told))
-            if now > epoch and epoch not in told:
+            reported = self._reported[rank]
+            now = next(iter(reported))
+            if now > epoch and epoch not in reported:
                 raise UsageError(
                     f"rank {rank} of job {self._job!r} is in epoch {now} and does not know what it read of epoch "
                     f"{epoch}, in which others are; resume all ranks from the state of one moment"
                 )
-            held.append(told.get(epoch, Held(epoch)))
+            held.append(reported.get(epoch, Held(epoch)))
         return held
 
     def _deal(self, epoch: int, held: list[Held]) -> _JointEpoch:
@@ -177,13 +177,13 @@ class JointOrder:
 
 
 class _JointEpoch:
-    """The slots of one epoch, filled from the first on as ranks draw.
+    """The slots of one epoch, filled in order as ranks draw.
 
     Args:
         shares: how many slots there are.
-        held: what each rank has; those slots stay empty, and nobody asks for them.
-        draw: gives the next n samples, fewer at the end; what is missing then is filled up with those from the
-            epoch's beginning.
+        held: what each rank has; those slots stay empty, and no rank draws them.
+        draw: returns the next n samples, fewer at the end; missing ones are padded with those from the epoch's
+            beginning.
     """
 
     def __init__(
@@ -193,10 +193,10 @@ class _JointEpoch:
         self._held = held
         self._draw = draw
         self._slots: CompactArray = np.full(shares.total, -1, compact(shares.length))
-        #: The slots that are to be filled, ascending.
+        #: The slots to fill, ascending.
         self._open = self._open_slots(shares.total)
         self._filled = 0
-        #: What fills up an uneven end, and how much of it has been used.
+        #: The padding of an uneven end, and how much of it has been used.
         self._head: IndexArray = np.unique(np.concatenate([one.samples for one in held]))[: self._replicas]
         self._padded = 0
 
@@ -207,11 +207,11 @@ class _JointEpoch:
         return slots[is_open]
 
     def first_of(self, rank: int) -> int:
-        """The first place of a rank that can be asked for."""
+        """The first place that this rank can draw."""
         return self._held[rank].position
 
     def agrees(self, rank: int, held: Held) -> bool:
-        """Whether `held` is what the rank has if it was given its places in order."""
+        """Whether `held` is what the rank has if it received its places in order."""
         mine = self._held[rank]
         if held.position < mine.position:
             return False
@@ -227,7 +227,7 @@ class _JointEpoch:
         return self._slots[rank :: self._replicas][start:end].astype(np.int64)
 
     def finish(self) -> None:
-        """Fill every slot, because another epoch is drawn from now on."""
+        """Fill every slot: the group draws another epoch from now on."""
         self._fill(len(self._slots) - 1, None)
 
     def _fill(self, last: int, now: float | None) -> None:

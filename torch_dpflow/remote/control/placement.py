@@ -1,8 +1,8 @@
-"""Which processes a flow takes, and how its shards come and go while jobs read.
+"""Which processes a flow needs, and how shards are added and removed while jobs read.
 
-A shard that is to go is kept until its jobs have gone to the others: its router deals its keys anew, it answers
-what jobs wait for and tells all others to ask elsewhere, and says in its status when nobody counts on it any
-more. All of that is read off what runs, so a coordinator that starts anew goes on where the last one was.
+A shard that is to be removed first drains: the router assigns its keys to the others, the shard answers pending
+requests and refuses new ones as stale, and its status reports when no job reads from it any more. Ending it first would
+send jobs in circles. All state is read from the running processes, so a restarted coordinator continues.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ _encode = msgspec.msgpack.encode
 
 
 def launches_of(spec: FlowSpec, part: Part, processes: Sequence[ProcessView]) -> list[Launch]:
-    """The processes of one flow: a router, its shards and their workers, dealt evenly, and shards that drain.
+    """The processes of one flow: a router, its shards with their workers, evenly distributed, and draining shards.
 
-    part: what the flow has of the cluster. processes: what runs, of any flow.
+    part: the flow's part of the cluster. processes: the running ones, of any flow.
     """
-    # What may change while they run is no argument, or they would be replaced.
+    # Arguments hold nothing that may change while a process runs: a process with other arguments is replaced.
     lasting = msgspec.structs.replace(spec, shards=1, workers=1)
     router = f"{spec.instance}/router"
     shards = [f"{spec.instance}/shard-{place:03}" for place in range(part.shards)]
     draining = [view for view in processes if _drains(view, spec, shards)]
     lent = _workers_of(draining, processes)[: max(0, part.workers - part.shards)]
     dealt = _deal(part.workers - len(lent), part.shards)
-    room = part.memory_bytes // (part.shards + len(draining))
+    memory_bytes = part.memory_bytes // (part.shards + len(draining))
     launches = [Launch(router, "router", _encode(lasting), _encode(RouterSettings(shards)))]
     for shard, workers in zip(shards, dealt):
-        launches.append(_shard(shard, router, lasting, workers, room))
+        launches.append(_shard(shard, router, lasting, workers, memory_bytes))
         launches += [_worker(shard, number) for number in range(workers)]
-    launches += [_shard(view.id, router, lasting, 0, room) for view in draining]
+    launches += [_shard(view.id, router, lasting, 0, memory_bytes) for view in draining]
     return launches + [_worker(shard, number) for shard, number in lent]
 
 
 def _drains(view: ProcessView, spec: FlowSpec, wanted: Sequence[str]) -> bool:
-    """Whether this is a shard of the flow that is to go and that jobs may count on still."""
+    """Whether this is a shard of the flow that is to be removed and that jobs may still read from."""
     return (
         view.role == "shard"
         and view.id.rpartition("/")[0] == spec.instance
@@ -53,7 +53,7 @@ def _drains(view: ProcessView, spec: FlowSpec, wanted: Sequence[str]) -> bool:
 
 
 def _workers_of(draining: Sequence[ProcessView], processes: Sequence[ProcessView]) -> list[tuple[str, int]]:
-    """The workers of shards that own keys still: their shard and number."""
+    """The workers of shards that still own keys: their shard and number."""
     shards = {view.id for view in draining if view.status.get("keys")}
     found = [view.id.rpartition("/worker-") for view in processes if view.role == "worker"]
     return sorted((shard, int(number)) for shard, _, number in found if shard in shards)

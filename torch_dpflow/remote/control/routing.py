@@ -1,9 +1,9 @@
 """Which shard owns which keys: a pure state machine (thesis 4.3.3: routing generations).
 
-The keys 0 to size-1 are dealt to the shards in ranges of equal length. Every change of who is there begins a
-new generation; whoever has an older table is told so, and asks for the new one. So shards may come and go while
-jobs read: one that is not expected any more owns nothing from the next generation on, and lives on until its
-jobs have heard of it.
+The keys 0 to size-1 are divided among the shards in ranges of equal length. Every change of the shards begins a new
+generation; a call that names an older one is refused, and its caller fetches the new table. So shards may be added and
+removed while jobs read: one that is no longer expected owns nothing from the next generation on, and runs until its
+jobs have left.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch_dpflow.remote.wire.router import RangeAssignment, Route, RoutingTable
 @dataclass(slots=True)
 class _Shard:
     address: str
-    #: When it is taken for lost unless it is heard of, seconds.
+    #: When its lease expires, seconds.
     until: float
 
 
@@ -27,8 +27,8 @@ class Routing:
 
     Args:
         size: number of keys.
-        expected: the shards that are to own keys. No table is given out before all of them are there.
-        lease_s: how long a shard may be silent before its keys are given to others.
+        expected: the shards that are to own keys. There is no table before all of them have registered.
+        lease_s: the keys of a shard that has not registered for so long are reassigned, seconds.
 
     Raises:
         OptionError: there are no keys, or no shard is expected.
@@ -41,23 +41,23 @@ class Routing:
         self._expected = frozenset(expected)
         self._lease_s = lease_s
         self._shards: dict[str, _Shard] = {}
-        #: The highest incarnation of every shard that has been there.
+        #: The highest incarnation of every shard that has registered.
         self._incarnations: dict[str, int] = {}
         #: The shards that own keys and where they listen, in the order of their ranges.
         self._owners: list[tuple[str, str]] = []
-        #: Raised by every change; 0 while there is no table.
+        #: Incremented by every change; 0 while there is no table.
         self.generation = 0
-        #: The newest generation that anybody has heard of.
+        #: The newest generation known to any shard, which may stem from an earlier router.
         self._newest = 0
 
     @property
     def complete(self) -> bool:
-        """Whether there is a table: every shard that was expected has been there."""
+        """Whether there is a table: every expected shard has registered."""
         return self.generation > 0
 
     @property
     def table(self) -> RoutingTable:
-        """The table in force; it has no routes while no shard is there."""
+        """The table in force; it has no routes while no shard is registered."""
         bounds = self._bounds()
         return RoutingTable(
             self.generation,
@@ -68,13 +68,13 @@ class Routing:
         )
 
     def expect(self, shards: Collection[str]) -> None:
-        """From now on these shards are to own keys, as soon as they are there, and no others.
+        """Let these shards own keys, once they have registered, and no others.
 
         Raises:
             OptionError: there are none.
         """
         if not shards:
-            raise OptionError("no shard is expected: somebody has to own the keys")
+            raise OptionError("expected=[]: at least one shard has to own the keys")
         self._expected = frozenset(shards)
         self._shards = {name: shard for name, shard in self._shards.items() if name in self._expected}
         self._deal()
@@ -82,11 +82,11 @@ class Routing:
     def enlist(
         self, shard: str, incarnation: int, address: str, now: float, *, known: int = 0
     ) -> RangeAssignment | None:
-        """A shard says that it serves; its range, empty until the table is complete.
+        """Register a shard, or renew its lease; returns its range, empty until the table is complete.
 
-        None: another process has taken its place.
-        known: the newest generation that the shard has heard of, from this table or an earlier router's. Shards
-            and jobs go by what is newest, so those of this table come after it.
+        None: another process has replaced it.
+        known: the newest generation that the shard knows, from this table or an earlier router's. Shards and jobs obey
+            the newest one, so the generations of this table continue after it.
         """
         if incarnation < self._incarnations.get(shard, 0):
             return None
@@ -103,7 +103,7 @@ class Routing:
         return RangeAssignment(self.generation, bounds[place], bounds[place + 1])
 
     def tick(self, now: float) -> list[str]:
-        """Time has passed; the shards that are lost, whose keys others own from now on."""
+        """Expire leases; returns the shards that are lost, whose keys have been reassigned."""
         lost = [name for name, shard in self._shards.items() if shard.until <= now]
         for name in lost:
             del self._shards[name]
@@ -111,7 +111,7 @@ class Routing:
         return lost
 
     def _deal(self) -> None:
-        """Begin a new generation where other shards are there, or elsewhere, than the table says."""
+        """Begin a new generation if the registered shards or their addresses differ from the table."""
         if not self.complete and not self._shards.keys() >= self._expected:
             return
         owners = sorted((name, shard.address) for name, shard in self._shards.items())[: self._size]

@@ -1,11 +1,10 @@
 """Which processes a node keeps running: a pure state machine without a process, thread or clock inside.
 
-A process that ends is started again under a higher incarnation, later and later while it ends at once; one
-that falls silent is killed first. Only what is desired is started again.
+A process that ends is restarted under a higher incarnation, with growing pauses while it ends at once; one that sends
+no heartbeats is killed first. Only desired processes are restarted.
 
-Workers are started a few at a time, as those before have come up: all at once, on few cores, they would keep each other
-and everything that runs from being heard. Where nearly all are late the host is short of processor time, and nobody is
-killed for that.
+Workers are started a few at a time: if all started at once on few cores, they would delay their own and everybody's
+heartbeats. If nearly all heartbeats are late, the host is short of processor time, and no process is killed for that.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ import msgspec
 
 from torch_dpflow.remote.wire.node import Launch, ProcessView
 
-#: The pause before a process that ended at once is started again, first and longest, seconds.
+#: The pause before a process that ended at once is restarted, first and longest, seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
-#: A process that has run for so long has not ended at once, seconds. As long as the longest pause: so no process is
-#: started more often than that, and one that others keep killing is not kept waiting for what is no fault of its.
+#: A process that has run for so long did not end at once, seconds. As long as the longest pause: no process is started
+#: more often than that, and one that is killed from outside does not wait for what is not its fault.
 STABLE_S = 2.0
-#: How long a process may take until it is heard of first, seconds: it imports, and fetches what it is to load.
+#: How long a process may take until its first heartbeat, seconds: it imports, and fetches the dataset.
 START_S = 60.0
-#: How long a worker that comes up keeps the next ones waiting, at most, seconds.
+#: How long a worker that starts may delay the next ones, seconds.
 START_PACE_S = 10.0
-#: Where three in four of the others are heard less often than this, all leases grow in proportion, seconds; at most so
-#: many times.
+#: If three in four heartbeats of the others come less often than this, seconds, all leases grow in proportion; by at
+#: most this factor.
 LATE_HEARTBEAT_S, MAX_LEASE_FACTOR = 2.0, 6.0
 WORKER = "worker"
-#: In the status of a worker that has come up.
+#: In the status of a worker that has started.
 UP = "up"
 
 
@@ -41,19 +40,19 @@ class Spawn(msgspec.Struct, frozen=True):
 
     launch: Launch
     incarnation: int
-    #: Where the process before it listened; empty for the first.
+    #: Where the previous incarnation listened; empty for the first.
     address: str
 
 
 class Kill(msgspec.Struct, frozen=True):
-    """End this process at once; it will be heard that it has ended."""
+    """Kill this process; its end is to be reported as any other."""
 
     id: str
     incarnation: int
 
 
 class CleanUp(msgspec.Struct, frozen=True):
-    """Clear away what this process has left: it has ended, and none comes after it."""
+    """Remove what this process has left, as its socket: it has ended for good."""
 
     id: str
 
@@ -66,40 +65,40 @@ class _Process:
     launch: Launch
     desired: bool = True
     incarnation: int = 0
-    #: Whether one runs, and its number where it runs, for people; 0 while none does, or where it has none.
+    #: Whether it runs, and its pid, for people; 0 while it does not run, or has none.
     runs: bool = False
     pid: int = 0
     began: float = 0.0
-    #: When it was heard last, seconds, and how long before that; None before it was heard at all.
-    heard: float | None = None
-    gap: float = 0.0
-    #: Whether it has been told to end for its silence.
+    #: The time of its last heartbeat, None before the first, and the interval before that one, seconds.
+    heartbeat: float | None = None
+    interval: float = 0.0
+    #: Whether it has been killed because its lease had expired.
     killed: bool = False
-    #: Whether it has been started and has not come up.
+    #: Whether it has been launched and has not come up.
     starting: bool = False
-    #: When to start the next one, seconds; None while one runs.
+    #: When to start the next incarnation, seconds; None while one runs.
     due: float | None = None
-    #: How many in a row have ended at once, and how many there have been after the first.
+    #: How many incarnations in a row have ended at once, and how many there have been after the first.
     failures: int = 0
     restarts: int = 0
+    #: Where the latest incarnation that reported an address listens, and whether that is the running one.
     address: str = ""
-    #: Whether the one that runs has said so itself: before that it may be elsewhere than the one before.
     listens: bool = False
     status: dict[str, Any] = field(default_factory=dict)
 
     @property
     def reported_address(self) -> str:
-        """Where the one that runs listens; empty until it has said so."""
+        """Where the running incarnation listens; empty until it has reported that."""
         return self.address if self.listens else ""
 
 
 class Supervisor:
-    """Keeps what is desired running. Not thread-safe.
+    """Keeps the desired processes running. Not thread-safe.
 
     Args:
-        lease_s: how long a process may be silent before it is killed, seconds.
+        lease_s: a process without a heartbeat for so long is killed, seconds.
         most: processes at once; services come before workers.
-        most_starting: workers that may be coming up at once.
+        most_starting: workers that may be starting at once.
     """
 
     def __init__(self, *, lease_s: float, most: int = sys.maxsize, most_starting: int = sys.maxsize) -> None:
@@ -107,15 +106,16 @@ class Supervisor:
         self._lease_s = lease_s
         self._most = most
         self._most_starting = most_starting
-        #: Numbers the incarnations, so that none is used twice under one id.
+        #: The latest incarnation; all processes share the counter, so no id has the same one twice.
         self._spawns = 0
-        #: Higher whenever the views differ in anything but what processes say of themselves.
+        #: Incremented whenever the views change in anything but the status of processes.
         self.revision = 1
 
     def desire(self, launches: Iterable[Launch], now: float) -> list[SupervisorInstruction]:
-        """Keep these running, and nothing else.
+        """Keep these running, and no others.
 
-        A launch with other arguments than before replaces it. Other settings do not: the process hears of them.
+        A process whose arguments have changed is replaced. One whose settings have changed receives them in the answer
+        to its next heartbeat: a restart would lose a shard's pool.
         """
         wanted = {launch.id: launch for launch in launches}
         self.revision += 1
@@ -131,11 +131,11 @@ class Supervisor:
             if known is None:
                 self._processes[id] = _Process(launch, due=now)
             else:
-                known.launch, known.desired = launch, True  # one that was to end is started when it has
+                known.launch, known.desired = launch, True  # one that is ending is started afterwards
         return out + self._spawn_due(now)
 
     def on_started(self, id: str, incarnation: int, pid: int, now: float) -> None:
-        """A process has been spawned."""
+        """A process has been launched."""
         process = self._processes[id]
         process.runs, process.pid, process.began = True, pid, now
         self.revision += 1
@@ -158,39 +158,39 @@ class Supervisor:
     def on_heartbeat(
         self, id: str, incarnation: int, address: str, status: dict[str, Any], now: float
     ) -> bool:
-        """A process says that it lives; whether it is one of those that should."""
+        """A process has sent a heartbeat; returns whether it is desired."""
         if not self.is_desired(id, incarnation):
             return False
         process = self._processes[id]
         self.revision += not process.listens or process.address != address
         process.address, process.status, process.listens = address, status, True
-        process.gap = 0.0 if process.heard is None else now - process.heard
-        process.heard = now
-        # A worker is up when it has what it is to load, which takes longer than all before.
+        process.interval = 0.0 if process.heartbeat is None else now - process.heartbeat
+        process.heartbeat = now
+        # A worker is up once it has its dataset, which takes longer than everything before.
         process.starting &= process.launch.role == WORKER and not status.get(UP, False)
         return True
 
     def is_desired(self, id: str, incarnation: int) -> bool:
-        """Whether this process is one of those that should run."""
+        """Whether this process is to run."""
         process = self._processes.get(id)
         return process is not None and process.incarnation == incarnation and process.desired
 
     def settings_of(self, id: str) -> bytes:
-        """The settings of a process that is desired."""
+        """The settings of a desired process."""
         return self._processes[id].launch.settings
 
     def tick(self, now: float) -> list[SupervisorInstruction]:
-        """Time has passed, and everything that had arrived by then has been told."""
+        """Time has passed. To be called after all events that had happened by then."""
         out: list[SupervisorInstruction] = []
         for process in self._processes.values():
             process.starting &= now - process.began < START_PACE_S
-            if process.runs and not process.killed and self._is_silent(process, now):
+            if process.runs and not process.killed and self._has_expired(process, now):
                 process.killed = True
                 out += self._kill(process)
         return out + self._spawn_due(now)
 
     def views(self) -> list[ProcessView]:
-        """What is desired, and how it does."""
+        """The desired processes and their state."""
         return [
             ProcessView(
                 id,
@@ -207,13 +207,13 @@ class Supervisor:
         ]
 
     def address_of(self, id: str) -> str:
-        """Where a process has said that it listens; empty where it has not. Any thread may call."""
+        """Where a process listens; empty until it has reported that. Any thread may call."""
         process = self._processes.get(id)
         return "" if process is None else process.reported_address
 
     @property
     def next_due(self) -> float | None:
-        """When the next process is to be started, seconds; None where none waits for nothing but time."""
+        """When the next process is to be started, seconds; None if none is waiting for that time only."""
         services, workers = self._capacity()
         dues = [
             one.due
@@ -224,29 +224,29 @@ class Supervisor:
 
     @property
     def refused(self) -> int:
-        """How many that are desired cannot be started, because there are as many as there may be."""
+        """How many desired processes cannot be started because the limit is reached."""
         if self._capacity()[0] > 0:
             return 0
         return sum(one.due is not None and one.desired for one in self._processes.values())
 
     def _capacity(self) -> tuple[int, int]:
         """How many services and how many workers may be started."""
-        there = [one for one in self._processes.values() if one.due is None]
-        room = self._most - len(there)
-        return room, min(room, self._most_starting - sum(one.starting for one in there))
+        running = [one for one in self._processes.values() if one.due is None]
+        free = self._most - len(running)
+        return free, min(free, self._most_starting - sum(one.starting for one in running))
 
-    def _is_silent(self, process: _Process, now: float) -> bool:
-        if process.heard is None:
+    def _has_expired(self, process: _Process, now: float) -> bool:
+        if process.heartbeat is None:
             return now - process.began >= START_S
-        silent_s = now - process.heard
+        silent_s = now - process.heartbeat
         return silent_s >= self._lease_s and silent_s >= self._lease_s * self._lease_factor(process, now)
 
     def _lease_factor(self, process: _Process, now: float) -> float:
-        """How many times longer a lease is than it would be on a host with processor time for all."""
+        """By how much the leases are extended because the host is short of processor time; at least 1."""
         others = sorted(
-            max(one.gap, now - one.heard)
+            max(one.interval, now - one.heartbeat)
             for one in self._processes.values()
-            if one is not process and one.runs and one.heard is not None and not one.killed
+            if one is not process and one.runs and one.heartbeat is not None and not one.killed
         )
         late = others[len(others) // 4] if others else 0.0
         return min(max(1.0, late / LATE_HEARTBEAT_S), MAX_LEASE_FACTOR)
@@ -260,7 +260,7 @@ class Supervisor:
 
     def _spawn_due(self, now: float) -> list[SupervisorInstruction]:
         out: list[SupervisorInstruction] = []
-        # A service first: what workers load is of no use without.
+        # Services first: workers are of no use without them.
         for process in sorted(self._processes.values(), key=lambda one: one.launch.role == WORKER):
             is_worker = process.launch.role == WORKER
             if (
@@ -273,7 +273,7 @@ class Supervisor:
             self._spawns += 1
             process.restarts += process.incarnation > 0
             process.incarnation = self._spawns
-            process.due, process.began, process.heard, process.killed = None, now, None, False
+            process.due, process.began, process.heartbeat, process.killed = None, now, None, False
             process.listens = False
             process.starting = is_worker
             out.append(Spawn(process.launch, process.incarnation, process.address))
@@ -281,5 +281,5 @@ class Supervisor:
 
 
 def _runs_as(running: Launch, wanted: Launch) -> bool:
-    """Whether a process that was launched so is the one that is wanted."""
+    """Whether a running process has the role and arguments that are wanted."""
     return (running.role, running.arguments) == (wanted.role, wanted.arguments)
