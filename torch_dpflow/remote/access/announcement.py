@@ -1,4 +1,4 @@
-"""The file by which jobs find a cluster, from the cluster's side: one cluster at a time has it."""
+"""Publishes a cluster's connection file; only one cluster at a time may have a given path."""
 
 from __future__ import annotations
 
@@ -18,39 +18,42 @@ from torch_dpflow.remote.access.connection_file import (
     read_connection_file,
 )
 
-#: How often a cluster looks whether its file is there, seconds.
-LOOK_S = 2.0
+#: How often a cluster checks whether its file exists, seconds.
+CHECK_S = 2.0
 
 
 class Announcement:
-    """The connection file of a cluster that runs, locked for as long as it does.
+    """The connection file of a running cluster, locked while it runs.
 
-    Where the file vanishes, as the folder of a user's session does when he logs out, it is written again as soon as
-    its folder is there: nothing of the cluster needs it, but jobs and people do.
+    A thread writes the file again if it disappears, as soon as its folder exists: systemd removes the folder of a
+    user's session at logout. The cluster itself does not need the file, but jobs and people do.
 
     Raises:
-        OptionError: the file cannot be written, or something else is there.
-        UsageError: a cluster is up that has its file there.
+        OptionError: the file cannot be written, or another kind of file is there.
+        UsageError: a running cluster has its file there.
     """
 
     def __init__(self, path: Path, connection: ConnectionFile) -> None:
         self._path = path
         self._connection = connection
         try:
-            self._lock = _claim(path, connection)
+            self._lock = _publish(path, connection)
         except OSError as error:
             raise OptionError(f"connection file {os.fspath(path)!r}: {error.strerror}") from error
-        self._where: Callable[[], str] = lambda: ""
+        self._current_address: Callable[[], str] = lambda: ""
         self._ended = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="dpflow-announce", daemon=True)
         self._keeper.start()
 
-    def follow(self, where: Callable[[], str]) -> None:
-        """From now on the cluster is where `where` says, if it says anything; asked in another thread."""
-        self._where = where
+    def track(self, current_address: Callable[[], str]) -> None:
+        """Update the file when the coordinator's address changes.
+
+        current_address: its address, empty while that is unknown; called in another thread.
+        """
+        self._current_address = current_address
 
     def remove(self) -> None:
-        """The cluster ends. Another's file that has come in the place of this one stays."""
+        """Remove the file, unless it is another cluster's by now. To be called when the cluster ends."""
         self._ended.set()
         self._keeper.join()
         with suppress(OSError):
@@ -59,24 +62,26 @@ class Announcement:
         os.close(self._lock)
 
     def _keep(self) -> None:
-        while not self._ended.wait(LOOK_S):
-            with suppress(OSError, DPFlowError):  # no folder yet, or another cluster was quicker
+        while not self._ended.wait(CHECK_S):
+            with suppress(
+                OSError, DPFlowError
+            ):  # no folder yet, or another cluster has published its file there
                 if not self._path.exists():
-                    self._hold(_claim(self._path, self._connection))
-                address = self._where()
+                    self._replace_lock(_publish(self._path, self._connection))
+                address = self._current_address()
                 if address not in ("", self._connection.address) and self._is_ours():
-                    self._move(address)
+                    self._update(address)
 
-    def _move(self, address: str) -> None:
+    def _update(self, address: str) -> None:
         connection = msgspec.structs.replace(self._connection, address=address)
         draft = draft_connection_file(self._path, connection)
         lock = lock_file(draft)
         assert lock is not None
         draft.replace(self._path)
         self._connection = connection
-        self._hold(lock)
+        self._replace_lock(lock)
 
-    def _hold(self, lock: int) -> None:
+    def _replace_lock(self, lock: int) -> None:
         os.close(self._lock)
         self._lock = lock
 
@@ -85,14 +90,14 @@ class Announcement:
 
 
 def check_vacant(path: Path) -> None:
-    """Raise where `path` is that of a cluster that is up, or anything but a connection file."""
+    """Raise UsageError if a running cluster has its file at `path`, OptionError if that is another kind of file."""
     leftover = _lock_leftover(path)
     if leftover is not None:
         os.close(leftover)
 
 
 def lock_file(path: Path) -> int | None:
-    """A descriptor that locks the file until it is closed; None where another process has locked it."""
+    """A descriptor that locks the file until it is closed; None if another process has locked it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,19 +107,19 @@ def lock_file(path: Path) -> int | None:
     return descriptor
 
 
-def _claim(path: Path, connection: ConnectionFile) -> int:
-    """Put the file there; a descriptor that locks it. It is whole and locked before anybody can see it."""
+def _publish(path: Path, connection: ConnectionFile) -> int:
+    """Create the file and return a descriptor that locks it. The file is complete and locked before it is visible."""
     draft = draft_connection_file(path, connection)
     lock = lock_file(draft)
     assert lock is not None
     try:
         while True:
             try:
-                os.link(draft, path)  # fails where anything is there
+                os.link(draft, path)  # fails if the path exists
                 return lock
             except FileExistsError:
                 leftover = _lock_leftover(path)
-            if leftover is not None:  # whose lock keeps others from doing the same
+            if leftover is not None:  # its lock keeps other clusters from replacing it too
                 draft.replace(path)
                 os.close(leftover)
                 return lock
@@ -126,7 +131,7 @@ def _claim(path: Path, connection: ConnectionFile) -> int:
 
 
 def _lock_leftover(path: Path) -> int | None:
-    """Lock what a cluster that was killed has left there; None where nothing is. Raises as `check_vacant`."""
+    """Lock the file that a killed cluster has left; None if there is none. Raises as `check_vacant`."""
     while path.exists():
         try:
             found = read_connection_file(path, advice="remove it if it was a cluster's")
@@ -141,5 +146,5 @@ def _lock_leftover(path: Path) -> int | None:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), path.stat()):
                 return lock
-        os.close(lock)  # another has put its own there meanwhile
+        os.close(lock)  # another cluster has replaced the file meanwhile
     return None

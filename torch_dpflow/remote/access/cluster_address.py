@@ -13,44 +13,44 @@ from torch_dpflow.remote.access.connection_file import read_connection_file
 from torch_dpflow.remote.rpc import ClientOptions, RpcClient
 from torch_dpflow.remote.transport import TransportOptions, is_loopback
 
-#: Names a cluster for every program that is not told of one: as `address` in `find_cluster`.
+#: The environment variable with the default `address` of `find_cluster`.
 ADDRESS_VARIABLE = "DPFLOW_ADDRESS"
-#: What a node's socket is called, in the directory of its cluster.
+#: The name of a node's socket in the directory of its cluster.
 NODE_SOCKET = "node"
 #: The kernel's limit for the path of a socket, bytes.
 LONGEST_SOCKET_PATH = 107
 
 
 def default_connection_file() -> Path:
-    """Where `dpflow up` leaves the connection file, and "auto" looks for it."""
+    """Where `dpflow up` writes the connection file, and "auto" finds it."""
     folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     return Path(folder) / f"dpflow-connection-{os.getuid()}.json"
 
 
 def keys_hint(address: str) -> str:
-    """What may be wrong with the keys where nobody answers; empty where there are none."""
+    """What may be wrong with the keys if a cluster does not answer; empty if the address needs none."""
     if not address.startswith("tcp://"):
         return ""
     return (
-        "It also stays silent where the keys are not its own: take the connection file that `dpflow up` wrote "
-        "when it was started last."
+        "A cluster does not answer clients that have other keys either: use the connection file that `dpflow up` wrote "
+        "when it was last started."
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A cluster as its clients know it."""
+    """How clients reach a cluster."""
 
-    #: Of its coordinator.
+    #: Its coordinator's address.
     address: str
     transport: TransportOptions
 
     def connect(
         self, address: str | None = None, *, timeout_s: float = 60.0, shared_bytes: int = 0
     ) -> RpcClient:
-        """A client of one of its services; of the coordinator without an address.
+        """A client of one of its services; without an address, of the coordinator.
 
-        shared_bytes: most shared memory to lend it, bytes, for calls whose payload is large.
+        shared_bytes: most shared memory to lend it, bytes, for calls with large payloads.
         """
         return RpcClient(
             self.address if address is None else address,
@@ -62,11 +62,11 @@ class Cluster:
 def find_cluster(address: str | os.PathLike[str] | None = "auto") -> Cluster:
     """The cluster at `address`.
 
-    address: "auto" or None for the one that `DPFLOW_ADDRESS` names, or else the one that this user has started
-        on this machine; the path of a connection file; or ipc://PATH or tcp://127.0.0.1:PORT without keys.
+    address: "auto" or None for the one that `DPFLOW_ADDRESS` names, or else the one that this user has started on
+        this host; the path of a connection file; or ipc://PATH or tcp://127.0.0.1:PORT without keys.
 
-    Raises OptionError where the connection file is not there, or is not this user's alone; OptionTypeError for what
-    is neither text nor a path.
+    Raises OptionError if the connection file does not exist or others may read it; OptionTypeError if `address` is
+    neither text nor a path.
     """
     if not isinstance(address, str | os.PathLike | None):
         raise OptionTypeError(
@@ -87,7 +87,7 @@ def find_cluster(address: str | os.PathLike[str] | None = "auto") -> Cluster:
 
 
 def _check_direct(address: str) -> None:
-    """Raise OptionError unless `address` can be that of a service on this host that takes no keys."""
+    """Raise OptionError unless `address` can be that of a service on this host that needs no keys."""
     parts = urlsplit(address)
     try:
         port = parts.port
@@ -96,7 +96,7 @@ def _check_direct(address: str) -> None:
     if parts.scheme == "tcp" and port:
         if not is_loopback(address):
             raise OptionError(
-                f"address={address!r} reaches beyond this host, which takes keys; give the connection file that "
+                f"address={address!r} reaches beyond this host, which requires keys; give the connection file that "
                 "`dpflow up` has written"
             )
     elif (

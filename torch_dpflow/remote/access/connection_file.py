@@ -1,4 +1,4 @@
-"""The connection file: how clients find a cluster, and the keys that prove who they are."""
+"""The connection file: a cluster's address, and the keys by which its clients prove who they are."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch_dpflow.remote.transport.zeromq import draw_key_pair
 
 
 class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the connection file of a cluster holds."""
+    """The content of a cluster's connection file."""
 
     #: Where the cluster's coordinator listens.
     address: str
     server_public: str
     client_public: str
     client_secret: str
-    #: For those who start services; jobs do without.
+    #: For processes that start services; jobs need none.
     server_secret: str | None = None
     version: int = 1
 
@@ -35,11 +35,11 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
 
     def server_keys(self) -> ServerKeys:
-        """The keys of a service. Raises OptionError where the file is for jobs only."""
+        """The keys of a service. Raises OptionError if the file is for jobs only."""
         if self.server_secret is None:
             raise OptionError(
-                "the connection file holds no server_secret, so nothing can listen with it; use the file "
-                "of the one who started the cluster"
+                "the connection file holds no server_secret, so no service can listen with it; use the file of the "
+                "user who started the cluster"
             )
         return ServerKeys(
             public=self.server_public.encode(),
@@ -49,8 +49,7 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def generate_keys(address: str) -> ConnectionFile:
-    """Draw the keys of a new cluster whose coordinator listens at `address`."""
-
+    """Generate the keys of a new cluster whose coordinator listens at `address`."""
     server_public, server_secret = draw_key_pair()
     client_public, client_secret = draw_key_pair()
     return ConnectionFile(
@@ -63,7 +62,7 @@ def generate_keys(address: str) -> ConnectionFile:
 
 
 def write_connection_file(path: str | os.PathLike[str], connection: ConnectionFile) -> None:
-    """Write JSON that only the owner may read, in one step: nobody sees half of it, or sees it too early."""
+    """Write JSON that only the owner may read, atomically."""
     draft = draft_connection_file(path, connection)
     try:
         draft.replace(path)
@@ -73,7 +72,7 @@ def write_connection_file(path: str | os.PathLike[str], connection: ConnectionFi
 
 
 def draft_connection_file(path: str | os.PathLike[str], connection: ConnectionFile) -> Path:
-    """Write a connection file beside `path`, which is to be put there in one step; where it is."""
+    """Write a connection file beside `path`, to be moved there atomically; returns its path."""
     draft = Path(path).with_name(f".{Path(path).name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -90,15 +89,15 @@ def read_connection_file(
 ) -> ConnectionFile:
     """Read and check the connection file of a cluster.
 
-    advice: what to do where it is none.
+    advice: what to do if it is none.
 
-    Raises OptionError where it is not there, others may read it, or it holds something else.
+    Raises OptionError if it does not exist, others may read it, or it holds something else.
     """
     return _read(path, "connection file", missing="is the cluster up?", other=advice)
 
 
 def read_key_file(path: str | os.PathLike[str]) -> ConnectionFile:
-    """Read and check the keys that a cluster is to have. Raises as `read_connection_file`."""
+    """Read and check a file with keys for a new cluster. Raises as `read_connection_file`."""
     return _read(
         path,
         "key file",
@@ -108,7 +107,7 @@ def read_key_file(path: str | os.PathLike[str]) -> ConnectionFile:
 
 
 def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) -> ConnectionFile:
-    """`what` it is, and what to do where it is missing, or something else."""
+    """what: it is called in messages. missing, other: what to do if it is missing, or something else."""
     name = f"{what} {os.fspath(path)!r}"
     try:
         with open(path, "rb") as file:

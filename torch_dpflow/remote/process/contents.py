@@ -1,7 +1,8 @@
-"""The contents of flows, what their workers load, as files: at the coordinator, and once on each host.
+"""The contents of flows, their pickled datasets, as files: at the coordinator, and once on each host.
 
-They may have hundreds of megabytes. So they travel in pieces, are known by their digest, and no service holds one in
-memory or waits until it is hashed or written: the coordinator has a thread for that, and workers fetch by themselves.
+A content may have hundreds of megabytes. So it is transferred in pieces and identified by its digest, and no service
+holds one in memory or waits while it is hashed or written: the coordinator has a thread for that, and workers fetch
+their content themselves.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from torch_dpflow.remote.process.locate import locate
 from torch_dpflow.remote.process.spec import SERVICE, ClusterPlace
 from torch_dpflow.remote.wire.coordinator import CONTENT_PIECE_BYTES, ContentPiece, ContentRequest
 
-#: Most contents that are on their way to the coordinator at the same time, and most calls that wait for its thread.
+#: Most simultaneous uploads to the coordinator, and most calls that wait for its thread.
 MAX_DRAFTS, MAX_WAITING = 64, 32
 #: How long the coordinator may take to answer for a piece, and the pause after it has not, seconds.
 PIECE_S, RETRY_S = 30.0, 1.0
-#: How long whoever fetches does without a piece until it gives up, and how often who waits for it looks, seconds.
-FETCH_S, LOOK_S = 120.0, 0.5
+#: A fetch fails after so long without a piece; how often others on the host check whether it has finished, seconds.
+FETCH_S, POLL_S = 120.0, 0.5
 _DRAFT, _LOCK = ".part", ".lock"
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A content of which the first pieces are there."""
+    """A content that has been received in part."""
 
     file: IO[bytes]
     size: int
@@ -44,17 +45,17 @@ class _Draft:
 
 
 class ContentFiles:
-    """Contents in a directory, one file each, which has the digest's name. One thread writes and reads.
+    """Contents in a directory, one file each, named by its digest. One thread writes and reads.
 
     Args:
-        directory: made where it is not there; only its owner may enter.
+        directory: created if it does not exist, for its owner alone.
 
-    Raises StateError, also from its methods, where the directory cannot be used.
+    Raises StateError, also from its methods, if the directory cannot be used.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        #: Those that are there as a whole. Any thread may ask.
+        #: The complete ones. Any thread may read this.
         self.digests: set[str] = set()
         self._drafts: OrderedDict[str, _Draft] = OrderedDict()
         try:
@@ -68,10 +69,10 @@ class ContentFiles:
             raise self._broken(error) from error
 
     def receive(self, piece: ContentPiece, data: memoryview) -> int:
-        """Take in a piece; how many bytes are there now, from where the next one is to go on. All of them: it is whole.
+        """Store a piece; returns how many bytes are stored, which is the offset of the next piece, or the size.
 
-        A piece that does not go on where the last one ended is left out: several may bring one content.
-        Raises UsageError where the whole has another digest.
+        A piece at another offset is ignored, since several clients may upload one content.
+        Raises UsageError if the whole has another digest.
         """
         if piece.digest in self.digests:
             return piece.size
@@ -79,7 +80,7 @@ class ContentFiles:
             draft = self._draft_for(piece)
             if piece.offset == draft.held:
                 left = data
-                while left:  # a write is a short one where a disk fills up; the next one says so
+                while left:  # a disk that is filling up causes a short write first; the next one raises
                     left = left[draft.file.write(left) :]
                 draft.digest.update(data)
                 draft.held += data.nbytes
@@ -91,7 +92,7 @@ class ContentFiles:
         return draft.held
 
     def read(self, request: ContentRequest) -> tuple[int, bytes]:
-        """How long a content is, bytes, and a piece of it."""
+        """The size of a content, bytes, and a piece of it."""
         try:
             with open(self._directory / request.digest, "rb") as file:
                 file.seek(request.offset)
@@ -100,7 +101,7 @@ class ContentFiles:
             raise self._broken(error) from error
 
     def drop(self, digest: str) -> None:
-        """Remove a content, if it is there."""
+        """Remove a content, if it exists."""
         self.digests.discard(digest)
         (self._directory / digest).unlink(missing_ok=True)
 
@@ -122,7 +123,7 @@ class ContentFiles:
         if draft.held != draft.size or found != digest:
             self._discard(digest)
             raise UsageError(
-                f"what came is not the content {digest}, but {draft.held} bytes of digest {found}"
+                f"the uploaded content is not {digest}: it has {draft.held} bytes of digest {found}"
             )
         os.fsync(draft.file.fileno())
         os.replace(draft.file.name, self._directory / digest)
@@ -137,15 +138,15 @@ class ContentFiles:
 
     def _broken(self, error: OSError) -> StateError:
         return StateError(
-            f"what flows load cannot be kept in {os.fspath(self._directory)!r}: {error.strerror or error}; make room "
-            "there, or start the cluster with another --state"
+            f"contents of flows cannot be stored in {os.fspath(self._directory)!r}: {error.strerror or error}; free "
+            "space there, or start the cluster with another TMPDIR"
         )
 
 
 class Contents:
-    """A coordinator's contents, kept by a thread of its own. The rest is for the coordinator's thread.
+    """A coordinator's contents, written and read by a thread of their own. All methods belong to the coordinator's.
 
-    Raises StateError where the directory cannot be used.
+    Raises StateError if the directory cannot be used.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -155,16 +156,16 @@ class Contents:
 
     @property
     def digests(self) -> set[str]:
-        """What is there."""
+        """The complete contents."""
         return self._files.digests
 
     @property
     def is_busy(self) -> bool:
-        """Whether so much waits for the thread that callers should come again."""
+        """Whether so many calls wait for the thread that others should be refused."""
         return self._work.qsize() >= MAX_WAITING
 
     def receive(self, piece: ContentPiece, data: memoryview, done: Callable[[int | Exception], None]) -> None:
-        """As `ContentFiles.receive`; `done` is called in the contents' thread, with the result or the error."""
+        """As `ContentFiles.receive`; `done` is called in the contents' thread with the result or the error."""
         self._begin(lambda: self._files.receive(piece, data), done)
 
     def read(self, request: ContentRequest, done: Callable[[tuple[int, bytes] | Exception], None]) -> None:
@@ -172,7 +173,7 @@ class Contents:
         self._begin(lambda: self._files.read(request), done)
 
     def drop(self, digest: str) -> None:
-        """As `ContentFiles.drop`; it is not waited for."""
+        """As `ContentFiles.drop`, without waiting for it."""
         self._files.digests.discard(digest)
         self._begin(lambda: self._files.drop(digest), lambda _: None)
 
@@ -193,15 +194,15 @@ class Contents:
 
 
 def open_content(
-    place: ClusterPlace, digest: str, going_on: Callable[[], None], *, coordinator: str
+    place: ClusterPlace, digest: str, on_progress: Callable[[], None], *, coordinator: str
 ) -> IO[bytes]:
-    """A content, to be read: fetched from the coordinator by the first process of this host that asks, for all of them.
+    """Open a content. The first process of this host that needs it fetches it from the coordinator, for all of them.
 
-    It stays on the host for as long as any of them has it open, and after that until another one is fetched.
+    It stays on the host while any of them has it open, and then until another one is fetched.
 
-    going_on: called again and again meanwhile.
-    coordinator: the id of its process.
-    Raises DPFlowError where it cannot be fetched for `FETCH_S`, or is another.
+    on_progress: called repeatedly meanwhile.
+    coordinator: the id of the coordinator's process.
+    Raises DPFlowError if no piece arrives for `FETCH_S`, or the content has another digest.
     """
     folder = Path(place.directory, "contents")
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -210,28 +211,28 @@ def open_content(
         try:
             file = open(path, "rb")  # noqa: SIM115
         except FileNotFoundError:
-            with _locked(Path(f"{path}{_LOCK}"), going_on):  # another process may have fetched it meanwhile
-                if not path.exists():
-                    _fetch(place, path, coordinator, going_on)
+            with _locked(Path(f"{path}{_LOCK}"), on_progress):
+                if not path.exists():  # else another process has fetched it meanwhile
+                    _fetch(place, path, coordinator, on_progress)
             continue
         fcntl.flock(file, fcntl.LOCK_SH)
-        if os.fstat(file.fileno()).st_nlink:  # else it has been swept in between
+        if os.fstat(file.fileno()).st_nlink:  # else it was swept between opening and locking
             return file
         file.close()
 
 
 @contextmanager
-def _locked(path: Path, going_on: Callable[[], None]) -> Iterator[None]:
-    """Have a file locked, which is removed after it."""
+def _locked(path: Path, on_progress: Callable[[], None]) -> Iterator[None]:
+    """Hold a lock file, and remove it afterwards."""
     while True:
         with open(path, "ab") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                going_on()
-                time.sleep(LOOK_S)
+                on_progress()
+                time.sleep(POLL_S)
                 continue
-            if os.fstat(lock.fileno()).st_nlink:  # else who had it before has removed it
+            if os.fstat(lock.fileno()).st_nlink:  # else its last holder has removed it
                 try:
                     yield
                 finally:
@@ -239,21 +240,21 @@ def _locked(path: Path, going_on: Callable[[], None]) -> Iterator[None]:
                 return
 
 
-def _fetch(place: ClusterPlace, path: Path, coordinator: str, going_on: Callable[[], None]) -> None:
+def _fetch(place: ClusterPlace, path: Path, coordinator: str, on_progress: Callable[[], None]) -> None:
     _sweep(path.parent)
     draft = path.with_suffix(_DRAFT)
     with open(draft, "wb") as file:
-        _copy(place, path.name, coordinator, file, going_on)
+        _copy(place, path.name, coordinator, file, on_progress)
     os.replace(draft, path)
 
 
 def _copy(
-    place: ClusterPlace, digest: str, coordinator: str, file: IO[bytes], going_on: Callable[[], None]
+    place: ClusterPlace, digest: str, coordinator: str, file: IO[bytes], on_progress: Callable[[], None]
 ) -> None:
-    """Fetch a content piece by piece, however often the coordinator is away for a while."""
+    """Fetch a content piece by piece, continuing after every failure of the coordinator."""
     hashed, size, latest = hashlib.sha256(), -1, time.monotonic()
     while file.tell() != size:
-        going_on()
+        on_progress()
         try:
             with place.connect(locate(place, coordinator, timeout_s=PIECE_S), timeout_s=PIECE_S) as client:
                 while file.tell() != size:
@@ -266,20 +267,20 @@ def _copy(
                     file.write(piece)
                     hashed.update(piece)
                     latest = time.monotonic()
-                    going_on()
+                    on_progress()
         except DPFlowError as error:
             if time.monotonic() - latest >= FETCH_S:
                 raise
-            SERVICE.warning("what its flow loads cannot be fetched and is asked for again (%s)", error)
+            SERVICE.warning("fetching the flow's content failed, retrying (%s)", error)
             time.sleep(RETRY_S)
     if hashed.hexdigest() != digest:
-        raise MessageError(f"what came is not the content {digest}")
+        raise MessageError(f"the fetched content has another digest than {digest}")
 
 
 def _sweep(folder: Path) -> None:
-    """Remove the contents that no process of this host has open."""
+    """Remove contents that no process of this host has open."""
     for path in folder.iterdir():
         if not path.suffix:
-            with suppress(OSError), open(path, "rb") as file:  # another has removed it, or it is in use
+            with suppress(OSError), open(path, "rb") as file:  # removed meanwhile, or in use
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()

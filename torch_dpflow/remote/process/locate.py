@@ -1,4 +1,4 @@
-"""Where another process of the same node listens."""
+"""Finds the address of another process of the same node."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch_dpflow.errors import DeadlineError, DPFlowError
 from torch_dpflow.remote.process.spec import ClusterPlace
 from torch_dpflow.remote.wire.node import Running
 
-#: How long to wait after the node has not answered, seconds.
+#: The pause after a failed call of the node, seconds.
 PAUSE_S = 0.1
 
 
 def locate(place: ClusterPlace, id: str, *, timeout_s: float = 60.0) -> str:
-    """The address of the process `id`, as soon as it listens. Raises DeadlineError where it does not."""
+    """The address of the process `id`, as soon as it listens. Raises DeadlineError if it does not in time."""
     deadline = time.monotonic() + timeout_s
     seen = 0
     with place.connect(place.node_address) as node:

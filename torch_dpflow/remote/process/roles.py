@@ -1,4 +1,4 @@
-"""What a process of a node can be."""
+"""The roles of a node's processes, and the function that each runs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from importlib import import_module
 from torch_dpflow.log import write_lines
 from torch_dpflow.remote.process.spec import ServicePost, subjects_of
 
-#: The id of the one process that a node keeps of its own accord.
+#: The id of the one process that a node runs without being told.
 COORDINATOR = "coordinator"
-#: The function that is the role, by name.
+#: The function of each role.
 ROLES = {
     "coordinator": "torch_dpflow.remote.services.coordinator:run",
     "router": "torch_dpflow.remote.services.router:run",
@@ -26,12 +26,12 @@ PRELOAD = [target.partition(":")[0] for target in ROLES.values()]
 
 
 def main(post: ServicePost) -> None:
-    """Be what the post says until the process ends."""
+    """Run the role that the specification names, until the process ends."""
     write_lines(post.place.log, {**subjects_of(post.id), "process": post.id, "pid": os.getpid()})
-    # What a process is at, when it seems to hang: kill -USR1 writes the stacks of its threads to stderr.
+    # For a process that seems to hang: kill -USR1 writes the stacks of its threads to stderr.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     module, _, name = ROLES[post.role].partition(":")
     run: Callable[[ServicePost], None] = getattr(import_module(module), name)
-    # All modules stay to the end: collections pass them by, and pages that processes share stay shared.
+    # Modules are never collected: skipping them saves time, and keeps the pages shared with the fork server.
     gc.freeze()
     run(post)

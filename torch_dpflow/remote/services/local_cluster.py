@@ -161,7 +161,7 @@ class LocalCluster:
             preload=[*PRELOAD, *options.preload], patience_s=(LEASE_S, START_S), outlived=True
         )
         node = Node(place, msgspec.msgpack.encode(arguments), platform)
-        self._announcement.follow(lambda: node.address_of(COORDINATOR))
+        self._announcement.track(lambda: node.address_of(COORDINATOR))
         return node
 
     def _clean_up(self) -> None:
