@@ -262,7 +262,7 @@ def test_an_interrupted_import_goes_on(tmp_path: Path, eventually: Callable[...,
         process.send_signal(signal.SIGINT)
         told = process.communicate()[1]
     assert process.returncode == 130, told
-    assert "Interrupted. The same command goes on where this one stopped." in told
+    assert "Interrupted. Run the same command again to continue." in told
     assert "Traceback" not in told
     written = 4 * len(list(drafts.glob("ms-*.json")))
     end = written + 4 + 3  # the shard after those that are noted may be there too, of four samples

@@ -1,4 +1,4 @@
-"""`dpflow up`, `down`, `status`, `top` and `keygen`: a cluster that several jobs read from."""
+"""`dpflow up`, `down`, `status`, `top` and `keygen`: a cluster from which several jobs read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _up_options(command: Command) -> Command:
     options = [
         click.option("--workers", type=click.IntRange(1, 4096), help="Most workers, of all flows together."),
         click.option(
-            "--memory", metavar="SIZE", callback=size_of, help="Most room for samples, of all together: 8GiB."
+            "--memory", metavar="SIZE", callback=size_of, help="Most memory for samples, of all flows: 8GiB."
         ),
         click.option(
             "--listen", help="tcp://ADDRESS:PORT, with keys; without it, only this user on this host."
@@ -45,12 +45,12 @@ def _up_options(command: Command) -> Command:
             "--state",
             envvar="DPFLOW_STATE",
             show_envvar=True,
-            help="Where flows are kept: a path, or redis://HOST:PORT/NUMBER; without it, until the cluster ends.",
+            help="Where flows are stored: a path, or redis://HOST:PORT/NUMBER; without it, until the cluster ends.",
         ),
-        click.option("--connection-file", help="Where to leave the file by which jobs find the cluster."),
+        click.option("--connection-file", help="The path of the file by which jobs find the cluster."),
         click.option(
             "--keys",
-            help="A file that `dpflow keygen` has written, for --listen; without it, new keys are drawn.",
+            help="A file that `dpflow keygen` has written, for --listen; without it, new keys are generated.",
         ),
         click.option("--metrics", metavar="HOST:PORT", help="Where Prometheus finds metrics, over HTTP."),
         click.option("--metrics-public", is_flag=True, help="Let other hosts read --metrics, without a key."),
@@ -58,7 +58,7 @@ def _up_options(command: Command) -> Command:
             "--preload",
             metavar="MODULE",
             multiple=True,
-            help="Import once what every worker needs, as torchvision: workers start at once and share it.",
+            help="A module to import once for all workers, as torchvision: they start at once and share it.",
         ),
         click.option("--log-format", type=click.Choice(FORMATS), default="text", envvar="DPFLOW_LOG_FORMAT"),
         click.option("--log-level", type=click.Choice(LEVELS), default="info", envvar="DPFLOW_LOG_LEVEL"),
@@ -81,7 +81,7 @@ def up(
 ) -> None:
     """Run a cluster until it is told to stop: by Ctrl-C, SIGTERM or `dpflow down`.
 
-    What happens is logged to stderr, one line each, with the flow, the job and the worker that it is about.
+    It logs to stderr, one line for each event, with the flow, the job and the worker concerned.
     """
     from torch_dpflow.remote.services.local_cluster import ClusterOptions, LocalCluster
     from torch_dpflow.remote.services.node import stopped_by_signals
@@ -94,12 +94,12 @@ def up(
     )
     cluster = LocalCluster(options)
     with stopped_by_signals(cluster.node):
-        cluster.serve(ready=lambda: _say_up(cluster, options, as_json=as_json))
+        cluster.serve(ready=lambda: _print_up(cluster, options, as_json=as_json))
     if not as_json:
         click.echo("dpflow is down")
 
 
-def _say_up(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) -> None:
+def _print_up(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) -> None:
     if as_json:
         facts = {"address": cluster.address, "connection_file": str(options.path), "metrics": options.metrics}
         click.echo(to_json({**facts, "pid": os.getpid(), "most_workers": cluster.workers}))
@@ -128,7 +128,7 @@ def down(address: str, as_json: bool) -> None:
 @address_option
 @json_option
 def status(address: str, as_json: bool) -> None:
-    """Say which flows there are and which processes run."""
+    """List the flows and the processes of a cluster."""
     with connect(address) as coordinator:
         flows, processes = ask_views(coordinator)
     if as_json:
@@ -148,41 +148,41 @@ def status(address: str, as_json: bool) -> None:
     callback=seconds_of,
     default=1.0,
     show_default=True,
-    help="Seconds between looks.",
+    help="Seconds between updates.",
 )
-@click.option("--count", type=click.IntRange(min=1), help="Looks; without it, until Ctrl-C.")
+@click.option("--count", type=click.IntRange(min=1), help="Updates; without it, until Ctrl-C.")
 def top(address: str, as_json: bool, interval: float, count: int | None) -> None:
-    """Show what a cluster does, again and again: stall shares, hit rates, decodes, queues, bytes.
+    """Show the activity of a cluster, updated continually: stall shares, hit rates, decodes, queues, bytes.
 
-    With --json, one line for each look.
+    With --json, one line for each update.
     """
-    with suppress(KeyboardInterrupt), connect(address) as coordinator:  # that is how it ends
-        _look(coordinator, interval, count, as_json=as_json)
+    with suppress(KeyboardInterrupt), connect(address) as coordinator:  # Ctrl-C is the usual way to end it
+        _show_updates(coordinator, interval, count, as_json=as_json)
 
 
-def _look(coordinator: RpcClient, interval: float, count: int | None, *, as_json: bool) -> None:
-    looks = 0
+def _show_updates(coordinator: RpcClient, interval: float, count: int | None, *, as_json: bool) -> None:
+    updates = 0
     earlier: ClusterFigures | None = None
-    while count is None or looks < count:
-        if looks:
+    while count is None or updates < count:
+        if updates:
             time.sleep(interval)
         figures = figures_of(*ask_views(coordinator))
         if as_json:
             click.echo(to_json(_with_rates(figures)))
         else:
-            print_top(figures, earlier, clear=looks > 0)
-        looks, earlier = looks + 1, figures
+            print_top(figures, earlier, clear=updates > 0)
+        updates, earlier = updates + 1, figures
 
 
 @click.command()
 @click.argument("path", type=click.Path(dir_okay=False, path_type=Path))
 @json_option
 def keygen(path: Path, as_json: bool) -> None:
-    """Draw the keys of a cluster into PATH, for `dpflow up --listen ... --keys PATH`."""
+    """Generate the keys of a cluster into PATH, for `dpflow up --listen ... --keys PATH`."""
     from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 
     if path.exists():
-        raise UsageError(f"{str(path)!r} is there already; remove it, or give another path")
+        raise UsageError(f"{str(path)!r} exists already; remove it, or give another path")
     try:
         write_connection_file(path, generate_keys("tcp://127.0.0.1:0"))
     except OSError as error:
@@ -194,7 +194,7 @@ def keygen(path: Path, as_json: bool) -> None:
 
 
 def _with_rates(figures: ClusterFigures) -> dict[str, list[dict[str, Any]]]:
-    """The figures as JSON has them, with what follows from them."""
+    """The figures for JSON, with the rates that are computed from them."""
     named: dict[str, list[dict[str, Any]]] = {"flows": [], "shards": [], "jobs": []}
     for kind, rows in (("flows", figures.flows), ("shards", figures.shards)):
         for row in rows:

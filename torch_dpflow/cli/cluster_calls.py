@@ -1,4 +1,4 @@
-"""What the commands for a cluster have in common: finding it, asking it, and its options."""
+"""What the commands for a cluster share: their options, and calls of the coordinator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ address_option = click.option(
     "--address",
     default="auto",
     show_default=True,
-    help='The connection file of the cluster; "auto" takes DPFLOW_ADDRESS or the one that `dpflow up` left.',
+    help='The connection file of the cluster; "auto" uses DPFLOW_ADDRESS or the one that `dpflow up` wrote.',
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
@@ -39,7 +39,7 @@ def size_of(context: click.Context, parameter: click.Parameter, text: str | None
 
 
 def seconds_of(context: click.Context, parameter: click.Parameter, value: float) -> float:
-    """Seconds that a program may pause."""
+    """Seconds from 0 to a day."""
     if not 0 <= value <= 86400:
         raise click.BadParameter(f"{value!r}: give seconds from 0 to 86400")
     return value
@@ -51,9 +51,9 @@ def connect(address: str) -> RpcClient:
 
 
 def ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None, *, doubt: str = "") -> Any:
-    """The answer to one call, within `ANSWER_S`. UsageError where it is refused, or the cluster does not answer.
+    """The answer to one call, within `ANSWER_S`. Raises UsageError if it is refused, or the cluster does not answer.
 
-    doubt: what is not known where it does not, because what was asked for may be done all the same.
+    doubt: for the message in the latter case, since the cluster may execute the call all the same.
     """
     try:
         return coordinator.call(method, body, reply_type=kind, timeout_s=ANSWER_S).body
@@ -79,7 +79,7 @@ def ask_views(coordinator: RpcClient) -> tuple[list[FlowView], list[ProcessView]
 
 
 def end_cluster(coordinator: RpcClient) -> None:
-    """Tell a cluster to stop; on this host its node, where the coordinator does not answer. UsageError as of `ask`."""
+    """Tell a cluster to stop: its coordinator, or if that does not answer its node on this host. Raises as `ask`."""
     scheme, _, path = coordinator.address.partition("://")
     node = Path(path).parent / NODE_SOCKET
     was_here = scheme == "ipc" and node.exists()
@@ -88,7 +88,7 @@ def end_cluster(coordinator: RpcClient) -> None:
     except UsageError as error:
         if not isinstance(error.__cause__, DeadlineError) or scheme != "ipc":
             raise
-        # It may have ended before its answer had left, or have come up only now.
+        # The coordinator may have ended before its answer was sent, or may just be starting.
         has_ended = _stop_node(f"ipc://{node}") if node.exists() else was_here
         if not has_ended:
             raise
@@ -104,7 +104,7 @@ def _stop_node(address: str) -> bool:
 
 
 def to_json(value: Any) -> str:
-    """What the services said, as JSON with the fields' names."""
+    """The answer of a service as JSON, with the names of the fields."""
     return msgspec.json.encode(_named(value)).decode()
 
 

@@ -34,7 +34,7 @@ def list_flows(address: str, as_json: bool) -> None:
 @address_option
 @json_option
 def show(name: str, address: str, as_json: bool) -> None:
-    """Show a flow: where it is in its life, what it has of the cluster, who reads it.
+    """Show a flow: its state, its part of the cluster, and the jobs that read it.
 
     With --json, every version that is in force or still read.
     """
@@ -54,18 +54,18 @@ def show(name: str, address: str, as_json: bool) -> None:
 
 @flow.command()
 @click.argument("name")
-@click.option("--shards", type=click.IntRange(1, 256), required=True, help="How many shards it is to have.")
+@click.option("--shards", type=click.IntRange(1, 256), required=True, help="The new number of shards.")
 @click.option(
     "--workers",
     type=click.IntRange(1, 4096),
-    help="How many workers all its shards are to have together; without it, those that it has.",
+    help="The new number of workers of all its shards together; without it, the present one.",
 )
 @address_option
 @json_option
 def scale(name: str, shards: int, workers: int | None, address: str, as_json: bool) -> None:
-    """Give a flow more or fewer shards and workers, while jobs read it or not.
+    """Change a flow's numbers of shards and workers, whether or not jobs read it.
 
-    Jobs read on: each key gets another owner once, and a shard that is to go ends when its jobs have gone over.
+    Jobs read on: each key changes its owner once, and a removed shard ends when its jobs have moved to the others.
     """
     with connect(address) as coordinator:
         scaled: FlowView = ask(
@@ -83,7 +83,7 @@ def scale(name: str, shards: int, workers: int | None, address: str, as_json: bo
 @address_option
 @json_option
 def delete(name: str, address: str, as_json: bool) -> None:
-    """Delete a flow that nobody reads."""
+    """Delete a flow that no job reads."""
     with connect(address) as coordinator:
         ask(coordinator, "delete", None, name, doubt=_doubt(name))
     if as_json:
@@ -93,4 +93,4 @@ def delete(name: str, address: str, as_json: bool) -> None:
 
 
 def _doubt(name: str) -> str:
-    return f"Whether it was done is not known; `dpflow flow show {name}` says so once the cluster answers."
+    return f"Whether it was done is unknown; `dpflow flow show {name}` tells once the cluster answers."

@@ -14,12 +14,12 @@ from torch_dpflow.remote.observe.cluster_figures import ClusterFigures, JobRow, 
 from torch_dpflow.remote.wire.coordinator import FlowView
 from torch_dpflow.remote.wire.node import ProcessView
 
-#: Headings of what is shown of shards, and of all shards of a flow together.
+#: Column headings for a shard, and for all shards of a flow together.
 _FIGURES = ("workers", "hits", "decodes", "served", "/sample", "queue", "cached", "bytes")
 
 
 def print_flows(flows: Sequence[FlowView]) -> None:
-    """One row for each flow: what it is, and what it has of the cluster."""
+    """One row for each flow, with its part of the cluster."""
     table = _table("flows", "flow", "version", "state", "jobs", "samples", "shards", "workers", "memory")
     for flow in flows:
         spec, part = flow.spec, flow.part
@@ -37,13 +37,13 @@ def print_flows(flows: Sequence[FlowView]) -> None:
 
 
 def print_sharing(figures: ClusterFigures) -> None:
-    """One paragraph for each flow that has given samples out: how many, how many were loaded, why so many."""
+    """One paragraph for each flow that has served samples: how many, how many were loaded, and why."""
     for row in figures.flows:
         if row.figures.served:
             served, decodes = _counts(row.figures.served, row.figures.decodes)
             why = f" Little is shared: {row.sharing}." if row.sharing else ""
             stdout_console(highlight=False).print(
-                escape(f"{row.flow}: jobs were given {served} samples, for which {decodes} were loaded.{why}")
+                escape(f"{row.flow}: jobs received {served} samples, for which {decodes} were loaded.{why}")
             )
 
 
@@ -57,9 +57,9 @@ def print_processes(processes: Sequence[ProcessView]) -> None:
 
 
 def print_top(figures: ClusterFigures, earlier: ClusterFigures | None, *, clear: bool) -> None:
-    """Flows, shards and jobs; the stall share of jobs since `earlier`, where there was one.
+    """Flows, shards and jobs; the stall share of jobs is since `earlier`, if given.
 
-    `hits` is per sample asked for, `/sample` decodes per sample served, `queue` what waits or is being loaded.
+    `hits` is per requested sample, `/sample` is decodes per served sample, `queue` is samples queued or loading.
     """
     console = stdout_console()
     if clear:
@@ -74,7 +74,7 @@ def print_top(figures: ClusterFigures, earlier: ClusterFigures | None, *, clear:
 
 
 def print_flow(flow: FlowView, figures: ClusterFigures) -> None:
-    """One flow: where it is in its life, what it has, who reads it."""
+    """One flow: its state, its part of the cluster, and its jobs."""
     console = stdout_console(highlight=False)
     console.print(f"{flow.spec.instance}: {flow.spec.size:,} samples, {_life_now(flow)}")
     steps = " → ".join(f"{step.state} ({_age(step.age_s)} ago)" for step in flow.life)
@@ -92,13 +92,13 @@ def print_flow(flow: FlowView, figures: ClusterFigures) -> None:
 
 
 def print_scaled(flow: FlowView, figures: ClusterFigures) -> None:
-    """What a flow is to have from now on, and what of that is still under way."""
+    """The new size of a flow, and its size at present."""
     spec, (row,) = flow.spec, figures.flows
     stdout_console(highlight=False).print(
         f"{spec.instance} is to have {spec.shards} shards and {spec.workers} workers"
         + (
-            f"; {row.shards} shards own keys and {row.figures.workers} workers are there now: "
-            f"`dpflow flow show {spec.name}` says when it has come about"
+            f"; {row.shards} shards own keys and {row.figures.workers} workers run now: "
+            f"`dpflow flow show {spec.name}` tells when that is reached"
             if flow.part is not None
             else "; its services do not run"
         )
@@ -114,7 +114,7 @@ def _life_now(flow: FlowView) -> str:
 
 
 def _drawn_life(flow: FlowView) -> str:
-    """The states of a life, thesis figure 4-7, the present one marked."""
+    """The life cycle of thesis figure 4-7, with the present state marked."""
     created, ready, accessed, idle, deleted = (
         f"[bold]»{state.value}«[/bold]" if state.value == flow.state else state.value for state in FlowState
     )
@@ -143,7 +143,7 @@ def _print_jobs(console: Console, figures: ClusterFigures, earlier: ClusterFigur
 
 
 def _recent_stall(row: JobRow, before: JobRow | None) -> float:
-    """The stall share since the look before; since the job was opened where nothing has been read since."""
+    """The stall share since `before`, or since the job began if it has read nothing since."""
     if before is None or row.reading_s <= before.reading_s:
         return row.stall_share
     return max(0.0, min(1.0, (row.stall_s - before.stall_s) / (row.reading_s - before.reading_s)))
@@ -161,7 +161,7 @@ def _cells(figures: ShardFigures) -> Iterable[str]:
 def _table(title: str, *headings: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
     for heading in headings:
-        table.add_column(heading, overflow="fold")  # where it is narrow: an id that is cut names nothing
+        table.add_column(heading, overflow="fold")  # in narrow terminals: an id that is cut is useless
     return table
 
 

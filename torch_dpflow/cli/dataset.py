@@ -94,9 +94,9 @@ def import_(
     description: str,
     **how: Any,
 ) -> None:
-    """Publish a version of a dataset from one source for each variant. The data stays where it lies.
+    """Publish a version of a dataset from one source for each variant. The data stays where it is.
 
-    An interrupted import goes on where it stopped when the same command is run again.
+    Running the same command again continues an interrupted import.
 
     \b
     dpflow dataset import imagefolder core/imagenet:v1 train=/data/train val=/data/val
@@ -126,7 +126,7 @@ def append(
     description: str,
     **how: Any,
 ) -> None:
-    """Publish a further version that has all samples of an older one, and more behind them.
+    """Publish a further version that has all samples of an older one, followed by new ones.
 
     \b
     dpflow dataset append imagefolder core/imagenet:v1 train=/data/more --as v2
@@ -141,9 +141,9 @@ def append(
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for each version.")
 @store_options
 def list_(url: str, storage_options: dict[str, Any], as_json: bool) -> None:
-    """List all datasets with their versions, and imports that have not ended.
+    """List all datasets with their versions, and unfinished imports.
 
-    Versions that cannot be read are named last; the status is 1 if there are any.
+    Versions that cannot be read are listed last; the exit status is 1 if there are any.
     """
     store = DatasetStore(url, **storage_options)
     published, unreadable = [], []
@@ -164,16 +164,16 @@ def list_(url: str, storage_options: dict[str, Any], as_json: bool) -> None:
 
 @dataset.command()
 @click.argument("ref", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
-@click.option("--sample", type=click.IntRange(min=0), help="Also show what is known of this sample.")
+@click.option("--sample", type=click.IntRange(min=0), help="Also show the metadata of this sample.")
 @click.option(
     "--json",
     "as_json",
     is_flag=True,
-    help="The version's file as it is; with --sample what is known of the sample.",
+    help="The version's file as it is; with --sample the metadata of the sample.",
 )
 @store_options
 def show(url: str, storage_options: dict[str, Any], ref: str, sample: int | None, as_json: bool) -> None:
-    """Show a version, the last one by default: variants, counts, where its data lies and came from."""
+    """Show a version, the last one by default: variants, counts, the location of its data, and its source."""
     store = DatasetStore(url, **storage_options)
     target = DatasetRef.parse(ref)
     version = store.load(target.id, target.version)
@@ -194,13 +194,13 @@ def show(url: str, storage_options: dict[str, Any], ref: str, sample: int | None
 
 @dataset.command("verify")
 @click.argument("ref", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
-@click.option("--data", is_flag=True, help="Look at every sample's object too, not at its metadata alone.")
+@click.option("--data", is_flag=True, help="Check every sample's object too, not only its metadata.")
 @store_options
 def verify_(url: str, storage_options: dict[str, Any], ref: str, data: bool) -> None:
-    """Check that a version is whole: what is known of its samples, and with --data the samples themselves.
+    """Check that a version is complete: the metadata of its samples, and with --data the samples themselves.
 
-    With --data, samples that have checksums are read; of others it is seen that they are there, with their sizes.
-    Prints one line for each problem; the status is 1 if there was any.
+    With --data, samples that have checksums are read; of others, the existence and size are checked. Prints one line
+    for each problem; the exit status is 1 if there was any.
     """
     store = DatasetStore(url, **storage_options)
     target = DatasetRef.parse(ref)
@@ -235,7 +235,7 @@ def _run(
         draft.discard()
     draft.check_variants(sources)
     if kind == "iterable":
-        sys.path.insert(0, os.getcwd())  # as `python -m` does; a console script knows its own directory only
+        sys.path.insert(0, os.getcwd())  # as `python -m` does; a console script has its own directory there
     try:
         for variant, source in sources.items():
             filled = {name: value.replace("{variant}", variant) for name, value in settings.items()}
@@ -244,7 +244,7 @@ def _run(
                 draft.add(variant, importer, progress=progress, **how)
         published = draft.publish()
     except KeyboardInterrupt:
-        click.echo("Interrupted. The same command goes on where this one stopped.", err=True)
+        click.echo("Interrupted. Run the same command again to continue.", err=True)
         raise click.exceptions.Exit(_INTERRUPTED) from None
     for name in sources:
         click.echo(f"{published.id}:{published.version}:{name}: {published.variants[name].samples} samples")

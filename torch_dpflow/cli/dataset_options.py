@@ -1,4 +1,4 @@
-"""What commands of `dpflow dataset` are given alike: a store, a version, names with values."""
+"""Options that commands of `dpflow dataset` share: a store, a version, names with values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `dpflow dataset` shows: tables, trees and progress bars."""
+"""The output of `dpflow dataset`: tables, details and progress bars."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torch_dpflow.datasets.verify import Compared, Problem
 
 
 def print_json(record: Dataset | SampleMeta) -> None:
-    """A version's file, or what it knows of a sample, on one line."""
+    """A version's file, or the metadata of a sample, on one line."""
     click.echo(encode_file(record).decode())
 
 
@@ -47,7 +47,7 @@ def print_datasets(published: Sequence[Dataset], drafts: Sequence[DatasetRef]) -
 
 
 def print_version(dataset: Dataset, only: str | None, sample: SampleMeta | None) -> None:
-    """What is known of a version, of one variant or all of them, and of a sample."""
+    """The metadata of a version, with one variant or all of them, and of a sample."""
     names = sorted(dataset.variants) if only is None else [only]
     variants = {name: dataset.variant(name) for name in names}
     click.echo(f"{dataset.id}:{dataset.version}  published {dataset.created}")
@@ -77,21 +77,21 @@ def problem_line(variant: str, problem: Problem) -> str:
 def checked_line(stored: StoredDataset, compared: Compared | None) -> str:
     """One line that says how far a check went; None: at the metadata alone."""
     if compared is not None:
-        told = _told(compared) or "none is well"
-        return f"{stored.ref}: {len(stored)} samples checked with their data: {told}"
+        summary = _summary(compared) or "none is intact"
+        return f"{stored.ref}: {len(stored)} samples checked with their data: {summary}"
     return f"{stored.ref}: metadata of {len(stored)} samples checked; --data looks at their data too"
 
 
 def copied_lines(copied: Dataset, url: str, compared: Compared) -> Iterator[str]:
-    """What became of a copy: what was compared, and which data stays where it was."""
+    """The result of a copy: what was compared, and which data stays where it is."""
     for name, variant in copied.variants.items():
         where = f"; data stays at {variant.data}" if "://" in variant.data else ""
         yield f"{copied.id}:{copied.version}:{name}: {variant.samples} samples copied to {url}{where}"
-    if told := _told(compared):
-        yield f"data checked: {told}"
+    if summary := _summary(compared):
+        yield f"data checked: {summary}"
 
 
-def _told(compared: Compared) -> str:
+def _summary(compared: Compared) -> str:
     well = (
         (compared.checksums, "match their checksums"),
         (compared.sizes, "have no checksum, only their size was compared"),
@@ -102,7 +102,7 @@ def _told(compared: Compared) -> str:
 
 @contextmanager
 def import_progress(variant: str, importer: Importer) -> Iterator[Callable[[int], None]]:
-    """A bar for an import, on stderr; how far it goes is known once the importer knows."""
+    """A bar for an import, on stderr; it has a total once the importer knows it."""
     with _bar() as bar:
         task = bar.add_task(variant, total=None)
         yield lambda samples: bar.update(task, completed=samples, total=importer.total())

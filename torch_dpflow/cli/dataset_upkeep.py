@@ -1,4 +1,4 @@
-"""`dpflow dataset discard, delete, prune, copy`: what is done with datasets that are in a store."""
+"""`dpflow dataset discard, delete, prune, copy`: the upkeep of datasets in a store."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch_dpflow.datasets.verify import Compared
 from torch_dpflow.errors import OptionError
 
 _confirmed = click.option(
-    "--yes", is_flag=True, help="Remove it; without this it is only told what would go."
+    "--yes", is_flag=True, help="Remove it; without this the command only says what it would remove."
 )
 
 
 def _unvaried(context: click.Context, parameter: click.Parameter, text: str | None) -> DatasetRef | None:
-    """A dataset or a version, without a variant; None: none is named."""
+    """A dataset or a version, without a variant; None if none is given."""
     target = None if text is None else DatasetRef.parse(text)
     if target is not None and target.variant is not None:
         raise OptionError(f"{text!r} names a variant; versions are removed and copied as a whole")
@@ -40,7 +40,7 @@ def _dataset_only(context: click.Context, parameter: click.Parameter, text: str 
 @click.argument("target", metavar="NAMESPACE/NAME:VERSION", callback=version_ref)
 @store_options
 def discard(url: str, storage_options: dict[str, Any], target: DatasetRef) -> None:
-    """Remove what an import that has not ended has written; its sources stay as they are."""
+    """Remove what an unfinished import has written; its sources stay as they are."""
     store = DatasetStore(url, **storage_options)
     assert target.version is not None
     if target.version not in store.drafts(target.id):
@@ -56,7 +56,7 @@ def discard(url: str, storage_options: dict[str, Any], target: DatasetRef) -> No
 def delete_(url: str, storage_options: dict[str, Any], target: DatasetRef, yes: bool) -> None:
     """Remove a version, or a dataset with all versions and unfinished imports.
 
-    What other versions name stays, and so does data that no import has written. There is no way back.
+    Data that other versions refer to stays, as does data that no import has written. This cannot be undone.
     """
     store = DatasetStore(url, **storage_options)
     versions = store.versions(target.id)
@@ -78,9 +78,9 @@ def delete_(url: str, storage_options: dict[str, Any], target: DatasetRef, yes: 
 @_confirmed
 @store_options
 def prune_(url: str, storage_options: dict[str, Any], target: DatasetRef | None, yes: bool) -> None:
-    """Remove unfinished imports, and files of imports that no published version names; of all datasets by default.
+    """Remove unfinished imports, and imported files that no published version refers to; of all datasets by default.
 
-    An import that runs meanwhile is not published.
+    An import that runs meanwhile will not be published.
     """
     store = DatasetStore(url, **storage_options)
     ids = store.ids() if target is None else [target.id]
@@ -108,11 +108,13 @@ def copy_(
 ) -> None:
     """Copy a version, the last one by default, to another store, and verify the copy before it is published.
 
-    Data that lies in the dataset's directory is copied; data elsewhere stays, and the copy names it too. The same
-    command goes on where it was interrupted.
+    Data in the dataset's directory is copied; data elsewhere stays, and the copy refers to it too. Running the same
+    command again continues an interrupted copy.
     """
     store, compared = DatasetStore(url, **storage_options), Compared()
-    store.load(target.id, target.version)  # no other store is made for what there is not
+    store.load(
+        target.id, target.version
+    )  # first: no other store is created for a version that does not exist
     other = DatasetStore.create(to, **to_options)
     with copy_progress() as progress:
         copied = copy(store, target.id, target.version, other, progress=progress, compared=compared)

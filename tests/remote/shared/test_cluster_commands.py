@@ -101,7 +101,7 @@ def test_commands_end_while_nothing_answers_and_down_does_without_a_coordinator(
         for arguments in (["flow", "scale", "images", "--shards", "2"], ["flow", "delete", "images"]):
             refused = run(*arguments, "--address", own_cluster.address)
             assert refused.exit_code == 1
-            assert "within 1 s; is it up? Whether it was done is not known; `dpflow flow show images`" in (
+            assert "within 1 s; is it up? Whether it was done is unknown; `dpflow flow show images`" in (
                 refused.output
             )
         refused = run("down", "--address", own_cluster.address)

@@ -119,7 +119,7 @@ def test_jobs_without_a_name_are_one_series_whose_counts_never_fall() -> None:
         )
 
     def told(*rows: JobRow, flows: tuple[str, ...] = ("images@1", "other@1")) -> dict[tuple[str, str], int]:
-        return {(one.flow, one.job): one.samples for one in unnamed.together(rows, flows)}
+        return {(one.flow, one.job): one.samples for one in unnamed.combine(rows, flows)}
 
     first, second, ranked = draw_name(), draw_name(), f"{draw_name()}/1"
     assert told(row("mine", 5), row(first, 10), row(second, 1)) == {

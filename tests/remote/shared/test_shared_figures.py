@@ -44,6 +44,6 @@ def test_fast_jobs_one_after_the_other_hear_what_they_share(
         told = CliRunner().invoke(root, ["status", "--address", cluster.address])
         return " ".join(told.output.split())
 
-    told = f"{flow}@1: jobs were given 400 samples, for which {stats.flow_decodes} were loaded."
+    told = f"{flow}@1: jobs received 400 samples, for which {stats.flow_decodes} were loaded."
     wait(lambda: told in status())
     assert status().partition(told)[2].startswith(" Little is shared: a sample goes") is not keeps

@@ -1,6 +1,6 @@
-"""What a cluster does, in figures: of each flow, each shard and each job. Pure: from what its processes say.
+"""Figures of a cluster: of each flow, shard and job, from the status of its processes. Pure.
 
-Counters begin anew with the process that counts; a shard that is started again forgets what it has counted.
+Counters start at 0 with their process; a restart of a shard resets its counters.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from torch_dpflow.remote.wire.node import ProcessView
 
 
 class ShardFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One shard, or all shards of a flow together. Counts are since the shard was started."""
+    """One shard, or all shards of a flow together. Counts are since the start of the shard."""
 
     #: Keys that it owns.
     keys: int = 0
     workers: int = 0
-    #: Samples that jobs have asked for, and of these those that were there or on their way.
+    #: Samples that jobs have requested, and how many of these were cached or being loaded already.
     wants: int = 0
     hits: int = 0
-    #: Samples that workers have loaded, and that have been given to jobs.
+    #: Samples that workers have loaded, and that jobs have received.
     decodes: int = 0
     served: int = 0
     served_bytes: int = 0
-    #: Samples that wait to be loaded, that are being loaded, and that the cache holds.
+    #: Samples that wait to be loaded, that are being loaded, and that are cached.
     queued: int = 0
     loading: int = 0
     cached: int = 0
-    #: Bytes of samples that are held, and room for them.
+    #: Bytes of samples that it holds, and its capacity for them.
     held_bytes: int = 0
     room_bytes: int = 0
 
     @property
     def hit_rate(self) -> float:
-        """Samples asked for that needed no load, per sample asked for; 0.0 before the first."""
+        """Requested samples that caused no load, per requested sample; 0.0 before the first."""
         return self.hits / max(1, self.wants)
 
     @property
     def decodes_per_sample(self) -> float:
-        """Samples loaded per sample given to a job; 0.0 before the first."""
+        """Samples loaded per sample that a job received; 0.0 before the first."""
         return self.decodes / self.served if self.served else 0.0
 
 
@@ -53,13 +53,13 @@ class ShardRow(msgspec.Struct, frozen=True, kw_only=True):
     flow: str
     shard: str
     figures: ShardFigures
-    #: How often it, and its workers, have been started again.
+    #: How often it, and its workers, have been restarted.
     restarts: int
     worker_restarts: int
 
 
 class JobRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A job. Counts are since it was opened; see `torch_dpflow.remote.wire.router.JobFigures`."""
+    """A job. Counts are since it began; see `torch_dpflow.remote.wire.router.JobFigures`."""
 
     flow: str
     job: str
@@ -71,7 +71,7 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stall_share(self) -> float:
-        """The part of its reading time that it waited for data, 0 to 1."""
+        """The share of its reading time that it waited for data, 0 to 1."""
         return min(1.0, self.stall_s / self.reading_s) if self.reading_s else 0.0
 
 
@@ -82,26 +82,26 @@ class FlowRow(msgspec.Struct, frozen=True, kw_only=True):
     flow: str
     state: str
     jobs: int
-    #: Of its routing table; 0 while its router does not run.
+    #: The generation of its routing table; 0 while its router does not run.
     generation: int
     #: Shards that own keys.
     shards: int
     figures: ShardFigures
-    #: Why its jobs share little; empty where they share much, or nothing can be said yet.
+    #: Why its jobs share little; empty if they share much, or if that is not known yet.
     sharing: str
-    #: How often its router, its shards and its workers have been started again.
+    #: How often its router, its shards and its workers have been restarted.
     restarts: int
 
 
 class ClusterFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything at one moment."""
+    """All figures at one moment."""
 
     flows: list[FlowRow]
     shards: list[ShardRow]
     jobs: list[JobRow]
 
 
-#: Where the figures of a shard are in its status, unless under the same name.
+#: The names of a shard's figures in its status, if they differ.
 _NAMES = {"hits": "shared", "room_bytes": "capacity_bytes"}
 
 
@@ -160,6 +160,6 @@ def _sum(figures: Sequence[ShardFigures]) -> ShardFigures:
 
 
 def count_of(status: dict[str, Any], name: str) -> int:
-    """A count in what a process says of itself; 0 where there is none."""
+    """A count in the status of a process; 0 if there is none."""
     value = status.get(name)
     return value if isinstance(value, int) else 0

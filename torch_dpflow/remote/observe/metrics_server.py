@@ -1,4 +1,4 @@
-"""Metrics of a cluster for Prometheus: text over HTTP, on request."""
+"""Serves the metrics of a cluster to Prometheus, over HTTP."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from torch_dpflow.remote.wire.coordinator import FlowView
 from torch_dpflow.remote.wire.limits import UNNAMED
 from torch_dpflow.remote.wire.node import ProcessView
 
-#: What is known of a cluster, for people.
+#: The flows and processes of a cluster.
 Views = tuple[list[FlowView], list[ProcessView]]
 
-#: Of each shard: name, whether it only grows, field, and what it is.
+#: Of each shard: name, whether it is a counter, field, and help text.
 _SHARD_METRICS = (
     ("keys", False, "keys", "Keys that the shard owns."),
-    ("workers", False, "workers", "Workers of the shard that are there."),
-    ("wants", True, "wants", "Samples that jobs have asked for."),
-    ("hits", True, "hits", "Of the samples asked for, those that were there or on their way."),
-    ("hit_rate", False, "hit_rate", "Hits per sample asked for."),
+    ("workers", False, "workers", "Workers of the shard that run."),
+    ("wants", True, "wants", "Samples that jobs have requested."),
+    ("hits", True, "hits", "Requested samples that were cached or being loaded already."),
+    ("hit_rate", False, "hit_rate", "Hits per requested sample."),
     ("decodes", True, "decodes", "Samples that workers have loaded."),
-    ("samples_delivered", True, "served", "Samples that have been given to jobs."),
-    ("delivered_bytes", True, "served_bytes", "Bytes of the samples that have been given to jobs."),
-    ("decodes_per_sample", False, "decodes_per_sample", "Samples loaded per sample given to a job."),
+    ("samples_delivered", True, "served", "Samples that jobs have received."),
+    ("delivered_bytes", True, "served_bytes", "Bytes of the samples that jobs have received."),
+    ("decodes_per_sample", False, "decodes_per_sample", "Samples loaded per sample that a job received."),
     ("queue_depth", False, "queued", "Samples that wait to be loaded."),
     ("loading", False, "loading", "Samples that are being loaded."),
-    ("cached_samples", False, "cached", "Samples that the cache holds."),
+    ("cached_samples", False, "cached", "Samples in the cache."),
     ("pool_bytes", False, "held_bytes", "Bytes of samples that the shard holds."),
-    ("pool_capacity_bytes", False, "room_bytes", "Room for samples, bytes."),
+    ("pool_capacity_bytes", False, "room_bytes", "Most bytes of samples that the shard may hold."),
 )
 #: Of each job: as above.
 _JOB_METRICS = (
     ("stall_seconds", True, "stall_s", "Seconds that the training loop has waited for a batch."),
     ("reading_seconds", True, "reading_s", "Seconds from the beginning of each epoch to its latest batch."),
-    ("stall_share", False, "stall_share", "The part of the reading time that the training loop waited."),
+    ("stall_share", False, "stall_share", "The share of the reading time that the training loop waited."),
     ("batches", True, "batches", "Batches handed to the training loop."),
     ("samples", True, "samples", "Samples in these batches."),
     ("bytes", True, "bytes", "Bytes of these samples, as they came."),
@@ -55,11 +55,11 @@ _JOB_METRICS = (
 def check_metrics_address(address: str, *, public: bool) -> tuple[str, int]:
     """The host and the port of `address`.
 
-    public: whether others than this host's users may read the metrics, which names flows and jobs and takes no key.
+    public: whether other hosts may read the metrics, which name flows and jobs and need no key.
 
     Raises:
-        OptionError: it is not HOST:PORT, reaches beyond this host although that was not asked for, or is taken.
-        MissingExtraError: the package that writes metrics is not installed.
+        OptionError: it is not HOST:PORT, is not a loopback address although `public` is False, or is in use.
+        MissingExtraError: the package for metrics is not installed.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -80,7 +80,7 @@ def check_metrics_address(address: str, *, public: bool) -> tuple[str, int]:
 
 
 def serve_metrics(address: str, views: Callable[[], Views]) -> None:
-    """Serve metrics at HOST:PORT, in threads of their own, until the process ends.
+    """Serve metrics at HOST:PORT, in threads, until the process ends.
 
     views: called for each answer, in one of these threads.
     """
@@ -90,21 +90,23 @@ def serve_metrics(address: str, views: Callable[[], Views]) -> None:
     registry.register(_Collector(views))
     try:
         client.start_http_server(int(port), addr=host.strip("[]"), registry=registry)
-    except OSError as error:  # jobs go on without; when the cluster was started, the address was free
-        SERVICE.error("there are no metrics at %s: %s", address, error.strerror or error)
+    except (
+        OSError
+    ) as error:  # not raised: the address was free when the cluster started, and jobs need no metrics
+        SERVICE.error("metrics cannot be served at %s: %s", address, error.strerror or error)
 
 
 class UnnamedJobs:
-    """Tells of all jobs of a flow that were given no name as one: their own would be a new series for each run."""
+    """Combines all unnamed jobs of a flow into one row: their random names would make a new series for each run."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: By flow and job, as they were last; and what those that have gone had read, by flow, while there is one.
+        #: The last rows of present jobs, by flow and job; the sums of ended jobs, by flow, while the flow exists.
         self._seen: dict[tuple[str, str], JobRow] = {}
         self._gone: dict[str, JobRow] = {}
 
-    def together(self, rows: Sequence[JobRow], flows: Collection[str]) -> list[JobRow]:
-        """The rows of jobs with names, and one for each of these flows of the others, whose counts never fall."""
+    def combine(self, rows: Sequence[JobRow], flows: Collection[str]) -> list[JobRow]:
+        """The rows of named jobs, and one for the unnamed jobs of each of these flows, whose counts never fall."""
         unnamed = {(row.flow, row.job): row for row in rows if row.job.startswith(UNNAMED)}
         with self._lock:
             for key in self._seen.keys() - unnamed.keys():
@@ -126,7 +128,7 @@ def _sum_of(flow: str, rows: Sequence[JobRow]) -> JobRow:
 
 
 class _Collector:
-    """Makes Prometheus' metric families of a cluster's figures."""
+    """Converts a cluster's figures to Prometheus' metric families."""
 
     def __init__(self, views: Callable[[], Views]) -> None:
         self._views = views
@@ -139,8 +141,8 @@ class _Collector:
         shards = [((row.flow, row.shard), row.figures) for row in figures.shards]
         for name, grows, field, text in _SHARD_METRICS:
             yield _family(f"dpflow_shard_{name}", grows, text, ("flow", "shard"), _read(shards, field))
-        rows = self._unnamed.together(figures.jobs, {row.flow for row in figures.flows})
-        # Not "job": Prometheus calls what it scrapes that.
+        rows = self._unnamed.combine(figures.jobs, {row.flow for row in figures.flows})
+        # Not "job", which is Prometheus' own label for a scrape target.
         jobs = [((row.flow, row.job), row) for row in rows]
         for name, grows, field, text in _JOB_METRICS:
             yield _family(f"dpflow_job_{name}", grows, text, ("flow", "job_name"), _read(jobs, field))
@@ -152,14 +154,14 @@ def _of_processes(processes: Sequence[ProcessView]) -> Iterable[Any]:
     yield _family(
         "dpflow_process_restarts",
         True,
-        "How often a process has been started again.",
+        "How often a process has been restarted.",
         labels,
         [((view.id, view.role), view.restarts) for view in processes],
     )
     yield _family(
         "dpflow_process_malformed_messages",
         True,
-        "Messages that a service has dropped because they were no valid ones.",
+        "Invalid messages that a service has dropped.",
         labels,
         [((view.id, view.role), count_of(view.status, "malformed")) for view in processes if view.address],
     )
@@ -174,7 +176,7 @@ def _of_flows(figures: ClusterFigures, flows: Sequence[FlowView]) -> Iterable[An
         [((flow.spec.instance, flow.state), 1) for flow in flows],
     )
     rows = [((row.flow,), row) for row in figures.flows]
-    for name, text in (("jobs", "Jobs that read."), ("shards", "Shards that own keys.")):
+    for name, text in (("jobs", "Jobs that read the flow."), ("shards", "Shards that own keys.")):
         yield _family(f"dpflow_flow_{name}", False, text, ("flow",), _read(rows, name))
     sums: list[tuple[tuple[str, ...], ShardFigures]] = [((row.flow,), row.figures) for row in figures.flows]
     for name, _, field, text in _SHARD_METRICS:
