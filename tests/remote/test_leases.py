@@ -117,7 +117,7 @@ def test_options_out_of_range_are_refused_with_their_value(options, error):
 
 
 def test_something_else_than_an_event_is_refused():
-    with pytest.raises(OptionTypeError, match="handles Heard, Leave and ExpireLeases"):
+    with pytest.raises(OptionTypeError, match="takes Heard, Leave and ExpireLeases"):
         Leases(lease_s=1.0).handle(Stale("a", 1, 1))
 
 

@@ -27,7 +27,7 @@ def test_a_process_comes_back_under_its_name_and_what_was_known_is_void() -> Non
     assert names.admit("a", 2, holder=7, now=1.0) is True
     with pytest.raises(StaleJobError, match="generation 2 is newer"):
         names.admit("a", 1, holder=7, now=2.0)
-    with pytest.raises(StaleJobError, match="not known"):
+    with pytest.raises(StaleJobError, match="has no lease"):
         names.renew("a", 1, now=2.0)
 
 

@@ -82,7 +82,7 @@ def test_a_worker_that_does_not_belong_is_told_so_and_ends(workers: Workers) -> 
     assert isinstance(answer(hello(3)), WorkerWelcome)
     late = answer(hello(2))
     assert isinstance(late, WorkerRefused)
-    assert "incarnation 3 has taken its place" in late.reason
+    assert "incarnation 3 has replaced it" in late.reason
     assert workers.shard.unwatched == {0: 3}
     # A real one: started long ago, and here only now.
     with interpreter(ELSEWHERE, workers.listener.address, "1", "nowhere") as worker:
