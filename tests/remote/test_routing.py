@@ -74,7 +74,7 @@ def test_a_table_is_complete_when_those_that_are_missing_are_expected_no_more() 
     assert not table.complete
     table.expect("ab")
     assert table.complete
-    with pytest.raises(OptionError, match="somebody has to own the keys"):
+    with pytest.raises(OptionError, match="at least one shard has to own the keys"):
         table.expect("")
 
 

@@ -63,7 +63,7 @@ def test_keys_are_written_for_the_owner_alone_and_never_over_others(tmp_path: Pa
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     again = run("keygen", str(path))
     assert again.exit_code == 1
-    assert "is there already" in again.output
+    assert "exists already" in again.output
 
 
 def test_a_cluster_that_is_not_there_is_told_so(tmp_path: Path) -> None:

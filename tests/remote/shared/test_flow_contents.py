@@ -127,7 +127,7 @@ def test_what_came_is_kept_whole_and_under_its_own_digest_only(tmp_path: Path) -
     digest = hashlib.sha256(content).hexdigest()
     files = ContentFiles(tmp_path / "contents")
     for wrong in (bytes(1000), content + b"x"):
-        with pytest.raises(UsageError, match=f"is not the content {digest}"):
+        with pytest.raises(UsageError, match=f"is not {digest}"):
             files.receive(ContentPiece(digest, 0, 1000), memoryview(wrong))
     assert not files.digests
     (tmp_path / "contents" / f"{digest}.part").write_bytes(content[:600])
@@ -138,7 +138,7 @@ def test_what_came_is_kept_whole_and_under_its_own_digest_only(tmp_path: Path) -
     files.drop(digest)
     assert not ContentFiles(tmp_path / "contents").digests
     (tmp_path / "contents").rmdir()
-    with pytest.raises(StateError, match=r"cannot be kept in .*contents': No such file or directory"):
+    with pytest.raises(StateError, match=r"cannot be stored in .*contents': No such file or directory"):
         files.receive(ContentPiece(digest, 0, 1000), memoryview(content))
 
 
@@ -151,7 +151,7 @@ def test_what_a_full_disk_has_taken_in_part_is_not_taken_for_whole(tmp_path: Pat
         resource.RLIMIT_FSIZE, (600, limits[1])
     )  # as on a full disk, a write may be a short one
     try:
-        with pytest.raises(StateError, match="make room there"):
+        with pytest.raises(StateError, match="free space there"):
             files.receive(ContentPiece(digest, 0, 1000), memoryview(content))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -194,5 +194,5 @@ def test_connection_file_of_a_job_starts_no_service() -> None:
         client_secret=CLUSTER.client_secret,
     )
     assert job.client_keys() == CLUSTER.client_keys()
-    with pytest.raises(OptionError, match="nothing can listen"):
+    with pytest.raises(OptionError, match="no service can listen"):
         job.server_keys()
