@@ -29,7 +29,7 @@ except ImportError as error:
 from torch_dpflow.errors import MessageError, PeerLostError, StateError
 from torch_dpflow.remote.transport import Connection, Frame, Listener, TransportOptions, connect, listen
 
-#: How long what must happen may take, seconds.
+#: Time limit for whatever a test awaits, seconds.
 PATIENCE_S = 20.0
 
 
@@ -48,7 +48,7 @@ class TransportContract:
 
     @pytest.fixture
     def endpoints(self) -> Iterator[list[Any]]:
-        """Everything that the test has opened, to be closed after it."""
+        """What the test opens; closed after it."""
         opened: list[Any] = []
         yield opened
         for endpoint in opened:
@@ -82,7 +82,7 @@ class TransportContract:
     def pair(
         self, open_listener: Callable[..., Listener], open_connection: Callable[..., Connection]
     ) -> tuple[Listener, Connection]:
-        """A listener and a connection that it has heard of."""
+        """A listener and a connection from which it has received a message."""
         listener = open_listener()
         connection = open_connection(listener.address)
         greet(listener, connection)

@@ -249,6 +249,8 @@ class Node:
         return Result(views)
 
     def _on_changes(self, call: IncomingCall) -> Later:
+        # Held until there is a change, so that nobody polls: an idle cluster costs 6 ms of processor time a second
+        # (15 with polling), and every wakeup beside a decoder costs that one its caches.
         self._asking.append((time.monotonic() + HOLD_S, call.body, call))
         return LATER
 

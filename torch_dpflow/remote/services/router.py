@@ -303,6 +303,7 @@ class Router:
         return self._readers[job.name]
 
     def _check_flow(self, flow: str) -> None:
+        # A service of another flow may listen at this address after the one that the job knew has ended.
         if flow != self._spec.instance:
             raise MisdirectedError(f"this is the router of flow {self._spec.instance!r}, and not of {flow!r}")
 

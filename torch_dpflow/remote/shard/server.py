@@ -263,6 +263,7 @@ class SampleShard:
                     self._open[job.name] = set()
 
     def _check_flow(self, job: JobId) -> None:
+        # A service of another flow may listen at this address after the one that the job knew has ended.
         if job.flow != self._spec.instance:
             raise StaleRoutingError(
                 f"this is a shard of flow {self._spec.instance!r}, and not of {job.flow!r}"
@@ -331,6 +332,7 @@ class SampleShard:
             frames += parcel.frames
             self._served_bytes += parcel.nbytes
         self._served += len(answer.samples)
+        # In each answer, so that a job that reads for less than a heartbeat knows too how its flow is shared.
         answer.served, answer.decodes = self._served, self._workers.decodes
         call.answer(answer, frames)
 
