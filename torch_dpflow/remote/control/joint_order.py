@@ -88,7 +88,7 @@ class JointOrder:
             self._epochs, self._reported = {}, {}
         self._reported[rank] = {one.epoch: one for one in held}
         if not self.awaited:
-            self._deal_anew(rank)
+            self._refill(rank)
 
     def draw(self, rank: int, epoch: int, position: int, count: int, now: float | None = None) -> IndexArray:
         """The samples in `count` of a rank's places from `position` on; fewer at the end of its part.
@@ -101,20 +101,20 @@ class JointOrder:
             raise AwaitedRanksError(
                 f"job {self._job!r} waits for its ranks {list(self.awaited)}, which have not begun (again) to read"
             )
-        dealt = self._epochs.get(epoch)
-        if dealt is None or position < dealt.first_of(rank):
+        joint = self._epochs.get(epoch)
+        if joint is None or position < joint.first_of(rank):
             raise OutOfStepError(
                 f"rank {rank} of job {self._job!r} has drawn {position} samples of epoch {epoch}, which its router "
                 "does not know; start the epoch again with what you have"
             )
-        return dealt.part(rank, position, min(position + count, self._shares.per_rank), now)
+        return joint.part(rank, position, min(position + count, self._shares.per_rank), now)
 
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _agrees(self, rank: int, held: Held) -> bool:
         """Whether a rank has what it was given."""
-        dealt = self._epochs.get(held.epoch)
-        return dealt is not None and dealt.agrees(rank, held)
+        joint = self._epochs.get(held.epoch)
+        return joint is not None and joint.agrees(rank, held)
 
     def _begin_next(self, held: Held) -> bool:
         """Begin the next epoch if this rank is the first to reach it; returns whether it is."""
@@ -126,10 +126,10 @@ class JointOrder:
             self._epochs[newest].finish()
             before[newest] = self._epochs[newest]
         untouched = [Held(held.epoch)] * self._shares.replicas
-        self._epochs = {**before, held.epoch: self._deal(held.epoch, untouched)}
+        self._epochs = {**before, held.epoch: self._begin(held.epoch, untouched)}
         return True
 
-    def _deal_anew(self, latest: int) -> None:
+    def _refill(self, latest: int) -> None:
         """Fill the open slots anew: every rank has reported, `latest` as the last one."""
         current = [next(iter(self._reported[rank].values())).epoch for rank in range(self._shares.replicas)]
         epochs = sorted(set(current))
@@ -138,16 +138,16 @@ class JointOrder:
                 raise UsageError(
                     f"the ranks of job {self._job!r} are in epochs {epochs}; resume all from one state"
                 )
-            dealt: dict[int, _JointEpoch] = {}
+            joint: dict[int, _JointEpoch] = {}
             for epoch in epochs:
-                for before in dealt.values():
+                for before in joint.values():
                     before.finish()
-                dealt[epoch] = self._deal(epoch, self._held_in(epoch))
+                joint[epoch] = self._begin(epoch, self._held_in(epoch))
         except UsageError:
             # Forget its report, which may be the wrong one; the error goes to this rank.
             del self._reported[latest]
             raise
-        self._epochs, self._reported = dealt, {}
+        self._epochs, self._reported = joint, {}
 
     def _held_in(self, epoch: int) -> list[Held]:
         """What each rank has of an epoch that it is in, has passed, or has not reached."""
@@ -163,7 +163,7 @@ class JointOrder:
             held.append(reported.get(epoch, Held(epoch)))
         return held
 
-    def _deal(self, epoch: int, held: list[Held]) -> _JointEpoch:
+    def _begin(self, epoch: int, held: list[Held]) -> _JointEpoch:
         done = np.unique(np.concatenate([one.samples for one in held]))
         self._group.start_epoch(self._job, epoch, done=done)
         return _JointEpoch(self._shares, held, partial(self._group.next, self._job))
@@ -172,8 +172,8 @@ class JointOrder:
         """Check every invariant; O(samples), for tests. Raises AssertionError."""
         assert len(self._epochs) <= 2
         assert self._epochs or self.awaited
-        for dealt in self._epochs.values():
-            dealt.validate()
+        for joint in self._epochs.values():
+            joint.validate()
 
 
 class _JointEpoch:

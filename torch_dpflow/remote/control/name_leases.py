@@ -103,6 +103,6 @@ def _refuse(name: str, current: _Holder, rival: int, now: float) -> None:
             "JobOptions(name=...), or none"
         )
     raise NameBusyError(
-        f"job {name!r} was last heard of {now - current.renewed:.1f} s ago in another process; its name is free once "
+        f"job {name!r} was last heard from {now - current.renewed:.1f} s ago in another process; its name is free once "
         "that one's lease has expired"
     )

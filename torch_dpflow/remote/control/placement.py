@@ -32,10 +32,10 @@ def launches_of(spec: FlowSpec, part: Part, processes: Sequence[ProcessView]) ->
     shards = [f"{spec.instance}/shard-{place:03}" for place in range(part.shards)]
     draining = [view for view in processes if _drains(view, spec, shards)]
     lent = _workers_of(draining, processes)[: max(0, part.workers - part.shards)]
-    dealt = _deal(part.workers - len(lent), part.shards)
+    divided = _divide(part.workers - len(lent), part.shards)
     memory_bytes = part.memory_bytes // (part.shards + len(draining))
     launches = [Launch(router, "router", _encode(lasting), _encode(RouterSettings(shards)))]
-    for shard, workers in zip(shards, dealt):
+    for shard, workers in zip(shards, divided):
         launches.append(_shard(shard, router, lasting, workers, memory_bytes))
         launches += [_worker(shard, number) for number in range(workers)]
     launches += [_shard(view.id, router, lasting, 0, memory_bytes) for view in draining]
@@ -68,5 +68,5 @@ def _worker(shard: str, number: int) -> Launch:
     return Launch(f"{shard}/worker-{number}", "worker", _encode(WorkerArguments(shard, number)))
 
 
-def _deal(total: int, parts: int) -> list[int]:
+def _divide(total: int, parts: int) -> list[int]:
     return [(place + 1) * total // parts - place * total // parts for place in range(parts)]

@@ -77,7 +77,7 @@ class Routing:
             raise OptionError("expected=[]: at least one shard has to own the keys")
         self._expected = frozenset(shards)
         self._shards = {name: shard for name, shard in self._shards.items() if name in self._expected}
-        self._deal()
+        self._assign()
 
     def enlist(
         self, shard: str, incarnation: int, address: str, now: float, *, known: int = 0
@@ -95,7 +95,7 @@ class Routing:
             return RangeAssignment(self.generation, 0, 0, True)
         self._incarnations[shard] = incarnation
         self._shards[shard] = _Shard(address, now + self._lease_s)
-        self._deal()
+        self._assign()
         if (shard, address) not in self._owners:
             return RangeAssignment(self.generation, 0, 0)
         place = self._owners.index((shard, address))
@@ -107,10 +107,10 @@ class Routing:
         lost = [name for name, shard in self._shards.items() if shard.until <= now]
         for name in lost:
             del self._shards[name]
-        self._deal()
+        self._assign()
         return lost
 
-    def _deal(self) -> None:
+    def _assign(self) -> None:
         """Begin a new generation if the registered shards or their addresses differ from the table."""
         if not self.complete and not self._shards.keys() >= self._expected:
             return
