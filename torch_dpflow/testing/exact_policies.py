@@ -1,4 +1,4 @@
-"""Policies as the papers write them: every distance of every resident key worked out at every eviction.
+"""Policies as the papers define them: each eviction computes every distance of every resident key.
 
 A policy that claims to be one of these names it to `PolicyContract`, which compares them key for key.
 """
@@ -16,14 +16,14 @@ from torch_dpflow.lookahead import Lookahead
 
 
 class ExactPolicy(ABC):
-    """Gives up the resident key of the greatest distance, the oldest load among equals.
+    """Evicts the resident key of the greatest distance; among equals, the one loaded first.
 
-    What is offered together is admitted together before anything goes.
+    Keys that are offered together are all admitted before anything is evicted.
     """
 
     def __init__(self, keys: int, *, max_items: int | None = None, max_bytes: int | None = None) -> None:
         self.keys, self.max_items, self.max_bytes = keys, max_items, max_bytes
-        #: what is known of each; they have an epoch, a length, a position, and keys that are unread
+        #: by name: its epoch, length, position, and the keys that it has not read
         self.jobs: dict[object, Any] = {}
         #: key -> number of its load, size
         self.resident: dict[int, tuple[int, int]] = {}
@@ -39,7 +39,7 @@ class ExactPolicy(ABC):
     def join(self, name: object, weight: float) -> None: ...
 
     @abstractmethod
-    def foresee(self, name: object, told: Lookahead) -> None: ...
+    def foresee(self, name: object, lookahead: Lookahead) -> None: ...
 
     @abstractmethod
     def forget(self, name: object) -> None: ...
@@ -81,7 +81,7 @@ class ExactPolicy(ABC):
 
 @dataclass
 class _ExactJob:
-    """A position, and what is known of each key: S_v, S_c, S_uc, and S_uk for the rest of the members."""
+    """A job's position and its sets of keys: S_v, S_c, S_uc, and S_uk for the other members."""
 
     weight: float
     epoch: int | None = None
@@ -118,8 +118,8 @@ class _ExactJob:
             return self.length
         if key in self.likely:
             return left + self.likely_rank * max(0, self.length - self.position - left)
-        told = left + len(self.likely)
-        return told + max(0, self.length - self.position - told) / 2
+        announced = left + len(self.likely)
+        return announced + max(0, self.length - self.position - announced) / 2
 
 
 class ExactALSD(ExactPolicy):
@@ -184,19 +184,22 @@ class ExactALSD(ExactPolicy):
     def forget(self, name: object) -> None:
         self.jobs.pop(name, None)
 
-    def foresee(self, name: object, told: Lookahead) -> None:
+    def foresee(self, name: object, lookahead: Lookahead) -> None:
         job = self.jobs.setdefault(name, _ExactJob(1.0))
-        goes_on = (job.epoch, job.length) == (told.epoch, told.length) and told.position >= job.position
+        goes_on = (job.epoch, job.length) == (
+            lookahead.epoch,
+            lookahead.length,
+        ) and lookahead.position >= job.position
         if not goes_on:
-            self.begin(job, told)
+            self.begin(job, lookahead)
             return
-        job.certain = {k: p for k, p in job.certain.items() if p < told.position or k in job.visited}
-        self.hear(job, told)
-        if told.speed is not None and not 1 / 1.25 < told.speed * job.pace < 1.25:
-            job.pace = 1 / told.speed
+        job.certain = {k: p for k, p in job.certain.items() if p < lookahead.position or k in job.visited}
+        self.apply(job, lookahead)
+        if lookahead.speed is not None and not 1 / 1.25 < lookahead.speed * job.pace < 1.25:
+            job.pace = 1 / lookahead.speed
             job.base = self.now - job.position * job.pace
-        if told.following is not None and job.following is None:
-            job.following = told.following.tolist()
+        if lookahead.following is not None and job.following is None:
+            job.following = lookahead.following.tolist()
 
     def ready(self, name: object) -> _ExactJob:
         if name not in self.jobs:
@@ -212,33 +215,33 @@ class ExactALSD(ExactPolicy):
                 job.epoch = None if epoch is None else epoch + 1
         return job
 
-    def begin(self, job: _ExactJob, told: Lookahead) -> None:
+    def begin(self, job: _ExactJob, lookahead: Lookahead) -> None:
         others = [other.pace for other in self.jobs.values() if other is not job]
-        if told.speed is not None:
-            job.pace = 1 / told.speed
+        if lookahead.speed is not None:
+            job.pace = 1 / lookahead.speed
         elif job.reads and self.now > job.began:
             job.pace = (self.now - job.began) / job.reads
         else:
             job.pace = sum(others) / len(others) if others else 1.0
-        certain = set(told.certain.tolist())
-        everyone = certain if told.complete and told.position == 0 else set(range(self.keys))
-        job.members = everyone if told.members is None else set(told.members.tolist())
-        job.epoch, job.length, job.position = told.epoch, told.length, told.position
-        job.visited = job.members - certain if told.complete else set()
+        certain = set(lookahead.certain.tolist())
+        everyone = certain if lookahead.complete and lookahead.position == 0 else set(range(self.keys))
+        job.members = everyone if lookahead.members is None else set(lookahead.members.tolist())
+        job.epoch, job.length, job.position = lookahead.epoch, lookahead.length, lookahead.position
+        job.visited = job.members - certain if lookahead.complete else set()
         job.certain = {}
-        job.following = None if told.following is None else told.following.tolist()
+        job.following = None if lookahead.following is None else lookahead.following.tolist()
         job.began, job.reads = self.now, 0
         job.base = job.began - job.position * job.pace
-        self.hear(job, told)
+        self.apply(job, lookahead)
 
-    def hear(self, job: _ExactJob, told: Lookahead) -> None:
-        for place in reversed(range(len(told.certain))):
-            job.certain[int(told.certain[place])] = told.position + place
-        job.likely = set(told.likely.tolist()) - job.visited - set(job.certain)
+    def apply(self, job: _ExactJob, lookahead: Lookahead) -> None:
+        for place in reversed(range(len(lookahead.certain))):
+            job.certain[int(lookahead.certain[place])] = lookahead.position + place
+        job.likely = set(lookahead.likely.tolist()) - job.visited - set(job.certain)
         job.members |= job.likely | set(job.certain)
-        job.certain_end = told.position + len(told.certain)
-        count = len(told.likely)
-        weights = told.weights if len(told.weights) else np.ones(count)
+        job.certain_end = lookahead.position + len(lookahead.certain)
+        count = len(lookahead.likely)
+        weights = lookahead.weights if len(lookahead.weights) else np.ones(count)
         ranks = np.arange(1, count + 1) / max(1, count)
         job.likely_rank = float((weights * ranks).sum() / weights.sum()) if count else 1.0
 
@@ -268,16 +271,18 @@ class ExactRefCnt(ExactPolicy):
     def forget(self, name: object) -> None:
         self.jobs.pop(name, None)
 
-    def foresee(self, name: object, told: Lookahead) -> None:
+    def foresee(self, name: object, lookahead: Lookahead) -> None:
         old = self.jobs.get(name)
-        if old is not None and old.epoch == told.epoch and told.position >= old.position:
+        if old is not None and old.epoch == lookahead.epoch and lookahead.position >= old.position:
             return
-        everything = set(range(self.keys)) if told.members is None else set(told.members.tolist())
-        certain = set(told.certain.tolist())
-        if told.members is None and told.complete and told.position == 0:
+        everything = set(range(self.keys)) if lookahead.members is None else set(lookahead.members.tolist())
+        certain = set(lookahead.certain.tolist())
+        if lookahead.members is None and lookahead.complete and lookahead.position == 0:
             everything = certain
-        needs = set(certain if told.complete else everything)
-        self.jobs[name] = _ExactClaim(everything, needs, told.length, told.position, told.epoch)
+        needs = set(certain if lookahead.complete else everything)
+        self.jobs[name] = _ExactClaim(
+            everything, needs, lookahead.length, lookahead.position, lookahead.epoch
+        )
 
 
 @dataclass

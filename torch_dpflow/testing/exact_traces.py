@@ -1,4 +1,4 @@
-"""A policy and its definition, driven alike through a random trace; every answer is compared."""
+"""Drives a policy and its definition through the same random trace, and compares every answer."""
 
 from __future__ import annotations
 
@@ -16,16 +16,23 @@ _JOBS = 6
 
 
 class ExactTrace:
-    """What is read, offered, lost and told at random: one by one and in bulk, with repeats, of any size that may be
-    too large, by jobs that read as announced or not, leave and come again.
+    """A random trace of reads, offers, discards and lookaheads: singly and in bulk, with repeats and sizes that may be
+    too large, by jobs that read as announced or not, leave and return.
     """
 
     def __init__(self, rng: np.random.Generator, policy: Policy, exact: ExactPolicy) -> None:
         self._rng, self._policy, self._exact = rng, policy, exact
 
     def step(self) -> None:
-        """Do one thing to both. Raises AssertionError where they differ."""
-        actions = [self._read_one, self._read_some, self._tell, self._join, self._forget, self._offer]
+        """Apply one random action to both. Raises AssertionError if they differ."""
+        actions = [
+            self._read_one,
+            self._read_some,
+            self._give_lookahead,
+            self._join,
+            self._forget,
+            self._offer,
+        ]
         action = self._rng.choice(
             np.array([*actions, self._evict, self._discard]),
             p=[0.35, 0.25, 0.2, 0.03, 0.04, 0.06, 0.04, 0.03],
@@ -34,7 +41,7 @@ class ExactTrace:
         assert sorted(self._policy) == sorted(self._exact.resident)
 
     def _keys_to_read(self, job: int, count: int) -> list[int]:
-        """Mostly as announced, sometimes not, sometimes one twice."""
+        """Keys mostly as announced, sometimes not, sometimes one of them twice."""
         due = self._exact.due(job) if self._rng.random() < 0.8 else []
         keys = [*due, *(key for key in self._rng.permutation(self._exact.keys).tolist() if key not in due)]
         read = keys[:count]
@@ -62,7 +69,7 @@ class ExactTrace:
         self._admit([key for key, hit in zip(keys, hits) if not hit])
 
     def _offer(self, _: int) -> None:
-        """What nobody has read, resident or not."""
+        """Offer keys that no job has read, resident or not."""
         self._admit(self._rng.integers(self._exact.keys, size=self._rng.integers(1, 6)).tolist())
 
     def _admit(self, keys: list[int]) -> None:
@@ -70,7 +77,7 @@ class ExactTrace:
         given = None if self._exact.max_bytes is None and self._rng.random() < 0.5 else np.array(sizes)
         gone = self._policy.admit_many(np.array(keys, dtype=np.int64), given).tolist()
         expected = self._exact.admit_many(keys, sizes)
-        # What is too large goes at once; its place among the others says nothing.
+        # A key that is too large is evicted at once; its place in the order is undefined.
         assert sorted(gone) == sorted(expected), f"{gone} went instead of {expected}"
 
     def _join(self, job: int) -> None:
@@ -90,10 +97,10 @@ class ExactTrace:
         key = int(self._rng.integers(self._exact.keys))
         assert self._policy.discard(key) == (self._exact.resident.pop(key, None) is not None)
 
-    def _tell(self, job: int) -> None:
-        told = self._lookahead(job)
-        self._exact.foresee(job, told)
-        self._policy.foresee(job, told)
+    def _give_lookahead(self, job: int) -> None:
+        lookahead = self._lookahead(job)
+        self._exact.foresee(job, lookahead)
+        self._policy.foresee(job, lookahead)
 
     def _lookahead(self, job: int) -> Lookahead:
         known, rng, keys = self._exact.jobs.get(job), self._rng, self._exact.keys

@@ -1,4 +1,4 @@
-"""What every platform must do: subclass `PlatformContract`, make one, and let pytest collect it.
+"""The contract suite of platforms: subclass `PlatformContract`, make one, and let pytest collect it.
 
 ::
 

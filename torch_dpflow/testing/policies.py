@@ -1,4 +1,4 @@
-"""What every cache policy must do: subclass `PolicyContract`, make a policy, and let pytest collect it.
+"""The contract suite of cache policies: subclass `PolicyContract`, make a policy, and let pytest collect it.
 
 ::
 
@@ -48,10 +48,10 @@ _SEEDS = st.integers(0, 2**32 - 1)
 class PolicyContract:
     """The contract of `torch_dpflow.caches.policy`, as tests."""
 
-    #: How many histories of calls are tried, and how long each is.
+    #: How many random sequences of calls are tried, and their length.
     examples = 40
     calls = 50
-    #: How many traces are compared with the policy's definition, where it has one.
+    #: How many traces are compared with the policy's definition, if it has one.
     traces = 25
 
     def make_policy(
@@ -62,11 +62,11 @@ class PolicyContract:
         max_items: int | None = None,
         max_bytes: int | None = None,
     ) -> Policy:
-        """A new policy for keys below `keys`, which will be read in the order of `stream`."""
+        """A new policy for keys below `keys`, which are read in the order of `stream`."""
         raise NotImplementedError(f"{type(self).__name__} must say how a policy is made")
 
     def test_keeps_its_budget_and_its_books_under_any_history(self) -> None:
-        """What goes was there, what stays fits, statistics add up, and forgotten jobs are unknown."""
+        """Evicted keys were resident, the rest fits the budget, statistics add up, forgotten jobs are unknown."""
         machine = type("History", (PolicyHistory,), {"make_policy": staticmethod(self.make_policy)})
         run_state_machine_as_test(
             machine,
@@ -81,7 +81,7 @@ class PolicyContract:
     def make_definition(
         self, *, keys: int, max_items: int | None = None, max_bytes: int | None = None
     ) -> ExactPolicy | None:
-        """What the policy's victims must equal, key for key; None: nothing is compared."""
+        """A definition whose victims the policy's must equal, key for key; None: none."""
         return None
 
     def test_evicts_what_its_definition_says(self) -> None:
@@ -199,11 +199,11 @@ class PolicyContract:
 
 
 class _HistoryJob:
-    """A job's name that can be watched."""
+    """A job's name that can be weakly referenced."""
 
 
 class PolicyHistory(RuleBasedStateMachine):
-    """Any sequence of calls, against a dict of what must be resident."""
+    """Any sequence of calls, against a dict of the keys that must be resident."""
 
     make_policy: ClassVar[Any]
 
@@ -289,7 +289,7 @@ class PolicyHistory(RuleBasedStateMachine):
         rng = np.random.default_rng(seed)
         order = rng.permutation(_KEYS)[: rng.integers(1, _KEYS + 1)]
         certain = int(rng.integers(len(order) + 1))
-        told = Lookahead(
+        lookahead = Lookahead(
             epoch=int(rng.integers(3)),
             length=len(order),
             certain=order[:certain],
@@ -298,7 +298,7 @@ class PolicyHistory(RuleBasedStateMachine):
             following=rng.permutation(order) if rng.random() < 0.3 else None,
             speed=float(rng.uniform(0.1, 10)) if rng.random() < 0.3 else None,
         )
-        self.policy.foresee(job, told)
+        self.policy.foresee(job, lookahead)
         self.jobs.setdefault(job)
 
     # -- what holds always -----------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ class PolicyHistory(RuleBasedStateMachine):
     def jobs_agree(self) -> None:
         assert self.policy.jobs == tuple(self.jobs)
 
-    # -- the plain double ------------------------------------------------------------------------------------
+    # -- the model -------------------------------------------------------------------------------------------
 
     def _note(self, keys: list[int], hits: list[bool], job: str) -> None:
         assert hits == [key in self.resident for key in keys]

@@ -1,4 +1,4 @@
-"""What every sampling strategy must do: subclass `SamplingContract`, make a group, and let pytest collect it.
+"""The contract suite of sampling strategies: subclass `SamplingContract`, make a group, and let pytest collect it.
 
 ::
 
@@ -47,7 +47,7 @@ _SIZE = 40
 class SamplingContract:
     """The contract of `torch_dpflow.samplers.group`, as tests."""
 
-    #: How many histories of calls are tried, and how long each is.
+    #: How many random sequences of calls are tried, and their length.
     examples = 60
     calls = 60
 
@@ -58,7 +58,7 @@ class SamplingContract:
     # -- epochs and state ------------------------------------------------------------------------------------
 
     def test_epochs_are_permutations_under_any_history(self) -> None:
-        """Draws repeat nothing and leave nothing out; a restored group goes on as its original."""
+        """Draws repeat nothing and omit nothing; a restored group continues like its original."""
         machine = type("History", (GroupHistory,), {"make_group": staticmethod(self.make_group)})
         run_state_machine_as_test(
             machine,
@@ -207,7 +207,7 @@ class SamplingContract:
 
 
 class GroupHistory(RuleBasedStateMachine):
-    """A group, the plain truth about its jobs beside it, and at times a twin restored from its state."""
+    """A group beside a simple model of its jobs, and sometimes a twin restored from its state."""
 
     make_group: MakeGroup
 

@@ -1,4 +1,4 @@
-"""What every storage must do: subclass `StorageContract`, say where its objects are, let pytest collect it.
+"""The contract suite of storages: subclass `StorageContract`, give it a storage, and let pytest collect it.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What every transport must do: subclass `TransportContract`, name an address, and let pytest collect it.
+"""The contract suite of transports: subclass `TransportContract`, name an address, and let pytest collect it.
 
 ::
 
@@ -336,21 +336,21 @@ def send_often(connection: Connection, times: int) -> None:
 
 
 def heard(listener: Listener) -> tuple[bytes, list[memoryview]]:
-    """The listener's next message; fails where none comes."""
+    """The listener's next message; fails if none arrives."""
     message = listener.receive(PATIENCE_S)
     assert message is not None, f"nothing came to {listener.address} within {PATIENCE_S} s"
     return message
 
 
 def answered(connection: Connection) -> list[memoryview]:
-    """The connection's next message; fails where none comes."""
+    """The connection's next message; fails if none arrives."""
     frames = connection.receive(PATIENCE_S)
     assert frames is not None, f"nothing came back within {PATIENCE_S} s"
     return frames
 
 
 def greet(listener: Listener, connection: Connection) -> None:
-    """Have a message of the connection arrive; what was lost with an earlier listener is sent again."""
+    """Send until a message of the connection arrives; some may be lost with an earlier listener."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         connection.send([b"greeting"])
@@ -365,7 +365,7 @@ def greet(listener: Listener, connection: Connection) -> None:
 
 
 def eventually(holds: Callable[[], bool], listener: Listener) -> bool:
-    """Whether `holds` comes true, while the listener goes on receiving."""
+    """Whether `holds` becomes true while the listener receives."""
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         if time.monotonic() > deadline:
@@ -375,7 +375,7 @@ def eventually(holds: Callable[[], bool], listener: Listener) -> bool:
 
 
 def _misbehave(listener: Listener, connection: Connection) -> int:
-    """In a forked child: use the parent's endpoints every way there is; the exit status."""
+    """Use the parent's endpoints in every way, in a forked child; returns the exit status."""
     uses: list[Callable[[], object]] = [
         lambda: listener.receive(0),
         lambda: connection.receive(0),
