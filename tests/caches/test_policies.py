@@ -85,7 +85,7 @@ class TestALSDMeanContract(ByName):
 def test_a_queue_in_slabs_gives_up_what_the_definition_says(
     contract: type[ByName], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RankedPolicy, "front", 2)  # else a handful of keys has no slabs
+    monkeypatch.setattr(RankedPolicy, "front", 2)  # else a handful of keys fills no bucket
     contract().test_evicts_what_its_definition_says()
 
 

@@ -1,4 +1,4 @@
-"""With as many keys as it takes to fill several slabs, what goes is still what is worth least."""
+"""With as many keys as it takes to fill several buckets, the least valuable keys are still evicted first."""
 
 from __future__ import annotations
 

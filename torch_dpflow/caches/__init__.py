@@ -1,4 +1,4 @@
-"""caches"""
+"""Which samples stay in memory: the cache policies, and `ALSDCache`."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

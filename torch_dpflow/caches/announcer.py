@@ -1,4 +1,4 @@
-"""Passes on what a sampler knows, at the moments when there is something new to hear."""
+"""Asks a sampler for its lookahead whenever there may be a new one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Foreseeing(Protocol):
         ...
 
 
-#: A sampler is asked at most this often in an epoch for what it has not got yet.
+#: How often in an epoch a sampler is asked at most for a lookahead that it does not have yet.
 _QUESTIONS = 64
 
 
@@ -35,11 +35,11 @@ class Announcer:
         self._left = 0
 
     def ask(self, count: int) -> Lookahead | None:
-        """What there is new to hear before `count` samples are read. Runs the sampler's code: hold no lock."""
+        """The new lookahead, if any, before `count` samples are read. Runs the sampler's code: hold no lock."""
         epoch = getattr(self.sampler, "epoch", None)
         told = None
         if self._left <= 0 or epoch != self._epoch:
-            # Before it is asked, for it may read samples itself.
+            # Set before the call: the sampler may read samples itself.
             self._epoch, self._left = epoch, _QUESTIONS
             try:
                 told = self.sampler.lookahead()

@@ -114,7 +114,7 @@ class ALSDCache(Dataset[Any]):
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Begin with nothing."""
+        """Start empty."""
         self._length = _length_of(self.dataset)
         #: keys of indices that are no positions
         self._names: dict[Hashable, int] = {}
@@ -148,7 +148,7 @@ class ALSDCache(Dataset[Any]):
     def _name(self, index: Any) -> int | None:
         try:
             known = self._names.get(index)
-            # In one step, so that threads agree; a number that was not needed is lost.
+            # One atomic step, so that threads agree; an unused number is skipped.
             return self._names.setdefault(index, next(self._numbers)) if known is None else known
         except TypeError:
             return None

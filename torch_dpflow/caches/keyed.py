@@ -1,4 +1,8 @@
-"""Common ground of the policies that judge by the past: a mapping of resident keys, jobs only by name."""
+"""Base class of the policies that judge by past reads: a mapping of resident keys, jobs only by name.
+
+cachetools' caches do not serve here: they are mappings that hold values. A policy holds keys, names those to evict,
+refuses what is too large, and has bulk methods.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class _Rung:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        # Not a dict: to find the first key of one that is emptied from the front it walks over all that left.
+        # Not a dict: finding the first key of a dict that is emptied from the front skips over all deleted entries.
         self.keys: OrderedDict[int, None] = OrderedDict()
         self.lower = self
         self.higher = self

@@ -7,7 +7,7 @@ Whoever stores the values drives a policy like this::
         for gone in policy.admit(key, size):  # may name `key` itself: do not keep it
             del values[gone]
 
-and tells it what it hears from samplers (`foresee`) and of jobs that leave (`forget`). Keys are sample
+and passes on lookaheads of samplers (`foresee`) and jobs that leave (`forget`). Keys are sample
 indices from 0 to 2**31 - 2. Not thread-safe: the owner locks. A call that raises leaves the policy as it
 was.
 """
@@ -50,7 +50,7 @@ class PolicyStatistics:
     bypassed: int
     #: of these, those larger than the whole budget
     refused: int
-    #: resident keys that had to go for the budget's sake or by `evict`
+    #: resident keys that were evicted for the budget or by `evict`
     evicted: int
     #: resident keys that the owner took away by `discard`
     discarded: int
@@ -127,7 +127,7 @@ class Policy(ABC):
 
     @abstractmethod
     def foresee(self, job: Job, lookahead: Lookahead) -> None:
-        """Hear what `job`'s sampler knows of its future. Policies that look back only note the job."""
+        """Take the lookahead of `job`'s sampler. Policies that judge by past reads only note the job."""
 
     @abstractmethod
     def forget(self, job: Job) -> None:

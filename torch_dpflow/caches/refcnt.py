@@ -103,7 +103,7 @@ class RefCnt(RankedPolicy):
         while len(keys):
             claim = self._ready(job)
             read = keys[: claim.length - claim.position] if claim.length else keys
-            # A key that is there twice must be counted once: assignment does, subtraction from a slice would too.
+            # A key that occurs twice must be counted once: fancy-indexed subtraction and assignment both do so.
             self._needs.counts[read] -= claim.needs.take(read)
             claim.needs[read] = False
             claim.position += len(read)
@@ -135,7 +135,7 @@ class RefCnt(RankedPolicy):
         return self._claims.setdefault(job, fresh)
 
     def _begin(self, claim: _Claim, lookahead: Lookahead | None) -> None:
-        """A job starts an epoch; None: it has not told of it, so it reads what it did in the last one."""
+        """A job starts an epoch; None: without a lookahead, so it reads the same keys as in the last one."""
         self._needs.counts -= claim.needs
         needed = claim.members
         claim.position = 0

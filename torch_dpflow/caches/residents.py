@@ -1,10 +1,10 @@
-"""The resident keys, ordered by who goes first: a priority queue whose priorities sink by themselves.
+"""The resident keys in eviction order: a lazy priority queue whose priorities shrink over time.
 
-A key's *distance* says how far its next use is; the farthest goes first, the oldest load among equals. As
-jobs read on, all distances shrink, each at its own pace, without anybody touching the keys. So the queue
-holds upper bounds and looks at the true distance only of keys that may be next, as lazy greedy selection
-does. Amortised, an operation costs O(log n), most of it in numpy, and a key 4 to 8 bytes besides its load
-number.
+A key's *distance* is the distance to its next use. The key with the greatest distance is evicted first; among equals
+the one loaded first. Every read shrinks the distances of all keys, each job's at its own pace, so storing distances
+would mean updating every key at every read. The queue stores upper bounds instead and computes the true distance only
+of keys that may be evicted next, as lazy greedy selection does. Amortised, an operation costs O(log n), mostly in
+numpy, and a key takes 4 to 8 bytes besides its load number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.caches.slabs import Ranks, Slabs
+from torch_dpflow.caches.coarse_order import CoarseOrder, Ranks
 from torch_dpflow.lookahead import Keys
 
 Distances = npt.NDArray[np.float64]
@@ -25,7 +25,7 @@ _NO_KEYS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 class Ranking(ABC):
-    """Says how far away keys are. A distance only sinks, but for what `Residents` is told of."""
+    """Computes distances of keys. A distance may only shrink, except where `Residents` is told otherwise."""
 
     @abstractmethod
     def distance(self, key: int) -> float:
@@ -37,7 +37,7 @@ class Ranking(ABC):
 
     @abstractmethod
     def renew(self, key: int) -> float:
-        """Work out anew what is stored of a key that was read or becomes resident; returns its distance."""
+        """Recompute what is stored for a key that was read or became resident; returns its distance."""
 
     @abstractmethod
     def renew_many(self, keys: Keys) -> Distances:
@@ -47,9 +47,9 @@ class Ranking(ABC):
 class Residents:
     """A set of keys, with `pop` for the one of the greatest distance.
 
-    A key's distance may only sink until the next `add` or `move` of that key; where it grows, `raise_bounds`
-    or `rebuild` has to be called. A key may have several entries: one at least bounds its distance from
-    above, the others die when they come up.
+    A key's distance may only shrink until the next `add` or `move` of that key; when it grows, call `raise_bounds`
+    or `rebuild`. A key may have several entries: at least one bounds its distance from above, the others are dropped
+    when they reach the top.
 
     Args:
         ranking: what to order by.
@@ -68,12 +68,12 @@ class Residents:
         #: How many keys are resident.
         self.count = 0
         self._last_load = 0
-        self._slabs = Slabs(front, self._living, self._ranks)
-        #: What ranked above the slabs' floor when it came, in one of two forms: an array for work in bulk, or
-        #: a heap of (-distance then, load, key) for work one by one. One of the two is empty.
+        self._coarse = CoarseOrder(front, self._living, self._ranks)
+        #: Keys that ranked above the floor of the coarse order when they were added, in one of two forms: an array
+        #: for bulk operations, or a heap of (-distance then, load, key) for single ones. One of the two is empty.
         self._front: Keys = _NO_KEYS
         self._heap: list[tuple[float, int, int]] = []
-        #: What ranked at or below the floor and waits to be filed.
+        #: Keys that ranked at or below the floor and are not yet in the coarse order.
         self._strays: list[int] = []
         self._stray_arrays: list[Keys] = []
         self._stray_count = 0
@@ -101,8 +101,10 @@ class Residents:
 
     def move(self, key: int, distance: float, load: int) -> None:
         """The distance of a resident key has become `distance`; `load` is its load number."""
-        slabs = self._slabs
-        if distance > slabs.floor_distance or (distance == slabs.floor_distance and load < slabs.floor_load):
+        coarse = self._coarse
+        if distance > coarse.floor_distance or (
+            distance == coarse.floor_distance and load < coarse.floor_load
+        ):
             if len(self._front):
                 self._to_heap()
             heappush(self._heap, (-distance, load, key))
@@ -114,7 +116,7 @@ class Residents:
                 self._file_strays()
 
     def pop(self) -> int:
-        """Take out the key that has to go first; the set must not be empty."""
+        """Remove and return the key to evict first; the set must not be empty."""
         if len(self._front):
             self._to_heap()
         while True:
@@ -131,16 +133,16 @@ class Residents:
         self.count -= 1
 
     def _pop_heap(self) -> int | None:
-        """The next to go, if it is in the heap."""
-        heap, load_of, slabs, distance_of = self._heap, self.load_of, self._slabs, self._ranking.distance
+        """The key to evict next, if it is in the heap."""
+        heap, load_of, coarse, distance_of = self._heap, self.load_of, self._coarse, self._ranking.distance
         while heap:
             bound, load, key = heap[0]
             if load_of[key] != load:
                 heappop(heap)
                 continue
             distance = distance_of(key)
-            if distance < slabs.floor_distance or (
-                distance == slabs.floor_distance and load >= slabs.floor_load
+            if distance < coarse.floor_distance or (
+                distance == coarse.floor_distance and load >= coarse.floor_load
             ):
                 self._strays.append(key)
                 heappop(heap)
@@ -166,8 +168,8 @@ class Residents:
         """The distances of resident keys have become `distances`."""
         if self._heap:
             self._to_front()
-        # Where distances are equal the load decides; what comes to the front by mistake is sifted out there.
-        high = distances >= self._slabs.floor_distance
+        # Where distances are equal the load decides; `_sift_front` moves misplaced keys down again.
+        high = distances >= self._coarse.floor_distance
         up = keys[high]
         if len(up) < len(keys):
             low = keys[~high]
@@ -181,7 +183,7 @@ class Residents:
                 self._lower_front()
 
     def pop_many(self, amount: int, sizes: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
-        """Take out the fewest keys, in the order in which they have to go, whose sizes reach `amount`.
+        """Remove the fewest keys, in eviction order, whose sizes add up to `amount`.
 
         `sizes`: of every key, indexed by key; None counts each key as 1. All keys go if they do not reach it.
         """
@@ -199,14 +201,14 @@ class Residents:
         return np.concatenate(gone) if gone else _NO_KEYS
 
     def _sift_front(self) -> Ranks:
-        """Leave in the front what lives and ranks above the floor; returns its ranks."""
+        """Keep only resident keys above the floor in the front; returns their ranks."""
         ranks = self._ranks(self._front)
         living = ranks.imag < 0
-        high = (ranks > self._slabs.floor) & living
+        high = (ranks > self._coarse.floor) & living
         if not high.all():
             low = living & ~high
             if low.any():
-                self._slabs.put(self._front[low], ranks[low])
+                self._coarse.put(self._front[low], ranks[low])
             self._front, ranks = self._front[high], ranks[high]
         return ranks
 
@@ -243,10 +245,10 @@ class Residents:
         """Any distance may have grown by up to `distance` since it was last told."""
         if self._heap:
             self._to_front()
-        self._slabs.raise_bounds(distance)
+        self._coarse.raise_bounds(distance)
 
     def _renumber(self) -> None:
-        """Load numbers have run out: count the resident keys anew, in the same order."""
+        """Load numbers have run out: renumber the resident keys in the same order."""
         keys = self.keys()
         self.loads[keys[self.loads[keys].argsort()]] = np.arange(1, len(keys) + 1)
         self._last_load = len(keys)
@@ -260,9 +262,9 @@ class Residents:
         """Begin anew with one entry for each resident key."""
         self._front, self._heap = _NO_KEYS, []
         self._strays, self._stray_arrays, self._stray_count = [], [], 0
-        self._slabs.restart(keys)
+        self._coarse.restart(keys)
 
-    # -- between front and slabs -----------------------------------------------------------------------------
+    # -- between front and coarse order ----------------------------------------------------------------------
 
     def _living(self, keys: Keys) -> Keys:
         return keys[self.loads.take(keys) > 0]
@@ -274,9 +276,9 @@ class Residents:
         return ranks
 
     def _refill(self) -> None:
-        """Bring the highest slab forward; the front is empty, and something is resident."""
+        """Fill the empty front with the highest bucket; at least one key is resident."""
         self._file_strays()
-        front = self._slabs.open()
+        front = self._coarse.open()
         if front is None:
             raise AssertionError(f"{self.count} keys are resident, and none of them is in the queue")
         self._front = front
@@ -287,23 +289,23 @@ class Residents:
         strays = self._living(strays)
         if len(strays):
             ranks = self._ranks(strays)
-            # What has come to rank above the floor was told of, and has another entry up there.
-            low = ranks <= self._slabs.floor
-            self._slabs.put(strays[low], ranks[low])
-        if self._slabs.size > 2 * self.count + 8 * self._front_size:
+            # A key whose distance grew above the floor was added again by `move`, so it has an entry in the front.
+            low = ranks <= self._coarse.floor
+            self._coarse.put(strays[low], ranks[low])
+        if self._coarse.size > 2 * self.count + 8 * self._front_size:
             self._drop_repeated()
 
     def _drop_repeated(self) -> None:
-        """Most entries are dead, or not their key's latest: leave one for each resident key."""
+        """Most entries are stale: keep one for each resident key."""
         if 16 * self.count > len(self.loads):
             self.rebuild()
             return
         if self._heap:
             self._to_front()
-        self._restart(np.unique(self._living(np.concatenate([self._front, *self._slabs.entries()]))))
+        self._restart(np.unique(self._living(np.concatenate([self._front, *self._coarse.entries()]))))
 
     def _lower_front(self) -> None:
-        """The front has grown too long: leave the highest keys and lay the others on the slabs."""
+        """The front has grown too long: leave the highest keys and lay the others on the coarse."""
         if self._heap:
             self._to_front()
         ranks = self._sift_front()
@@ -311,7 +313,7 @@ class Residents:
         if cut > 0:
             order = ranks.argpartition(cut)
             lower = order[:cut]
-            self._slabs.cover(self._front[lower], ranks[lower])
+            self._coarse.cover(self._front[lower], ranks[lower])
             self._front = self._front[order[cut:]]
 
     def _to_heap(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from torch_dpflow.caches.policy import Job, Policy
-from torch_dpflow.caches.samples import duplicate, measure
+from torch_dpflow.caches.sizing import duplicate, measure
 from torch_dpflow.errors import UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.single_flight import Flight, Flights, fail
@@ -28,14 +28,14 @@ class CacheStatistics:
     """A snapshot of what a cache has counted since it was made. Always `loads + errors == misses`, but for
     loads under way."""
 
-    #: samples handed out that were held, or that another thread was loading just then
+    #: samples returned from memory, or from another thread's running load
     hits: int
     #: samples that had to be loaded
     misses: int
     #: loads that ended well, and loads that raised
     loads: int
     errors: int
-    #: samples that went to make room, that were not worth keeping, and that were larger than the whole cache
+    #: samples that were evicted, that were not worth keeping, and that were larger than the whole cache
     evicted: int
     bypassed: int
     refused: int
@@ -64,7 +64,7 @@ class SampleStore:
     Args:
         make_policy: makes the policy, a new one each time.
         copies: whether to keep a copy of what was loaded and to hand out copies of that.
-        before_read: asked, with how many samples are about to be read, what there is new to tell the policy.
+        before_read: called with how many samples are about to be read; returns what is new for the policy.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class SampleStore:
             loaded = self._load([keys[k] for k in own], [flights.pop(k) for k in own], lambda: load(own))
             for place, sample in zip(own, loaded):
                 found[place] = sample
-        # Only now: two readers that wait for each other's loads have both finished their own.
+        # Only now: of two readers that wait for each other, both have finished their own loads.
         for place, flight in flights.items():
             found[place] = self._wait(keys[place], flight, partial(_load_one, load, place))
         return found
@@ -180,7 +180,7 @@ class SampleStore:
         return False
 
     def _abandon(self) -> None:
-        """Who had joined a load goes on without it."""
+        """Let threads that joined a load go on without it."""
         self._joined -= 1
         self._abandoned += 1
 
@@ -256,7 +256,7 @@ class SampleStore:
     # -- forks -----------------------------------------------------------------------------------------------
 
     def _after_fork(self) -> None:
-        """In the child: whoever held the lock or was loading is not there."""
+        """In the child: the threads that held the lock or were loading do not exist."""
         interrupted = self._lock.locked()
         self._lock = threading.Lock()
         self._abandoned += len(self._flights)

@@ -1,4 +1,4 @@
-"""When each job reads each key: the jobs' lookaheads as one table, which reading keeps up to date."""
+"""When each job reads each key: the jobs' lookaheads as one table, updated at each read."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torch_dpflow.caches.job_progress import JobProgress
 from torch_dpflow.caches.policy import Job
-from torch_dpflow.caches.reader import Reader
 from torch_dpflow.lookahead import Keys, Lookahead
 
 #: What a cell holds where it is no position: the job never reads the key; has read it in this epoch (S_v); is
@@ -19,7 +19,7 @@ ABSENT, READ, LIKELY, UNKNOWN = -1, -2, -3, -4
 #: Jobs whose codes share one byte of a key, two bits each.
 JOBS_PER_PLANE = 4
 
-#: Keys that are encoded at once, which bounds the memory that it takes.
+#: Keys that are encoded at once, which bounds the memory.
 _CHUNK = 1 << 16
 
 
@@ -37,8 +37,8 @@ class Timetable:
         self._codes = np.array(codes, dtype=np.uint8)
         self._position_code, self._read_code = codes[0], codes[-READ]
         self._span = 0
-        #: What is known of each job, in the order in which they joined.
-        self.readers: dict[Job, Reader] = {}
+        #: By job, in the order in which they joined.
+        self.progress_of: dict[Job, JobProgress] = {}
         self._free: list[int] = []
         #: Shape (span, width). A row is a key's, so that one look into memory serves all jobs.
         self.cells: npt.NDArray[np.int32] = np.zeros((0, 0), dtype=np.int32)
@@ -48,28 +48,28 @@ class Timetable:
         self.planes: list[npt.NDArray[np.uint8]] = []
         self._make_views()
 
-    def __iter__(self) -> Iterator[Reader]:
-        return iter(self.readers.values())
+    def __iter__(self) -> Iterator[JobProgress]:
+        return iter(self.progress_of.values())
 
-    # -- jobs and keys come and go ---------------------------------------------------------------------------
+    # -- adding and removing jobs and keys ---------------------------------------------------------------------------
 
-    def add(self, job: Job, weight: float) -> Reader:
+    def add(self, job: Job, weight: float) -> JobProgress:
         """A job joins; nothing is known of it."""
         if not self._free:
             self._widen()
         column = self._free.pop()
-        reader = Reader(column, *divmod(column, JOBS_PER_PLANE), weight)
-        self.readers[job] = reader
-        return reader
+        progress = JobProgress(column, *divmod(column, JOBS_PER_PLANE), weight)
+        self.progress_of[job] = progress
+        return progress
 
-    def remove(self, job: Job) -> Reader | None:
-        """Wipe out all that is known of a job; returns what it was."""
-        reader = self.readers.pop(job, None)
-        if reader is not None:
-            self._column(reader)[:] = ABSENT
-            self._encode_from(reader, 0)
-            self._free.append(reader.column)
-        return reader
+    def remove(self, job: Job) -> JobProgress | None:
+        """Forget a job; returns what was known of it."""
+        progress = self.progress_of.pop(job, None)
+        if progress is not None:
+            self._column(progress)[:] = ABSENT
+            self._encode_from(progress, 0)
+            self._free.append(progress.column)
+        return progress
 
     def grow(self, span: int) -> None:
         """Make room for keys below `span`."""
@@ -78,12 +78,12 @@ class Timetable:
         cells[:old] = self.cells
         self._span, self.cells = span, cells
         self.planes = [np.concatenate([plane, self._blank(span - old)]) for plane in self.planes]
-        for reader in self:
-            self._column(reader)[old:] = reader.outsiders
-            self._encode_from(reader, old)
-            if reader.following is not None:
+        for progress in self:
+            self._column(progress)[old:] = progress.outsiders
+            self._encode_from(progress, old)
+            if progress.following is not None:
                 unknown = np.full(span - old, READ, dtype=np.int32)
-                reader.follow(np.concatenate([reader.following, unknown]))
+                progress.follow(np.concatenate([progress.following, unknown]))
         self._make_views()
 
     def _widen(self) -> None:
@@ -103,149 +103,153 @@ class Timetable:
         self.cell_of = self.cells.reshape(-1).data
         self.code_of = [plane.data for plane in self.planes]
 
-    # -- what samplers tell ----------------------------------------------------------------------------------
+    # -- lookaheads ----------------------------------------------------------------------------------
 
-    def begin(self, reader: Reader, lookahead: Lookahead) -> None:
+    def begin(self, progress: JobProgress, lookahead: Lookahead) -> None:
         """Start an epoch of a job; all of its cells are written anew."""
         rest = READ if lookahead.complete else UNKNOWN
         whole = lookahead.complete and lookahead.position == 0
         members = lookahead.certain if whole and lookahead.members is None else lookahead.members
-        reader.epoch, reader.length, reader.position = lookahead.epoch, lookahead.length, lookahead.position
-        reader.turns, reader.reads, reader.estimates = lookahead.length > 0, 0, not lookahead.complete
-        reader.outsiders = rest if members is None else ABSENT
-        reader.follow(None)
-        column = self._column(reader)
-        column[:] = reader.outsiders
+        progress.epoch, progress.length, progress.position = (
+            lookahead.epoch,
+            lookahead.length,
+            lookahead.position,
+        )
+        progress.turns, progress.reads, progress.estimates = lookahead.length > 0, 0, not lookahead.complete
+        progress.outsiders = rest if members is None else ABSENT
+        progress.follow(None)
+        column = self._column(progress)
+        column[:] = progress.outsiders
         if members is not None:
             column[members] = rest
         column[lookahead.likely] = LIKELY
         _write(column, lookahead.certain, _count(lookahead.position, len(lookahead.certain)))
-        reader.hear(lookahead, lookahead.likely)
+        progress.note_lookahead(lookahead, lookahead.likely)
         if lookahead.following is not None:
-            self.follow(reader, lookahead.following)
-        self._encode_from(reader, 0)
+            self.follow(progress, lookahead.following)
+        self._encode_from(progress, 0)
 
-    def revise(self, reader: Reader, lookahead: Lookahead) -> Keys:
-        """Hear more of an epoch that goes on; returns keys whose cells may have changed, some repeated."""
-        column = self._column(reader)
+    def revise(self, progress: JobProgress, lookahead: Lookahead) -> Keys:
+        """Record more of a running epoch; returns keys whose cells may have changed, possibly repeated."""
+        column = self._column(progress)
         start = lookahead.position
-        reader.estimates = True
-        told = reader.told_from(start)
+        progress.estimates = True
+        told = progress.announced_from(start)
         if told is None:
             told = np.flatnonzero(column >= start)
-        told = told[(column[told] >= start) & (column[told] < reader.length)]
-        once_likely = reader.likely[column[reader.likely] == LIKELY]
+        told = told[(column[told] >= start) & (column[told] < progress.length)]
+        once_likely = progress.likely[column[progress.likely] == LIKELY]
         column[told] = UNKNOWN
         column[once_likely] = UNKNOWN
         cells = column[lookahead.certain]
-        due = (cells != READ) & (cells < reader.length)
+        due = (cells != READ) & (cells < progress.length)
         _write(column, lookahead.certain[due], start + np.flatnonzero(due))
         cells = column[lookahead.likely]
         likely = lookahead.likely[(cells < 0) & (cells != READ)]
         column[likely] = LIKELY
-        reader.hear(lookahead, likely)
+        progress.note_lookahead(lookahead, likely)
         touched = np.concatenate([told, once_likely, lookahead.certain, lookahead.likely])
-        self._encode(reader, touched)
+        self._encode(progress, touched)
         return touched
 
-    def follow(self, reader: Reader, order: Keys) -> None:
-        """Learn the order of a job's next epoch: what it has read it will read again at a known position."""
+    def follow(self, progress: JobProgress, order: Keys) -> None:
+        """Record the order of a job's next epoch: keys that it has read get their position there."""
         following = np.full(self._span, READ, dtype=np.int32)
-        _write(following, order, _count(reader.length, len(order)))
-        reader.follow(following)
-        column = self._column(reader)
+        _write(following, order, _count(progress.length, len(order)))
+        progress.follow(following)
+        column = self._column(progress)
         read = np.flatnonzero(column == READ)
         column[read] = following[read]
-        self._encode(reader, read)
+        self._encode(progress, read)
 
-    def next_epoch(self, reader: Reader) -> Lookahead:
-        """What is known of a job's next epoch, of which it has not told: its order, or only its keys."""
-        epoch = 0 if reader.epoch is None else reader.epoch + 1
-        if reader.following is not None:
-            keys = np.flatnonzero(reader.following != READ)
-            return Lookahead.of_order(keys[reader.following[keys].argsort()], epoch=epoch)
-        known = reader.outsiders == ABSENT
-        members = np.flatnonzero(self._column(reader) != ABSENT) if known else None
-        return Lookahead.unknown(reader.length, epoch=epoch, members=members)
+    def next_epoch(self, progress: JobProgress) -> Lookahead:
+        """A lookahead for a next epoch that the job has not announced: its order if known, else its keys."""
+        epoch = 0 if progress.epoch is None else progress.epoch + 1
+        if progress.following is not None:
+            keys = np.flatnonzero(progress.following != READ)
+            return Lookahead.of_order(keys[progress.following[keys].argsort()], epoch=epoch)
+        known = progress.outsiders == ABSENT
+        members = np.flatnonzero(self._column(progress) != ABSENT) if known else None
+        return Lookahead.unknown(progress.length, epoch=epoch, members=members)
 
     # -- reading ---------------------------------------------------------------------------------------------
 
-    def read(self, reader: Reader, key: int) -> None:
+    def read(self, progress: JobProgress, key: int) -> None:
         """A job reads a key."""
-        at = key * self.width + reader.column
+        at = key * self.width + progress.column
         cell = self.cell_of[at]
-        if reader.position <= cell < reader.length:
-            reader.position = cell + 1
-        elif cell < 0 or cell >= reader.length:
-            reader.position += 1
+        if progress.position <= cell < progress.length:
+            progress.position = cell + 1
+        elif cell < 0 or cell >= progress.length:
+            progress.position += 1
             if cell == LIKELY:
-                reader.likely_left -= 1
-        reader.reads += 1
-        cell = READ if reader.following_of is None else reader.following_of[key]
+                progress.likely_left -= 1
+        progress.reads += 1
+        cell = READ if progress.following_of is None else progress.following_of[key]
         self.cell_of[at] = cell
         code = self._position_code if cell >= 0 else self._read_code
-        codes, shift = self.code_of[reader.plane], 2 * reader.place
+        codes, shift = self.code_of[progress.plane], 2 * progress.place
         codes[key] = (codes[key] & ~(3 << shift)) | (code << shift)
 
-    def read_many(self, reader: Reader, keys: Keys) -> int:
+    def read_many(self, progress: JobProgress, keys: Keys) -> int:
         """A job reads keys one after the other; returns how many, for it stops where the job's epoch ends."""
         at = keys * self.width
-        at += reader.column
+        at += progress.column
         flat = self.cells.reshape(-1)
         cells = flat.take(at)
         last = int(cells[-1])
-        if cells[0] >= 0 and last < reader.length and bool((cells[1:] > cells[:-1]).all()):
-            reader.position = max(reader.position, last + 1)
+        if cells[0] >= 0 and last < progress.length and bool((cells[1:] > cells[:-1]).all()):
+            progress.position = max(progress.position, last + 1)
         else:
-            count = self._read_unexpected(reader, keys, cells)
+            count = self._read_unexpected(progress, keys, cells)
             keys, at = keys[:count], at[:count]
-        reader.reads += len(keys)
-        if reader.following is None:
+        progress.reads += len(keys)
+        if progress.following is None:
             flat[at] = READ
-            plane, shift = self.planes[reader.plane], 2 * reader.place
+            plane, shift = self.planes[progress.plane], 2 * progress.place
             codes = plane.take(keys)
             codes &= 0xFF & ~(3 << shift)
             codes |= self._read_code << shift
             plane[keys] = codes
         else:
-            flat[at] = reader.following.take(keys)
-            self._encode(reader, keys)
+            flat[at] = progress.following.take(keys)
+            self._encode(progress, keys)
         return len(keys)
 
-    def _read_unexpected(self, reader: Reader, keys: Keys, cells: npt.NDArray[np.int32]) -> int:
+    def _read_unexpected(self, progress: JobProgress, keys: Keys, cells: npt.NDArray[np.int32]) -> int:
         """Move a job on over keys some of which it had not announced; returns how many, up to its epoch's end.
 
         What was announced for place c moves it to c + 1 at least, anything else on by one.
         """
         first = np.zeros(len(keys), dtype=np.bool_)
         first[np.unique(keys, return_index=True)[1]] = True
-        due = first & (cells >= 0) & (cells < reader.length)
+        due = first & (cells >= 0) & (cells < progress.length)
         others = np.cumsum(~due)
-        furthest = np.maximum.accumulate(np.where(due, cells + 1 - others, reader.position))
-        positions = others + np.maximum(furthest, reader.position)
+        furthest = np.maximum.accumulate(np.where(due, cells + 1 - others, progress.position))
+        positions = others + np.maximum(furthest, progress.position)
         count = len(keys)
-        if reader.turns and positions[-1] >= reader.length:
-            count = int(positions.searchsorted(reader.length)) + 1
-        reader.position = int(positions[count - 1])
-        reader.likely_left -= int(np.count_nonzero(first[:count] & (cells[:count] == LIKELY)))
+        if progress.turns and positions[-1] >= progress.length:
+            count = int(positions.searchsorted(progress.length)) + 1
+        progress.position = int(positions[count - 1])
+        progress.likely_left -= int(np.count_nonzero(first[:count] & (cells[:count] == LIKELY)))
         return count
 
     # -- cells -----------------------------------------------------------------------------------------------
 
-    def _column(self, reader: Reader) -> npt.NDArray[np.int32]:
-        return self.cells[:, reader.column]
+    def _column(self, progress: JobProgress) -> npt.NDArray[np.int32]:
+        return self.cells[:, progress.column]
 
-    def _encode_from(self, reader: Reader, first: int) -> None:
+    def _encode_from(self, progress: JobProgress, first: int) -> None:
         """Bring the codes of all keys from `first` on up to date with a job's cells."""
         for start in range(first, self._span, _CHUNK):
-            self._encode(reader, slice(start, start + _CHUNK))
+            self._encode(progress, slice(start, start + _CHUNK))
 
-    def _encode(self, reader: Reader, keys: Any) -> None:
+    def _encode(self, progress: JobProgress, keys: Any) -> None:
         """Bring the codes of some keys up to date with a job's cells."""
-        plane = self.planes[reader.plane]
-        cells = self.cells[keys, reader.column]
-        code = self._codes.take(np.negative(np.minimum(cells, 0))) << 2 * reader.place
-        plane[keys] = (plane[keys] & np.uint8(0xFF & ~(3 << 2 * reader.place))) | code
+        plane = self.planes[progress.plane]
+        cells = self.cells[keys, progress.column]
+        code = self._codes.take(np.negative(np.minimum(cells, 0))) << 2 * progress.place
+        plane[keys] = (plane[keys] & np.uint8(0xFF & ~(3 << 2 * progress.place))) | code
 
 
 def _count(first: int, length: int) -> npt.NDArray[np.int32]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from torch_dpflow.caches.foresight import ForesightPolicy
-from torch_dpflow.caches.outlook import WeightedMean
-from torch_dpflow.caches.reader import Reader
+from torch_dpflow.caches.job_progress import JobProgress
+from torch_dpflow.caches.lookahead_policy import LookaheadPolicy
+from torch_dpflow.caches.next_use import WeightedMean
 
 
 class _CertainMean(WeightedMean):
-    def values(self, reader: Reader) -> list[float]:
-        far, certain, _, _ = super().values(reader)
+    def values(self, progress: JobProgress) -> list[float]:
+        far, certain, _, _ = super().values(progress)
         return [far, certain, far, far]
 
 
-class UseDistance(ForesightPolicy):
+class UseDistance(LookaheadPolicy):
     """Evicts the key of the greatest mean distance, where whatever is not certain counts N (thesis, 5.2.1).
 
     With orders known in full it is ALSD's weighted mean; the difference is what ALSD's estimates are worth.

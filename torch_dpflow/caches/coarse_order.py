@@ -1,7 +1,7 @@
-"""Keys in a coarse order: slabs with upper bounds, split only when their turn comes.
+"""Keys in a coarse order: buckets with upper bounds, which are sorted further only when they are needed.
 
-The lower part of the queue in `residents`: incremental quicksort (Navarro and Paredes, "On sorting, heaps,
-and minimum spanning trees", 2010) over numpy arrays, for keys whose ranks sink by themselves.
+The lower part of the queue in `residents`. It is incremental quicksort (Navarro and Paredes, "On sorting, heaps, and
+minimum spanning trees", 2010) over numpy arrays, for keys whose ranks shrink over time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch_dpflow.lookahead import Keys
 #: sorting by two (lexsort) takes 17 times as long as a partition of these, for 200,000 keys.
 Ranks = npt.NDArray[np.complex128]
 
-#: Fronts that one slab is split into at once, and that one slab may take up before the next is begun.
+#: How many fronts one bucket is split into, and how many it may take before another bucket is begun.
 _FAN_OUT = 48
 
 
-class _Slab:
+class _Bucket:
     __slots__ = ("bound", "chunks", "size")
 
     def __init__(self, bound: complex, keys: Keys) -> None:
@@ -35,33 +35,32 @@ class _Slab:
         self.size += len(keys)
 
 
-class Slabs:
-    """A stack of slabs with ascending bounds; no key ranks above the bound of its slab.
+class CoarseOrder:
+    """A stack of buckets with ascending bounds; no key ranks above the bound of its bucket.
 
     Args:
-        front: about how many keys `open` hands out. More of them cost every eviction time, fewer are handed
-            out more often.
-        living: those of an array of keys that are still wanted.
-        ranks: the true ranks, now, of an array of keys.
+        front: about how many keys `open` returns. More make each eviction slower, fewer make `open` more frequent.
+        living: filters an array of keys for resident ones.
+        ranks: the current ranks of an array of keys.
     """
 
     def __init__(self, front: int, living: Callable[[Keys], Keys], ranks: Callable[[Keys], Ranks]) -> None:
         self._front = front
         self._living = living
         self._ranks = ranks
-        self._stack: list[_Slab] = []
+        self._stack: list[_Bucket] = []
         self._bounds: Ranks | None = None
-        #: Entries in all slabs, dead ones and repeated ones included.
+        #: Entries in all buckets, stale and repeated ones included.
         self.size = 0
         self._changed()
 
     def put(self, keys: Keys, ranks: Ranks) -> None:
-        """File keys that rank at or below the floor."""
+        """Add keys that rank at or below the floor."""
         if len(self._stack) == 1:
             self._stack[0].add(keys)
         else:
             if self._bounds is None:
-                self._bounds = np.array([slab.bound for slab in self._stack])
+                self._bounds = np.array([bucket.bound for bucket in self._stack])
             place = self._bounds.searchsorted(ranks)
             order = place.argsort(kind="stable")
             place, keys = place[order], keys[order]
@@ -77,17 +76,17 @@ class Slabs:
             self._stack[-1].add(keys)
             self._stack[-1].bound = top
         else:
-            self._stack.append(_Slab(top, keys))
+            self._stack.append(_Bucket(top, keys))
         self.size += len(keys)
         self._changed()
 
     def open(self) -> Keys | None:
-        """Take out the highest keys, all that rank above the new floor; None when nothing is left."""
+        """Remove and return the highest keys: all that rank above the new floor. None when there are no keys."""
         while self._stack:
-            slab = self._stack.pop()
-            self.size -= slab.size
+            bucket = self._stack.pop()
+            self.size -= bucket.size
             self._changed()
-            keys = self._living(np.concatenate(slab.chunks))
+            keys = self._living(np.concatenate(bucket.chunks))
             ranks = self._ranks(keys)
             high = ranks > self.floor
             if not high.all():
@@ -100,39 +99,39 @@ class Slabs:
         return None
 
     def _split(self, keys: Keys, ranks: Ranks) -> Keys:
-        """Make slabs of equal size of `keys` and return what ranks above all of them."""
+        """Make buckets of equal size of `keys` and return what ranks above all of them."""
         while len(keys) > 2 * self._front:
             parts = min(_FAN_OUT, -(-len(keys) // self._front))
             ends = np.arange(1, parts) * len(keys) // parts
             order = ranks.argpartition(ends - 1)
             bounds = ranks[order[ends - 1]].tolist()
             *lower, highest = np.split(order, ends)
-            self._stack += [_Slab(bound, keys[part]) for bound, part in zip(bounds, lower)]
+            self._stack += [_Bucket(bound, keys[part]) for bound, part in zip(bounds, lower)]
             self.size += len(keys) - len(highest)
             keys, ranks = keys[highest], ranks[highest]
         self._changed()
-        # What equals the floor is another entry of the key whose rank it is.
+        # A rank that equals the floor is a second entry of the key that set the floor.
         return keys[ranks > self.floor]
 
     def raise_bounds(self, distance: float) -> None:
         """Every rank may have grown by `distance`."""
-        for slab in self._stack:
-            slab.bound = complex(slab.bound.real + distance, slab.bound.imag)
+        for bucket in self._stack:
+            bucket.bound = complex(bucket.bound.real + distance, bucket.bound.imag)
         self._changed()
 
     def entries(self) -> list[Keys]:
         """All entries, in pieces, in no order."""
-        return [chunk for slab in self._stack for chunk in slab.chunks]
+        return [chunk for bucket in self._stack for chunk in bucket.chunks]
 
     def restart(self, keys: Keys) -> None:
-        """Hold just `keys`, of whose ranks nothing is known."""
-        self._stack = [_Slab(complex(np.inf, 0.0), keys)] if len(keys) else []
+        """Hold exactly `keys`, whose ranks are unknown."""
+        self._stack = [_Bucket(complex(np.inf, 0.0), keys)] if len(keys) else []
         self.size = len(keys)
         self._changed()
 
     def _changed(self) -> None:
         self._bounds = None
-        #: Bound of the topmost slab, whole and in parts: what ranks above it ranks above every key in here.
+        #: Bound of the topmost bucket, as a rank and by its parts: no key in here ranks above it.
         self.floor = self._stack[-1].bound if self._stack else complex(-np.inf, -np.inf)
         self.floor_distance = self.floor.real
         self.floor_load = -self.floor.imag

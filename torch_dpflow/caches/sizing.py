@@ -1,7 +1,7 @@
-"""What a sample weighs, and a copy of it that shares nothing that can be written to.
+"""The size of a sample in memory, and a deep copy of it.
 
-Both look into lists, tuples, dicts and sets, and know tensors, numpy arrays and Pillow images; of any other
-object they look at its attributes. What is there twice counts once, and is there twice in the copy too.
+Both look into lists, tuples, dicts and sets, and know tensors, numpy arrays and Pillow images; of any other object
+they look at its attributes. An object that is referenced twice counts once, and is one object in the copy too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNCHANGEABLE = frozenset(
     {int, float, complex, bool, str, bytes, range, type(None), type(...), torch.dtype, torch.device}
 )
 
-#: What is part of the program, not of a sample that refers to it.
+#: Objects that belong to the program, not to the sample that refers to them.
 _PROGRAM = (type, FunctionType, BuiltinFunctionType, ModuleType)
 
 #: Bytes that Pillow takes for a pixel; in other modes 4, "RGB" among them.
@@ -40,7 +40,7 @@ _COMPONENTS = {
 
 
 def measure(sample: object) -> int:
-    """Bytes that `sample` takes in memory with all that it holds; of a tensor or array, what it shows."""
+    """Bytes that `sample` and all it refers to take in memory; a view of a tensor or array counts its own extent."""
     total = 0
     seen: dict[int, object] = {}
     waiting = [sample]

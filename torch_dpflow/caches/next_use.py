@@ -1,4 +1,4 @@
-"""How far away the next use of a key is, over all jobs together."""
+"""Distance to a key's next use, over all jobs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.caches.reader import Reader
+from torch_dpflow.caches.job_progress import JobProgress
 from torch_dpflow.caches.residents import Distances, Ranking
 from torch_dpflow.caches.timetable import JOBS_PER_PLANE, Timetable
 from torch_dpflow.lookahead import Keys
@@ -19,53 +19,53 @@ _INFINITY = float("inf")
 _CODE_AT = [(np.arange(256) >> 2 * place) & 3 for place in range(JOBS_PER_PLANE)]
 
 
-class Outlook(Ranking):
-    """Distances of keys from the cells of a timetable, with what time does not change worked out beforehand.
+class NextUseRanking(Ranking):
+    """Computes distances of keys from a timetable; the time-invariant part is computed once and stored.
 
-    A key's distance joins its *anchor*, which follows from its certain cells and changes only when a job
-    reads it, with a *value* for each job, which follows from its code there. The values of four jobs are
-    joined for all 256 bytes at once, so that a distance costs hardly more with many jobs than with few.
+    A key's distance combines its *anchor*, which depends on its certain cells and changes only when a job reads it,
+    with a *value* per job, which depends on the key's code for that job. The values of four jobs are combined for all
+    256 possible bytes at once, so a distance costs hardly more with many jobs than with few.
     """
 
     #: of a position, ABSENT, READ, LIKELY and UNKNOWN, as `Timetable` wants them
     codes: ClassVar[tuple[int, int, int, int, int]]
-    #: joins values and anchors, and what joining leaves as it is
+    #: combines values and anchors; and its neutral element
     join: ClassVar[np.ufunc]
     neutral: ClassVar[float]
 
     def __init__(self) -> None:
-        self.table = Timetable(self.codes)
-        #: By key; right for resident keys only.
+        self.timetable = Timetable(self.codes)
+        #: By key; valid for resident keys only.
         self.anchors: Distances = np.zeros(0)
         self._anchor_of: memoryview[Any] = self.anchors.data
-        #: What time has taken off all anchors.
+        #: How much all anchors have shrunk since the start.
         self.now = 0.0
         #: By plane and place, the values of the four codes.
         self._values: list[list[list[float]]] = []
-        #: The same joined over places, by byte; None where values have changed since. As arrays and as lists.
+        #: The same combined over places, by byte; None where values have changed since. As arrays and as lists.
         self._joined: list[Distances | None] = []
         self._joined_of: list[list[float] | None] = []
-        self.settle()
+        self.recompute()
 
-    # -- what differs ----------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def values(self, reader: Reader) -> list[float]:
-        """What a job adds to the distance of keys of codes 0 to 3."""
+    # -- for subclasses ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def advance(self, reader: Reader) -> None:
-        """Take note of a job's having read."""
+    def values(self, progress: JobProgress) -> list[float]:
+        """A job's contribution to the distance of keys of codes 0 to 3."""
 
-    # -- what they share -------------------------------------------------------------------------------------
+    @abstractmethod
+    def advance(self, progress: JobProgress) -> None:
+        """A job has read on."""
+
+    # -- shared -------------------------------------------------------------------------------------
 
     def distances(self, keys: Keys) -> Distances:
         return self._distances_from(self.anchors.take(keys), keys)
 
     def _distances_from(self, distances: Distances, keys: Keys) -> Distances:
-        """What the codes make of anchors, which are overwritten."""
+        """The distances for these anchors, which are overwritten."""
         distances -= self.now
-        for number, plane in enumerate(self.table.planes):
+        for number, plane in enumerate(self.timetable.planes):
             joined = self._joined[number]
             if joined is None:
                 joined = self._join_plane(number)
@@ -76,21 +76,21 @@ class Outlook(Ranking):
         """Make room for keys below `span`."""
         self.anchors = np.concatenate([self.anchors, np.zeros(span - len(self.anchors))])
         self._anchor_of = self.anchors.data
-        self.table.grow(span)
+        self.timetable.grow(span)
 
-    def settle(self) -> None:
-        """Work out anew what hangs on jobs alone, not on keys: some came, went or began an epoch."""
-        planes = len(self.table.planes)
+    def recompute(self) -> None:
+        """Recompute what depends on jobs alone, not on keys: some came, left or began an epoch."""
+        planes = len(self.timetable.planes)
         self._values = [[[self.neutral] * 4 for _ in range(JOBS_PER_PLANE)] for _ in range(planes)]
         self._joined = [None] * planes
-        for reader in self.table:
-            self._values[reader.plane][reader.place] = self.values(reader)
+        for progress in self.timetable:
+            self._values[progress.plane][progress.place] = self.values(progress)
         self._joined_of = [self._join_plane(number).tolist() for number in range(planes)]
 
-    def update(self, reader: Reader) -> None:
+    def update(self, progress: JobProgress) -> None:
         """A job's values have changed."""
-        self._values[reader.plane][reader.place] = self.values(reader)
-        self._joined[reader.plane] = self._joined_of[reader.plane] = None
+        self._values[progress.plane][progress.place] = self.values(progress)
+        self._joined[progress.plane] = self._joined_of[progress.plane] = None
 
     def _join_plane(self, number: int) -> Distances:
         first, *others = (np.take(row, codes) for row, codes in zip(self._values[number], _CODE_AT))
@@ -101,13 +101,13 @@ class Outlook(Ranking):
 
     def _column_of(self, attribute: str, absent: float) -> npt.NDArray[np.float64]:
         """An attribute of the jobs as a column vector, shape (width, 1)."""
-        column = np.full((self.table.width, 1), absent)
-        for reader in self.table:
-            column[reader.column] = getattr(reader, attribute)
+        column = np.full((self.timetable.width, 1), absent)
+        for progress in self.timetable:
+            column[progress.column] = getattr(progress, attribute)
         return column
 
 
-class EarliestUse(Outlook):
+class EarliestUse(NextUseRanking):
     """The distance is the time until some job reads the key: the minimum over jobs.
 
     A job's time for a position is its `base` plus the position times its `pace`, so an anchor is a moment:
@@ -119,24 +119,24 @@ class EarliestUse(Outlook):
     join = np.minimum
     neutral = _INFINITY
 
-    def settle(self) -> None:
-        super().settle()
+    def recompute(self) -> None:
+        super().recompute()
         self._paces = self._column_of("pace", 0.0)
         self._bases = self._column_of("base", 0.0)
         self._moments = list(zip(self._paces[:, 0].tolist(), self._bases[:, 0].tolist()))
 
-    def advance(self, reader: Reader) -> None:
-        now = reader.base + reader.position * reader.pace
+    def advance(self, progress: JobProgress) -> None:
+        now = progress.base + progress.position * progress.pace
         if now > self.now:
             self.now = now
-        if reader.estimates:
-            self.update(reader)
+        if progress.estimates:
+            self.update(progress)
 
     def renew(self, key: int) -> float:
-        width = self.table.width
+        width = self.timetable.width
         moment = _INFINITY
         for cell, (pace, base) in zip(
-            self.table.cell_of[key * width : (key + 1) * width].tolist(), self._moments
+            self.timetable.cell_of[key * width : (key + 1) * width].tolist(), self._moments
         ):
             if cell >= 0:
                 due = base + cell * pace
@@ -146,7 +146,7 @@ class EarliestUse(Outlook):
         return self.distance(key)
 
     def renew_many(self, keys: Keys) -> Distances:
-        cells = self.table.cells.take(keys, axis=0).T
+        cells = self.timetable.cells.take(keys, axis=0).T
         moments = np.empty(cells.shape)
         np.multiply(cells, self._paces, out=moments)
         moments += self._bases
@@ -157,7 +157,7 @@ class EarliestUse(Outlook):
 
     def distance(self, key: int) -> float:
         least: float = self._anchor_of[key] - self.now
-        for codes, joined, values in zip(self.table.code_of, self._joined_of, self._values):
+        for codes, joined, values in zip(self.timetable.code_of, self._joined_of, self._values):
             code = codes[key]
             if joined is None:
                 value = min(row[(code >> shift) & 3] for row, shift in zip(values, (0, 2, 4, 6)))
@@ -167,12 +167,12 @@ class EarliestUse(Outlook):
                 least = value
         return least
 
-    def values(self, reader: Reader) -> list[float]:
-        estimates = (reader.length, reader.likely_distance, reader.unknown_distance)
-        return [_INFINITY, *(estimate * reader.pace for estimate in estimates)]
+    def values(self, progress: JobProgress) -> list[float]:
+        estimates = (progress.length, progress.likely_distance, progress.unknown_distance)
+        return [_INFINITY, *(estimate * progress.pace for estimate in estimates)]
 
 
-class WeightedMean(Outlook):
+class WeightedMean(NextUseRanking):
     """The distance is the weighted sum over jobs of the thesis's distances (eq. 3-5): its weights sum to
     one, ours need not, which changes no comparison.
 
@@ -184,23 +184,23 @@ class WeightedMean(Outlook):
     join = np.add
     neutral = 0.0
 
-    def settle(self) -> None:
-        super().settle()
+    def recompute(self) -> None:
+        super().recompute()
         self._weights = self._column_of("weight", 0.0)
         self._weight_of = self._weights[:, 0].tolist()
 
-    def advance(self, reader: Reader) -> None:
-        if reader.estimates:
-            self.update(reader)
+    def advance(self, progress: JobProgress) -> None:
+        if progress.estimates:
+            self.update(progress)
         else:
-            self._values[reader.plane][reader.place][1] = -reader.position * reader.weight
-            self._joined[reader.plane] = None
+            self._values[progress.plane][progress.place][1] = -progress.position * progress.weight
+            self._joined[progress.plane] = None
 
     def renew(self, key: int) -> float:
-        width = self.table.width
+        width = self.timetable.width
         total = 0.0
         for cell, weight in zip(
-            self.table.cell_of[key * width : (key + 1) * width].tolist(), self._weight_of
+            self.timetable.cell_of[key * width : (key + 1) * width].tolist(), self._weight_of
         ):
             if cell > 0:
                 total += cell * weight
@@ -208,7 +208,7 @@ class WeightedMean(Outlook):
         return self.distance(key)
 
     def renew_many(self, keys: Keys) -> Distances:
-        cells = self.table.cells.take(keys, axis=0).T
+        cells = self.timetable.cells.take(keys, axis=0).T
         positions = np.empty(cells.shape)
         np.maximum(cells, 0, out=positions)
         positions *= self._weights
@@ -218,12 +218,12 @@ class WeightedMean(Outlook):
 
     def distance(self, key: int) -> float:
         total: float = self._anchor_of[key]
-        for codes, values in zip(self.table.code_of, self._values):
+        for codes, values in zip(self.timetable.code_of, self._values):
             code = codes[key]
             first, second, third, fourth = values
             total += first[code & 3] + second[(code >> 2) & 3] + third[(code >> 4) & 3] + fourth[code >> 6]
         return total
 
-    def values(self, reader: Reader) -> list[float]:
-        distances = (reader.length, -reader.position, reader.likely_distance, reader.unknown_distance)
-        return [distance * reader.weight for distance in distances]
+    def values(self, progress: JobProgress) -> list[float]:
+        distances = (progress.length, -progress.position, progress.likely_distance, progress.unknown_distance)
+        return [distance * progress.weight for distance in distances]

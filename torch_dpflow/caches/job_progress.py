@@ -1,4 +1,4 @@
-"""One job's place in its epoch, and how far away it is thought to read what is not certain."""
+"""One job's place in its epoch, and estimated distances of the keys whose position is not certain."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def _no_keys() -> Keys:
 
 
 @dataclass(slots=True, eq=False)
-class Reader:
-    """What a policy remembers of a job beside its cells in the timetable."""
+class JobProgress:
+    """What a policy knows of a job besides its cells in the timetable."""
 
     #: where its cells are; which plane holds its codes, and at which of the places there
     column: int
@@ -31,7 +31,7 @@ class Reader:
     position: int = 0
     #: whether the epoch ends by itself after `length` reads; not where the length is a guess
     turns: bool = False
-    #: what the cells of keys hold that it was not told of
+    #: cell value of keys that no lookahead named
     outsiders: int = -1
     #: the position after the last certain one
     certain_end: int = 0
@@ -44,7 +44,7 @@ class Reader:
     likely: Keys = field(default_factory=_no_keys)
     likely_left: int = 0
     likely_rank: float = 1.0
-    #: by key, what its cell becomes when it is read: the position in the next epoch. None: not known
+    #: by key, its position in the next epoch, which its cell holds once it is read. None: not known
     following: npt.NDArray[np.int32] | None = None
     following_of: memoryview | None = None
     #: time for one sample, and the time at which it read position 0, or would have
@@ -68,18 +68,18 @@ class Reader:
     @property
     def unknown_distance(self) -> float:
         """Eq. 3-3, in samples."""
-        told = self.certain_left + self.likely_left
-        return told + max(0, self.length - self.position - told) / 2
+        announced = self.certain_left + self.likely_left
+        return announced + max(0, self.length - self.position - announced) / 2
 
-    def hear(self, lookahead: Lookahead, likely: Keys) -> None:
-        """Take note of a lookahead, of whose likely keys `likely` are unread."""
+    def note_lookahead(self, lookahead: Lookahead, likely: Keys) -> None:
+        """Record a lookahead, of whose likely keys `likely` are unread."""
         self.certain_end = lookahead.position + len(lookahead.certain)
         self.announced = None if lookahead.complete else (lookahead.position, lookahead.certain)
         self.likely = likely
         self.likely_left = len(likely)
         self.likely_rank = _mean_rank(lookahead)
 
-    def told_from(self, start: int) -> Keys | None:
+    def announced_from(self, start: int) -> Keys | None:
         """The keys announced for positions from `start` on; None where that is not remembered."""
         if self.announced is None or start < self.announced[0]:
             return None
@@ -87,7 +87,7 @@ class Reader:
         return keys[start - first :]
 
     def follow(self, following: npt.NDArray[np.int32] | None) -> None:
-        """Take note of the next epoch's positions."""
+        """Record the next epoch's positions."""
         self.following = following
         self.following_of = None if following is None else following.data
 
