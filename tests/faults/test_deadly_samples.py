@@ -22,6 +22,7 @@ from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError, WorkerError
 from torch_dpflow.loader.private_shard import PrivateShard
 from torch_dpflow.loader.shard_events import Died
 from torch_dpflow.loader.worker_iterator import WorkerIterator
+from torch_dpflow.loader.worker_processes import WorkerProcesses
 from torch_dpflow.options import LoaderOptions
 
 DEATHS = {
@@ -249,7 +250,7 @@ def test_the_user_interrupts_a_wait(OurLoader: Any) -> None:
     assert list(loader) == list(range(6))
 
 
-@pytest.mark.parametrize(("owner", "step"), [(WorkerIterator, "_take_in"), (PrivateShard, "taken")])
+@pytest.mark.parametrize(("owner", "step"), [(WorkerIterator, "_handle"), (PrivateShard, "acknowledge")])
 @pytest.mark.parametrize("in_order", [True, False])
 def test_an_interruption_beside_a_wait_loses_nothing(
     OurLoader: Any, monkeypatch: pytest.MonkeyPatch, owner: type, step: str, in_order: bool
@@ -266,20 +267,21 @@ def test_an_interruption_beside_a_wait_loses_nothing(
     assert sorted([*seen, *iterator]) == list(range(12))
 
 
-@pytest.mark.parametrize("step", ["_start", "taken"])
+@pytest.mark.parametrize(("owner", "step"), [(WorkerProcesses, "start"), (PrivateShard, "acknowledge")])
 def test_an_interruption_while_a_worker_is_replaced_leaves_one_in_its_place(
-    OurLoader: Any, monkeypatch: pytest.MonkeyPatch, step: str
+    OurLoader: Any, monkeypatch: pytest.MonkeyPatch, owner: type, step: str
 ) -> None:
     loader = OurLoader(Indices(12), batch_size=None, num_workers=1)
     iterator = iter(loader)
     seen = [next(iterator)]
-    undisturbed = getattr(PrivateShard, step)
+    undisturbed = getattr(owner, step)
 
-    def interrupted_by_death(shard: PrivateShard, *arguments: object) -> Any:
-        return (interrupted if isinstance(shard.poll(), Died) else undisturbed)(shard, *arguments)
+    def interrupted_by_death(part: Any, *arguments: object) -> Any:
+        replaces = owner is WorkerProcesses or isinstance(part.poll(), Died)
+        return (interrupted if replaces else undisturbed)(part, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PrivateShard, step, interrupted_by_death)
+        patch.setattr(owner, step, interrupted_by_death)
         (worker,) = worker_pids()
         kill(worker)
         read_until_interrupted(iterator, seen)

@@ -1,6 +1,6 @@
-"""The state that a dataset, a sampler or an iterator of one keeps itself: asked for, carried and given back.
+"""States of datasets, samplers and their iterators with a `state_dict` of their own: saved, carried, restored.
 
-Iterating never depends on it. What fails when a part is asked is kept, and raised where the loader is asked.
+Iterating never depends on them. If a `state_dict` fails, its error is kept and raised by the loader's `state_dict`.
 """
 
 import inspect
@@ -17,14 +17,14 @@ def has_state(part: Any) -> bool:
 
 
 class Unsaved:
-    """Stands where the state of `part` would: it could not be had, by the error that is being handled."""
+    """Stands for the state of `part`, whose `state_dict` raised the error that is being handled."""
 
     def __init__(self, part: Any) -> None:
         self.part = type(part).__name__
         self._failure = ExceptionWrapper(where=f"while the state of a {self.part} was asked for")
         try:
             pickle.dumps(self._failure)
-        except Exception:  # its class cannot travel; its text can
+        except Exception:  # its class cannot be pickled; its text can
             self._failure.exc_type = RuntimeError
 
     def complain(self) -> None:
@@ -40,7 +40,7 @@ class Unsaved:
 
 
 class Pickled:
-    """The state of `part` on its way between processes: opened by who needs it, and by nobody on the way."""
+    """The pickled state of `part` between processes; unpickled only where it is needed."""
 
     def __init__(self, part: Any, value: Any) -> None:
         self.part = type(part).__name__
@@ -52,7 +52,7 @@ class Pickled:
 
 
 def ask(part: Any, **arguments: Any) -> Any:
-    """The state of `part`: what it says, None where it keeps none, `Unsaved` where it fails. Raises nothing."""
+    """The state of `part`; None where it has none, `Unsaved` where its `state_dict` fails. Raises nothing."""
     try:
         return part.state_dict(**arguments) if has_state(part) else None
     except Exception:
@@ -68,7 +68,7 @@ def takes(part: Any, argument: str) -> bool:
 
 
 def sealed(part: Any, state: Any) -> Any:
-    """The state that `ask` gave for `part`, fit to travel."""
+    """The state that `ask` returned for `part`, in a form that can be sent."""
     if state is None or isinstance(state, Unsaved):
         return state
     try:
@@ -78,7 +78,7 @@ def sealed(part: Any, state: Any) -> Any:
 
 
 def opened(state: Any) -> Any:
-    """A state that has travelled, or one that has not.
+    """A state, unpickled if `sealed` had pickled it.
 
     Raises:
         StateError: it could not be had, or cannot be unpickled here.
@@ -97,7 +97,7 @@ def opened(state: Any) -> Any:
 
 
 def give_back(part: Any, state: Any, kind: str) -> None:
-    """Have `part` go on from its own state.
+    """Restore the own state of `part`.
 
     Args:
         kind: what it is, for people: "dataset" or "sampler".

@@ -23,7 +23,7 @@ from torch_dpflow.errors import StateError
 
 
 class _AsItIs:
-    """Iterates an iterator that is not to be asked for `iter` again: some samplers start their epoch anew then."""
+    """Wraps an iterator, so that `iter` is not called on it again: some samplers would restart their epoch."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator = iterator
@@ -33,7 +33,7 @@ class _AsItIs:
 
 
 class Plan:
-    """Index batches in the order in which the sampler gives them.
+    """Index batches in the sampler's order.
 
     Args:
         batches: the running iteration of the loader's index sampler.
@@ -51,7 +51,7 @@ class Plan:
         ended_at: int | None = None,
     ) -> None:
         self._batches = _AsItIs(batches)
-        #: The position after the last batch, once the sampler has said that there is no other.
+        #: The position after the last batch, once the sampler has ended.
         self.ended_at = ended_at
         self._sampler = sampler if sampler is not batches else None
         self._iterator = batches if has_state(batches) else None
@@ -60,14 +60,14 @@ class Plan:
         self.drawn = position
         self._asked = False
         self._snapshots: dict[int, Any] = {}
-        #: A batch that the sampler has given and nobody has drawn.
+        #: A batch that was prefetched from the sampler and not drawn.
         self._held: list[Any] = []
         self._snapshot()
 
     def draw(self) -> tuple[int, Any]:
         """The next position and its indices. Raises StopIteration at the end of the epoch."""
         if not self._held:
-            self.settle()
+            self.prefetch_one()
         if not self._held:
             raise StopIteration
         index = self._held.pop()
@@ -76,12 +76,12 @@ class Plan:
         self._snapshot()
         return position, index
 
-    def settle(self) -> None:
-        """Have the sampler draw now what it draws at its next batch; nothing is skipped."""
+    def prefetch_one(self) -> None:
+        """Have the sampler draw its next batch now, and keep it for the next `draw`."""
         self._asked = True
         self._held.extend(islice(self._batches, 1))
         if not self._held and self.ended_at is None:
-            # It may have turned to its next epoch.
+            # Its state may be that of its next epoch now.
             self.ended_at = self.drawn
             self._snapshot()
 
@@ -113,11 +113,11 @@ class Plan:
         if self._sampler is None and self._iterator is None:
             return None
         if position == self.drawn == length and not self._held:
-            # Whether a sampler has turned to its next epoch when it has given its last index depends on whether
-            # that index has filled a batch. Once it was asked for more, it has.
-            self.settle()
+            # Whether a sampler moves to its next epoch with its last index depends on whether that index fills a batch.
+            # After a request for one more batch it has moved in any case.
+            self.prefetch_one()
         if self._by_count:
-            # Until the first batch is asked for, the sampler stands where the epoch before has left it.
+            # Before its first batch is requested, the sampler still has its state of the epoch before.
             consumed = {"consumed": samples} if self._asked else {}
             return opened(_kept(ask(self._sampler, **consumed), None))
         for passed in [p for p in list(self._snapshots) if p < position]:
@@ -130,12 +130,12 @@ class Plan:
 
     def sampler_at_rest(self) -> Any:
         """The sampler's own state once the epoch is over. Raises StateError where it cannot say."""
-        self.settle()
+        self.prefetch_one()
         return opened(_kept(ask(self._sampler), ask(self._iterator)))
 
 
 def sampler_before(index_sampler: Any, sampler: Any) -> Any:
-    """The sampler's own state before any epoch; there is nothing to say where it cannot."""
+    """The sampler's own state before any epoch; None where its `state_dict` fails."""
     kept = _kept(ask(stateful_part(index_sampler, sampler)), None)
     return None if isinstance(kept, Unsaved) else kept
 
@@ -151,7 +151,7 @@ def _kept(of_sampler: Any, of_iterator: Any) -> Any:
 
 def stateful_part(index_sampler: Any, sampler: Any) -> Any:
     """Which of these keeps its own state (`state_dict` and `load_state_dict`), or None."""
-    if type(index_sampler) is BatchSampler:  # keeps nothing itself, and may be the user's, around any sampler
+    if type(index_sampler) is BatchSampler:  # has no state, and may be the user's own around any sampler
         sampler = index_sampler.sampler
     return next((part for part in (index_sampler, sampler) if has_state(part)), None)
 
@@ -174,7 +174,7 @@ def return_sampler(kept: dict[str, Any], index_sampler: Any, sampler: Any) -> It
 def repeat_draws(state: LoaderState, index_sampler: Any, generator: torch.Generator | None) -> None:
     """Draw from the generators again what the epoch drew that ended before this state."""
     restore_rng(state.plan_rng or {})
-    if state.sampler is not None or state.kind == "iterable":  # whose order is not drawn by us
+    if state.sampler is not None or state.kind == "iterable":  # their order is not drawn here
         open_order(_without_order(state.opening), index_sampler, generator)
         return
     batches = open_order(state.opening, index_sampler, generator)
@@ -219,7 +219,7 @@ def replay(state: LoaderState, index_sampler: Any, sampler: Any, generator: torc
         restore_rng(state.draw_rng)
     plan = Plan(batches, sampler=stateful_part(index_sampler, sampler))
     plan.skip(state.position)
-    plan.settle()
+    plan.prefetch_one()
     return plan
 
 
@@ -256,18 +256,18 @@ def generator_state(generator: torch.Generator | None) -> str | None:
 
 
 def is_drawn_at_start(index_sampler: Any) -> bool:
-    """Whether an epoch's order is settled at its first batch, so that drawing further ahead cannot change it.
+    """Whether an epoch's order is fixed at its first batch, so that drawing further ahead cannot change it.
 
     Only samplers that are known: an unknown one may draw from a generator that the training loop uses too.
     """
     if type(index_sampler) is BatchSampler:
         index_sampler = index_sampler.sampler
-    check = _SETTLED.get(type(index_sampler))
+    check = _FIXED_ORDER.get(type(index_sampler))
     return check is not None and check(index_sampler)
 
 
-def _random_sampler_is_settled(sampler: RandomSampler) -> bool:
-    # Without a generator it seeds one of its own. With the user's it draws a chunk or a pass at a time.
+def _random_sampler_is_fixed(sampler: RandomSampler) -> bool:
+    # Without a generator it seeds one of its own; from the user's it draws a chunk or a pass at a time.
     if sampler.generator is None:
         return True
     length = length_or_none(sampler.data_source)
@@ -278,9 +278,9 @@ def _always(_sampler: Any) -> bool:
     return True
 
 
-_SETTLED: dict[type, Callable[[Any], bool]] = {
+_FIXED_ORDER: dict[type, Callable[[Any], bool]] = {
     SequentialSampler: _always,
-    RandomSampler: _random_sampler_is_settled,
+    RandomSampler: _random_sampler_is_fixed,
     SubsetRandomSampler: _always,
     WeightedRandomSampler: _always,
     DistributedSampler: _always,

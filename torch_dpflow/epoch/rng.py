@@ -31,30 +31,30 @@ def seed_batch(base_seed: int, epoch: int, position: int) -> None:
     """
     key = struct.pack("<qqq", base_seed, epoch, position)
     digest = hashlib.blake2b(key, digest_size=32, person=b"dpflow-batch").digest()
-    # One word for numpy: more take it six times as long, which is a hundredth of a small sample.
+    # One word for numpy: with more words seeding takes six times as long, 1% of the time of a small sample.
     torch_seed, python_seed, numpy_seed = struct.unpack_from("<qQI", digest)
-    # Without a sign: torch.initial_seed() is a number that fits a tensor, as with torch's own seeds.
+    # Not negative: torch.initial_seed() must fit into a tensor, as with torch's own seeds.
     torch.default_generator.manual_seed(torch_seed & 0x7FFF_FFFF_FFFF_FFFF)
     random.seed(python_seed)
     np.random.seed(numpy_seed)
 
 
 def loading_epoch() -> int | None:
-    """The number of the epoch for which one of our loaders loads here and now; None where none of them does."""
+    """The epoch that one of our loaders is loading for in this context; None outside of loading."""
     here = _EPOCH_HERE.get()
     return _epoch_of_worker if here is None else here
 
 
 def begin_epoch_of_worker(epoch: int) -> None:
-    """Whatever this process loads from now on, in any thread, is for this epoch."""
+    """Set the epoch of all that this process loads from now on, in any thread."""
     global _epoch_of_worker
-    _EPOCH_HERE.set(None)  # a fork's copy of what its parent was loading
+    _EPOCH_HERE.set(None)  # inherited by a fork from a parent that was loading
     _epoch_of_worker = epoch
 
 
 @contextmanager
 def loading_for(epoch: int) -> Iterator[None]:
-    """What the body loads, in this thread, is for this epoch."""
+    """Set the epoch of what the body loads in this thread."""
     before = _EPOCH_HERE.set(epoch)
     try:
         yield
@@ -115,7 +115,7 @@ def fingerprints(state: RngState) -> dict[str, str]:
 
 
 def standing_at(state: RngState, began: dict[str, str]) -> set[str]:
-    """Which of the process's generators are as in `state`, or have the fingerprint that they have in `began`."""
+    """Names of the process's generators that equal those in `state`, or have the fingerprint in `began`."""
     now = capture_rng()
     marks = fingerprints(now)
     return {name for name in now if now[name] == state.get(name) or marks[name] == began.get(name)}
@@ -123,7 +123,7 @@ def standing_at(state: RngState, began: dict[str, str]) -> set[str]:
 
 @contextmanager
 def following_rng(names: set[str]) -> Iterator[None]:
-    """As `preserved_rng`, but what the body does to the generators of these names stays."""
+    """As `preserved_rng`, except for the generators of these names."""
     before = capture_rng()
     try:
         yield
@@ -134,7 +134,7 @@ def following_rng(names: set[str]) -> Iterator[None]:
 
 @contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Whatever the body does to the process's generators is undone after it."""
+    """Restore the process's generators after the body."""
     before = capture_rng()
     try:
         yield

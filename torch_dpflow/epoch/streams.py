@@ -1,4 +1,4 @@
-"""An iterable dataset's stream of batches: where it is, and how to come back there."""
+"""An iterable dataset's stream of batches: its position, and how to restore it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +15,12 @@ def at_rest(dataset: Any) -> dict[str, Any] | Unsaved | None:
 
 
 def ended(kept: Any) -> Any:
-    """What `Stream.state` has kept, at the end of its iteration."""
+    """A state of `Stream.state`, marked as the end of its iteration."""
     return {**kept, "ended": True} if isinstance(kept, dict) else kept
 
 
 def return_dataset(dataset: Any, kept: dict[str, Any]) -> None:
-    """Have the next iteration of `dataset` begin where it would have after that of which this was kept.
+    """Restore `dataset`, so that its next iteration begins as it would have after the saved one.
 
     Raises:
         StateError: it, or its iterator, cannot take its state.
@@ -28,7 +28,7 @@ def return_dataset(dataset: Any, kept: dict[str, Any]) -> None:
     if kept["dataset"] is not None and not _stands_at(dataset, kept["dataset"]):
         give_back(dataset, kept["dataset"], "dataset")
     if kept["ended"]:
-        # It is brought to its end, and not to its next beginning: that is the affair of the iteration to come.
+        # Restored to the end of its iteration; the next `iter` begins the next one.
         iterator = iter(dataset)
         if kept["iterator"] is not None:
             give_back(iterator, kept["iterator"], "dataset")
@@ -37,7 +37,7 @@ def return_dataset(dataset: Any, kept: dict[str, Any]) -> None:
 def _stands_at(dataset: Any, state: Any) -> bool:
     try:
         return bool(ask(dataset) == state)
-    except Exception:  # tensors, for instance, are not equal or unequal
+    except Exception:  # such as tensors, whose comparison has no truth value
         return False
 
 
@@ -56,7 +56,7 @@ class Stream:
         self, dataset: Any, make_fetcher: Callable[[], Any], *, state: Any, skip: int, batch_size: int | None
     ) -> None:
         self._dataset = dataset
-        # In this order: an iterator may begin where its dataset is.
+        # The dataset first: its iterator may start from the dataset's position.
         if state is not None and state["dataset"] is not None:
             give_back(dataset, state["dataset"], "dataset")
         self._fetcher = make_fetcher()
@@ -78,11 +78,11 @@ class Stream:
 
     def state(self) -> dict[str, Any] | Unsaved | None:
         """The position after the latest batch, kept by the dataset and its iterator; None if neither does."""
-        # With its last, short batch a dataset has come to its end, and may already be back at its beginning.
+        # With a short batch a dataset has reached its end, and may already have reset itself.
         short = bool(getattr(self._fetcher, "ended", False))
         iterator = self._fetcher.dataset_iter
         of_iterator = ask(iterator)
-        # One that is its own iterator has one state, which it takes once its iteration has begun.
+        # A dataset that is its own iterator has one state, which it takes after `iter`.
         of_dataset = ask(self._dataset) if iterator is not self._dataset else None
         for state in (of_iterator, of_dataset):
             if isinstance(state, Unsaved):
@@ -96,6 +96,6 @@ class Stream:
             try:
                 next(self._fetcher.dataset_iter)
             except StopIteration:
-                # A short last batch was delivered before: the end of the stream is where it was.
+                # The last, short batch was delivered before: the stream was at its end.
                 self._fetcher.ended = True
                 return

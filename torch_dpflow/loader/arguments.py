@@ -1,4 +1,4 @@
-"""What torch's loader takes without a word and fails on in an epoch: refused when the loader is made."""
+"""Arguments that torch's loader accepts and then fails on in an epoch; refused by the constructor here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An iteration over a flow that several jobs share: the services load, this process puts batches together."""
+"""The iterator of a shared flow: the services load samples, this process collates batches."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch_dpflow.epoch.plan import generator_state
-from torch_dpflow.epoch.position import OPENING_ALONE, Makeup, Progress
+from torch_dpflow.epoch.progress import OPENING_ALONE, EpochProgress, LoaderShape
 from torch_dpflow.epoch.rng import restore_generator
 from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.errors import OptionError, StateError
+from torch_dpflow.loader.iteration_start import LoaderView, begin
 from torch_dpflow.loader.pinning import Pin
-from torch_dpflow.loader.run import Run
-from torch_dpflow.loader.start import LoaderView, begin
+from torch_dpflow.loader.runtime import LoaderRuntime
 from torch_dpflow.remote.job.job_options import MAX_NAME, JobOptions
 from torch_dpflow.remote.job.ready_batches import TAKEN, Ready
 from torch_dpflow.torch_private import BaseDataLoaderIter, DatasetKind
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch_dpflow.remote.job.client import SharedJob
     from torch_dpflow.remote.job.epoch_reader import SharedIterator
 
-#: A flow's highest version has so many nines.
+#: Digits of the highest version.
 MAX_VERSION_DIGITS = 9
 _FLOW = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._/-]{0,99})(:v(?P<version>[1-9][0-9]*))?")
 
@@ -64,31 +64,31 @@ class SharedLoaderIterator(BaseDataLoaderIter):
     """
 
     def __init__(self, loader: Any) -> None:
-        self._run: Run = loader._run
-        self._progress: Progress | Traversal
-        #: Whose turn it is.
+        self._runtime: LoaderRuntime = loader._runtime
+        self._progress: EpochProgress | RoutedProgress
+        #: The batch that is due.
         self._head: Ready
         #: Batches that have been counted.
         self._counted = 0
-        epoch, pending, progress = self._run.epoch, self._run.pending, self._run.progress
+        epoch, pending, progress = self._runtime.epoch, self._runtime.pending, self._runtime.progress
         try:
             order = _order_of(loader)
             self._batches = (
                 self._begin_plan(loader) if order is None else self._begin_traversal(loader, order)
             )
         except StateError:
-            self._run.epoch = epoch
+            self._runtime.epoch = epoch
             raise
         except BaseException:
-            self._run.epoch, self._run.pending, self._run.progress = epoch, pending, progress
+            self._runtime.epoch, self._runtime.pending, self._runtime.progress = epoch, pending, progress
             raise
-        # An iterator that is dropped in mid-epoch holds samples, and their room, no longer.
+        # An iterator that is dropped in mid-epoch releases its samples in the shards.
         weakref.finalize(self, self._batches.abandon).atexit = False
         self._pin = Pin(self._pin_memory_device) if self._pin_memory else None
-        self._run.meter.begin_epoch()
+        self._runtime.meter.begin_epoch()
 
     def _begin_traversal(self, loader: Any, order: RoutedOrder) -> SharedIterator:
-        state = self._run.take_pending()
+        state = self._runtime.take_pending()
         if state is not None and not state.fresh and state.shared is None:
             raise StateError(
                 "the state was taken with another sampler or without a flow; resume as it was taken, or begin the "
@@ -108,16 +108,18 @@ class SharedLoaderIterator(BaseDataLoaderIter):
     def _traverse(self, loader: Any, order: RoutedOrder, resumed: _ResumedEpoch) -> SharedIterator:
         base_seed = int(self._base_seed)
         job = job_of(loader, base_seed if order.seed is None else order.seed, order, resumed.seed)
-        iteration, self._run.epoch = self._run.epoch, self._run.epoch + 1
+        iteration, self._runtime.epoch = self._runtime.epoch, self._runtime.epoch + 1
         epoch = order.next_epoch(iteration, resumed.epoch, resumes=resumed.done is not None)
         batches = job.traverse(epoch, done=resumed.done, draw_seed=base_seed)
-        self._run.progress = self._progress = Traversal(job, loader, iteration, epoch, base_seed)
+        self._runtime.progress = self._progress = RoutedProgress(job, loader, iteration, epoch, base_seed)
         return batches
 
     def _begin_plan(self, loader: Any) -> SharedIterator:
         self._progress = progress = begin(self, loader, OPENING_ALONE, super().__init__)
         job = job_of(loader, int(self._base_seed))
-        batched = self._auto_collation  # the plan must not keep this iterator alive: its end is the reading's
+        batched = (
+            self._auto_collation
+        )  # `plan` must not refer to this iterator: reading ends when the iterator is freed
         positions: dict[int, int] = {}
 
         def plan() -> Iterator[list[int]]:
@@ -133,41 +135,41 @@ class SharedLoaderIterator(BaseDataLoaderIter):
 
         def passed(number: int, samples: int) -> None:
             position = positions.get(number)
-            if position is not None:  # else this was interrupted the last time
+            if position is not None:  # None: this call was interrupted and is repeated
                 progress.passed(position, samples)
                 positions.pop(number)
 
         batches = job.read(plan(), progress.epoch, draw_seed=progress.base_seed, passed=passed)
-        self._run.progress = _Settled(progress, batches)
+        self._runtime.progress = _PlannedProgress(progress, batches)
         return batches
 
     def __next__(self) -> Any:
         batch = super().__next__()
-        # One that Control-C has kept from getting here is still the next one: see `ready_batches`.
+        # If Control-C comes before this line, the same batch is the next one again: see `ready_batches`.
         self._head.value = TAKEN
         return batch
 
     def _next_data(self) -> Any:
-        with self._run.meter.waiting():
+        with self._runtime.meter.waiting():
             try:
                 ready = self._head = self._batches.head(self._timeout or None)
             except StopIteration:
                 self._progress.finished = True
                 raise
         if ready.number >= self._counted:
-            self._run.meter.delivered(len(ready.keys), 0)
+            self._runtime.meter.delivered(len(ready.keys), 0)
             self._counted = ready.number + 1
         return ready.value if self._pin is None else self._pin(ready.value)
 
 
 @dataclass(frozen=True)
 class _ResumedEpoch:
-    """What a state says of an order that the router decides; nothing where there is none."""
+    """What a state holds of an order that the router decides; empty without a state."""
 
-    #: Decides the order.
+    #: Of the order.
     seed: int | None = None
     epoch: int | None = None
-    #: What the job had of the epoch; None: it begins.
+    #: What the job had read of the epoch; None at its beginning.
     done: dict[str, Any] | None = None
 
     @classmethod
@@ -181,20 +183,20 @@ class _ResumedEpoch:
 
 
 @dataclass(frozen=True)
-class _Settled:
-    """The progress of an epoch, asked for when what was handed out of it has been noted."""
+class _PlannedProgress:
+    """The progress of an epoch, read once all delivered batches are counted in it."""
 
-    progress: Progress
+    progress: EpochProgress
     batches: SharedIterator
 
     def state(self) -> LoaderState:
-        """As that of the progress."""
+        """As `EpochProgress.state`."""
         self.batches.settle()
         return self.progress.state()
 
 
-class Traversal:
-    """The progress of an epoch whose order the router decides: the job knows what it has delivered.
+class RoutedProgress:
+    """The progress of an epoch whose order the router decides: the job records what it has delivered.
 
     Args:
         iteration: counts the loader's.
@@ -204,22 +206,22 @@ class Traversal:
     def __init__(self, job: SharedJob, loader: Any, iteration: int, epoch: int, base_seed: int) -> None:
         self._job = job
         self._generator = loader.generator
-        self._makeup = Makeup(loader)
+        self._shape = LoaderShape(loader)
         self._base_seed = base_seed
         self._iteration = iteration
         self.epoch = epoch
         self.finished = False
 
     def state(self) -> LoaderState:
-        """From what the rest of the epoch, or the next one, can be had. Takes a bit for each sample of the flow."""
+        """The state to resume the epoch from, or the next one if it is over: a bit for each sample of the flow."""
         after = {"seed": self._job.seed, "epoch": self.epoch + 1}
         return LoaderState(
             epoch=self._iteration + self.finished,
             fresh=self.finished,
             base_seed=None if self.finished else self._base_seed,
             generator=generator_state(self._generator),
-            length=self._makeup.length(),
-            made_of=self._makeup.parts(),
+            length=self._shape.length(),
+            made_of=self._shape.parts(),
             shared=after if self.finished else self._job.state(),
         )
 
@@ -227,20 +229,20 @@ class Traversal:
 def job_of(
     loader: Any, seed: int, order: RoutedOrder | None = None, resumed_seed: int | None = None
 ) -> SharedJob:
-    """A job of the loader that nobody reads, opened where there is none, and closed with the loader.
+    """An unused job of the loader, opened if there is none; closed with the loader.
 
-    So iterations may go on side by side, as torch's may. Of several ranks all have to begin as many.
+    So iterations may run concurrently, as torch's may. All ranks have to begin equally many.
 
     Args:
-        seed: decides its order, where it is the first.
-        order: how the router decides that; None where it does not.
-        resumed_seed: what decided it in the run that is gone on with; a job with another is opened anew.
+        seed: of the order, if it is the loader's first job.
+        order: the order that the router decides; None where the sampler decides it.
+        resumed_seed: the seed of the run that is resumed; a job with another seed is opened anew.
 
     Raises:
         as `torch_dpflow.remote.job.client.open_job`.
     """
-    run: Run = loader._run
-    jobs = run.jobs
+    runtime: LoaderRuntime = loader._runtime
+    jobs = runtime.jobs
     if resumed_seed is not None:
         seed = resumed_seed
     elif jobs:
@@ -253,12 +255,12 @@ def job_of(
             del jobs[number]
     number = next(free for free in itertools.count(1) if free not in jobs)
     job = jobs[number] = _open(loader, seed, order, number)
-    job.close_with(run)
+    job.close_with(runtime)
     return job
 
 
 def _order_of(loader: Any) -> RoutedOrder | None:
-    # Here, as below, so that who shares nothing loads neither samplers nor the services' client.
+    # Imported here and below, so that private loaders import neither samplers nor the services' client.
     from torch_dpflow.loader.flow_order import routed_order
 
     return routed_order(loader)
@@ -299,7 +301,7 @@ def _assembling(loader: Any) -> Callable[[list[Any]], Any]:
 
 
 def check_shareable(loader: Any) -> None:
-    """Raise OptionError for what a shared flow cannot have."""
+    """Raise OptionError if the loader cannot read a shared flow."""
     flow_version(loader.flow)
     if loader._dataset_kind == DatasetKind.Iterable:
         raise OptionError(

@@ -1,4 +1,4 @@
-"""Which samplers' orders a shared flow's router decides in their place, so that jobs read what others have loaded."""
+"""For which samplers the router of a shared flow decides the order, so that jobs read what others have loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RoutedOrder:
     """
 
     sampler: Any
-    #: Decides the order, with the epoch; None: the loader's base seed.
+    #: Seeds the order, with the epoch; None: the loader's base seed.
     seed: int | None = None
     #: The samples; None: all.
     indices: IndexArray | None = None
@@ -94,7 +94,7 @@ def routed_order(loader: Any) -> RoutedOrder | None:
 
 
 def has_common_name(options: JobOptions | None, replica: Replica | None) -> bool:
-    """Whether all ranks know, or can agree on, a name for their job."""
+    """Whether all ranks know a name for their job, or can agree on one."""
     if replica is None or (options is not None and options.name is not None):
         return True
     if not (dist.is_available() and dist.is_initialized()):

@@ -1,4 +1,4 @@
-"""The batches that are planned and not delivered yet, and which worker gets the next. Pure bookkeeping."""
+"""The batches that are planned and not delivered, and which worker gets the next one. Pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class InFlightBatch:
     position: int
     #: The batch's indices.
     index: Any
-    #: Whose it is, where batches belong to workers.
+    #: Its worker, where batches are bound to workers.
     worker: int | None
-    #: What came of it; None: nothing has come yet.
+    #: Its result or error; None until it arrives.
     outcome: Any = None
 
 
 class InFlight:
-    """Batches in the order of their positions, each with what has come of it.
+    """The batches in flight, by position, with their outcomes.
 
     Args:
         in_order: deliver by position; else by arrival.
@@ -40,17 +40,14 @@ class InFlight:
         self._flights[flight.position] = flight
 
     def arrive(self, position: int, outcome: Any) -> None:
-        """Something came of this batch. One that is not in flight (any more) is ignored.
-
-        It may be told again, where it was interrupted the first time.
-        """
+        """The outcome of a batch has arrived; ignored if it is not in flight. Idempotent."""
         flight = self._flights.get(position)
         if flight is not None and flight.outcome is None:
             self._arrived.append(position)
             flight.outcome = outcome
 
     def take(self) -> InFlightBatch | None:
-        """The batch to be delivered next, if it is there; it is not in flight any more."""
+        """Remove and return the batch to deliver next; None while it has not arrived."""
         if self._in_order:
             flight = next(iter(self._flights.values()), None)
             return None if flight is None or flight.outcome is None else self._flights.pop(flight.position)
@@ -61,32 +58,32 @@ class InFlight:
         return None
 
     def put_back(self, flight: InFlightBatch) -> None:
-        """A batch that was taken, and could not be delivered, is the next one again."""
+        """Undo `take` for a batch that could not be delivered."""
         self._flights = {flight.position: flight, **self._flights}
         self._arrived.appendleft(flight.position)
 
     def drop_waiting(self, worker: int) -> list[InFlightBatch]:
-        """Take out what this worker owes: nothing will come of it."""
+        """Remove the batches that this worker owes: they will not arrive."""
         dropped = [f for f in self._flights.values() if f.worker == worker and f.outcome is None]
         for flight in dropped:
             del self._flights[flight.position]
         return dropped
 
     def workers(self) -> list[int]:
-        """Whose batches are in flight, by position."""
+        """The workers of the batches in flight, by position."""
         return [flight.worker for flight in self._flights.values() if flight.worker is not None]
 
     def first_waiting(self) -> InFlightBatch | None:
-        """The oldest batch of which nothing has come."""
+        """The oldest batch that has not arrived."""
         return next((flight for flight in self._flights.values() if flight.outcome is None), None)
 
 
 class Rotation:
-    """torch's assignment of batches to workers: in turn, passing over those whose stream has ended.
+    """torch's assignment of batches to workers: in turn, skipping those whose stream has ended.
 
     Args:
         workers: how many.
-        in_order: without it, also pass over those that owe more than their share.
+        in_order: if False, also skip those that owe more than their share.
         most: batches in flight at most.
     """
 

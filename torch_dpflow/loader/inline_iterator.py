@@ -1,4 +1,4 @@
-"""An iteration without workers: torch's own way, with a position."""
+"""The iterator without workers: as torch's, with a position that can be saved."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
 
 from torch_dpflow.epoch.own_state import has_state
 from torch_dpflow.epoch.plan import Plan, samples_in
-from torch_dpflow.epoch.position import OPENING_ALONE
+from torch_dpflow.epoch.progress import OPENING_ALONE
 from torch_dpflow.epoch.rng import capture_rng, loading_for, preserved_rng
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.epoch.streams import Stream, at_rest, return_dataset
-from torch_dpflow.loader.start import begin
+from torch_dpflow.loader.iteration_start import begin
 from torch_dpflow.torch_private import BaseDataLoaderIter, DatasetKind, pin_memory
 
 
@@ -28,10 +28,10 @@ class SingleProcessIterator(BaseDataLoaderIter):
     """
 
     def __init__(self, loader: Any) -> None:
-        if loader.timeout:  # torch's constructor lets it pass, and its iterator stops here, with these words
+        if loader.timeout:  # torch's constructor accepts it, and its iterator raises this
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
-        self._run = loader._run
-        epoch, pending, progress = self._run.epoch, self._run.pending, self._run.progress
+        self._runtime = loader._runtime
+        epoch, pending, progress = self._runtime.epoch, self._runtime.pending, self._runtime.progress
         self._progress = begin(self, loader, OPENING_ALONE, super().__init__)
         if isinstance(self._dataset, IterDataPipe | MapDataPipe):
             graph_settings.apply_sharding(self._dataset, self._world_size, self._rank)
@@ -41,22 +41,22 @@ class SingleProcessIterator(BaseDataLoaderIter):
         try:
             self._fetcher = self._make_fetcher(loader)
         except BaseException as error:
-            self._run.epoch, self._run.progress = epoch, progress
-            self._run.pending = None if isinstance(error, Exception) else pending
+            self._runtime.epoch, self._runtime.progress = epoch, progress
+            self._runtime.pending = None if isinstance(error, Exception) else pending
             raise
         self._progress.ask_dataset = self._asked()
         if self._dataset_kind == DatasetKind.Iterable or self._progress.ask_dataset is not None:
             self._progress.streams = self._progress.streams or [StreamState()]
-        self._run.meter.begin_epoch()
+        self._runtime.meter.begin_epoch()
 
     def _next_data(self) -> Any:
-        with self._run.meter.waiting():
+        with self._runtime.meter.waiting():
             try:
                 data, samples = self._load()
             except StopIteration:
                 self._progress.finish()
                 raise
-        self._run.meter.delivered(samples, 0)
+        self._runtime.meter.delivered(samples, 0)
         return data
 
     def _load(self) -> tuple[Any, int]:
@@ -111,7 +111,7 @@ class SingleProcessIterator(BaseDataLoaderIter):
             )
 
     def _asked(self) -> Callable[[], Any] | None:
-        """What says where the dataset is, if it keeps a state."""
+        """A function that returns the dataset's own state, if it has one."""
         if self._dataset_kind != DatasetKind.Iterable:
             return partial(at_rest, self._dataset) if has_state(self._dataset) else None
         stream: Stream = self._fetcher

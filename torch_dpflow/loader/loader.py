@@ -10,15 +10,15 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from torch_dpflow.epoch.own_state import Unsaved
 from torch_dpflow.epoch.plan import generator_state, sampler_before
-from torch_dpflow.epoch.position import Makeup
+from torch_dpflow.epoch.progress import LoaderShape
 from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.epoch.streams import at_rest
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
+from torch_dpflow.loader.accelerate_support import keep_class_under_accelerate
 from torch_dpflow.loader.arguments import check_types, has_processes
 from torch_dpflow.loader.flow_iterator import SharedLoaderIterator, check_shareable
-from torch_dpflow.loader.frameworks import keep_class_under_accelerate
 from torch_dpflow.loader.inline_iterator import SingleProcessIterator
-from torch_dpflow.loader.run import Run
+from torch_dpflow.loader.runtime import LoaderRuntime
 from torch_dpflow.loader.worker_iterator import WorkerIterator
 from torch_dpflow.metrics import LoaderStats
 from torch_dpflow.options import LoaderOptions
@@ -90,7 +90,7 @@ class DPFlowDataLoader(DataLoader[T]):
             raise OptionTypeError(
                 f"options={options!r} is a {type(options).__name__}; give a torch_dpflow.LoaderOptions or None"
             )
-        self.flow = flow  # torch's constructor looks whether there are too many workers
+        self.flow = flow  # before torch's constructor, which warns about too many workers
         super().__init__(
             dataset,
             batch_size,
@@ -111,18 +111,20 @@ class DPFlowDataLoader(DataLoader[T]):
             in_order=in_order,
         )
         check_types(self, address)
-        # Under the names of the arguments: Lightning rebuilds a loader from the attributes that have them.
+        # Lightning rebuilds a loader from the attributes that have the names of arguments.
         self.options = options
         self.address = address
         self.job = job
-        self._run = Run()
+        self._runtime = LoaderRuntime()
         self._check_sharing()
 
     def __iter__(self) -> Any:
         if self.flow is not None:
             return SharedLoaderIterator(self)
         if isinstance(self._iterator, WorkerIterator) and self._iterator.closed:
-            self._iterator = None  # persistent workers that an error has ended, or a parent's: start others
+            self._iterator = (
+                None  # persistent workers that an error ended, or of the parent process: start others
+            )
         return super().__iter__()
 
     def _get_iterator(self) -> Any:
@@ -153,17 +155,17 @@ class DPFlowDataLoader(DataLoader[T]):
                 Or the workers are threads.
         """
         self._check_workers()
-        run = self._run
-        if run.pending is not None:
-            return run.pending.as_dict()
-        if run.progress is not None:
-            return run.progress.state().as_dict()
-        makeup = Makeup(self)
+        runtime = self._runtime
+        if runtime.pending is not None:
+            return runtime.pending.as_dict()
+        if runtime.progress is not None:
+            return runtime.progress.state().as_dict()
+        shape = LoaderShape(self)
         state = LoaderState(
-            kind=makeup.kind,
+            kind=shape.kind,
             generator=generator_state(self.generator),
-            length=makeup.length(),
-            made_of=makeup.parts(),
+            length=shape.length(),
+            made_of=shape.parts(),
             sampler=None if self.flow is not None else sampler_before(self._index_sampler, self.sampler),
             dataset=None if self.num_workers or self.flow is not None else _dataset_before(self.dataset),
         )
@@ -184,12 +186,14 @@ class DPFlowDataLoader(DataLoader[T]):
         self._check_workers()
         state = LoaderState.from_dict(state_dict)
         self._check_fits(state)
-        self._run.pending = state
-        self._iterator = None  # kept workers have read on, and begun epochs otherwise than a new loader does
+        self._runtime.pending = state
+        self._iterator = (
+            None  # persistent workers have read ahead, and begin epochs differently from new ones
+        )
 
     def stats(self) -> LoaderStats:
-        """What this loader has done so far, over all its iterations."""
-        stats, jobs = self._run.meter.snapshot(), self._run.jobs.values()
+        """Counters of this loader, over all its iterations."""
+        stats, jobs = self._runtime.meter.snapshot(), self._runtime.jobs.values()
         if not jobs:
             return stats
         latest = max((job.sharing for job in jobs), key=lambda sharing: sharing.served)
@@ -216,8 +220,8 @@ class DPFlowDataLoader(DataLoader[T]):
             )
 
     def _check_fits(self, state: LoaderState) -> None:
-        makeup = Makeup(self)
-        kind, length = makeup.kind, makeup.length()
+        shape = LoaderShape(self)
+        kind, length = shape.kind, shape.length()
         if self.flow is None and state.shared is not None and not state.fresh:
             raise StateError(
                 "the state was taken in the middle of an epoch of a shared flow, whose order the flow's router "
@@ -233,7 +237,7 @@ class DPFlowDataLoader(DataLoader[T]):
                 f"the state is of a loader whose epoch has {state.length} batches, this one's has {length}; "
                 "resume with the dataset, batch_size, drop_last and sampler that it was taken with"
             )
-        mine = makeup.parts()
+        mine = shape.parts()
         for name, was in state.made_of.items() if not state.fresh else ():
             if None not in (was, mine.get(name)) and was != mine[name]:
                 raise StateError(
@@ -251,7 +255,7 @@ class DPFlowDataLoader(DataLoader[T]):
 
 
 def _dataset_before(dataset: Any) -> Any:
-    """What the dataset keeps itself before any iteration; there is nothing to say where it cannot."""
+    """The dataset's own state before any iteration; None where its `state_dict` fails."""
     kept = at_rest(dataset)
     return None if isinstance(kept, Unsaved) else kept
 

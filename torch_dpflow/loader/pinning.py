@@ -23,7 +23,7 @@ class Pin:
 
     def __call__(self, batch: Any) -> Any:
         if not self._ready:
-            # What torch's own thread does first: a thread begins with device 0 and with every core.
+            # As torch's pinning thread does first: a new thread has device 0 and uses every core.
             torch.set_num_threads(1)
             torch.accelerator.set_device_index(self._index)
             self._ready = True

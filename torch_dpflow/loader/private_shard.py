@@ -22,9 +22,10 @@ from typing import Any
 from torch_dpflow import descriptors
 from torch_dpflow.directory import PrivateDirectory
 from torch_dpflow.epoch.state import StreamState
-from torch_dpflow.errors import DescriptorLimitError, LifetimeError, MessageError, NotPicklableError
+from torch_dpflow.errors import DescriptorLimitError, LifetimeError, MessageError
 from torch_dpflow.loader.shard_events import Arrived, Broken, Died, Event, Poisoned, Started, Starved, Totals
-from torch_dpflow.platforms.base import Handle, Platform, ProcessSpec, require_same_host
+from torch_dpflow.loader.worker_processes import WorkerProcesses, require_descriptors
+from torch_dpflow.platforms.base import Handle, Platform, require_same_host
 from torch_dpflow.remote.parcel.codec import decode
 from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow.remote.scheduler import Scheduler
@@ -33,10 +34,7 @@ from torch_dpflow.remote.shm.arena import ArenaReader
 from torch_dpflow.remote.shm.running_task import RunningTaskReader
 from torch_dpflow.remote.transport import listen
 from torch_dpflow.remote.wire.headers import FAILURE, Finished, WorkerHello
-from torch_dpflow.remote.worker import batch_worker as worker_process
-from torch_dpflow.remote.worker.batch_worker import Post
-from torch_dpflow.remote.worker.batches import Assignment, Begun, EpochOrder
-from torch_dpflow.remote.worker.sealed import Sealed
+from torch_dpflow.remote.worker.batches import Begun, EpochOrder, LoadSpec
 from torch_dpflow.torch_private import ExceptionWrapper
 
 #: Tasks that a worker holds: one that it loads and one that waits, so that it never idles for an answer. More would
@@ -44,13 +42,8 @@ from torch_dpflow.torch_private import ExceptionWrapper
 WINDOW = 2
 #: How long a worker may take to finish its batch when the loader closes, seconds; torch's figure.
 GRACE_S = 5.0
-#: How long a worker that has not, and is asked to end at once, may take before it is killed, seconds.
-TERMINATE_S = 1.0
 #: How often the shard's thread looks at time limits, seconds, where there are any.
 TICK_S = 0.5
-#: Descriptors that a worker takes here: two pipes, one for its process and one for its connection; and what is needed
-#: beside: a directory's lock, sockets, mappings, and a worker's own where it inherits all of these.
-WORKER_DESCRIPTORS, OWN_DESCRIPTORS = 4, descriptors.SPARE + 16
 #: How long the training thread waits without a look at signals, seconds.
 SIGNALS_S = 1.0
 
@@ -62,7 +55,7 @@ class PrivateShard:
 
     Args:
         platform: starts the workers; closed with the shard.
-        assignment: what all of them load.
+        spec: what all of them load.
         workers: how many.
         order: the first epoch, alike for all workers; `streams` says where each one's own stream begins.
         streams: per worker, or empty.
@@ -77,7 +70,7 @@ class PrivateShard:
     def __init__(
         self,
         platform: Platform,
-        assignment: Assignment,
+        spec: LoadSpec,
         *,
         workers: int,
         order: EpochOrder,
@@ -87,12 +80,7 @@ class PrivateShard:
         pin: Callable[[Any], Any] | None,
     ) -> None:
         require_same_host(platform, "a loader")
-        needed = workers * WORKER_DESCRIPTORS + OWN_DESCRIPTORS
-        descriptors.require(needed, f"a loader with {workers} workers")
-        self._platform = platform
-        self._assignment = Sealed(assignment)
-        #: Their numbers, by the names under which they are launched.
-        self._workers = {f"worker-{worker}": worker for worker in range(workers)}
+        require_descriptors(workers)
         self._pin = pin
         self._order = order
         self._streams: list[StreamState | None] = [*streams] or [None] * workers
@@ -104,17 +92,18 @@ class PrivateShard:
         self._commands: deque[Callable[[], None]] = deque()
         self._readers: dict[int, ArenaReader] = {}
         self._running: dict[int, RunningTaskReader | None] = {}
-        #: The latest process under each number; only the training thread changes it.
-        self._handles: dict[int, Handle] = {}
-        self._incarnations = [0] * workers
         self._closing = False
         self._grace_s = GRACE_S
         self._owner = os.getpid()
         self._directory = PrivateDirectory()
         self._listener = listen(f"ipc://{self._directory.path}/shard")
         self._listener.watch(platform.wakeup_fd)
+        #: Of the workers; the training thread starts and replaces them.
+        self.processes = WorkerProcesses(
+            platform, spec, workers, self._listener.address, self._directory.path
+        )
         self._task_timeout_s = task_timeout_s
-        # Workers do not pay for the time that this process was stopped, by a debugger or with its container.
+        # Time for which this process was stopped, by a debugger or with its container, does not count for workers.
         self._clock = SuspendAwareClock()
         self._scheduler = Scheduler(window=WINDOW, poison_limit=poison_limit, task_timeout_s=task_timeout_s)
         self._shard = Shard(
@@ -126,7 +115,7 @@ class PrivateShard:
         self._thread = threading.Thread(target=self._run, name="dpflow-shard", daemon=True)
         try:
             for worker in range(workers):
-                self._start(worker)
+                self.processes.start(worker)
         except BaseException:
             self.close(grace_s=0)
             raise
@@ -147,14 +136,14 @@ class PrivateShard:
         self._command(submit)
 
     def cancel(self, tasks: Sequence[int]) -> None:
-        """Nobody wants these any more."""
+        """Drop these tasks: their results are not needed any more."""
         self._command(lambda: self._shard.cancel(tasks))
 
     def wait(self, timeout_s: float | None) -> Event | None:
         """The next event, in the order in which they happened; None when none comes in time.
 
-        It stays the next one until it is `taken`: Control-C may come between any two steps of the training thread,
-        and an event that went with it would be waited for in vain.
+        It stays the next one until `acknowledge`: Control-C may come between any two steps of the training thread,
+        and an event lost with it would be waited for in vain.
 
         Raises:
             LifetimeError: this process was forked from the one that made the shard; nothing would ever come.
@@ -165,13 +154,13 @@ class PrivateShard:
         while True:
             if self._events:
                 return self._events[0]
-            # Now and then Python must come by to see a signal that another thread has taken.
+            # Python handles a signal that arrived in another thread only when this thread runs Python code.
             slice_s = max(0.0, min(SIGNALS_S, deadline - time.monotonic()))
             with suppress(queue.Empty):
                 self._signs.get(timeout=slice_s)
             if time.monotonic() >= deadline and not self._events:
                 return None
-            if not self._events and len(self._shard.connected) < len(self._incarnations):
+            if not self._events and len(self._shard.connected) < len(self.processes):
                 descriptors.require(descriptors.SPARE, "a worker's connection")
 
     def poll(self) -> Event | None:
@@ -179,54 +168,26 @@ class PrivateShard:
         self._check_owner()
         return self._events[0] if self._events else None
 
-    def taken(self) -> None:
-        """The next event has been dealt with."""
+    def acknowledge(self) -> None:
+        """The next event was handled."""
         self._events.popleft()
         with suppress(queue.Empty):
             self._signs.get_nowait()
 
     def begin_epoch(self, order: EpochOrder, streams: Sequence[StreamState | None]) -> None:
-        """Forget what is left of the running epoch and begin another with the same workers."""
+        """Drop what is left of the running epoch and begin another with the same workers."""
 
         def begin() -> None:
             self._order = order
-            self._streams = [*streams] or [None] * len(self._incarnations)
+            self._streams = [*streams] or [None] * len(self.processes)
             self._shard.begin_epoch()
 
         self._command(begin)
-
-    def replace_worker(self, worker: int, dead: Handle) -> str:
-        """Start another process in place of one that died; returns how it died. Starts none where one has been.
-
-        Raises DescriptorLimitError where this process has too many files open; it can be called again.
-        """
-        report = "has ended"
-        handle = self._handles.get(worker)
-        if handle is None or handle is dead:
-            report = self.reap(worker)
-            self._incarnations[worker] += 1
-            descriptors.require(WORKER_DESCRIPTORS + OWN_DESCRIPTORS, f"another process for worker {worker}")
-            self._start(worker)
-        return report
-
-    def reap(self, worker: int) -> str:
-        """Forget the process of a worker that died; returns how it ended."""
-        handle = self._handles.get(worker)
-        if handle is None:  # this was interrupted the last time
-            return "has ended"
-        end = handle.describe()
-        del self._handles[worker]
-        return str(end)
 
     @property
     def is_own(self) -> bool:
         """Whether this process made it; a forked child has inherited the object, not what it owns."""
         return self._owner == os.getpid()
-
-    @property
-    def handles(self) -> list[Handle]:
-        """The workers' processes, by number."""
-        return [handle for _, handle in sorted(self._handles.items())]
 
     def totals(self) -> Totals:
         """Counts since the start."""
@@ -238,7 +199,7 @@ class PrivateShard:
         if not self.is_own:
             return
         if threading.current_thread() is self._thread:
-            # The garbage collector found the loader's iterator in this very thread, which cannot wait for itself.
+            # The garbage collector ran in this thread and freed the iterator; a thread cannot join itself.
             threading.Thread(target=self.close, name="dpflow-close").start()
             return
         self._grace_s = grace_s
@@ -248,11 +209,8 @@ class PrivateShard:
             self._thread.join()
         elif self._thread.ident is None:  # a worker could not be started, so it never was
             self._shut_down()
-        self._platform.close(grace_s=TERMINATE_S)
-        for handle in self._handles.values():
-            handle.describe()  # also those whose end was told and not heard any more
-        self._handles.clear()
-        # The shard and this object know each other, so what they hold would wait for the garbage collector.
+        self.processes.close()
+        # The shard and this object refer to each other: free at once what only the garbage collector would free later.
         self._readers.clear()
         self._running.clear()
         self._events.clear()
@@ -271,78 +229,54 @@ class PrivateShard:
         self._commands.append(command)
         self._listener.wake()
 
-    def _start(self, worker: int) -> None:
-        post = Post(
-            worker=worker,
-            incarnation=self._incarnations[worker],
-            address=self._listener.address,
-            directory=self._directory.path,
-        )
-        spec = ProcessSpec(
-            name=f"worker-{worker}",
-            incarnation=post.incarnation,
-            target=worker_process.main,
-            arguments=(self._assignment, post),
-            report_file=worker_process.exit_report_path(post),
-            directory=self._directory.path,
-        )
-        try:
-            self._handles[worker] = self._platform.launch(spec)
-        except NotPicklableError as error:
-            raise NotPicklableError(
-                f"the dataset, collate_fn or worker_init_fn cannot travel: {error}. Define it at the top of a module "
-                "(no lambda, no local class), leave out open files and locks, or pass multiprocessing_context='fork'"
-            ) from error
-
     # -- the shard's thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._turn()
+                self._poll_once()
         except BaseException as error:
-            self._tell(Broken(error))
+            self._notify(Broken(error))
         finally:
             self._shut_down()
 
-    def _turn(self) -> None:
+    def _poll_once(self) -> None:
         message = self._listener.receive(self._tick_s)
-        is_quiet = message is None  # a death wakes it without a message
+        is_quiet = message is None  # a death wakes the listener without a message
         while message is not None:
             self._shard.on_message(*message)
             message = self._listener.receive(0)
         while self._commands:
             self._commands.popleft()()
         if is_quiet:
-            for handle in self._platform.take_ended():
-                self._on_process_ended(handle)
+            for worker, handle in self.processes.ended():
+                self._on_end(worker, handle)
         if self._tick_s is not None and time.monotonic() >= self._tick_at:
             self._shard.check_timeouts()
             self._tick_at = time.monotonic() + self._tick_s
 
-    def _tell(self, event: Event) -> None:
+    def _notify(self, event: Event) -> None:
         self._events.append(event)
         self._signs.put(None)
 
     def _shut_down(self) -> None:
-        """Stop the workers and wait for the end of those that are connected; the others have nothing to finish."""
+        """Stop the workers and wait for those that are connected; the others have nothing to finish."""
         self._shard.stop_workers()
         leaving = set(self._shard.connected)
         deadline = time.monotonic() + self._grace_s
         while leaving and (left_s := deadline - time.monotonic()) > 0:
             self._listener.receive(left_s)
-            leaving.difference_update(self._workers[handle.name] for handle in self._platform.take_ended())
+            leaving.difference_update(worker for worker, _ in self.processes.ended())
         self._listener.close()
 
-    def _on_process_ended(self, handle: Handle) -> None:
-        worker = self._workers[handle.name]
-        if handle.incarnation != self._incarnations[worker]:
-            return  # its start was interrupted before it was known, and another has taken its place
-        # Results that it sent before its end count; only then is the rest given to others.
+    def _on_end(self, worker: int, handle: Handle) -> None:
+        if self.processes.refusal(worker, handle.incarnation):
+            return  # launched by an interrupted `start`, which was repeated since
+        # Results that it sent before its end count; only then its tasks go to others.
         while (message := self._listener.receive(0)) is not None:
             self._shard.on_message(*message)
-        # First the death, then what came of it, so that a poisoned task's exit report is known.
-        self._tell(Died(worker, handle))
+        # The death is notified first, so that its exit report is known when a task is reported as poisoned.
+        self._notify(Died(worker, handle))
         running = self._running.pop(worker, None)
         self._shard.on_worker_lost(worker, None if running is None else running.tasks())
         self._readers.pop(worker, None)
@@ -350,10 +284,7 @@ class PrivateShard:
     # -- what the shard asks of us (`Requester`) ---------------------------------------------------------
 
     def refusal(self, hello: WorkerHello) -> str:
-        if hello.worker >= len(self._incarnations):
-            return f"there are {len(self._incarnations)} workers"
-        newest = self._incarnations[hello.worker]
-        return "" if hello.incarnation == newest else f"incarnation {newest} is the one that counts"
+        return self.processes.refusal(hello.worker, hello.incarnation)
 
     def shares_memory(self, hello: WorkerHello) -> bool:
         reader = self._readers[hello.worker] = ArenaReader(hello.pid)
@@ -368,7 +299,7 @@ class PrivateShard:
         begun: Begun = pickle.loads(frame)
         if begun.generation == self._order.generation:
             self._streams[worker] = begun.stream or self._streams[worker]
-            self._tell(Started(worker, begun))
+            self._notify(Started(worker, begun))
 
     def open(self, worker: int, finished: Finished, frames: list[memoryview]) -> Any:
         stream = pickle.loads(frames.pop()) if finished.has_stream else None
@@ -391,25 +322,20 @@ class PrivateShard:
         if self._pin is not None and not isinstance(value, ExceptionWrapper):
             value = self._pinned(value)
         kind = FAILURE if isinstance(value, ExceptionWrapper) else finished.kind
-        self._tell(Arrived(task, worker, kind, value, stream, finished.parcel.nbytes))
+        self._notify(Arrived(task, worker, kind, value, stream, finished.parcel.nbytes))
 
     def poisoned(self, task: int, workers: tuple[int, ...], late: int) -> None:
-        self._tell(Poisoned(task, workers))
+        self._notify(Poisoned(task, workers))
 
     def starved(self) -> None:
-        self._tell(Starved())
+        self._notify(Starved())
 
     def failed(self, worker: int) -> None:
-        self._kill(worker, "it could not be understood, or its shared memory not be read")
+        self.processes.kill(worker, "it could not be understood, or its shared memory not be read")
 
     def overdue(self, worker: int) -> None:
         limit = f"task_timeout_s={self._task_timeout_s:g} s"
-        self._kill(worker, f"it had been at one batch, or at its start, for more than {limit}")
-
-    def _kill(self, worker: int, why: str) -> None:
-        handle = self._handles.get(worker)
-        if handle is not None:
-            handle.kill(why)  # which is logged with its replacement
+        self.processes.kill(worker, f"it had been at one batch, or at its start, for more than {limit}")
 
     def _pinned(self, value: Any) -> Any:
         assert self._pin is not None

@@ -1,4 +1,4 @@
-"""What happens in a private shard's thread, as it is told to the training thread."""
+"""Events that a private shard's thread passes to the training thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_dpflow.remote.worker.batches import Begun
 
 @dataclass(frozen=True)
 class Arrived:
-    """A task's first result is here, opened and pinned."""
+    """The first result of a task has arrived, opened and pinned."""
 
     task: int
     worker: int
@@ -24,7 +24,7 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Poisoned:
-    """A task has taken down these workers one after the other."""
+    """These workers died over a task, one after the other."""
 
     task: int
     workers: tuple[int, ...]
@@ -32,7 +32,7 @@ class Poisoned:
 
 @dataclass(frozen=True)
 class Started:
-    """A worker whose stream is its own says how it began an epoch."""
+    """A worker with a stream of its own has begun an epoch."""
 
     worker: int
     begun: Begun
@@ -45,7 +45,7 @@ class Starved:
 
 @dataclass(frozen=True)
 class Died:
-    """A worker has ended; its tasks are queued again and wait for its replacement or for others."""
+    """A worker has ended; its tasks are queued again for its replacement or other workers."""
 
     worker: int
     handle: Handle
@@ -53,7 +53,7 @@ class Died:
 
 @dataclass(frozen=True)
 class Broken:
-    """The shard's thread has failed; nothing will come any more."""
+    """The shard's thread has failed; this is the last event."""
 
     error: BaseException
 

@@ -31,7 +31,7 @@ from torch_dpflow.remote.wire.headers import (
     encode,
 )
 from torch_dpflow.remote.worker import collate
-from torch_dpflow.remote.worker.batches import Assignment, BatchSource, LoadedBatch
+from torch_dpflow.remote.worker.batches import BatchSource, LoadedBatch, LoadSpec
 from torch_dpflow.remote.worker.fetching import unpicklable_failure
 from torch_dpflow.remote.worker.sealed import Sealed
 from torch_dpflow.remote.worker.time_slices import take_long_slices
@@ -63,7 +63,7 @@ def main(sealed: Sealed, post: Post) -> None:
     """Work until told to stop or until the owner is gone. The target of a worker process.
 
     Args:
-        sealed: what to load (an `Assignment`).
+        sealed: what to load (a `LoadSpec`).
         post: where.
     """
     # In this order: torch's handlers take the place of Python's, which call what they have found. And a handler
@@ -93,10 +93,10 @@ def _exit_report(error: BaseException) -> str:
 class _Worker:
     """Mirrors, from below, what the shard's scheduler knows of this worker: a window of tasks, oldest first."""
 
-    def __init__(self, assignment: Assignment, post: Post) -> None:
+    def __init__(self, spec: LoadSpec, post: Post) -> None:
         self._post = post
-        self._assignment = assignment
-        self._arena = Arena(budget_bytes=assignment.shared_memory) if assignment.shared_memory else None
+        self._load_spec = spec
+        self._arena = Arena(budget_bytes=spec.shared_memory) if spec.shared_memory else None
         self._running = RunningTask(self._arena)
         self._connection = connect(post.address, identity=f"{post.worker}/{post.incarnation}".encode())
         self._source: BatchSource | None = None
@@ -108,7 +108,7 @@ class _Worker:
         hello = WorkerHello(self._post.worker, self._post.incarnation, os.getpid(), probe, self._running.ref)
         self._connection.send([encode(hello)])
         # Seeds, worker_init_fn and the like come after the greeting, so that its answer is on its way meanwhile.
-        self._source = BatchSource(self._assignment, self._post.worker)
+        self._source = BatchSource(self._load_spec, self._post.worker)
         while not self._stopped:
             self._hear(wait=not self._tasks)
             if self._tasks and not self._stopped:

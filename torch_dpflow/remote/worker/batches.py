@@ -22,7 +22,7 @@ from torch_dpflow.torch_private import DatasetKind, generate_state, set_worker_i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assignment:
+class LoadSpec:
     """What a worker loads and how; the same for all workers of a loader, and for their replacements."""
 
     dataset: Any
@@ -84,16 +84,16 @@ class BatchSource:
     Makes the process a DataLoader worker: one torch thread, torch's seeds, `get_worker_info()`.
     """
 
-    def __init__(self, assignment: Assignment, worker: int) -> None:
-        self._assignment = assignment
+    def __init__(self, spec: LoadSpec, worker: int) -> None:
+        self._load_spec = spec
         self._worker = worker
-        self._iterable = assignment.dataset_kind == DatasetKind.Iterable
-        self._dataset = assignment.dataset
+        self._iterable = spec.dataset_kind == DatasetKind.Iterable
+        self._dataset = spec.dataset
         self._order: EpochOrder | None = None
         self._fetcher: Any = None
         self._broken: Any = None
         self._delivered = 0
-        _become_worker(assignment, worker)
+        _become_worker(spec, worker)
 
     def begin(self, order: EpochOrder) -> Begun | None:
         """Start an epoch; says how it began where this worker's stream is its own.
@@ -111,12 +111,12 @@ class BatchSource:
                 shared = torch.Generator()
                 shared.manual_seed(order.shared_seed or 0)
                 self._dataset = graph_settings.apply_random_seed(self._dataset, shared)
-            if first and self._assignment.worker_init_fn is not None:
-                self._assignment.worker_init_fn(self._worker)
+            if first and self._load_spec.worker_init_fn is not None:
+                self._load_spec.worker_init_fn(self._worker)
             self._begin_stream(order.stream)
         except Exception:
             self._broken = failure(self._worker)
-        if not self._assignment.own_stream:
+        if not self._load_spec.own_stream:
             return None
         return Begun(generation=order.generation, stream=self._beginning(), failure=self._broken)
 
@@ -126,7 +126,8 @@ class BatchSource:
             return LoadedBatch(FAILURE, self._broken, None)
         if self._order is None:
             raise MessageError("a task came before its epoch")
-        if not self._assignment.own_stream:
+        if not self._load_spec.own_stream:
+            # By batch and not by sample: `__getitems__` and `collate_fn` draw too.
             seed_batch(self._order.base_seed, self._order.epoch, position)
         try:
             value = self._fetcher.fetch(index)
@@ -159,10 +160,10 @@ class BatchSource:
             restore_rng(stream.rng)
 
     def _make_fetcher(self, stream: StreamState | None) -> Any:
-        assignment = self._assignment
-        overlaps = not self._iterable and assignment.read_threads > 1 and assignment.auto_collation
+        spec = self._load_spec
+        overlaps = not self._iterable and spec.read_threads > 1 and spec.auto_collation
         if overlaps and not callable(getattr(self._dataset, "__getitems__", None)):
-            return ThreadedFetcher(self._dataset, assignment.collate_fn, assignment.read_threads)
+            return ThreadedFetcher(self._dataset, spec.collate_fn, spec.read_threads)
         kept = stream.dataset if stream is not None else None
         over = stream is not None and (stream.ended or not stream.delivered)
         if kept is not None and (not self._iterable or (over and kept["ended"])):
@@ -177,17 +178,17 @@ class BatchSource:
             self._torch_fetcher,
             state=kept,
             skip=stream.delivered if stream is not None else 0,
-            batch_size=assignment.batch_size if assignment.auto_collation else None,
+            batch_size=spec.batch_size if spec.auto_collation else None,
         )
 
     def _torch_fetcher(self) -> Any:
-        assignment = self._assignment
+        spec = self._load_spec
         return DatasetKind.create_fetcher(
-            assignment.dataset_kind,
+            spec.dataset_kind,
             self._dataset,
-            assignment.auto_collation,
-            assignment.collate_fn,
-            assignment.drop_last,
+            spec.auto_collation,
+            spec.collate_fn,
+            spec.drop_last,
         )
 
     def _kept(self) -> Any:
@@ -204,7 +205,7 @@ class BatchSource:
 
     def _stream_state(self) -> StreamState | None:
         self._delivered += 1
-        if not self._assignment.own_stream:
+        if not self._load_spec.own_stream:
             return None
         kept = self._kept()
         if not self._iterable:
@@ -226,10 +227,10 @@ def _opened(order: EpochOrder, *, lives_on: bool) -> EpochOrder:
     return replace(order, stream=replace(order.stream, dataset=None if nothing else opened(kept)))
 
 
-def _become_worker(assignment: Assignment, worker: int) -> None:
+def _become_worker(spec: LoadSpec, worker: int) -> None:
     torch.set_num_threads(1)
-    seed = assignment.base_seed + worker
+    seed = spec.base_seed + worker
     random.seed(seed)
     torch.manual_seed(seed)
-    np.random.seed(generate_state(assignment.base_seed, worker))
-    set_worker_info(worker=worker, workers=assignment.num_workers, seed=seed, dataset=assignment.dataset)
+    np.random.seed(generate_state(spec.base_seed, worker))
+    set_worker_info(worker=worker, workers=spec.num_workers, seed=seed, dataset=spec.dataset)

@@ -16,7 +16,8 @@ from torch_dpflow.remote.wire.headers import Exchange, Finished, encode
 
 #: Most results of one message; most frames, and bytes in them and in shared memory, where there are several.
 TOGETHER, FRAMES_TOGETHER, BYTES_TOGETHER = 16, 128, 8 << 20
-#: How long a result waits for others, seconds: as long as ten small samples take.
+#: How long a result waits for others, seconds: as long as ten small samples take. With 8 and 20 ms the shard took a
+#: fifth more processor time. It costs latency where the design asks for little, and buys throughput.
 HOLD_S = 0.06
 #: When results go although the worker is at the next sample still, seconds.
 LATE_S = 0.1

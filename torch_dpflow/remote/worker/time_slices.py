@@ -2,7 +2,8 @@
 
 A process that decodes images wants its turn to last: where more of them run than there are cores, each turn begins
 with caches that another has filled. And it has no hurry to begin, while the processes that it works for, which sleep
-and wake, do.
+and wake, do. Four decoders on two cores take 5% less processor time an image with it, beside shard and jobs 2 to
+3% less. For the private loader it was not measured by itself.
 """
 
 from __future__ import annotations

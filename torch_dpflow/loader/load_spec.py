@@ -1,4 +1,4 @@
-"""What a loader's workers are given to load, and whether batches belong to them."""
+"""What a loader's workers load, and whether batches are bound to workers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 from torch_dpflow.epoch.own_state import has_state
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.remote.shm.headroom import of_machine
-from torch_dpflow.remote.worker.batches import Assignment
+from torch_dpflow.remote.worker.batches import LoadSpec
 from torch_dpflow.torch_private import DatasetKind, sharding_worker_init_fn
 
-#: Of the machine's memory, how much all workers together may share with the training process.
+#: All workers of a loader together may share this part of the machine's memory with it: a quarter.
 SHARED_FRACTION = 4
 
 
-def assignment_of(iterator: Any, loader: Any, options: LoaderOptions, *, own_stream: bool) -> Assignment:
-    """What all workers of this iteration, of torch's kind, are given."""
+def load_spec(iterator: Any, loader: Any, options: LoaderOptions, *, own_stream: bool) -> LoadSpec:
+    """The specification for all workers of this iterator, which derives from torch's."""
     worker_init_fn = loader.worker_init_fn
     if isinstance(iterator._dataset, IterDataPipe | MapDataPipe):
         worker_init_fn = functools.partial(
@@ -27,7 +27,7 @@ def assignment_of(iterator: Any, loader: Any, options: LoaderOptions, *, own_str
     shared_memory = options.shared_memory
     if shared_memory is None:
         shared_memory = of_machine("MemTotal") // SHARED_FRACTION // iterator._num_workers
-    return Assignment(
+    return LoadSpec(
         dataset=iterator._dataset,
         dataset_kind=iterator._dataset_kind,
         auto_collation=iterator._auto_collation,
@@ -44,9 +44,9 @@ def assignment_of(iterator: Any, loader: Any, options: LoaderOptions, *, own_str
 
 
 def has_own_streams(loader: Any, options: LoaderOptions) -> bool:
-    """Whether batches belong to workers, each of which draws from random numbers of its own."""
+    """Whether batches are bound to workers, each of which has a random stream of its own."""
     if loader._dataset_kind == DatasetKind.Iterable or options.seeding == "worker":
         return True
-    if has_state(loader.dataset):  # which depends on what the worker has loaded before
+    if has_state(loader.dataset):  # its state depends on what the worker loaded before
         return True
     return options.seeding == "auto" and loader.worker_init_fn is not None

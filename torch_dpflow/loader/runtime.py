@@ -1,4 +1,4 @@
-"""What a loader remembers from one iteration to the next."""
+"""What a loader keeps between its iterations."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from torch_dpflow.remote.job.client import SharedJob
 
 
-class Position(Protocol):
+class IterationProgress(Protocol):
     """What a loader asks of its latest iteration."""
 
     def state(self) -> LoaderState:
-        """From what the rest of the iteration, or the next one, can be had. No side effect."""
+        """The state to resume the iteration from, or the next one if it is over. No side effect."""
 
 
-class Run:
-    """What a loader remembers from one iteration to the next. Copied or pickled, it starts with no iteration."""
+class LoaderRuntime:
+    """What a loader keeps between its iterations. A copied or pickled one keeps only the epoch."""
 
     def __init__(self, epoch: int = 0) -> None:
         #: The number of the next iteration.
@@ -29,16 +29,16 @@ class Run:
         #: Fingerprints of the process's generators where the first iteration of all began.
         self.began: dict[str, str] = {}
         #: The latest iteration.
-        self.progress: Position | None = None
+        self.progress: IterationProgress | None = None
         #: By number, the jobs of a loader with a flow: one for each of its iterations that go on side by side.
         self.jobs: dict[int, SharedJob] = {}
         self.meter = LoaderMeter()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Run, (self.epoch,)
+        return LoaderRuntime, (self.epoch,)
 
     def take_pending(self) -> LoaderState | None:
-        """The loaded state, once: whatever comes of it, the iteration after is a new one."""
+        """Return the loaded state and drop it: it is for one iteration."""
         pending, self.pending = self.pending, None
         if pending is not None:
             self.epoch, self.began = pending.epoch, pending.began

@@ -1,8 +1,9 @@
-"""Libraries that rebuild a loader from its attributes: how our options come along, and our class stays.
+"""Makes accelerate rebuild our loaders as ours, with our options.
 
-Lightning calls our class with our attributes; that needs nothing. accelerate calls torch's class, or torchdata's, by
-its name in `accelerate.data_loader` and passes torch's arguments only, so that its users would silently lose our
-workers. It has no hook. But what it rebuilds is the argument `dataloader` of the function that does so.
+Libraries rebuild a loader from its attributes. Lightning calls our class, which needs no support. accelerate calls
+torch's class, or torchdata's, by its name in `accelerate.data_loader` and passes torch's arguments only, so its users
+would silently lose our workers. It has no hook; but the loader that it rebuilds is the argument `dataloader` of the
+calling function.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from types import FrameType, ModuleType
 from typing import Any
 
 _ACCELERATE = "accelerate.data_loader"
-#: The arguments that torch's loader has not.
+#: The arguments that torch's loader does not have.
 _OURS = ("options", "flow", "address", "job")
 
 
 def keep_class_under_accelerate(ours: type[Any]) -> None:
-    """From now on accelerate builds a loader of `ours` out of one, whether it has been imported or will be."""
+    """Have accelerate rebuild loaders of class `ours` as such, whether it has been imported or will be."""
     module = sys.modules.get(_ACCELERATE)
     if module is None:
         sys.meta_path.insert(0, _WhenImported(_ACCELERATE, functools.partial(_amend, ours)))
@@ -33,7 +34,7 @@ def keep_class_under_accelerate(ours: type[Any]) -> None:
 def _amend(ours: type[Any], module: ModuleType) -> None:
     names = vars(module)
     torchs, adapter = names.get("DataLoader"), names.get("DataLoaderAdapter")
-    if torchs is None or adapter is None:  # a version that does it in another way
+    if torchs is None or adapter is None:  # another version of accelerate
         return
     begin = adapter.__init__
 
@@ -48,7 +49,7 @@ def _amend(ours: type[Any], module: ModuleType) -> None:
     def begin_with_ours(
         self: Any, dataset: Any, use_stateful_dataloader: bool = False, *args: Any, **kwargs: Any
     ) -> None:
-        # Ours is stateful itself, so torchdata's does not take its place.
+        # Ours is stateful itself: do not replace it by torchdata's.
         begin(self, dataset, use_stateful_dataloader and _source(names, ours) is None, *args, **kwargs)
         self.use_stateful_dataloader = use_stateful_dataloader
 
@@ -68,7 +69,7 @@ def _source(names: dict[str, Any], ours: type[Any]) -> Any:
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Does something with a module once it has been imported."""
+    """An import hook that calls a function with a module once it has been imported."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -78,7 +79,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find it as others do, and have its loader do more."""
+        """Find the module by the other finders, and extend its loader."""
         if fullname != self._name or self._asks_others:
             return None
         self._asks_others = True

@@ -1,11 +1,11 @@
-"""Where one iteration of a loader is: what has been delivered, and the state from which the rest can be had."""
+"""The position of one iteration of a loader: what it has delivered, and the state to resume it from."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
@@ -18,19 +18,17 @@ from torch_dpflow.errors import StateError
 from torch_dpflow.log import LOADER
 from torch_dpflow.torch_private import DatasetKind
 
-if TYPE_CHECKING:
-    pass
-
 #: How torch begins an epoch without workers, with new ones and with those that it kept.
 OPENING_ALONE: tuple[OpeningStep, ...] = ("order", "seed")
 OPENING_WORKERS: tuple[OpeningStep, ...] = ("order", "seed", "order")
 OPENING_AGAIN: tuple[OpeningStep, ...] = ("order",)
 
 
-class Makeup:
-    """What a loader is made of, as far as an epoch that is resumed must find it again.
+class LoaderShape:
+    """What a loader must have in common with the one whose state it resumes.
 
-    Lengths are asked for when a state is: torch asks for none while it iterates, and asking may fail or be dear.
+    Lengths are computed when a state is asked for: torch computes none while it iterates, and `__len__` may fail or
+    be slow.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -43,11 +41,11 @@ class Makeup:
         self._sampler = type(loader.sampler).__name__
 
     def length(self) -> int | None:
-        """Batches of a whole epoch, None where the sampler does not say."""
+        """Batches in a whole epoch; None where the sampler has no length."""
         return None if self.kind == "iterable" else length_or_none(self._index_sampler)
 
     def parts(self) -> dict[str, int | str | None]:
-        """What must be the same, with its names for people."""
+        """The values that must be equal, by their names in messages."""
         if self.kind == "iterable":
             return {"batch_size": self._batch_size}
         return {
@@ -57,70 +55,84 @@ class Makeup:
         }
 
 
-class EpochOrigin:
-    """What the order of an epoch is drawn from, noted before it is."""
+@dataclass(frozen=True)
+class GeneratorStates:
+    """The generators that an epoch's order is drawn from, as they were before it was drawn."""
 
-    def __init__(self, generator: torch.Generator | None) -> None:
-        self.rng: RngState = capture_rng()
-        self.generator = generator_state(generator)
+    #: The three generators of the process.
+    process: RngState
+    #: The loader's `generator`, if it has one.
+    loader: str | None
+
+    @classmethod
+    def capture(cls, generator: torch.Generator | None) -> GeneratorStates:
+        """The current states, with that of the loader's `generator`."""
+        return cls(capture_rng(), generator_state(generator))
 
 
-class Progress:
-    """One iteration's position.
+@dataclass(frozen=True, kw_only=True)
+class EpochStart:
+    """How an epoch began: its order and its random numbers follow from this."""
+
+    epoch: int
+    #: Worker streams and batch keys derive from it.
+    base_seed: int
+    #: Whether the next iteration has the same base seed, as with persistent workers.
+    keeps_seed: bool
+    opening: Sequence[OpeningStep]
+    generators: GeneratorStates
+    #: See `LoaderState`.
+    began: dict[str, str]
+
+
+class EpochProgress:
+    """What one iteration has delivered.
 
     Args:
-        makeup: what the loader is made of.
-        epoch: its number.
-        base_seed: what its seeds derive from.
-        keeps_seed: the next iteration has the same base seed.
-        opening: how it began.
-        origin: what its order is drawn from.
-        began: see `LoaderState`.
-        plan: its index batches.
+        shape: of the loader.
+        start: how the epoch began.
+        plan: its index batches, from the first that is not delivered.
         generator: the loader's.
-        streams: where each worker's own stream is; empty where batches belong to nobody.
+        streams: where each worker's own stream is; empty where batches are not bound to workers.
+        resumed: the state in mid-epoch that the iteration goes on from; None at the beginning of an epoch.
     """
 
     def __init__(
         self,
-        *,
-        makeup: Makeup,
-        epoch: int,
-        base_seed: int,
-        keeps_seed: bool,
-        opening: Sequence[OpeningStep],
-        origin: EpochOrigin,
-        began: dict[str, str],
+        shape: LoaderShape,
+        start: EpochStart,
         plan: Plan,
+        *,
         generator: torch.Generator | None,
         streams: Sequence[StreamState] = (),
+        resumed: LoaderState | None = None,
     ) -> None:
-        self.epoch = epoch
-        self.base_seed = base_seed
+        at = resumed or LoaderState()
+        self.epoch = start.epoch
+        self.base_seed = start.base_seed
         self.plan = plan
-        self.streams = list(streams)
-        #: Workers that owe the batches in flight, in order; whoever assigns keeps it up to date.
-        self.due: list[int] = []
-        self.next_worker = 0
-        #: Asks the dataset where it is, if it keeps a state and is read in this process.
+        self.streams = [replace(stream) for stream in streams]
+        #: Workers that owe the batches in flight, in order; whoever assigns batches updates it.
+        self.due = list(at.due)
+        self.next_worker = at.next_worker
+        #: Returns the dataset's own state, if it has one and is read in this process.
         self.ask_dataset: Callable[[], Any] | None = None
         #: Waits until every worker has said where its stream begins.
         self.await_streams: weakref.WeakMethod[Callable[[], None]] | None = None
         #: The process's generators at the first draw, if they had been used since the opening.
-        self.draw_rng: RngState | None = None
-        #: What a data pipe's shuffling follows.
+        self.draw_rng: RngState | None = at.draw_rng
+        #: The seed of a data pipe's shuffling.
         self.shared_seed: int | None = None
-        #: The dataset was brought to where it was at the end of the epoch before.
+        #: Whether the dataset was given the state that it had at the end of the epoch before.
         self.brought_back = False
         self.finished = False
-        self.position = 0
-        self._samples = 0
-        self._ahead: dict[int, int] = {}
-        self._makeup = makeup
-        self._keeps_seed = keeps_seed
-        self._opening = list(opening)
-        self._origin = origin
-        self._began = began
+        #: The first position that is not delivered.
+        self.position = at.position
+        self._samples = at.samples
+        #: By position, the samples of batches delivered ahead of `position`.
+        self._ahead = dict.fromkeys(at.ahead, 0)
+        self._shape = shape
+        self._start = start
         self._generator = generator
 
     @classmethod
@@ -128,16 +140,16 @@ class Progress:
         cls,
         state: LoaderState,
         *,
+        shape: LoaderShape,
         index_sampler: Any,
         sampler: Any,
         generator: torch.Generator | None,
         keeps_seed: bool,
-        makeup: Makeup,
-    ) -> Progress:
-        """Go on from a state in mid-epoch. The process's generators stay as they are.
+    ) -> EpochProgress:
+        """Go on from a state in mid-epoch. The process's generators are left unchanged.
 
         Raises:
-            StateError: the state does not fit; the loader's generator is as it was.
+            StateError: the state does not fit; the loader's generator is left unchanged too.
         """
         _check_order(state, sampler, generator)
         before = generator_state(generator)
@@ -152,34 +164,24 @@ class Progress:
             raise
         assert state.base_seed is not None
         assert state.plan_rng is not None
-        origin = EpochOrigin(None)
-        origin.rng, origin.generator = state.plan_rng, state.plan_generator
-        progress = cls(
-            makeup=makeup,
+        start = EpochStart(
             epoch=state.epoch,
             base_seed=state.base_seed,
             keeps_seed=keeps_seed,
             opening=state.opening,
-            origin=origin,
+            generators=GeneratorStates(state.plan_rng, state.plan_generator),
             began=state.began,
-            plan=plan,
-            generator=generator,
-            streams=[replace(stream) for stream in state.streams],
         )
-        progress.draw_rng = state.draw_rng
-        progress.position, progress._samples = state.position, state.samples
-        progress._ahead = dict.fromkeys(state.ahead, 0)
-        progress.due, progress.next_worker = list(state.due), state.next_worker
-        return progress
+        return cls(shape, start, plan, generator=generator, streams=state.streams, resumed=state)
 
     def was_delivered(self, position: int) -> bool:
-        """Whether the batch of this position is through already."""
+        """Whether the batch at this position was delivered."""
         return position < self.position or position in self._ahead
 
     def passed(self, position: int, samples: int) -> None:
-        """The batch of this position, of so many samples, was delivered or given up. To be told again does no harm.
+        """The batch at this position was delivered or given up. Idempotent.
 
-        Nothing is called in here, so that Control-C, which comes at calls, finds it done or not begun.
+        Calls nothing: Python handles signals at calls, so Control-C finds this method either done or not begun.
         """
         if position >= self.position:
             self._ahead[position] = samples
@@ -189,7 +191,7 @@ class Progress:
             del self._ahead[due]
 
     def finish(self) -> None:
-        """There are no more batches."""
+        """The epoch is over."""
         self.finished = True
         if self.brought_back and not self.position:
             LOADER.warning(
@@ -198,19 +200,19 @@ class Progress:
             )
 
     def state(self) -> LoaderState:
-        """From what the rest of this iteration, or the next, can be had. No side effect.
+        """The state to resume this iteration from, or the next one if it is over. No side effect.
 
         Raises:
-            StateError: the dataset or the sampler keeps a state of its own, and could not say.
+            StateError: the dataset or the sampler has a `state_dict` of its own, which failed.
         """
         if self.await_streams is not None and (wait := self.await_streams()) is not None:
             wait()
         if self.finished:
             return self._state_of_next()
-        length = self._makeup.length()
+        length = self._shape.length()
         sampler = self.plan.sampler_state(self.position, self._samples, length)
         return LoaderState(
-            kind=self._makeup.kind,
+            kind=self._shape.kind,
             epoch=self.epoch,
             fresh=False,
             position=self.position,
@@ -218,16 +220,16 @@ class Progress:
             ahead=sorted(self._ahead),
             base_seed=self.base_seed,
             shared_seed=self.shared_seed,
-            opening=self._opening,
-            plan_rng=self._origin.rng,
-            began=self._began,
+            opening=list(self._start.opening),
+            plan_rng=self._start.generators.process,
+            began=self._start.began,
             draw_rng=self.draw_rng,
-            plan_generator=self._origin.generator,
+            plan_generator=self._start.generators.loader,
             generator=generator_state(self._generator),
             sampler=sampler,
             ended=self.plan.ended_at == self.position,
             length=length,
-            made_of=self._makeup.parts(),
+            made_of=self._shape.parts(),
             streams=self._streams_now(),
             due=list(self.due),
             next_worker=self.next_worker,
@@ -239,23 +241,23 @@ class Progress:
         kept = self.ask_dataset()
         (stream,) = self.streams
         if isinstance(kept, Unsaved) and not stream.delivered:
-            kept = None  # at its beginning nothing has to be said
+            kept = None  # at its beginning the dataset needs no state
         return [replace(stream, dataset=opened(kept))]
 
     def _state_of_next(self) -> LoaderState:
         return LoaderState(
-            kind=self._makeup.kind,
+            kind=self._shape.kind,
             epoch=self.epoch + 1,
-            base_seed=self.base_seed if self._keeps_seed else None,
-            opening=self._opening,
-            plan_rng=self._origin.rng,
-            began=self._began,
+            base_seed=self.base_seed if self._start.keeps_seed else None,
+            opening=list(self._start.opening),
+            plan_rng=self._start.generators.process,
+            began=self._start.began,
             draw_rng=self.draw_rng,
             generator=generator_state(self._generator),
             sampler=self.plan.sampler_at_rest(),
             dataset=self._dataset_of_next(),
-            length=self._makeup.length(),
-            made_of=self._makeup.parts(),
+            length=self._shape.length(),
+            made_of=self._shape.parts(),
             streams=[replace(stream, dataset=opened(stream.dataset)) for stream in self.streams_of_next()],
         )
 
@@ -263,27 +265,27 @@ class Progress:
         if self.ask_dataset is None:
             return None
         kept = opened(self.ask_dataset())
-        return ended(kept) if self._makeup.kind == "iterable" else kept
+        return ended(kept) if self._shape.kind == "iterable" else kept
 
     def streams_of_next(self) -> list[StreamState]:
-        """Where the workers' own streams begin in the next iteration, if the workers are kept for it."""
-        if not self._keeps_seed:
+        """Where the workers' own streams begin in the next iteration, if it keeps the workers."""
+        if not self._start.keeps_seed:
             return []
-        # Of an iterable dataset that was left in the middle, the worker will say where its next iteration begins.
-        said = [stream.ended or self._makeup.kind == "map" for stream in self.streams]
+        # If an iterable dataset was left in mid-epoch, only its worker knows where its next iteration begins.
+        is_map = self._shape.kind == "map"
         return [
-            StreamState(rng=stream.rng, dataset=stream.dataset if known else None)
-            for stream, known in zip(self.streams, said, strict=True)
+            StreamState(rng=stream.rng, dataset=stream.dataset if stream.ended or is_map else None)
+            for stream in self.streams
         ]
 
 
 def new_plan(batches: Any, index_sampler: Any, sampler: Any) -> Plan:
-    """The plan of an epoch that begins with these index batches."""
+    """The plan of an epoch whose index batches these are."""
     return Plan(batches, sampler=stateful_part(index_sampler, sampler))
 
 
 def _check_order(state: LoaderState, sampler: Any, generator: torch.Generator | None) -> None:
-    """Raise StateError unless the order of the state's epoch can be drawn again from these."""
+    """Raise StateError unless the order of the state's epoch can be drawn again."""
     if state.shared is not None:
         raise StateError(
             "the state was taken in an epoch whose order the router of a shared flow decided, and this loader's "

@@ -1,4 +1,4 @@
-"""How an iteration begins: afresh as torch's does, or from a state."""
+"""How an iteration begins: as torch's does, or from a loaded state."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ import torch
 from torch.utils.data import IterDataPipe, graph_settings
 
 from torch_dpflow.epoch.plan import open_order, repeat_draws, return_sampler
-from torch_dpflow.epoch.position import OPENING_AGAIN, EpochOrigin, Makeup, Progress, new_plan
+from torch_dpflow.epoch.progress import (
+    OPENING_AGAIN,
+    EpochProgress,
+    EpochStart,
+    GeneratorStates,
+    LoaderShape,
+    new_plan,
+)
 from torch_dpflow.epoch.rng import fingerprints, following_rng, restore_generator, standing_at
 from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
 from torch_dpflow.epoch.streams import return_dataset
 
 
 class LoaderView:
-    """A loader as torch's iterator sees it that must draw nothing: no sampler to ask, no generator to use."""
+    """A loader for torch's iterator to start on without random draws: it has no sampler and a generator of its own."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -29,33 +36,33 @@ class LoaderView:
 
 def begin(
     iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]
-) -> Progress:
-    """Begin an iteration as the loader's pending state says, else afresh.
+) -> EpochProgress:
+    """Begin an iteration from the loader's pending state, or afresh if there is none.
 
     Args:
-        iterator: torch's base iterator that is being made or reset; gets its index sampler and base seed.
+        iterator: torch's base iterator, which is being constructed or reset; its index sampler and base seed are set.
         loader: the `DPFlowDataLoader`.
-        opening: the steps that `start` takes on a loader to begin an epoch afresh.
-        start: torch's own way to begin.
+        opening: the steps in which `start` begins an epoch afresh.
+        start: torch's own constructor or reset.
 
     Raises:
         StateError: the pending state does not fit. It is dropped; the next iteration begins afresh.
     """
-    run = loader._run
-    epoch, pending = run.epoch, run.pending
+    runtime = loader._runtime
+    epoch, pending = runtime.epoch, runtime.pending
     try:
         return _begin(iterator, loader, _with_shared_seeds(opening, loader), start)
     except BaseException as error:
-        # What interrupts it is no fault of the state's, which is there for the next iteration.
-        run.epoch, run.pending = epoch, None if isinstance(error, Exception) else pending
+        # Control-C is no fault of the state: it stays for the next iteration.
+        runtime.epoch, runtime.pending = epoch, None if isinstance(error, Exception) else pending
         raise
 
 
 def _begin(
     iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]
-) -> Progress:
-    run = loader._run
-    state = run.take_pending()
+) -> EpochProgress:
+    runtime = loader._runtime
+    state = runtime.take_pending()
     if state is not None and state.fresh:
         _return_to_rest(loader, state)
     if state is None or (state.fresh and state.base_seed is None):
@@ -73,15 +80,15 @@ def _begin(
         kept = (state.dataset, *(stream.dataset for stream in state.streams))
         progress.brought_back = any(part["ended"] for part in kept if part is not None)
     progress.shared_seed = iterator._shared_seed
-    run.epoch = progress.epoch + 1
-    run.progress = progress
+    runtime.epoch = progress.epoch + 1
+    runtime.progress = progress
     return progress
 
 
 def _return_to_rest(loader: Any, state: LoaderState) -> None:
-    """Have everything stand where it stood between the epochs."""
+    """Restore generators, sampler and dataset to their states between the epochs."""
     if state.plan_rng is not None and (names := standing_at(state.plan_rng, state.began)):
-        # The script was begun again as the first time: what the epochs before drew is not to come once more.
+        # The script was started again with the same seed: the next epoch must not repeat the first one's order.
         with following_rng(names):
             repeat_draws(state, loader._index_sampler, loader.generator)
     if state.generator is not None and loader.generator is not None:
@@ -94,14 +101,14 @@ def _return_to_rest(loader: Any, state: LoaderState) -> None:
 
 def _afresh(
     iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]
-) -> Progress:
-    origin = EpochOrigin(loader.generator)
+) -> EpochProgress:
+    generators = GeneratorStates.capture(loader.generator)
     start(loader)
-    return _progress(loader, opening, origin, iterator._sampler_iter, iterator._base_seed)
+    return _progress(loader, opening, generators, iterator._sampler_iter, iterator._base_seed)
 
 
 def _with_shared_seeds(opening: Sequence[OpeningStep], loader: Any) -> list[OpeningStep]:
-    """With the draws of the seed that a data pipe shares: before all else, and where torch resets the iteration."""
+    """Add the draws of a data pipe's shared seed: torch draws it first of all, and again when it resets an iterator."""
     if not isinstance(loader.dataset, IterDataPipe):
         return list(opening)
     first: list[OpeningStep] = ["seed"] if "seed" in opening else []
@@ -110,7 +117,7 @@ def _with_shared_seeds(opening: Sequence[OpeningStep], loader: Any) -> list[Open
 
 
 def _share_seed(iterator: Any, seed: int | None) -> None:
-    """Have a data pipe shuffle by this seed instead of the one that it was begun with."""
+    """Have a data pipe shuffle by this seed instead of the one that torch drew."""
     if seed is not None and isinstance(iterator._dataset, IterDataPipe):
         iterator._shared_seed = seed
         iterator._dataset = graph_settings.apply_random_seed(
@@ -118,47 +125,45 @@ def _share_seed(iterator: Any, seed: int | None) -> None:
         )
 
 
-def _next_with_same_seed(loader: Any, state: LoaderState) -> tuple[Progress, int | None]:
-    """The epoch after one of persistent workers, which keep their base seed."""
+def _next_with_same_seed(loader: Any, state: LoaderState) -> tuple[EpochProgress, int | None]:
+    """Begin an epoch after one of persistent workers, which keep their base seed."""
     assert state.base_seed is not None
-    origin = EpochOrigin(loader.generator)
+    generators = GeneratorStates.capture(loader.generator)
     batches = open_order(OPENING_AGAIN, loader._index_sampler, loader.generator)
     opening, shared_seed = _with_shared_seeds(OPENING_AGAIN, loader), None
     if isinstance(loader.dataset, IterDataPipe):
         shared_seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
-    return _progress(loader, opening, origin, batches, state.base_seed, state.streams), shared_seed
+    return _progress(loader, opening, generators, batches, state.base_seed, state.streams), shared_seed
 
 
 def _progress(
     loader: Any,
     opening: Sequence[OpeningStep],
-    origin: EpochOrigin,
+    generators: GeneratorStates,
     batches: Any,
     base_seed: int,
     streams: Sequence[StreamState] = (),
-) -> Progress:
-    run = loader._run
-    run.began = run.began or fingerprints(origin.rng)
-    return Progress(
-        makeup=Makeup(loader),
-        epoch=run.epoch,
+) -> EpochProgress:
+    runtime = loader._runtime
+    runtime.began = runtime.began or fingerprints(generators.process)
+    start = EpochStart(
+        epoch=runtime.epoch,
         base_seed=base_seed,
         keeps_seed=loader.persistent_workers,
         opening=opening,
-        origin=origin,
-        began=run.began,
-        plan=new_plan(batches, loader._index_sampler, loader.sampler),
-        generator=loader.generator,
-        streams=streams,
+        generators=generators,
+        began=runtime.began,
     )
+    plan = new_plan(batches, loader._index_sampler, loader.sampler)
+    return EpochProgress(LoaderShape(loader), start, plan, generator=loader.generator, streams=streams)
 
 
-def _resumed(loader: Any, state: LoaderState) -> Progress:
-    return Progress.resumed(
+def _resumed(loader: Any, state: LoaderState) -> EpochProgress:
+    return EpochProgress.resumed(
         state,
         index_sampler=loader._index_sampler,
         sampler=loader.sampler,
         generator=loader.generator,
         keeps_seed=loader.persistent_workers,
-        makeup=Makeup(loader),
+        shape=LoaderShape(loader),
     )

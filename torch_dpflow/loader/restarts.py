@@ -1,0 +1,74 @@
+"""When workers that died are replaced, and when a loader gives up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_dpflow.errors import PoisonTaskError, WorkerStartError
+from torch_dpflow.loader.worker_processes import WorkerProcesses
+from torch_dpflow.log import LOADER
+from torch_dpflow.metrics import LoaderMeter
+from torch_dpflow.platforms.base import Handle
+
+#: How many more workers than there are may end one after the other while none has ever loaded anything.
+FALSE_STARTS = 2
+RAISE_THE_LIMIT = " Raise LoaderOptions(restart_limit=...) if they are killed from outside."
+
+
+class Restarts:
+    """Replaces the workers of one iterator that died.
+
+    Args:
+        limit: deaths in a row, with no batch in between, that are tolerated.
+        workers: how many workers there are.
+        meter: counts the replacements.
+    """
+
+    def __init__(self, limit: int, workers: int, meter: LoaderMeter) -> None:
+        self._limit = limit
+        self._workers = workers
+        self._meter = meter
+        self._deaths = 0
+        self._has_loaded = False
+        self._exit_report = ""
+
+    def note_result(self) -> None:
+        """A worker has loaded a batch, or died over one."""
+        self._deaths = 0
+        self._has_loaded = True
+
+    def replace(self, processes: WorkerProcesses, worker: int, dead: Handle) -> None:
+        """Start another process in place of one that died.
+
+        Raises:
+            WorkerStartError: too many have died in a row.
+            DescriptorLimitError: this process has too many files open; it can be called again.
+        """
+        self._deaths += 1
+        limit = self._limit if self._has_loaded else min(self._limit, self._workers + FALSE_STARTS)
+        if self._deaths > limit:
+            self._exit_report = processes.reap(worker)
+            raise WorkerStartError(
+                f"{self._deaths} workers ended one after the other and no batch came in between; the last one, "
+                f"worker {worker}, {self._exit_report}\nRun with num_workers=0 to see where it happens."
+                + (RAISE_THE_LIMIT if self._has_loaded else "")
+            )
+        self._exit_report = processes.replace(worker, dead)
+        self._meter.restarts += 1
+        LOADER.warning("worker %d is replaced: %s", worker, self._exit_report)
+
+    def poison_error(self, index: Any, deaths: int) -> PoisonTaskError:
+        """The error for the batch of these indices, which so many workers died over."""
+        return PoisonTaskError(
+            f"the batch of {named(index)} took down {deaths} workers one after the other and is given up; the last "
+            f"one, {self._exit_report}\nLoad these samples with num_workers=0 to see why; the loader can go on with "
+            "the batches after it"
+        )
+
+
+def named(index: Any) -> str:
+    """The indices of a batch, for people."""
+    if index is None or (isinstance(index, list) and all(i is None for i in index)):
+        return "the next samples of the stream"
+    text = repr(index)
+    return f"index {text}" if len(text) <= 400 else f"indices {text[:400]}… ({len(index)} of them)"
