@@ -118,7 +118,7 @@ def test_a_source_that_has_grown_is_named(store: DatasetStore, monkeypatch: pyte
     """Killed after the last shard was noted and before the whole was: that shard is not full."""
     with monkeypatch.context() as patch:
         patch.setattr(
-            "torch_dpflow.datasets.progress.ImportProgress.finish", lambda *_: pytest.fail("killed")
+            "torch_dpflow.datasets.import_progress.ImportProgress.finish", lambda *_: pytest.fail("killed")
         )
         with pytest.raises(pytest.fail.Exception):
             _add(store, Numbered(6))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from torch_dpflow.datasets.files import Files
-from torch_dpflow.datasets.progress import DraftRecord, ImportProgress
+from torch_dpflow.datasets.import_progress import DraftRecord, ImportProgress
 from torch_dpflow.datasets.spec import Dataset, encode_file
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.datasets.verify import Compared, verify

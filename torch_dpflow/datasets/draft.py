@@ -8,10 +8,10 @@ from typing import get_args
 
 from torch_dpflow.datasets.checksums import ChecksumAlgorithm
 from torch_dpflow.datasets.describing import Describer
+from torch_dpflow.datasets.import_progress import DraftRecord, ImportProgress
 from torch_dpflow.datasets.importers.base import Importer
 from torch_dpflow.datasets.names import DatasetRef
 from torch_dpflow.datasets.packing import packs_of
-from torch_dpflow.datasets.progress import DraftRecord, ImportProgress
 from torch_dpflow.datasets.spec import Dataset, Variant, encode_file, sealed
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset, now
 from torch_dpflow.datasets.urls import without_login
@@ -26,7 +26,8 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.options import check_type, check_whole_number
 
-#: Samples in a metadata shard: some 100 to 300 kB, one quick read.
+#: Samples in a metadata shard: some 100 to 300 kB, which take 0.7 ms to read, check and decode. With the thesis's
+#: shards of 40 MB one random sample would cost a second.
 SHARD_SIZE = 1000
 
 #: What is asked of an importer.

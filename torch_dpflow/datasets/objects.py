@@ -1,4 +1,4 @@
-"""Looks at the samples' own objects where they lie: whether they are there, their sizes, their bytes."""
+"""Reads the samples' own objects: whether they exist, their sizes, their bytes."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Objects:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
+        # Not fsspec: the `cat_file` of ossfs (2025.5) takes `end` as inclusive.
         self._reader = ObjectReader(options)
         self._threads = ThreadPoolExecutor(_TOGETHER, "dpflow-objects")
         self._file_systems: dict[str, Any] = {}
@@ -40,7 +41,7 @@ class Objects:
     def sizes(self, urls: Sequence[str]) -> Iterator[int | DPFlowError | None]:
         """The bytes of each object, None where the storage does not say, or what went wrong."""
         for url in urls:
-            self._file_system(url)  # made here: each thread would make one of its own
+            self._file_system(url)  # made before the threads start: each would make one of its own
         return self._threads.map(self._size, urls)
 
     def _size(self, url: str) -> int | DPFlowError | None:

@@ -184,7 +184,7 @@ class DatasetReader(Dataset[Sample]):
     def _prepare(self) -> None:
         self._opened = PerProcess(self._open)
         shards = self.stored.variant.shards
-        # Made here and not on first use, so that forked children find the same one.
+        # Made here and not on first use, so that forked children share it.
         self._compact = CompactShards(
             len(shards), min(self._metadata_cache, sum(shard.bytes for shard in shards))
         )
@@ -206,7 +206,7 @@ class _Described:
 
     span: ByteRange
     length: int | None
-    #: None: not looked at
+    #: None: not checked
     checksum: str | None
     fields: dict[str, Any]
 
@@ -300,7 +300,7 @@ class _OpenedVariant:
     def skip(self, stored: StoredDataset, index: int, error: DPFlowError) -> None:
         with self._lock:
             self.skipped[type(error).__name__] += 1
-        # As text: handlers that keep records would keep the error's frames with them.
+        # As text: a handler that keeps records would keep the frames of the error alive.
         _LOG.warning("%s, sample %d is left out: %s: %s", stored.ref, index, type(error).__name__, str(error))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Removes versions and datasets, and what no published version names."""
+"""Removes versions, datasets, and files that no published version names."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from torch_dpflow.datasets.files import Files
+from torch_dpflow.datasets.import_progress import ImportProgress
 from torch_dpflow.datasets.names import DatasetRef
 from torch_dpflow.datasets.packing import is_pack, packs_of
-from torch_dpflow.datasets.progress import ImportProgress
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.datasets.urls import split_chain
 from torch_dpflow.errors import OptionError
@@ -52,7 +52,8 @@ def delete(store: DatasetStore, dataset_id: str, version: str | None = None) -> 
 def prune(store: DatasetStore, dataset_id: str) -> int:
     """Remove unfinished imports of a dataset, and files of imports that no published version names; how many files.
 
-    An import that runs meanwhile is not published.
+    An import that runs meanwhile is not published. What is still needed follows from reading all published versions:
+    counts of references would be a file that two writers have to change, and wrong after a kill.
 
     Raises DamagedStoreError where a published version cannot be read; then files that it may name stay.
     """
@@ -74,8 +75,8 @@ def _check_children(files: Files, ref: DatasetRef, drafts: Collection[str]) -> N
 def _clean(store: DatasetStore, dataset_id: str, discarded: Collection[str]) -> int:
     """Remove these drafts and what nobody names; how many files of imports."""
     files = store.files.at(dataset_id)
-    # In this order: who begins an import meanwhile has noted it before there is anything else of it, and who
-    # publishes has done so before the note is gone.
+    # The order matters: a concurrent import writes its note before anything else, and a concurrent publication is
+    # complete before its note is removed.
     folders = list(_folders(files))
     written = [(version, path) for version, variant in folders for path in _written(files, version, variant)]
     for draft in discarded:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow.datasets.progress import DraftRecord, ImportedShard, ImportedVariant
+from torch_dpflow.datasets.import_progress import DraftRecord, ImportedShard, ImportedVariant
 from torch_dpflow.datasets.spec import Dataset, DatasetShardMeta, SpecStruct, StoreRecord
 
 _KINDS: tuple[type[SpecStruct], ...] = (

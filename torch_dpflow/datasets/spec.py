@@ -39,6 +39,7 @@ DatasetId = Annotated[str, msgspec.Meta(pattern=ID_PATTERN, description="namespa
 Label = Annotated[str, msgspec.Meta(pattern=LABEL_PATTERN)]
 Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 Checksum = Annotated[str, msgspec.Meta(pattern=CHECKSUM_PATTERN, description="algorithm:hexadecimal digest")]
+# Kept encoded in memory: only the annotations of a sample that is asked for are decoded.
 EncodedObject = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
 Location = Annotated[str, msgspec.Meta(min_length=1, description="relative to the data's root, or a URL")]
 

@@ -86,6 +86,9 @@ class DatasetStore:
     def ids(self) -> list[str]:
         """The ids of all datasets, unfinished ones too, sorted. Lists the store and each namespace.
 
+        The thesis (figure 3-9) keeps a list of all datasets instead. Two importers would have to change that one file:
+        object stores have no lock for it, and a lost update would lose a dataset.
+
         Raises:
             AccessDeniedError: these credentials may not list the store.
         """

@@ -9,10 +9,10 @@ from torch_dpflow.datasets.annotations import encode_annotations
 from torch_dpflow.datasets.checksums import sha256_of
 from torch_dpflow.datasets.describing import Describer
 from torch_dpflow.datasets.files import Files
+from torch_dpflow.datasets.import_progress import DraftRecord, ImportedShard, ImportProgress
 from torch_dpflow.datasets.importers.base import Importer, Item
 from torch_dpflow.datasets.names import DatasetRef
 from torch_dpflow.datasets.packing import ShardPacks
-from torch_dpflow.datasets.progress import DraftRecord, ImportedShard, ImportProgress
 from torch_dpflow.datasets.spec import (
     DatasetShardMeta,
     SampleMeta,

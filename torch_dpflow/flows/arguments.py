@@ -1,4 +1,4 @@
-"""Whole numbers as users of flows give them: Python's, numpy's or a tensor's."""
+"""Checks of whole numbers, which users may give as Python's, numpy's or a tensor's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_dpflow.errors import OptionError, OptionTypeError
 
-#: What keys that seed samples are packed in.
+#: Bounds of the integers that sample seeds are packed in.
 LEAST_INT64, MOST_INT64 = -(2**63), 2**63 - 1
 
 

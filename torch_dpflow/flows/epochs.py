@@ -1,4 +1,4 @@
-"""Which epoch a sample is drawn for, found out without a call by hand."""
+"""Finds out which epoch a sample is drawn for, without a call of `set_epoch`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 
 from torch_dpflow.epoch.rng import loading_epoch
 
-#: Places in the counter's head: whether an epoch was set by hand, which, and the one that is counted.
+#: Fields at the head of the counter: whether an epoch was set, which, and the counted epoch.
 _IS_SET, _SET, _COUNTED, _HEAD = range(4)
 
 
 class EpochCounter:
-    """Tells for each sample that is read which epoch it is read in. Shared by a process and its workers.
+    """Returns the epoch of each sample that is read. Shared by a process and its workers.
 
-    An epoch that was set by hand counts before all else. Next comes what our loader knows, resumed or not. torch's
-    loader tells a dataset nothing, in no process: the base seed of its workers is drawn at random, stays the same for
-    those that persist, and does not exist without workers. What a dataset can see is that a sample comes again. So
-    then a sample's epoch is the number of times it was read before, and at least that of any other sample: in passes
-    over all samples the number of the pass, in whichever process each of them is read.
+    An epoch that was set takes precedence. Next comes the epoch of our loader, resumed or not. torch's loader gives a
+    dataset no number to derive the epoch from: the base seed of its workers is random, stays the same for persistent
+    workers, and does not exist without workers. But a dataset sees that a sample is read again. So a sample's epoch is
+    the number of times it was read before, and at least that of any other sample: in passes over all samples it is the
+    number of the pass, whichever process reads the sample.
 
-    Two processes that count at once may each miss the other's step; both then see a sample that comes again, which
-    says the same.
+    Two processes that count at the same time may each miss the other's increment; both then see a sample that is read
+    again, which gives the same epoch.
 
     Args:
         samples: how many there are, numbered from 0.
@@ -35,12 +35,12 @@ class EpochCounter:
         self._open(words.share_memory_())
 
     def set(self, epoch: int) -> None:
-        """Samples are read in this epoch until another one is set, by workers that run as well."""
+        """Set the epoch that samples are read in, also for running workers."""
         self._head[_SET] = epoch
         self._head[_IS_SET] = 1
 
     def of(self, sample: int) -> int:
-        """The epoch in which the sample with this number is now read."""
+        """The epoch of this read of the sample."""
         if self._head[_IS_SET]:
             return int(self._head[_SET])
         told = loading_epoch()
@@ -59,7 +59,7 @@ class EpochCounter:
     def __reduce__(self) -> tuple[Any, ...]:
         if get_spawning_popen() is not None:
             return _shared, (self._samples, self._words)
-        # What is no worker of this process counts for itself; and what was read changes nothing of a flow's content.
+        # A process that is not forked from this one counts for itself, and counts do not change a flow's fingerprint.
         was_set = int(self._head[_SET]) if self._head[_IS_SET] else None
         return _afresh, (self._samples, was_set)
 

@@ -16,7 +16,7 @@ from torch_dpflow.flows.transforms import DataTransform, MapTransform, SampleTra
 
 Read_co = TypeVar("Read_co", covariant=True)
 
-#: What becomes of a sample that cannot be loaded: its error is raised, or it is left out and counted.
+#: If a sample cannot be loaded: raise its error, or skip the sample and count it.
 ErrorPolicy = Literal["raise", "skip"]
 
 
@@ -29,7 +29,7 @@ class FlowSource:
     samples: Any = None
 
     def is_same(self, other: FlowSource) -> bool:
-        """Whether both give the same samples, as far as can be told."""
+        """Whether both give the same samples, as far as that can be determined."""
         if self.ref != other.ref:
             return False
         if self.samples is other.samples:
@@ -82,7 +82,7 @@ class DataLoadFlow:
     def dataset(
         self, name: str, version: str | None = None, variant: str | None = None, *, samples: Any = None
     ) -> DataLoadFlow:
-        """Say where samples come from.
+        """Set where samples come from.
 
         Args:
             name: "namespace/name" of a stored dataset; its version and variant may stand behind it, as in
@@ -118,7 +118,7 @@ class DataLoadFlow:
             function: gets what `transform` takes of a sample.
             transform: None: the function gets the whole sample and returns the next one.
             cache: "always" if the output depends on the input alone, so that it may be kept; "never" if it is
-                drawn afresh. What comes after a stage that may not be kept is not kept either.
+                drawn anew each time. The output of later stages is not kept either.
 
         Raises:
             OptionError, OptionTypeError: an argument is not what it should be; the name is taken.
@@ -165,12 +165,12 @@ class DataLoadFlow:
 
     @property
     def cacheable(self) -> int:
-        """How many stages from the first on have an output that may be kept."""
+        """How many stages, from the first on, have an output that may be kept."""
         kept = [stage.cache == "always" for stage in self._stages]
         return kept.index(False) if False in kept else len(kept)
 
     def prepare_read(self, reader: DataLoadFlowReader[Read_co]) -> Read_co:
-        """Build what is described; `reader` says where it runs. Raises as the reader's `read`."""
+        """Build the flow; `reader` determines where it runs. Raises as the reader's `read`."""
         if isinstance(reader, type) or not callable(getattr(reader, "read", None)):
             raise OptionTypeError(
                 f"reader={reader!r:.80} cannot build a flow; give a reader, such as LocalDataLoadFlowReader(store)"
@@ -214,10 +214,10 @@ class DataLoadFlowReader(Protocol[Read_co]):
     """Builds flows somewhere: in this process, or elsewhere."""
 
     def read(self, flow: DataLoadFlow) -> Read_co:
-        """Build `flow` as it is now; what is changed of it later has no effect on the read."""
+        """Build `flow` as it is now; later changes of it do not affect the read."""
 
 
 _HARD = "\N{NO-BREAK SPACE}"
 _INDENT = 4
-#: Stands where no dataset was named yet.
+#: Placeholder until a dataset is set.
 _NO_SOURCE = "no dataset"

@@ -1,4 +1,4 @@
-"""What a read becomes for torch: a map-style dataset that follows the flow's policy for errors."""
+"""A read as a map-style dataset, with the flow's policy for errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_dpflow.flows.stage import Stage
 from torch_dpflow.flows.staged import Failed, StagedDataset
 from torch_dpflow.log import FLOWS
 
-#: Workers whose counts are kept apart; more share them, and may then lose one.
+#: Workers that have counts of their own; any more share them, and may lose an increment.
 _SLOTS = 257
 _READ = "read"
 
@@ -29,7 +29,7 @@ class Skips:
     Stages of one name are counted together. What fails in a dataset that is itself the read of a flow counts as
     read, unless a stage here has the name of the one that failed there.
 
-    The counts lie in shared memory, and each worker has its own row, so nobody waits for anybody.
+    The counts are in shared memory, in one row per worker, so no lock crosses processes.
     """
 
     def __init__(self, stages: Sequence[str]) -> None:
@@ -39,7 +39,7 @@ class Skips:
         self._turns = PerProcess(threading.Lock)
 
     def add(self, error: Exception) -> None:
-        """One more sample is left out, because of this."""
+        """Count a sample that is skipped because of this error."""
         name = error.stage if isinstance(error, StageError) else _READ
         info = get_worker_info()
         slot = 0 if info is None else 1 + info.id % (_SLOTS - 1)
@@ -47,7 +47,7 @@ class Skips:
             self._counts[slot, self._columns.get(name, self._columns[_READ])] += 1
 
     def counts(self) -> dict[str, int]:
-        """What was counted by now, without zeros."""
+        """The counts above zero."""
         totals = self._counts.sum(0).tolist()
         return {name: totals[column] for name, column in self._columns.items() if totals[column]}
 
@@ -114,7 +114,7 @@ class MappedDataset(Dataset[Any]):
         for place, sample in zip(places, loaded):
             if isinstance(sample, Failed):
                 skips.add(sample.error)
-                # As text: handlers that keep records would keep the error's frames with them.
+                # As text: a handler that keeps records would keep the frames of the error alive.
                 what = f"{type(sample.error).__name__}: {sample.error}"
                 FLOWS.warning("%s, sample %d is left out: %s", self._flow, place, what)
         found = [sample for sample in loaded if not isinstance(sample, Failed)]

@@ -77,7 +77,7 @@ class DataLoadFlowRead:
         )
 
     def local_map(self, function: Callable[[Any], Any], name: str = "local_map") -> DataLoadFlowRead:
-        """A read whose samples also pass `function`, which runs where they are used, not as part of the flow.
+        """A read that also applies `function` to its samples, in the process that uses them, outside the flow.
 
         It runs after all stages and earlier local functions; its output is never kept.
         """
@@ -87,8 +87,7 @@ class DataLoadFlowRead:
         return read
 
     def subset(self, indices: Iterable[int]) -> DataLoadFlowRead:
-        """A read of some of the samples, in the order given; an index may come twice, negative ones count
-        back.
+        """A read of some of the samples, in the order given. Indices may repeat; negative ones count from the end.
 
         Raises:
             OptionError: an index is out of range. OptionTypeError: one is no whole number.
@@ -100,7 +99,7 @@ class DataLoadFlowRead:
             raise OptionError(
                 f"indices: {outside[0]} is out of range; {self.flow.name} has {size} samples here, from 0"
             )
-        # Only now is it known that they fit.
+        # Converted only after the check of the bounds.
         chosen = chosen.astype(np.int64) % max(size, 1)
         read = copy.copy(self)
         read._indices = chosen if self._indices is None else self._indices[chosen]
@@ -134,7 +133,7 @@ class DataLoadFlowRead:
 
 
 def _whole_numbers(indices: Iterable[int]) -> np.ndarray[Any, np.dtype[Any]]:
-    """The same as an array of integers of any width, of objects where there is none that is wide enough."""
+    """The indices as an array of integers, or of objects where no integer type is wide enough."""
     refusal = f"indices={indices!s:.80} are no whole numbers in a row; give a list of ints"
     try:
         found = np.asarray(indices if isinstance(indices, np.ndarray) else list(indices))

@@ -14,10 +14,10 @@ from torch_dpflow.samplers.member import Member
 
 
 class BufferedGroup(SamplingGroup):
-    """Every job has a set of what it still has to be given, in `cells`, and a buffer of what it was given.
+    """Every job has a set of the samples that it still has to draw, in `cells`, and a buffer of drawn samples.
 
-    A cache is told the buffer as certain and the rest as likely, weighted by how many jobs need a sample: the
-    more there are, the more draws may come upon it.
+    Lookaheads give the buffer as certain and the rest as likely, weighted by how many jobs need a sample: the more
+    jobs need it, the sooner one of their draws may pick it.
     """
 
     def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:

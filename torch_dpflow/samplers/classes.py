@@ -35,7 +35,7 @@ class Partition:
         self._readers[key] = self._readers.get(key, 0) + 1
         if self._readers[key] > 1:
             return False
-        # Sets that nobody reads any more go only now: they split classes further than need be, which does no
+        # Sets without readers are removed only now: they split classes further than necessary, which does no
         # harm, while each change of classes costs every running job a pass over its epoch.
         self._readers = {k: readers for k, readers in self._readers.items() if readers}
         self._rebuild()

@@ -1,4 +1,4 @@
-"""Which samples the caches hold together, in load order, and which they give up."""
+"""Which samples the caches hold together, in load order, and which are evicted."""
 
 from typing import Any
 
@@ -11,19 +11,18 @@ _RESIDENTS_PER_VICTIM = 16
 
 
 class Directory:
-    """Residents of caches for `capacity` samples, of which the latest `protected` loads are safe.
+    """Residents of caches for `capacity` samples, of which the latest `protected` loads are not evicted.
 
-    When room is needed, those go first whom the fewest jobs still need in their epochs, the oldest load among
-    equals. The latest loads are spared while anybody needs them, because whoever follows closely has had no
-    chance to read them.
+    The samples that the fewest jobs still need in their epochs are evicted first, among equals the oldest load. The
+    latest loads are protected while any job needs them, because jobs that follow closely had no chance to read them.
 
-    A sample that nobody needs any more is told by `finished` and goes at once when room is needed. Only where
-    there is none such is a search made; it costs O(capacity) and lines up several victims.
+    Samples that no job needs any more are reported by `finished` and evicted first. Only if there are none, a search
+    in O(capacity) selects several victims.
     """
 
     def __init__(self, size: int, capacity: int) -> None:
         self.capacity = capacity
-        #: How many of the latest loads are safe while a job needs them; the owner sets it.
+        #: How many of the latest loads are protected while a job needs them; set by the owner.
         self.protected = 0
         #: For each sample, how many jobs still need it in their epochs; the owner counts.
         self.needed = np.zeros(size, np.uint16)
@@ -37,9 +36,9 @@ class Directory:
         self._samples = np.empty(0, compact(size))
         self._numbers = np.empty(0, np.int64)
         self._length = 0
-        #: Residents that nobody needs, to go first.
+        #: Residents that no job needs, evicted first.
         self._finished: list[CompactArray] = []
-        #: Who goes next, and under which load numbers they were chosen.
+        #: The next victims, and their load numbers when they were selected.
         self._victims: CompactArray = self._samples[:0]
         self._chosen_as: IndexArray = self._numbers[:0]
 
@@ -68,12 +67,12 @@ class Directory:
             self._finished.append(done)
 
     def needs_changed(self) -> None:
-        """To be called when `needed` grew, as when an epoch starts: who goes next is open again."""
+        """Call when `needed` grew, as when an epoch starts: victims are selected anew."""
         self._finished = []
         self._victims, self._chosen_as = self._victims[:0], self._chosen_as[:0]
 
     def shrink(self) -> CompactArray:
-        """Give up what is held beyond the capacity, and return it."""
+        """Evict what is beyond the capacity, and return it."""
         gone = [self._samples[:0]]
         while (excess := self._residents - self.capacity) > 0:
             if self._finished:
@@ -102,14 +101,14 @@ class Directory:
         return current
 
     def _choose(self, count: int) -> None:
-        """Line up the next `count` victims, or all that may go."""
+        """Select the next `count` victims, or all that may be evicted."""
         self._compact()
         samples, numbers = self._samples[: self._length], self._numbers[: self._length]
         needed = self.needed[samples]
         free = np.flatnonzero((numbers < self._loads - self.protected) | (needed == 0))
         order = free[np.argsort(needed[free], kind="stable")[:count]]
         if not len(order):
-            # Everybody is protected: one draw brought more than the caches hold.
+            # All are protected: one draw loaded more than the caches hold.
             order = np.arange(min(count, self._length))
         self._victims, self._chosen_as = samples[order], numbers[order]
 

@@ -1,4 +1,4 @@
-"""Groups in which a job's epoch is settled when it begins, whatever the others do."""
+"""Groups in which a job's order is fixed when its epoch begins, whatever the other jobs do."""
 
 from abc import abstractmethod
 from typing import Any
@@ -12,14 +12,14 @@ from torch_dpflow.samplers.member import Member
 
 
 class FixedOrderGroup(SamplingGroup):
-    """A subclass names the order; this hands it out, and tells caches all of it and of the next epoch's."""
+    """A subclass defines the order; this draws from it, and gives caches all of it and of the next epoch's."""
 
     def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
         super().__init__(size, capacity=capacity, seed=seed)
         #: By job: the order of its epoch, what it had read before a resume in front.
         self._orders: dict[str, CompactArray] = {}
         #: By job: an epoch's number and its order, drawn for a lookahead and kept for when that epoch begins.
-        self._foreseen: dict[str, tuple[int, CompactArray]] = {}
+        self._next_orders: dict[str, tuple[int, CompactArray]] = {}
 
     @abstractmethod
     def _epoch_order(self, member: Member, epoch: int) -> CompactArray:
@@ -29,7 +29,7 @@ class FixedOrderGroup(SamplingGroup):
         pass
 
     def _left(self, member: Member) -> None:
-        for by_job in (self._orders, self._foreseen):
+        for by_job in (self._orders, self._next_orders):
             by_job.pop(member.name, None)
 
     def _started(self, member: Member, epoch: int, done: IndexArray) -> None:
@@ -57,13 +57,13 @@ class FixedOrderGroup(SamplingGroup):
 
     def _take_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
         self._orders = {name: order.copy() for name, order in details["orders"].items()}
-        self._foreseen = {}
+        self._next_orders = {}
 
     def _order_of(self, member: Member, epoch: int) -> CompactArray:
-        known = self._foreseen.get(member.name)
+        known = self._next_orders.get(member.name)
         if known is None or known[0] != epoch:
             known = epoch, self._epoch_order(member, epoch)
-            self._foreseen[member.name] = known
+            self._next_orders[member.name] = known
         return known[1]
 
     def _resumed_order(self, member: Member, epoch: int, done: IndexArray) -> CompactArray:

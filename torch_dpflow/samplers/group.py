@@ -1,4 +1,4 @@
-"""The contract of a sampling group: jobs that read overlapping samples and are handed one order each.
+"""The contract of a sampling group: jobs that read overlapping samples and get one order each.
 
 A group is pure: no clock, thread or socket. Time enters as an argument, chance as a seed; the same calls give
 the same draws. It is not thread-safe: one thread at a time may call it.
@@ -42,7 +42,7 @@ class Draw:
     #: True where the sample has to be loaded, False where it is resident; shape (n,). None where the strategy
     #: keeps no directory of residents, so that the cache policy decides.
     led: BoolArray | None = None
-    #: Samples that the directory gives up for good once this draw is loaded; shape (m,).
+    #: Samples that the directory evicts once this draw is loaded; shape (m,).
     evicted: IndexArray = field(default_factory=lambda: _NOTHING)
 
 
@@ -188,7 +188,7 @@ class SamplingGroup(ABC):
         return 0 if member.epoch is None else member.length - member.position
 
     def lookahead(self, job: str) -> Lookahead:
-        """What can be said now of the job's coming reads, for cache policies. Draws nothing.
+        """What is known of the job's future reads, for cache policies. Draws nothing.
 
         Raises:
             UsageError: the job is no member, or its first epoch was not started.
@@ -199,7 +199,7 @@ class SamplingGroup(ABC):
         return self._lookahead(member, member.epoch)
 
     def set_speed(self, job: str, speed: float) -> None:
-        """Tell the job's speed, samples per second, to strategies that weigh by it; others ignore it.
+        """Set the job's speed, samples per second; strategies that do not use it ignore it.
 
         Raises:
             UsageError: the job is no member.
@@ -208,7 +208,7 @@ class SamplingGroup(ABC):
         self._member(job).speed = check_speed(speed)
 
     def resize(self, capacity: int) -> IndexArray:
-        """The caches together hold so many samples from now on; returns those that the directory gives up for it.
+        """Set how many samples the caches hold together; returns those that the directory evicts for it.
 
         Raises:
             OptionError: it is below 1.
@@ -255,7 +255,7 @@ class SamplingGroup(ABC):
 
     # -- what a strategy does --------------------------------------------------------------------------------
 
-    #: Whether draws say what is to be loaded and what is given up.
+    #: Whether draws say which samples have to be loaded and which are evicted.
     keeps_directory: ClassVar[bool] = False
 
     @abstractmethod

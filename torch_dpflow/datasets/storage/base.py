@@ -1,4 +1,4 @@
-"""What every storage must do, and what is read from it."""
+"""The contract of a storage, and the ranges of bytes that are read from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who asks: access keys from options, the environment or the vendors' own files, in this order."""
+"""Access keys: from options, the environment or the vendors' own files, in this order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that libraries give no deadline of their own."""
+"""Deadlines for calls of libraries that have none."""
 
 from __future__ import annotations
 

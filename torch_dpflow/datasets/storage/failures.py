@@ -58,7 +58,7 @@ def storage_error(span: ByteRange, error: Exception) -> StorageError:
     return StorageError(f"{text}")
 
 
-def may_pass(error: StorageError) -> bool:
+def is_transient(error: StorageError) -> bool:
     """Whether to try again can help: what the network or an overloaded server does, not what an object is."""
     return isinstance(error, StorageUnavailableError | StorageTimeoutError)
 

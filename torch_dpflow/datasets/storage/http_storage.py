@@ -1,4 +1,9 @@
-"""Objects of S3, OSS and web servers over connections that stay open: one GET each, and little else."""
+"""Objects of S3, OSS and web servers over connections that stay open: one GET each, and little else.
+
+Our own because of processor time: a signed GET of 100 kB takes 51 µs in one thread, with obstore 115 to 123 µs, and one
+of 126 kB took oss2 1.2 to 1.4 ms (a session, cookies and hooks for each request). obstore is no back end here: its
+threads do not survive a fork. Options that ours does not know, and proxies, go through fsspec.
+"""
 
 from __future__ import annotations
 

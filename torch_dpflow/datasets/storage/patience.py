@@ -1,4 +1,4 @@
-"""How long the reads of a batch go on together."""
+"""One deadline for the reads of a batch, extended while bytes arrive."""
 
 from __future__ import annotations
 

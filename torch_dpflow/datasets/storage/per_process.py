@@ -1,4 +1,4 @@
-"""A value that a forked child makes anew."""
+"""A value that each process makes for itself, also a forked child."""
 
 from __future__ import annotations
 

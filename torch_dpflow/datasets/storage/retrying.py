@@ -1,4 +1,4 @@
-"""Tries again what may pass: pauses that grow, with full jitter, within one deadline."""
+"""Retries transient failures with exponential back-off and full jitter, within one deadline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch_dpflow.backoff import Backoff
 from torch_dpflow.datasets.storage.base import ByteRange, Storage
-from torch_dpflow.datasets.storage.failures import may_pass
+from torch_dpflow.datasets.storage.failures import is_transient
 from torch_dpflow.datasets.storage.options import ReadOptions
 from torch_dpflow.errors import StorageError
 
@@ -22,7 +22,7 @@ def fetch_with_retries(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> bytes:
-    """Read `span`, again where the failure may pass, until `options` forbid it or `deadline` is over on the clock.
+    """Read `span`; retry transient failures until `options` forbid it or `deadline` is over on the clock.
 
     Raises the last attempt's StorageError; its message tells of the attempts.
     """
@@ -36,7 +36,7 @@ def fetch_with_retries(
             backoff = backoff or Backoff(options.backoff_s, options.longest_backoff_s)
             pause = backoff.pause_s()
             is_last = backoff.failures >= options.attempts or clock() + pause >= deadline
-            if not may_pass(error):
+            if not is_transient(error):
                 raise
             if is_last:
                 text = f"{error} (attempt {backoff.failures} of {options.attempts}, {clock() - begun:.1f} s)"

@@ -1,4 +1,4 @@
-"""A socket that no server can hold up for ever."""
+"""A socket whose waits all end: after a silence, and at a deadline."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class TimedSocket:
         # With a timeout of its own, Python polls before each call and hands over its lock twice: among 16 threads
         # that costs more than to receive 100 kB.
         self._is_timed_by_kernel = sys.platform == "linux" and not is_tls
-        # What is received in one call is not received in ten, between which other threads run.
+        # One large receive instead of ten small ones, between which other threads would run.
         self._flags = 0 if is_tls else socket.MSG_WAITALL
         self._piece = _TLS_PIECE if is_tls else _PIECE
         if self._is_timed_by_kernel:
             raw.settimeout(None)
         self._silence_s = self._deadline = self._wait_s = 0.0
-        #: What was received and not read yet.
+        #: Received bytes that were not read yet.
         self._early = b""
 
     def limit(self, silence_s: float, deadline: float) -> None:

@@ -1,4 +1,4 @@
-"""Whose certificates are trusted: those of the system, or of a bundle that an option or the environment names."""
+"""Trusted certificates: the system's, or a bundle that an option or the environment names."""
 
 from __future__ import annotations
 

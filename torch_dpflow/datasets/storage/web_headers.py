@@ -1,4 +1,4 @@
-"""What is said to web servers with every request, after options."""
+"""Headers of every request to a web server, from options."""
 
 from __future__ import annotations
 

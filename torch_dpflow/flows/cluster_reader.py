@@ -1,4 +1,4 @@
-"""Flows that the services of a cluster load, for all jobs that read them (thesis, section 3.3.2)."""
+"""The reader of flows that a cluster loads for all jobs that read them (thesis, section 3.3.2)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch.utils.data import RandomSampler, SequentialSampler, default_collate
 from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.flows.arguments import LEAST_INT64, MOST_INT64, whole_number
-from torch_dpflow.flows.flow import DataLoadFlow
-from torch_dpflow.flows.mapped import Skips
-from torch_dpflow.flows.read import DataLoadFlowRead
-from torch_dpflow.flows.readers import LocalDataLoadFlowReader
-from torch_dpflow.flows.remote_samples import (
+from torch_dpflow.flows.cluster_samples import (
+    ClusterSamples,
     FailedSample,
-    RemoteSamples,
-    Rest,
+    PerDrawStages,
     SharedFlow,
     SubsetOrder,
     stand_in,
 )
+from torch_dpflow.flows.flow import DataLoadFlow
+from torch_dpflow.flows.mapped import Skips
+from torch_dpflow.flows.read import DataLoadFlowRead
+from torch_dpflow.flows.readers import LocalDataLoadFlowReader
 from torch_dpflow.flows.stage import Stage
 from torch_dpflow.flows.staged import Failed, StagedDataset
 from torch_dpflow.log import FLOWS
@@ -43,15 +43,15 @@ class RemoteDataLoadFlowReader:
     one that is changed needs a higher version. Its dataset and stages travel to the workers, which must be able to
     open the data: on other hosts a shared mount or an object store.
 
-    What the stages up to the first with `cache="never"` give is taken to depend on the sample alone. It is kept in
-    the memory of the shards (`JobOptions.memory_bytes`, `policy`), once for all that read the flow.
+    The output of the stages before the first with `cache="never"` must depend on the sample alone. It is kept in the
+    memory of the shards (`JobOptions.memory_bytes`, `policy`), once for all jobs that read the flow.
 
-    - `to_mapped()` asks the cluster for those stages' output, and runs the rest where it is indexed. Samples equal
+    - `to_mapped()` asks the cluster for those stages' output, and runs the others where it is indexed. Samples equal
       those of a `LocalDataLoadFlowReader` with the same seed.
-    - `to_shuffled()` leaves all stages to the cluster's workers, which run the rest on what is kept: for each job and
+    - `to_shuffled()` leaves all stages to the cluster's workers, which run the others on what is kept: for each job and
       epoch, drawn by the loader's seed, the epoch and the sample alone.
 
-    Of a flow whose first stage is of `cache="never"` nothing is kept beyond the jobs that read together.
+    If the first stage has `cache="never"`, samples are kept only while jobs that read together need them.
 
     Args:
         store: as for `LocalDataLoadFlowReader`.
@@ -117,7 +117,7 @@ class RemoteDataLoadFlowReader:
         skips = flow.on_error == "skip"
         parts = Parts(
             StagedDataset(samples, first, title),
-            Rest(rest, title) if rest else None,
+            PerDrawStages(rest, title) if rest else None,
             stand_in if skips else None,
         )
         repeatable = 0 < len(first) <= flow.cacheable and self._job.repeatable is not False
@@ -145,7 +145,7 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
 
     def __init__(self, flow: DataLoadFlow, *, kept: SharedFlow, whole: SharedFlow, seed: int | None) -> None:
         rest, name = flow.stages[flow.cacheable :], f"{flow.name}:{flow.version}"
-        super().__init__(flow, StagedDataset(RemoteSamples(kept), rest, name, seed=seed))
+        super().__init__(flow, StagedDataset(ClusterSamples(kept), rest, name, seed=seed))
         self._whole = whole
         self._seed = seed
 
@@ -192,7 +192,7 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
         )
 
     def _set_order(self, given: dict[str, Any]) -> None:
-        """Have the loader read the samples of this read, in an order of its own or one that was given."""
+        """Set the loader's sampler: this read's samples in its own order, or in a given one."""
         for kind in ("sampler", "batch_sampler"):
             if given.get(kind) is not None:
                 if self._indices is not None:
@@ -245,7 +245,7 @@ class Assembly:
             if isinstance(sample, Failed) and self.skips is not None:
                 self.skips.add(sample.error)
                 number = f"sample {sample.index}" if isinstance(sample, FailedSample) else "a sample"
-                # As text: handlers that keep records would keep the error's frames with them.
+                # As text: a handler that keeps records would keep the frames of the error alive.
                 what = f"{type(sample.error).__name__}: {sample.error}"
                 FLOWS.warning("%s, %s is left out: %s", self.flow, number, what)
         if samples and not found:

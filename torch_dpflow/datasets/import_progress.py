@@ -31,7 +31,7 @@ from torch_dpflow.datasets.spec import (
 )
 from torch_dpflow.errors import DamagedStoreError, OptionError
 
-#: Notes that are read at the same time: there may be thousands, each a round trip away.
+#: Notes that are read concurrently: there may be thousands, each with a round trip.
 _READ_THREADS = 16
 
 
@@ -94,7 +94,7 @@ class ImportProgress:
                     f"an unfinished import is in the way: it has {_differences(noted, record)}; "
                     "give the same to go on with it, or discard it (--restart)"
                 ) from None
-            self._files.write(path, encode_file(record))  # nothing came of it
+            self._files.write(path, encode_file(record))  # that import has written no shard
 
     def shards(self, first: int) -> list[ImportedShard]:
         """The shards that are written, from number `first` on without a gap."""

@@ -1,4 +1,4 @@
-"""Samples that the services of a cluster load: what travels to their workers, and how a process asks for them."""
+"""Samples that a cluster loads: what is sent to its workers, and how a process asks for samples."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from torch_dpflow.remote.job.job_options import JobOptions
 
 @dataclass(frozen=True)
 class FailedSample(Failed):
-    """Stands for a sample that a worker could not load."""
+    """Placeholder for a sample that a worker could not load."""
 
     #: Its number in the flow.
     index: int
 
 
 def stand_in(index: int, error: Exception) -> FailedSample:
-    """What the workers of a flow that skips samples give for one that fails, so that its batch is not lost with it."""
+    """The placeholder for a failed sample in a flow that skips such samples: the rest of its batch is delivered."""
     return FailedSample(error, index)
 
 
-class Rest:
-    """The stages of a flow after those whose output is kept: makes samples of that."""
+class PerDrawStages:
+    """The stages of a flow that run for each draw, after those whose output is kept."""
 
     def __init__(self, stages: Sequence[Stage], flow: str) -> None:
         self._staged = StagedDataset((), stages, flow)
@@ -42,7 +42,7 @@ class Rest:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedFlow:
-    """What jobs have to say alike to read one flow of a cluster together."""
+    """What jobs must have in common to read one flow of a cluster together."""
 
     name: str
     version: int
@@ -53,7 +53,7 @@ class SharedFlow:
     options: JobOptions
 
     def open(self) -> SharedJob:
-        """Join as a job that reads what may be kept, in lists. Raises as `torch_dpflow.remote.job.client.open_job`."""
+        """Join as a job that reads lists of cacheable samples. Raises as `torch_dpflow.remote.job.client.open_job`."""
         return open_job(
             self.name,
             self.dataset,
@@ -62,16 +62,16 @@ class SharedFlow:
             collate_fn=list,
             workers=self.workers,
             first_part=True,
-            # One name is one job; every process that asks is a job of its own.
+            # No name: each process that asks is a job of its own, and a name is for one job.
             options=replace(self.options, name=None),
         )
 
 
-class RemoteSamples(Dataset[Any]):
-    """What a shared flow gives that may be kept, by number.
+class ClusterSamples(Dataset[Any]):
+    """The output of a shared flow's cacheable stages, by sample number.
 
-    Each process joins the flow when it first asks, and leaves at its end. Thread-safe; threads of a process wait for
-    each other. A forked child joins anew; a pickle carries no job.
+    Each process joins the flow at its first request, and leaves when it ends. Thread-safe; the threads of a process
+    wait for each other. A forked child joins anew; a pickle holds no job.
     """
 
     def __init__(self, shared: SharedFlow) -> None:
@@ -94,7 +94,7 @@ class RemoteSamples(Dataset[Any]):
         return samples
 
     def read_each(self, indices: list[int]) -> list[Any]:
-        """The samples, in order, with a FailedSample in place of each that failed where the workers tell of it so."""
+        """The samples, in order, with a FailedSample in place of each that failed, if the flow skips samples."""
         if not indices:
             return []
         opened = self._opened.get()
@@ -110,11 +110,11 @@ class RemoteSamples(Dataset[Any]):
         return samples
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteSamples, (self._shared,)
+        return ClusterSamples, (self._shared,)
 
 
 class _OpenedFlow:
-    """A process's job. Made twice where two threads come first, which is why it joins only under the lock."""
+    """A process's job. Two threads may each construct one at first, so it joins only under the lock."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
