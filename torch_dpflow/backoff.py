@@ -1,4 +1,4 @@
-"""Pauses between attempts at what may pass: they grow, with full jitter."""
+"""Exponential back-off with full jitter, for transient failures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _RANDOM = random.SystemRandom()
 
 
 class Backoff:
-    """How long to wait after each failure in a row, so that many who failed together do not come back together.
+    """How long to wait after each failure in a row; clients that failed together retry at different times.
 
     Args:
         first_s: the longest pause after the first failure, seconds; it doubles with each.

@@ -1,7 +1,7 @@
-"""How many descriptors this process may still open, and what to say where there are too few.
+"""How many descriptors this process may still open, and the error where there are too few.
 
-Some of what uses them cannot fail in good order: libzmq aborts its process where it cannot accept a connection or
-make what a thread waits with. So who is about to need some asks first.
+libzmq aborts the process if it cannot get a descriptor for a connection or for a thread's wake-up. So whoever is about
+to need descriptors checks first.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import sys
 
 from torch_dpflow.errors import DescriptorLimitError
 
-#: A listener takes no connection while fewer than this are left: room for those that come before it looks again.
+#: A listener accepts no connection while fewer than this are left: several may arrive between two checks.
 SPARE = 16
 _OWN = "/proc/self/fd"
 
 
 def available() -> int | None:
-    """How many more this process may open; None where the system does not tell."""
+    """How many more this process may open; None where the system gives no count."""
     limit = soft_limit()
     try:
-        # A limit that was lowered counts numbers: what is open above it takes nothing away.
+        # The limit is one of descriptor numbers: after it was lowered, descriptors above it do not count.
         return limit - sum(int(number) < limit for number in os.listdir(_OWN)) + 1  # the listing's own
     except OSError as error:
         return 0 if is_exhausted(error) else None
@@ -69,7 +69,7 @@ def exhausted(what: str) -> DescriptorLimitError:
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Whether an error came of there being none left."""
+    """Whether an error was caused by a lack of descriptors."""
     if isinstance(error, OSError):
         return isinstance(error, DescriptorLimitError) or error.errno in (errno.EMFILE, errno.ENFILE)
     # torch has no other words for it.

@@ -1,4 +1,4 @@
-"""A directory that only this user can enter, for the sockets of one loader; swept when its owner is gone."""
+"""A private directory for the sockets of one loader, which the next loader removes if its owner was killed."""
 
 import fcntl
 import os
@@ -14,7 +14,7 @@ _UNLOCKED = "new-"
 _LOCK = "lock"
 #: A socket's path may have no more than 107 bytes, and a deep TMPDIR would break that.
 _LONGEST_BASE = 60
-#: No directory is in the making for so long, seconds: whoever made it was killed over it.
+#: A directory without a lock that is older than this, seconds, belongs to a process that was killed while making it.
 _MAKING_S = 3600
 
 
@@ -37,7 +37,7 @@ class PrivateDirectory:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         #: Whoever takes the descriptor from it closes it.
         self._locks = [descriptor]
-        # Only now may a sweep of another process find it, which takes away what nobody has locked.
+        # Renamed once it is locked: sweeps of other processes remove directories without a lock.
         #: Its path, without a slash at the end.
         self.path = os.path.join(_base(), os.path.basename(made).removeprefix(_UNLOCKED))
         os.rename(made, self.path)
@@ -55,7 +55,7 @@ def sweep() -> None:
         if _is_abandoned(directory / _LOCK):
             shutil.rmtree(directory, ignore_errors=True)
     for made in Path(_base()).glob(_UNLOCKED + PREFIX + "*"):
-        with suppress(OSError):  # it is there no more
+        with suppress(OSError):  # already removed
             if time.time() - made.stat().st_mtime > _MAKING_S:
                 shutil.rmtree(made, ignore_errors=True)
 

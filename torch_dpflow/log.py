@@ -17,13 +17,13 @@ from typing import TextIO
 
 from torch_dpflow.errors import OptionError
 
-#: What happens in the training process: workers that died, windows that grew.
+#: Events in the training process: workers that died, windows that grew.
 LOADER = logging.getLogger("torch_dpflow.loader")
 
-#: What happens inside a worker.
+#: Events inside a worker.
 WORKER = logging.getLogger("torch_dpflow.worker")
 
-#: What happens in the services of shared flows and in their nodes.
+#: Events in the services of shared flows and in their nodes.
 SERVICE = logging.getLogger("torch_dpflow.service")
 
 #: Samples that a flow leaves out because they cannot be loaded.

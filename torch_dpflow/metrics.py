@@ -78,7 +78,7 @@ class LoaderMeter:
         """A batch of so many samples and bytes goes to the training loop."""
         if self.time_to_first_batch_s is None:
             self.time_to_first_batch_s = time.perf_counter() - self._began_s
-        # Behind these nothing is called: an interruption finds all counted, or nothing.
+        # No calls below: Control-C finds all counted, or nothing.
         self.batches += 1
         self.samples += samples
         self.bytes += size
@@ -106,7 +106,7 @@ class LoaderMeter:
 
 
 class _WaitingTime:
-    """What a generator with `contextmanager` would be, in half its time."""
+    """A context manager by hand: `contextmanager` takes twice the time."""
 
     __slots__ = ("_entered_s", "_meter")
 

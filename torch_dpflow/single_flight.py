@@ -1,4 +1,4 @@
-"""Loads that one thread runs and others wait for."""
+"""Single flight: one thread loads a key, others that ask for it meanwhile wait for that load."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Flight(Future[Any]):
-    """A load under way. Who waits for one that is cancelled starts over."""
+    """A running load. Threads that wait for one that is cancelled start over."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -18,10 +18,10 @@ class Flight(Future[Any]):
 
 
 class Flights(dict[int, Flight]):
-    """The loads under way, by key. Its owner's lock guards it."""
+    """The running loads, by key. Guarded by its owner's lock."""
 
     def board(self, key: int) -> tuple[Flight, bool]:
-        """The load of a key under way, or a new one; and whether it was under way."""
+        """The running load of a key, or a new one; and whether it was running."""
         is_new = key not in self
         if is_new:
             self[key] = Flight()
@@ -36,9 +36,9 @@ class Flights(dict[int, Flight]):
 
 
 def fail(flights: Iterable[Flight], error: BaseException) -> None:
-    """Tell those who wait that their loads, which have landed, ended with `error`."""
+    """Fail the waiters of these loads, which are over, with `error`."""
     for flight in flights:
         if isinstance(error, Exception):
             flight.set_exception(error)
         else:
-            flight.cancel()  # an interrupt is meant for one thread: the others start over
+            flight.cancel()  # an interrupt concerns one thread: the others start over

@@ -1,7 +1,7 @@
 """Every private name of torch that the package uses, under a name of ours. No other module touches one.
 
-torch may move or drop any of them in any release, without notice. What is missing is found here, as this module is
-imported, and not by a worker that fails in the middle of a training run.
+torch may move or drop any of them in any release, without notice. What is missing is detected when this
+module is imported, not in a worker in the middle of a training run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A local server that speaks the protocol of Alibaba Cloud OSS: a test double of a cloud API."""
+"""A local server that speaks the protocol of Alibaba Cloud OSS: a test double of a cloud API.
+
+It uses real sockets and injects faults. It has no TLS, no virtual-host addresses and no throttling, and its throughput
+says nothing of the real service's.
+"""
 
 from benchmarks.oss_server.buckets import StoredObject
 from benchmarks.oss_server.faults import Fault, FaultPlan

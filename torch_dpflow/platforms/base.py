@@ -125,7 +125,9 @@ class Platform(Protocol):
     # and no lock, a fork copies nothing half done, and an end is handled after the messages that came before it.
 
     capabilities: Capabilities
-    #: A descriptor that is readable while `take_ended` has something to return.
+    #: A descriptor that is readable while `take_ended` has something to return. Not a callback: both users' threads
+    #: wait for it beside their socket, so there is no other thread, no lock and nothing that a fork copies half done,
+    #: and a death is handled after the messages that came before it.
     wakeup_fd: int
 
     def launch(self, spec: ProcessSpec) -> Handle:

@@ -227,6 +227,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
         or tensor.requires_grad
         or tensor.is_nested
         or tensor.is_quantized
+        # torch's own reduction for shared memory drops these two flags, so that `x.conj()` arrives as `x`.
         or tensor.is_conj()
         or tensor.is_neg()
         or tensor.__dict__

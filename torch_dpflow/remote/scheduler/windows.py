@@ -149,6 +149,8 @@ class Windows:
 
     def loot(self) -> Task | None:
         """The task to steal: the last of the longest mirror, among equals of the longest running task."""
+        # Consumers in order need the oldest first, but its holder starts that one next: stealing it loads several
+        # times as many tasks twice and gains less than 1% of time (benchmarks.scheduler).
         for level in reversed(self.levels[2:]):
             movable = [
                 (mirror.since, task.order, task)

@@ -49,8 +49,9 @@ class ClusterOptions:
         metrics: HOST:PORT at which Prometheus finds metrics; None: nowhere.
         metrics_public: whether `metrics` may be reached from other hosts, without a key.
         log: how its processes log.
-        preload: modules to import once for all workers, as "torchvision": workers start at once and share their
-            memory. Not for modules that start threads when they are imported.
+        preload: modules to import once for all workers, as "torchvision" (2 s and 130 MB a worker less): workers start
+            at once and share their memory. Not derived from flows: a client must not choose what the fork server
+            imports. Not for modules that start threads when they are imported.
 
     Raises:
         OptionError: `listen` or `metrics` is not such an address, or cannot be used; a module of `preload` is not
