@@ -123,9 +123,11 @@ def _install_torchs(folder: Path) -> bool:
     cuda = [name for name in needed if CUDA.match(name)]
     # fsspec comes with ours, in the release that is to be tested.
     _install(folder, *(name for name in needed if name not in cuda and not name.startswith("fsspec")))
-    called = [re.sub(r"\[.*?\]", "", name) for name in cuda if CALLED.match(name)]
-    if called:
-        _install(folder, "--no-deps", *called)
+    for name in cuda:
+        if CALLED.match(name):
+            _install(folder, "--no-deps", re.sub(r"\[.*?\]", "", name))
+        elif name.startswith("cuda-toolkit["):  # newer releases ask for all of CUDA by one name
+            _install(folder, re.sub(r"\[.*?\]", "[cudart,cupti]", name))
     return bool(cuda)
 
 
