@@ -9,11 +9,13 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.shared_cluster import wait
 from tests.workers import has_ended
 from torch_dpflow.errors import DescriptorLimitError, LaunchError, OptionError
 from torch_dpflow.loader.private_shard import PrivateShard
@@ -135,3 +137,17 @@ def test_a_hanging_fork_server_is_killed_and_another_takes_its_place(fork_server
 
 def fork_server_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_killed_fork_server_is_replaced_before_the_next_launch(fork_server: ForkServerPlatform) -> None:
+    first = fork_server.launch(ProcessSpec(name="first", incarnation=0, target=sleep, arguments=(60.0,)))
+    server = fork_server_of(first.pid)
+    os.kill(server, signal.SIGKILL)
+    wait(lambda: has_ended(server), what="the fork server's end")
+    assert list(fork_server.take_ended()) == []
+    state: Any = forkserver._forkserver
+    begun = state._forkserver_pid
+    assert begun != server
+    second = fork_server.launch(ProcessSpec(name="second", incarnation=0, target=sleep, arguments=(60.0,)))
+    assert fork_server_of(second.pid) == begun
+    assert not has_ended(first.pid)

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch_dpflow.log import SERVICE
-from torch_dpflow.platforms.local import LocalPlatform
+from torch_dpflow.platforms.local import LocalHandle, LocalPlatform
 
 
 class ForkServerPlatform(LocalPlatform):
@@ -43,6 +43,16 @@ class ForkServerPlatform(LocalPlatform):
         self._may_be_killed_by_kernel = not outlived
         #: The pid of the fork server that forked the latest process.
         self._known: int | None = None
+
+    def take_ended(self) -> list[LocalHandle]:
+        pid = _fork_server()
+        if pid is not None and pid == self._known:
+            # If it has died, another starts now, since importing takes seconds, which the next launch would wait for.
+            # Once only: one that dies before it has forked anything is not replaced until that launch.
+            forkserver.ensure_running()
+            if _fork_server() != pid:
+                SERVICE.warning("the fork server (pid %d) has ended; another takes its place", pid)
+        return super().take_ended()
 
     def _start(self, process: BaseProcess) -> None:
         # SIGINT stays unblocked here: the fork server would inherit the mask and pass it on to all its processes.
