@@ -1,15 +1,13 @@
 """Option objects: frozen, keyword-only, checked once when they are made."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.checks import check_fields, check_int, check_number, check_seconds
+from torch_dpflow.errors import OptionError
 
 #: The most that the batches in flight may grow by; beyond it they would fill any memory.
 MOST_GROWTH = 1000
-
-#: The longest time that an option may name, seconds.
-MAX_SECONDS = 1e9
 
 Seeding = Literal["auto", "batch", "worker"]
 
@@ -56,43 +54,10 @@ class LoaderOptions:
     shared_memory: int | None = None
 
     def __post_init__(self) -> None:
-        check_whole_number("read_threads", self.read_threads, minimum=1)
-        check_whole_number("restart_limit", self.restart_limit, minimum=0)
-        check_whole_number("poison_limit", self.poison_limit, minimum=1)
-        if self.task_timeout_s is not None:
-            check_seconds("task_timeout_s", self.task_timeout_s)
-        if self.shared_memory is not None:
-            check_whole_number("shared_memory", self.shared_memory, minimum=0)
+        check_fields(self, check_int, "read_threads", "poison_limit", minimum=1)
+        check_fields(self, check_int, "restart_limit", minimum=0)
+        check_fields(self, check_seconds, "task_timeout_s", optional=True)
+        check_fields(self, check_int, "shared_memory", minimum=0, optional=True)
         if self.seeding not in get_args(Seeding):
             raise OptionError(f"seeding={self.seeding!r} is not one of {get_args(Seeding)}")
-        growth = self.window_growth
-        if isinstance(growth, bool) or not isinstance(growth, int | float):
-            raise OptionTypeError(
-                f"window_growth={growth!r} is a {type(growth).__name__}; give a number >= 1"
-            )
-        if not 1 <= growth <= MOST_GROWTH:
-            raise OptionError(
-                f"window_growth={growth!r} is out of range; give a factor from 1 to {MOST_GROWTH}"
-            )
-
-
-def check_whole_number(name: str, value: Any, *, minimum: int) -> None:
-    """Raise OptionTypeError or OptionError unless `value` is an int of at least `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give an int >= {minimum}")
-    if value < minimum:
-        raise OptionError(f"{name}={value} is out of range; give an int >= {minimum}")
-
-
-def check_seconds(name: str, value: Any) -> None:
-    """Raise OptionTypeError or OptionError unless `value` is a number of seconds, above 0 and not endless."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give seconds")
-    if not 0 < value <= MAX_SECONDS:
-        raise OptionError(f"{name}={value!r} is out of range; give seconds above 0 and up to {MAX_SECONDS:g}")
-
-
-def check_type(name: str, value: Any, kind: type | tuple[type, ...], allowed: str) -> None:
-    """Raise OptionTypeError unless `value` is of `kind`; `allowed` says what to give."""
-    if not isinstance(value, kind):
-        raise OptionTypeError(f"{name}={value!r:.80} is of type {type(value).__name__}; give {allowed}")
+        check_fields(self, check_number, "window_growth", minimum=1, maximum=MOST_GROWTH)

@@ -449,7 +449,7 @@ class TestBadInput:
         ],
     )
     def test_options_out_of_range_are_refused_with_their_value(self, options, error):
-        with pytest.raises(error, match="at least") as caught:
+        with pytest.raises(error, match="; give ") as caught:
             Scheduler(**options)
         assert repr(list(options.values())[-1]) in str(caught.value)
 

@@ -22,7 +22,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.checks import check_int, check_number
+from torch_dpflow.errors import OptionError
 from torch_dpflow.lookahead import Keys, Lookahead
 
 #: The highest key that is allowed.
@@ -88,12 +89,12 @@ class Policy(ABC):
     def __init__(
         self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None
     ) -> None:
-        if keys is not None and not 0 <= keys <= LARGEST_KEY + 1:
-            raise OptionError(f"keys={keys}: 0 to {LARGEST_KEY + 1} keys are allowed")
+        if keys is not None:
+            check_int("keys", keys, minimum=0, maximum=LARGEST_KEY + 1)
         if max_items is None and max_bytes is None:
             raise OptionError("a policy needs a budget: give max_items, max_bytes, or both")
-        self.max_items = _budget("max_items", max_items)
-        self.max_bytes = _budget("max_bytes", max_bytes)
+        self.max_items = None if max_items is None else check_int("max_items", max_items, minimum=1)
+        self.max_bytes = None if max_bytes is None else check_int("max_bytes", max_bytes, minimum=1)
         self._hits = self._misses = 0
         self._offered = self._bypassed = self._refused = 0
         self._evicted = self._discarded = 0
@@ -220,18 +221,4 @@ def check_size(size: int) -> None:
 
 def check_weight(job: Job, weight: float) -> float:
     """`weight` if it is one; OptionError otherwise."""
-    if not 0 < weight < float("inf"):
-        raise OptionError(f"weight={weight!r} of job {job!r}: a positive finite number is allowed")
-    return float(weight)
-
-
-def _budget(option: str, value: int | None) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise OptionTypeError(
-            f"{option}={value!r} is a {type(value).__name__}; give an int of at least 1, or None"
-        )
-    if value < 1:
-        raise OptionError(f"{option}={value}: a budget of at least 1 is required")
-    return value
+    return check_number(f"job {job!r}: weight", weight, exclusive=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from torch_dpflow.checks import check_type
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.import_progress import DraftRecord, ImportProgress
 from torch_dpflow.datasets.spec import Dataset, encode_file
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.datasets.verify import Compared, verify
 from torch_dpflow.errors import DamagedStoreError, OptionError, PublishedError
-from torch_dpflow.options import check_type
 
 #: Objects that are in memory at a time, each whole.
 _COPY_THREADS = 8

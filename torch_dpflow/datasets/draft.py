@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import get_args
 
+from torch_dpflow.checks import check_int, check_type
 from torch_dpflow.datasets.checksums import ChecksumAlgorithm
 from torch_dpflow.datasets.describing import Describer
 from torch_dpflow.datasets.import_progress import DraftRecord, ImportProgress
@@ -24,7 +25,6 @@ from torch_dpflow.errors import (
     PublishedError,
     SourceError,
 )
-from torch_dpflow.options import check_type, check_whole_number
 
 #: Samples in a metadata shard: some 100 to 300 kB, which take 0.7 ms to read, check and decode. With the thesis's
 #: shards of 40 MB one random sample would cost a second.
@@ -110,7 +110,7 @@ class Draft:
                 f"progress={progress!r:.80} is not callable; give a function of a number of samples"
             )
         if shard_size is not None:
-            check_whole_number("shard_size", shard_size, minimum=1)
+            shard_size = check_int("shard_size", shard_size, minimum=1)
         if checksum is not None and checksum not in get_args(ChecksumAlgorithm):
             raise OptionError(f"checksum={checksum!r}: give one of {get_args(ChecksumAlgorithm)}, or None")
         base = self._base(variant)

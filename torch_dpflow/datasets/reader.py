@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 
 from torch.utils.data import Dataset
 
+from torch_dpflow.checks import check_int, check_type
 from torch_dpflow.datasets.checksums import matches
 from torch_dpflow.datasets.compact import CompactShards
 from torch_dpflow.datasets.shard_cache import LoadedShard, ShardCache, shard_cost
@@ -28,7 +29,6 @@ from torch_dpflow.errors import (
     OptionError,
     TruncatedObjectError,
 )
-from torch_dpflow.options import check_type, check_whole_number
 
 #: A sample: its bytes as they lie in the storage, and its annotations.
 Sample = tuple[bytes, dict[str, Any]]
@@ -78,7 +78,7 @@ class DatasetReader(Dataset[Sample]):
             check_type("storage_options", storage_options, Mapping, "a dict of fsspec's options, or None")
         if read_options is not None:
             check_type("read_options", read_options, ReadOptions, "a ReadOptions, or None")
-        check_whole_number("metadata_cache", metadata_cache, minimum=1)
+        check_int("metadata_cache", metadata_cache, minimum=1)
         if check is not None:
             check_type("check", check, bool, "True, False or None")
         if on_error not in get_args(OnError):

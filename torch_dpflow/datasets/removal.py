@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from torch_dpflow.checks import check_type
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.import_progress import ImportProgress
 from torch_dpflow.datasets.names import DatasetRef
@@ -13,7 +14,6 @@ from torch_dpflow.datasets.packing import is_pack, packs_of
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.datasets.urls import split_chain
 from torch_dpflow.errors import OptionError
-from torch_dpflow.options import check_type
 
 #: Files that are removed at a time: each may be a round trip away.
 _REMOVE_THREADS = 16

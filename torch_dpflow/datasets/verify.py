@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torch_dpflow.checks import check_type
 from torch_dpflow.datasets.checksums import matches
 from torch_dpflow.datasets.objects import Objects
 from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import DatasetError, DPFlowError, OptionTypeError
-from torch_dpflow.options import check_type
 
 #: A sample's number, where its object lies, and what is known of it.
 _Numbered = tuple[int, str, SampleMeta]

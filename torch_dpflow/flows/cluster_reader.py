@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler, default_collate
 
+from torch_dpflow.checks import MAX_INT64, MIN_INT64, check_int
 from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.flows.arguments import LEAST_INT64, MOST_INT64, whole_number
 from torch_dpflow.flows.cluster_samples import (
     ClusterSamples,
     FailedSample,
@@ -81,8 +81,8 @@ class RemoteDataLoadFlowReader:
             raise OptionTypeError(
                 f"job={job!r} is a {type(job).__name__}; give a torch_dpflow.JobOptions or None"
             )
-        self._workers = whole_number("workers", workers, least=1)
-        self._seed = None if seed is None else whole_number("seed", seed, least=LEAST_INT64, most=MOST_INT64)
+        self._workers = check_int("workers", workers, minimum=1)
+        self._seed = None if seed is None else check_int("seed", seed, minimum=MIN_INT64, maximum=MAX_INT64)
         self._local = LocalDataLoadFlowReader(store, **source)
         self._address = address
         self._job = job or JobOptions()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from torch_dpflow.checks import check_type
 from torch_dpflow.flows.flow import DataLoadFlow
-from torch_dpflow.options import check_type
 
 
 def to_graphviz(flow: DataLoadFlow) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
+from torch_dpflow.checks import check_int
 from torch_dpflow.datasets.names import DatasetRef
 from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
-from torch_dpflow.flows.arguments import whole_number
 from torch_dpflow.flows.stage import CacheControl, Stage
 from torch_dpflow.flows.transforms import DataTransform, MapTransform, SampleTransform, TargetTransform
 
@@ -67,7 +67,7 @@ class DataLoadFlow:
     """
 
     def __init__(self, name: str, version: int, *, on_error: ErrorPolicy = "raise") -> None:
-        self.version = whole_number("version", version, least=1)
+        self.version = check_int("version", version, minimum=1)
         if on_error not in get_args(ErrorPolicy):
             raise OptionError(f"on_error={on_error!r} is not one of {get_args(ErrorPolicy)}")
         if DatasetRef.parse(name).version is not None:
@@ -185,7 +185,7 @@ class DataLoadFlow:
 
         Raises OptionError or OptionTypeError unless `width`, in characters, is a whole number from 5 on.
         """
-        width = whole_number("width", width, least=_INDENT + 1)
+        width = check_int("width", width, minimum=_INDENT + 1)
         stages = " ".join(f"->\N{NO-BREAK SPACE}{str(stage).replace(' ', _HARD)}" for stage in self._stages)
         lines = textwrap.wrap(stages, width - _INDENT, break_long_words=False, break_on_hyphens=False)
         return f"\n{' ' * _INDENT}".join([str(self._source or _NO_SOURCE), *lines]).replace(_HARD, " ")

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from torch_dpflow.checks import MAX_INT64, MIN_INT64, check_int
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.errors import StageError
-from torch_dpflow.flows.arguments import LEAST_INT64, MOST_INT64, whole_number
 from torch_dpflow.flows.stage import Stage
 from torch_dpflow.flows.staged import Failed, StagedDataset
 from torch_dpflow.log import FLOWS
@@ -105,7 +105,7 @@ class MappedDataset(Dataset[Any]):
 
         Raises OptionTypeError or OptionError for what is no whole number of 64 bits.
         """
-        epoch = whole_number("epoch", epoch, least=LEAST_INT64, most=MOST_INT64)
+        epoch = check_int("epoch", epoch, minimum=MIN_INT64, maximum=MAX_INT64)
         if self._epochs is not None:
             self._epochs.set(epoch)
 

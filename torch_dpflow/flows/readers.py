@@ -8,15 +8,14 @@ from typing import Any
 
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.caches.capacity import parse_capacity
+from torch_dpflow.checks import MAX_INT64, MIN_INT64, check_int, check_type
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
-from torch_dpflow.flows.arguments import LEAST_INT64, MOST_INT64, whole_number
 from torch_dpflow.flows.flow import DataLoadFlow, FlowSource
 from torch_dpflow.flows.read import DataLoadFlowRead
 from torch_dpflow.flows.staged import StagedDataset
-from torch_dpflow.options import check_type, check_whole_number
 
 
 class LocalDataLoadFlowReader:
@@ -57,7 +56,7 @@ class LocalDataLoadFlowReader:
             check_type("storage_options", storage_options, Mapping, "a dict of fsspec's options, or None")
         if read_options is not None:
             check_type("read_options", read_options, ReadOptions, "a ReadOptions, or None")
-        check_whole_number("metadata_cache", metadata_cache, minimum=1)
+        check_int("metadata_cache", metadata_cache, minimum=1)
         if check is not None:
             check_type("check", check, bool, "True, False or None")
         if store is not None:
@@ -65,7 +64,7 @@ class LocalDataLoadFlowReader:
                 "store", store, (DatasetStore, str, os.PathLike), "a DatasetStore, its path or URL, or None"
             )
         self._cache = cache
-        self._seed = None if seed is None else whole_number("seed", seed, least=LEAST_INT64, most=MOST_INT64)
+        self._seed = None if seed is None else check_int("seed", seed, minimum=MIN_INT64, maximum=MAX_INT64)
         self._store = DatasetStore(os.fspath(store)) if isinstance(store, str | os.PathLike) else store
         self._reading: dict[str, Any] = {
             "storage_options": storage_options,

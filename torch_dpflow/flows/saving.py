@@ -10,12 +10,12 @@ import cloudpickle
 import msgspec
 from msgspec.structs import replace
 
+from torch_dpflow.checks import check_type
 from torch_dpflow.datasets.checksums import sha256_of
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.urls import without_login
 from torch_dpflow.errors import DamagedStoreError, NewerFormatError, OptionTypeError, UsageError
 from torch_dpflow.flows.flow import DataLoadFlow
-from torch_dpflow.options import check_type
 
 _FORMAT = 2
 

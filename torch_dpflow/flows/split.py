@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
+from torch_dpflow.checks import check_int, check_type
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.flows.arguments import whole_number
 from torch_dpflow.flows.read import DataLoadFlowRead
-from torch_dpflow.options import check_type
 
 
 def random_split(
@@ -39,7 +38,7 @@ def random_split(
         OptionTypeError: a length is no number, a flow was not prepared to be read, the seed is no whole number.
     """
     shares = _checked_lengths(lengths)
-    seed = whole_number("seed", seed, least=-(2**63), most=2**64 - 1)
+    seed = check_int("seed", seed, minimum=-(2**63), maximum=2**64 - 1)
     reads = _checked_reads(flows, len(shares))
     if len(reads) != len(shares) or not reads:
         raise OptionError(

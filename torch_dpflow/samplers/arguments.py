@@ -6,9 +6,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from torch_dpflow.checks import check_int
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.samplers.group import SamplingGroup
-from torch_dpflow.samplers.indices import IndexArray, check_indices, check_whole
+from torch_dpflow.samplers.indices import IndexArray, check_indices
 
 
 def given_indices(data_source: object) -> IndexArray | None:
@@ -55,8 +56,8 @@ def own_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int, bool
         num_replicas = dist.get_world_size() if initialised else 1
     if rank is None:
         rank = dist.get_rank() if initialised else 0
-    replicas = check_whole("num_replicas", num_replicas, minimum=1)
-    return replicas, check_whole("rank", rank, minimum=0, maximum=replicas - 1), is_distributed
+    replicas = check_int("num_replicas", num_replicas, minimum=1)
+    return replicas, check_int("rank", rank, minimum=0, maximum=replicas - 1), is_distributed
 
 
 def check_group(group: SamplingGroup, strategy: str, length: int | None) -> None:

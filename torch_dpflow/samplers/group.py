@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from torch_dpflow.checks import check_int, check_number
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError, UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.indices import (
@@ -18,9 +19,7 @@ from torch_dpflow.samplers.indices import (
     IndexArray,
     Indices,
     check_indices,
-    check_number,
     check_speed,
-    check_whole,
     compact,
 )
 from torch_dpflow.samplers.member import Member
@@ -64,11 +63,11 @@ class SamplingGroup(ABC):
     strategy: ClassVar[str]
 
     def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
-        self.size = check_whole("size", size, minimum=1)
+        self.size = check_int("size", size, minimum=1)
         self.capacity = (
-            max(1, self.size // 10) if capacity is None else check_whole("capacity", capacity, minimum=1)
+            max(1, self.size // 10) if capacity is None else check_int("capacity", capacity, minimum=1)
         )
-        self.seed = check_whole("seed", seed, minimum=0, maximum=MAX_SEED)
+        self.seed = check_int("seed", seed, minimum=0, maximum=MAX_SEED)
         self._members: dict[str, Member] = {}
 
     # -- membership ------------------------------------------------------------------------------------------
@@ -112,9 +111,9 @@ class SamplingGroup(ABC):
             name=job,
             indices=None if checked is None else checked.astype(compact(self.size)),
             length=self.size if checked is None else len(checked),
-            seed=check_whole("seed", seed, minimum=0, maximum=MAX_SEED),
-            batch_size=check_whole("batch_size", batch_size, minimum=1),
-            independence=check_number("independence", independence, low=0, high=1),
+            seed=check_int("seed", seed, minimum=0, maximum=MAX_SEED),
+            batch_size=check_int("batch_size", batch_size, minimum=1),
+            independence=check_number("independence", independence, minimum=0, maximum=1),
             speed=None if speed is None else check_speed(speed),
             named=named,
         )
@@ -143,7 +142,7 @@ class SamplingGroup(ABC):
             OptionError: `epoch` is negative; a sample of `done` is not in the job's set or is there twice.
         """
         member = self._member(job)
-        epoch = check_whole("epoch", epoch, minimum=0, maximum=MAX_SEED - member.seed)
+        epoch = check_int("epoch", epoch, minimum=0, maximum=MAX_SEED - member.seed)
         read = _NOTHING if done is None else self._check_done(member, done)
         member.epoch, member.position = epoch, len(read)
         member.drew_at, member.drew = None, 0
@@ -162,7 +161,7 @@ class SamplingGroup(ABC):
             OptionError: `n` is below 1.
         """
         member = self._member(job)
-        n = check_whole("n", n, minimum=1)
+        n = check_int("n", n, minimum=1)
         if member.epoch is None:
             raise UsageError(f"job {job!r} has no epoch to draw from; call start_epoch({job!r}, 0) first")
         n = min(n, member.length - member.position)
@@ -213,7 +212,7 @@ class SamplingGroup(ABC):
         Raises:
             OptionError: it is below 1.
         """
-        self.capacity = check_whole("capacity", capacity, minimum=1)
+        self.capacity = check_int("capacity", capacity, minimum=1)
         return self._resized()
 
     # -- state -----------------------------------------------------------------------------------------------

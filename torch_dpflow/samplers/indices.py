@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, Union
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_dpflow.checks import check_number
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 if TYPE_CHECKING:
@@ -93,50 +94,6 @@ def permutation(length: int, seed: int, epoch: int) -> CompactArray:
     return drawn
 
 
-def check_whole(name: str, value: object, *, minimum: int, maximum: int | None = None) -> int:
-    """`value` as an int within the limits.
-
-    Raises:
-        OptionTypeError: it is not a whole number.
-        OptionError: it is out of range.
-    """
-    limits = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give a whole number {limits}")
-    if value < minimum or (maximum is not None and value > maximum):
-        raise OptionError(f"{name}={value!r} is out of range; give a whole number {limits}")
-    return int(value)
-
-
-def check_flag(name: str, value: object) -> bool:
-    """`value` as a bool. Text is none: "no" and "False" would count as true.
-
-    Raises:
-        OptionTypeError: it is neither a bool nor the number 0 or 1.
-    """
-    if not isinstance(value, bool | int | np.bool_) or value not in (0, 1):
-        raise OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give True or False")
-    return bool(value)
-
-
-def check_number(name: str, value: object, *, low: float, high: float, open_low: bool = False) -> float:
-    """`value` as a float with low <= value <= high, or low < value where `open_low`.
-
-    Raises:
-        OptionTypeError: it is not a number.
-        OptionError: it is out of range.
-    """
-    limits = f"a finite number {'above' if open_low else 'from'} {low:g}"
-    if high != float("inf"):
-        limits += f" to {high:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give {limits}")
-    number = float(value)
-    if not (low < number if open_low else low <= number) or not number <= high or number == float("inf"):
-        raise OptionError(f"{name}={value!r} is out of range; give {limits}")
-    return number
-
-
 def check_speed(speed: object) -> float:
     """A speed in samples per second; OptionError unless it is finite and above 0."""
-    return check_number("speed", speed, low=0, high=float("inf"), open_low=True)
+    return check_number("speed", speed, exclusive=True)

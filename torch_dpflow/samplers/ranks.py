@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torch_dpflow.checks import check_int
 from torch_dpflow.samplers.group import SamplingGroup
-from torch_dpflow.samplers.indices import CompactArray, IndexArray, check_whole
+from torch_dpflow.samplers.indices import CompactArray, IndexArray
 
 _NOTHING: IndexArray = np.empty(0, np.int64)
 
@@ -104,7 +105,7 @@ class RankSlices:
             OptionError: there is no such rank.
         """
         replicas = len(self._waiting)
-        rank = check_whole("rank", rank, minimum=0, maximum=replicas - 1)
+        rank = check_int("rank", rank, minimum=0, maximum=replicas - 1)
         if not self._waiting[rank]:
             batch = self._batches.draw(now)
             if not len(batch):

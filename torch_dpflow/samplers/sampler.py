@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Sampler, get_worker_info
 
+from torch_dpflow.checks import check_flag, check_int, check_number
 from torch_dpflow.errors import OptionError, StateError, UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.samplers.arguments import check_group, given_indices, length_of, own_rank
@@ -15,9 +16,6 @@ from torch_dpflow.samplers.indices import (
     MAX_SEED,
     CompactArray,
     IndexArray,
-    check_flag,
-    check_number,
-    check_whole,
     permutation,
 )
 from torch_dpflow.samplers.passes import Pass, PrivatePass, SharedPass
@@ -88,11 +86,11 @@ class DynaGCSSampler(Sampler[int]):
         self.num_replicas, self.rank, self._is_distributed = own_rank(num_replicas, rank)
         self._shares = RankShares(self._length, self.num_replicas, check_flag("drop_last", drop_last))
         self.shuffle = check_flag("shuffle", shuffle)
-        self.seed = check_whole("seed", seed, minimum=0, maximum=MAX_SEED)
+        self.seed = check_int("seed", seed, minimum=0, maximum=MAX_SEED)
         if batch_size is not None:
-            check_whole("batch_size", batch_size, minimum=1)
+            check_int("batch_size", batch_size, minimum=1)
         self.batch_size = batch_size
-        self.independence = check_number("independence", independence, low=0, high=1)
+        self.independence = check_number("independence", independence, minimum=0, maximum=1)
         self.strategy = check_strategy(strategy)
         self._epoch = 0
         #: The iteration that `state_dict` speaks of; None: the next one is to begin an epoch or to resume.
@@ -156,7 +154,7 @@ class DynaGCSSampler(Sampler[int]):
         Raises:
             OptionError: `epoch` is negative or too large.
         """
-        epoch = check_whole("epoch", epoch, minimum=0, maximum=MAX_SEED - self.seed)
+        epoch = check_int("epoch", epoch, minimum=0, maximum=MAX_SEED - self.seed)
         if epoch != self._epoch:
             self._resume = None
         self._epoch, self._latest = epoch, None
@@ -273,7 +271,7 @@ class DynaGCSSampler(Sampler[int]):
             return position, shared
         if consumed is None:
             return latest.position, latest.shared_state(latest.position)
-        consumed = check_whole("consumed", consumed, minimum=0, maximum=latest.position)
+        consumed = check_int("consumed", consumed, minimum=0, maximum=latest.position)
         return consumed, latest.shared_state(consumed)
 
     def _checked(self, state: dict[str, Any]) -> tuple[int, int]:
@@ -287,8 +285,8 @@ class DynaGCSSampler(Sampler[int]):
                 )
         epoch, position, shared = state.get("epoch"), state["position"], state["shared"]
         try:
-            epoch = check_whole("epoch", epoch, minimum=0, maximum=MAX_SEED - self.seed)
-            position = check_whole("position", position, minimum=0, maximum=len(self))
+            epoch = check_int("epoch", epoch, minimum=0, maximum=MAX_SEED - self.seed)
+            position = check_int("position", position, minimum=0, maximum=len(self))
         except UsageError as error:
             raise StateError(f"the state is damaged: {error}") from error
         if self.group is not None and 0 < position < len(self) and shared is None:

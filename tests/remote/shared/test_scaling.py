@@ -182,7 +182,7 @@ def test_what_cannot_be_scaled_is_said(cluster: CommandedCluster, join: Callable
         wait(lambda: not any(flow.jobs for flow in cluster.flows().values()), what="the end of other jobs")
         wait(lambda: not processes(cluster, "router"), what="the end of other flows' services")
         join("fixed", Numbers(2))
-        with pytest.raises(RemoteCallError, match="shards=3; 1 to 2 are allowed"):
+        with pytest.raises(RemoteCallError, match="shards=3 is out of range; give an int from 1 to 2"):
             client.call("scale", Scale("fixed", 3))
         scaled: FlowView = client.call("scale", Scale("fixed", 1, 4), reply_type=FlowView).body
         assert scaled.part is not None

@@ -174,7 +174,7 @@ def test_the_same_version_of_something_else_is_refused(join: Join, flow: str) ->
     ("given", "message"),
     [
         ({"flow": "no good name!"}, "a letter or digit first"),
-        ({"shards": 0}, "shards=0 is out of range; give an int >= 1"),
+        ({"shards": 0}, "shards=0 is out of range; give an int from 1 to 256"),
         ({"memory_bytes": 0}, "memory_bytes=0"),
         ({"ready": 8, "asked": 8}, "ready=8, asked=8: .*give asked=9 or more"),
         ({"indices": [3, 3]}, "more than once"),

@@ -72,7 +72,7 @@ def test_wrong_numbers_and_names_get_a_clear_error(cluster: TestCluster, flow: s
     with cluster.coordinator() as client:
         for wrong, message in (
             ({"name": "../etc/passwd"}, "a letter or digit first"),
-            ({"shards": 0}, "shards=0; 1 to 10 are allowed"),
+            ({"shards": 0}, "shards=0 is out of range; give an int from 1 to 10"),
             ({"memory_bytes": 0}, "memory_bytes=0"),
             ({"workers": 10**9}, "workers=1000000000"),
         ):

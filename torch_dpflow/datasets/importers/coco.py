@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from torch_dpflow.checks import check_type
 from torch_dpflow.datasets.annotations import encode_annotations
 from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.importers.base import Item
@@ -19,7 +20,6 @@ from torch_dpflow.datasets.importers.json_arrays import read_arrays
 from torch_dpflow.datasets.importers.tree import check_folder
 from torch_dpflow.datasets.urls import join_url, split_name
 from torch_dpflow.errors import SourceError
-from torch_dpflow.options import check_type
 
 #: What is kept of an image and of an annotation; the rest of COCO's fields serve other tasks.
 _IMAGE_FIELDS = ("id", "file_name", "width", "height")

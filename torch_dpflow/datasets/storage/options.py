@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
 
-from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.options import check_whole_number
+from torch_dpflow.checks import check_fields, check_int, check_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +32,7 @@ class ReadOptions:
     longest: int = 1 << 30
 
     def __post_init__(self) -> None:
-        for name in ("timeout_s", "deadline_s", "backoff_s", "longest_backoff_s"):
-            self._check_seconds(name, getattr(self, name), above_0=name in ("timeout_s", "deadline_s"))
-        check_whole_number("merge_gap", self.merge_gap, minimum=0)
-        for name in ("attempts", "concurrency", "longest"):
-            check_whole_number(name, getattr(self, name), minimum=1)
-
-    @staticmethod
-    def _check_seconds(name: str, value: Any, *, above_0: bool) -> None:
-        allowed = "seconds above 0" if above_0 else "seconds, 0 or more"
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise OptionTypeError(f"{name}={value!r} is of type {type(value).__name__}; give {allowed}")
-        if not (value > 0 or (value == 0 and not above_0)):
-            raise OptionError(f"{name}={value!r}: give {allowed}")
+        check_fields(self, check_seconds, "timeout_s", "deadline_s", maximum=math.inf)
+        check_fields(self, check_seconds, "backoff_s", "longest_backoff_s", zero=True, maximum=math.inf)
+        check_fields(self, check_int, "merge_gap", minimum=0)
+        check_fields(self, check_int, "attempts", "concurrency", "longest", minimum=1)

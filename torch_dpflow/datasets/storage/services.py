@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import urlsplit
 
+from torch_dpflow.checks import check_type
 from torch_dpflow.datasets.storage.botocore_chain import BotocoreChain
 from torch_dpflow.datasets.storage.connections import Origin
 from torch_dpflow.datasets.storage.credentials import (
@@ -27,7 +28,6 @@ from torch_dpflow.datasets.storage.fsspec_options import endpoint_of
 from torch_dpflow.datasets.storage.signing import encode_path, sign_oss_v1, sign_oss_v4, sign_s3
 from torch_dpflow.datasets.storage.tls import tls_context
 from torch_dpflow.errors import OptionError
-from torch_dpflow.options import check_type
 
 _COMMON_OPTIONS = frozenset(
     {"key", "secret", "token", "anon", "endpoint", "endpoint_url", "region", "verify"}

@@ -25,6 +25,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from torch_dpflow.checks import check_seconds
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 #: Most lost peers whose generation is remembered.
@@ -104,8 +105,8 @@ class Leases:
     """
 
     def __init__(self, *, lease_s: float, remember_s: float = 3600.0) -> None:
-        self._lease_s = _seconds("lease_s", lease_s)
-        self._remember_s = _seconds("remember_s", remember_s)
+        self._lease_s = check_seconds("lease_s", lease_s)
+        self._remember_s = check_seconds("remember_s", remember_s)
         if remember_s < lease_s:
             raise OptionError(f"remember_s must be at least lease_s={lease_s!r}; got {remember_s!r}")
         #: The members, next to expire first: a renewal moves to the end, and all leases are equally long.
@@ -196,11 +197,3 @@ class Leases:
             ends = [lease.until for lease in leases.values()]
             assert ends == sorted(ends)
             assert all(end <= self._now + length for end in ends)
-
-
-def _seconds(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise OptionTypeError(f"{name} must be a number of seconds above 0; got {value!r}")
-    if not math.isfinite(value) or value <= 0:
-        raise OptionError(f"{name} must be a finite number of seconds above 0; got {value!r}")
-    return float(value)

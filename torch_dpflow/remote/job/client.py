@@ -14,6 +14,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from torch_dpflow.checks import check_int
 from torch_dpflow.errors import (
     DeadlineError,
     DPFlowError,
@@ -275,8 +276,7 @@ class SharedJob:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _nothing_of(self, epoch: int) -> Delivered:
-        if epoch < 0:
-            raise OptionError(f"epoch={epoch}: must be at least 0")
+        epoch = check_int("epoch", epoch, minimum=0)
         return Delivered(self._size, self._job.seed, self._job.rank, epoch)
 
     def _begin(self, delivered: Delivered) -> None:

@@ -6,8 +6,8 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+from torch_dpflow.checks import check_fields, check_flag, check_int, check_seconds
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.options import check_seconds, check_whole_number
 from torch_dpflow.remote.wire.flow_spec import MAX_SHARDS, MAX_SIZE, MIN_MEMORY, check_algorithms
 from torch_dpflow.remote.wire.limits import MAX_RANKS, UNNAMED
 
@@ -43,15 +43,9 @@ class Replica:
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        check_whole_number("num_replicas", self.num_replicas, minimum=1)
-        check_whole_number("rank", self.rank, minimum=0)
-        if not self.rank < self.num_replicas <= MAX_RANKS:
-            raise OptionError(
-                f"rank={self.rank} of num_replicas={self.num_replicas}: ranks from 0 to num_replicas - 1 are allowed, "
-                f"and up to {MAX_RANKS} of them"
-            )
-        if not isinstance(self.drop_last, bool):
-            raise OptionTypeError(f"drop_last={self.drop_last!r}: give True or False")
+        check_fields(self, check_int, "num_replicas", minimum=1, maximum=MAX_RANKS)
+        check_fields(self, check_int, "rank", minimum=0, maximum=self.num_replicas - 1)
+        check_fields(self, check_flag, "drop_last")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,21 +100,18 @@ class JobOptions:
     patience_s: float = 120.0
 
     def __post_init__(self) -> None:
-        _check_between("shards", self.shards, 1, MAX_SHARDS)
-        _check_between("cache_samples", self.cache_samples, 0, MAX_SIZE)
-        if self.memory_bytes is not None:
-            _check_between("memory_bytes", self.memory_bytes, MIN_MEMORY * self.shards, MAX_BYTES)
-        for name in ("ready", "asked", "budget_bytes"):
-            check_whole_number(name, getattr(self, name), minimum=1)
+        check_fields(self, check_int, "shards", minimum=1, maximum=MAX_SHARDS)
+        check_fields(self, check_int, "cache_samples", minimum=0, maximum=MAX_SIZE)
+        least_bytes = MIN_MEMORY * self.shards
+        check_fields(self, check_int, "memory_bytes", minimum=least_bytes, maximum=MAX_BYTES, optional=True)
+        check_fields(self, check_int, "ready", "asked", "budget_bytes", minimum=1)
         if self.asked <= self.ready:
             raise OptionError(
                 f"ready={self.ready}, asked={self.asked}: more must be asked for than is put together; give "
                 f"asked={self.ready + 1} or more, or a smaller ready"
             )
-        for name in ("idle_s", "patience_s"):
-            check_seconds(name, getattr(self, name))
-        if self.task_timeout_s is not None:
-            check_seconds("task_timeout_s", self.task_timeout_s)
+        check_fields(self, check_seconds, "idle_s", "patience_s")
+        check_fields(self, check_seconds, "task_timeout_s", optional=True)
         for name in ("name", "fingerprint"):
             _check_name(name, getattr(self, name))
         if not isinstance(self.repeatable, bool | None):
@@ -133,12 +124,6 @@ def _check_algorithms(policy: str | None, strategy: str) -> None:
         if not isinstance(value, str) and (name, value) != ("policy", None):
             raise OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give its name")
     check_algorithms(policy or "none", strategy)
-
-
-def _check_between(name: str, value: Any, least: int, most: int) -> None:
-    check_whole_number(name, value, minimum=least)
-    if value > most:
-        raise OptionError(f"{name}={value} is out of range; {least} to {most} are allowed")
 
 
 def _check_name(field: str, value: Any) -> None:

@@ -24,6 +24,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch_dpflow.caches.policy import Policy
+from torch_dpflow.checks import check_int
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.remote.pool.objects import (
@@ -75,9 +76,8 @@ class Pool:
         policy: Callable[[int], Policy] | None = None,
         numbers: Iterator[int] | None = None,
     ) -> None:
-        for name, value in (("capacity_bytes", capacity_bytes), ("concurrency", concurrency)):
-            if value < 1:
-                raise OptionError(f"{name}={value!r}: must be at least 1")
+        check_int("capacity_bytes", capacity_bytes, minimum=1)
+        check_int("concurrency", concurrency, minimum=1)
         if by_draw and policy is not None:
             raise OptionError(
                 "by_draw=True with a policy: one for each sample is kept; leave out one of the two"
@@ -196,8 +196,7 @@ class Pool:
         Raises:
             OptionError: it is below 1.
         """
-        if capacity_bytes < 1:
-            raise OptionError(f"capacity_bytes={capacity_bytes!r}: must be at least 1")
+        check_int("capacity_bytes", capacity_bytes, minimum=1)
         self._shelf.resize(capacity_bytes)
         self._trim()
         return self._admit([])

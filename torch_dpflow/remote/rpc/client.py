@@ -17,7 +17,8 @@ from typing import Any
 
 import msgspec
 
-from torch_dpflow.errors import OptionError, PeerLostError, StateError
+from torch_dpflow.checks import check_fields, check_int, check_seconds
+from torch_dpflow.errors import PeerLostError, StateError
 from torch_dpflow.remote.rpc.client_session import Answer, Awaited, ClientSession, ClientStats
 from torch_dpflow.remote.rpc.payload import Carrier
 from torch_dpflow.remote.transport import Frame, TransportOptions, connect, is_loopback
@@ -38,11 +39,9 @@ class ClientOptions:
     shared_bytes: int = 1 << 28
 
     def __post_init__(self) -> None:
-        for name in ("timeout_s", "inquire_s", "max_payload_bytes"):
-            if getattr(self, name) <= 0:
-                raise OptionError(f"{name}={getattr(self, name)!r}: must be above 0")
-        if self.shared_bytes < 0:
-            raise OptionError(f"shared_bytes={self.shared_bytes!r}: must be at least 0")
+        check_fields(self, check_seconds, "timeout_s", "inquire_s")
+        check_fields(self, check_int, "max_payload_bytes", minimum=1)
+        check_fields(self, check_int, "shared_bytes", minimum=0)
 
 
 class PendingCall:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from torch_dpflow.checks import MAX_SECONDS
 from torch_dpflow.errors import (
     DeadlineError,
     DescriptorLimitError,
@@ -24,7 +25,6 @@ from torch_dpflow.errors import (
 from torch_dpflow.remote.rpc.calls import CallTable, OpenCall
 from torch_dpflow.remote.rpc.payload import Carrier
 from torch_dpflow.remote.wire import headers as messages
-from torch_dpflow.remote.wire.fields import MAX_SECONDS
 from torch_dpflow.remote.wire.headers import Header, decode, decode_body, encode
 from torch_dpflow.remote.wire.parcel_table import Frame
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch_dpflow.checks import check_fields, check_int, check_seconds
 from torch_dpflow.descriptors import is_exhausted
 from torch_dpflow.errors import MessageError, OptionError, TransportError
 from torch_dpflow.remote.rpc.call_service import CallService
@@ -44,11 +45,9 @@ class ServerOptions:
     idle_s: float = 120.0
 
     def __post_init__(self) -> None:
-        for name in ("max_clients", "max_open_calls", "max_payload_bytes"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name}={getattr(self, name)!r}: must be at least 1")
-        if min(self.reply_memory_bytes, self.shared_bytes) < 0 or self.idle_s <= 0:
-            raise OptionError(f"{self}: bytes must be at least 0 and idle_s above 0")
+        check_fields(self, check_int, "max_clients", "max_open_calls", "max_payload_bytes", minimum=1)
+        check_fields(self, check_int, "reply_memory_bytes", "shared_bytes", minimum=0)
+        check_fields(self, check_seconds, "idle_s")
 
 
 class RpcServer:

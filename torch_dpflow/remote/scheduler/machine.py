@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from torch_dpflow.checks import check_int, check_seconds
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.remote.scheduler.events import (
     AddWorker,
@@ -74,10 +74,12 @@ class Scheduler:
         overtake_after_s: float | None = None,
         task_timeout_s: float | None = None,
     ) -> None:
-        self._windows = Windows(_at_least_one("window", window))
-        self._poison_limit = _at_least_one("poison_limit", poison_limit)
-        overtake_after_s = _seconds("overtake_after_s", overtake_after_s)
-        self._task_timeout_s = _seconds("task_timeout_s", task_timeout_s)
+        self._windows = Windows(check_int("window", window, minimum=1))
+        self._poison_limit = check_int("poison_limit", poison_limit, minimum=1)
+        for name, seconds in (("overtake_after_s", overtake_after_s), ("task_timeout_s", task_timeout_s)):
+            if seconds is not None:
+                check_seconds(name, seconds, zero=True)
+        self._task_timeout_s = task_timeout_s
         self._pace = None if overtake_after_s is None else Pace(overtake_after_s)
         self.counters = Counters()
         #: Every task that is submitted and not delivered, cancelled or poisoned.
@@ -325,21 +327,3 @@ class Scheduler:
         assert self._windows.suspects == sum(bool(task.losses) for task in self._tasks.values())
         emptiest = self._windows.emptiest() if queued else None
         assert emptiest is None or (emptiest.level and queued[0].losses), "a task waits beside room"
-
-
-def _at_least_one(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise OptionTypeError(f"{name} must be an int, at least 1; got {value!r}")
-    if value < 1:
-        raise OptionError(f"{name} must be at least 1; got {value!r}")
-    return value
-
-
-def _seconds(name: str, value: float | None) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise OptionTypeError(f"{name} must be a number of seconds, at least 0, or None; got {value!r}")
-    if not math.isfinite(value) or value < 0:
-        raise OptionError(f"{name} must be a finite number of seconds, at least 0, or None; got {value!r}")
-    return float(value)

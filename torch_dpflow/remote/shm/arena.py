@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from weakref import ref as weakref
 
+from torch_dpflow.checks import check_int
 from torch_dpflow.errors import OptionError
 from torch_dpflow.remote.shm import segment as segments
 from torch_dpflow.remote.shm.arena_reader import ArenaReader
@@ -74,9 +75,7 @@ class Arena:
     """
 
     def __init__(self, *, budget_bytes: int) -> None:
-        if budget_bytes < 0:
-            raise OptionError(f"budget_bytes={budget_bytes!r}: must be at least 0 (0 lends nothing)")
-        self._budget = budget_bytes
+        self._budget = check_int("budget_bytes", budget_bytes, minimum=0)
         self._usable = HAS_MEMFD
         self._pid = os.getpid()
         self._token = secrets.token_bytes(segments.TOKEN_BYTES)

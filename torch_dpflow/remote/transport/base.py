@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from torch_dpflow.checks import check_fields, check_int, check_seconds
 from torch_dpflow.errors import MessageError, OptionError
 from torch_dpflow.remote.wire.parcel_table import Frame
 
@@ -47,18 +48,13 @@ class TransportOptions:
     keys: ServerKeys | ClientKeys | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_frame_bytes", "max_frames", "queue_messages"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise OptionError(f"{name}={value!r}: must be an int of at least 1")
+        check_fields(self, check_int, "max_frame_bytes", "max_frames", "queue_messages", minimum=1)
+        check_fields(self, check_seconds, "send_timeout_s", zero=True)
+        check_fields(self, check_seconds, "silence_s")
         first, longest = self.reconnect_s
         if not 0 < first <= longest:
             raise OptionError(
                 f"reconnect_s={self.reconnect_s!r}: must be (first, longest) with 0 < first <= longest"
-            )
-        if self.send_timeout_s < 0 or self.silence_s <= 0:
-            raise OptionError(
-                f"send_timeout_s={self.send_timeout_s!r}: at least 0; silence_s={self.silence_s!r}: above 0"
             )
 
 

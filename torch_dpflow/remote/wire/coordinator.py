@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from torch_dpflow.errors import OptionError
+from torch_dpflow.checks import check_fields, check_int
 from torch_dpflow.remote.wire.body import Body
 from torch_dpflow.remote.wire.fields import Count, Name, Seconds
 from torch_dpflow.remote.wire.flow_spec import MAX_WORKERS, MIN_MEMORY, FlowSpec
@@ -132,9 +132,7 @@ class ClusterLimits:
 
     def __post_init__(self) -> None:
         for name, least, most in (("workers", 1, MAX_WORKERS), ("memory_bytes", MIN_MEMORY, 2**53)):
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise OptionError(f"{name}={value}: {least} to {most} are allowed")
+            check_fields(self, check_int, name, minimum=least, maximum=most, optional=True)
 
     @property
     def flows(self) -> int | None:

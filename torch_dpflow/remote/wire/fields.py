@@ -6,12 +6,10 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from torch_dpflow.checks import MAX_SECONDS
+
 #: Longest name of a method, and longest text of an error, characters.
 MAX_NAME, MAX_TEXT = 200, 32 * 1024
-
-
-#: Longest time that a header may name, seconds.
-MAX_SECONDS = 1e9
 
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

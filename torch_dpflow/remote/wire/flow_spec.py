@@ -7,6 +7,7 @@ from typing import Annotated
 
 import msgspec
 
+from torch_dpflow.checks import check_int, check_number, check_seconds
 from torch_dpflow.errors import OptionError
 from torch_dpflow.remote.wire.fields import Count, Name, Seconds, Text
 
@@ -72,25 +73,20 @@ class FlowSpec(
         Services that were made of anything else would end as soon as they begin, and be started for ever.
         """
         check_flow_name(self.name)
-        for name, value, least, most in (
-            ("version", self.version, 1, 2**53),
-            ("size", self.size, 1, MAX_SIZE),
-            ("shards", self.shards, 1, min(MAX_SHARDS, self.size)),
-            ("workers", self.workers, self.shards, MAX_WORKERS),
-            ("memory_bytes", self.memory_bytes, MIN_MEMORY * self.shards, 2**53),
-            ("cache_samples", self.cache_samples, 0, self.size),
+        flow = f"flow {self.name!r}: "
+        for name, least, most in (
+            ("version", 1, 2**53),
+            ("size", 1, MAX_SIZE),
+            ("shards", 1, min(MAX_SHARDS, self.size)),
+            ("workers", self.shards, MAX_WORKERS),
+            ("memory_bytes", MIN_MEMORY * self.shards, 2**53),
+            ("cache_samples", 0, self.size),
         ):
-            if not least <= value <= most:
-                why = (
-                    f", as it has {self.shards} shards" if name in _OF_EVERY_SHARD and self.shards > 1 else ""
-                )
-                raise OptionError(f"flow {self.name!r}: {name}={value}; {least} to {most} are allowed{why}")
-        if self.idle_s < MIN_IDLE_S:
-            raise OptionError(f"flow {self.name!r}: idle_s={self.idle_s}; at least {MIN_IDLE_S} is allowed")
-        if self.task_timeout_s is not None and not self.task_timeout_s > 0:
-            raise OptionError(
-                f"flow {self.name!r}: task_timeout_s={self.task_timeout_s}; above 0 is allowed, or None"
-            )
+            of_shards = f"with {self.shards} shards, " if name in _OF_EVERY_SHARD and self.shards > 1 else ""
+            check_int(f"{flow}{of_shards}{name}", getattr(self, name), minimum=least, maximum=most)
+        check_number(f"{flow}idle_s", self.idle_s, minimum=MIN_IDLE_S, unit="seconds")
+        if self.task_timeout_s is not None:
+            check_seconds(f"{flow}task_timeout_s", self.task_timeout_s)
         check_algorithms(self.policy, self.strategy)
         if not _DIGEST.fullmatch(self.content):
             raise OptionError(f"flow {self.name!r}: content={self.content!r} is no SHA-256 in hexadecimal")

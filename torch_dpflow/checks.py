@@ -1,0 +1,110 @@
+"""Checks of what a caller gives. Each error says what was given and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch_dpflow.errors import OptionError, OptionTypeError
+
+#: What fits into 64 bits with a sign.
+MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
+#: The longest time that may be given, seconds.
+MAX_SECONDS = 1e9
+_MAX_FLOAT = sys.float_info.max
+
+
+def check_int(name: str, value: Any, *, minimum: int, maximum: int | None = None) -> int:
+    """`value`, which may be numpy's or a tensor, as an int. Bools are refused.
+
+    Raises:
+        OptionTypeError: it is no whole number.
+        OptionError: it is out of range.
+    """
+    allowed = f"an int >= {minimum}" if maximum is None else f"an int from {minimum} to {maximum}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise _wrong_type(name, value, allowed)
+    if number < minimum or (maximum is not None and number > maximum):
+        raise OptionError(f"{name}={number} is out of range; give {allowed}")
+    return number
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    minimum: float = 0.0,
+    maximum: float = _MAX_FLOAT,
+    exclusive: bool = False,
+    unit: str = "a finite number",
+) -> float:
+    """`value`, which may be numpy's, as a float.
+
+    exclusive: `minimum` itself is not allowed.
+
+    Raises:
+        OptionTypeError: it is no number, or a bool.
+        OptionError: it is out of range.
+    """
+    allowed = f"{unit} {'above' if exclusive else 'from'} {minimum:g}"
+    if maximum < _MAX_FLOAT:
+        allowed += f"{' and up' if exclusive else ''} to {maximum:g}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise _wrong_type(name, value, allowed)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.nan
+    if not minimum <= number <= maximum or (exclusive and number == minimum):
+        raise OptionError(f"{name}={value!r} is out of range; give {allowed}")
+    return number
+
+
+def check_seconds(name: str, value: Any, *, zero: bool = False, maximum: float = MAX_SECONDS) -> float:
+    """`value` as a number of seconds above 0, or with `zero` from 0. Raises as `check_number`."""
+    return check_number(name, value, maximum=maximum, exclusive=not zero, unit="seconds")
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """`value`, or the number 0 or 1, as a bool. Text is refused: "no" and "False" would count as true.
+
+    Raises OptionTypeError.
+    """
+    is_bool = isinstance(value, int) or type(value).__name__ in (
+        "bool",
+        "bool_",
+    )  # the latter two are numpy's
+    if not is_bool or value not in (0, 1):
+        raise _wrong_type(name, value, "True or False")
+    return bool(value)
+
+
+def check_type(name: str, value: Any, kind: type | tuple[type, ...], allowed: str) -> None:
+    """Raise OptionTypeError unless `value` is of `kind`; `allowed` says what to give."""
+    if not isinstance(value, kind):
+        raise _wrong_type(name, value, allowed)
+
+
+def check_fields(
+    options: object, check: Callable[..., Any], *names: str, optional: bool = False, **limits: Any
+) -> None:
+    """Set fields of a frozen dataclass to what `check` makes of them.
+
+    optional: None is allowed too. limits: the keyword arguments of `check`.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if value is not None or not optional:
+            object.__setattr__(options, name, check(name, value, **limits))
+
+
+def _wrong_type(name: str, value: Any, allowed: str) -> OptionTypeError:
+    return OptionTypeError(f"{name}={value!r:.80} is of type {type(value).__name__}; give {allowed}")
