@@ -29,7 +29,10 @@ SERVICE = logging.getLogger("torch_dpflow.service")
 #: Samples that a flow leaves out because they cannot be loaded.
 FLOWS = logging.getLogger("torch_dpflow.flows")
 
-#: Connections, malformed messages, retries.
+#: Datasets and storages: samples left out, answers that are not as they should be.
+DATASETS = logging.getLogger("torch_dpflow.datasets")
+
+#: Connections, calls, malformed messages.
 TRANSPORT = logging.getLogger("torch_dpflow.transport")
 
 #: Above all of these.

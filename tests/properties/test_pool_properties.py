@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_dpflow.caches import make_policy
-from torch_dpflow.remote.pool.objects import Arrival, Cancel, Instruction, Load, Serve
+from torch_dpflow.remote.pool.objects import Arrival, Cancel, Load, PoolInstruction, Serve
 from torch_dpflow.remote.pool.pool import Pool
 
 SAMPLES = 24
@@ -48,7 +48,7 @@ class World:
         self.loaded: Counter[int] = Counter()
         self.worst_held = 0
 
-    def obey(self, instructions: list[Instruction]) -> None:
+    def obey(self, instructions: list[PoolInstruction]) -> None:
         for instruction in instructions:
             match instruction:
                 case Load(load):

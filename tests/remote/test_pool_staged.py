@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from torch_dpflow.caches import make_policy
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.pool.objects import Arrival, Cancel, Instruction, Load, Serve
+from torch_dpflow.remote.pool.objects import Arrival, Cancel, Load, PoolInstruction, Serve
 from torch_dpflow.remote.pool.staged import StagedPool
 
 
@@ -34,7 +34,7 @@ def make_pool(*, capacity: int = 1 << 20, concurrency: int = 8, policy: str | No
     return pool
 
 
-def do(pool: StagedPool, load: Load, **fields: Any) -> list[Instruction]:
+def do(pool: StagedPool, load: Load, **fields: Any) -> list[PoolInstruction]:
     """A worker does what it is told."""
     draw = None if load.input is None else load.draw
     value = Value(load.key, draw, **fields)
@@ -143,7 +143,7 @@ class Readers(RuleBasedStateMachine):
         self.tickets = self.numbers = 0
         self.broken = {3}
 
-    def follow(self, instructions: list[Instruction]) -> None:
+    def follow(self, instructions: list[PoolInstruction]) -> None:
         for one in instructions:
             match one:
                 case Load():

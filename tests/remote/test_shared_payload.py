@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.remote.rpc.payload import SHARED_BYTES, Carrier
+from torch_dpflow.remote.rpc.payload import Carrier
 from torch_dpflow.remote.shm.memory import address_of
+from torch_dpflow.remote.wire.shared_blocks import SHARED_BYTES
 
 #: Room for two messages of the tests below.
 ROOM = 2 << 20

@@ -12,7 +12,7 @@ from scipy import stats
 
 from torch_dpflow.errors import OptionError
 from torch_dpflow.samplers import sampling_group
-from torch_dpflow.samplers.cells import MAX_JOBS, Cells, bits_of, free_bit
+from torch_dpflow.samplers.cells import MAX_MEMBERS, Cells, bits_of, free_bit
 from torch_dpflow.samplers.sampling_tree import sample_round
 
 SIZE = 24
@@ -136,11 +136,11 @@ def test_what_some_jobs_need_is_found_among_any_number_of_cells(jobs: int) -> No
 def test_there_is_a_limit_to_the_jobs_and_leaving_frees_a_place() -> None:
     assert free_bit([0, 2]) == 1
     group = sampling_group("joader", 4)
-    for k in range(MAX_JOBS):
+    for k in range(MAX_MEMBERS):
         group.join(f"job-{k}")
     with pytest.raises(OptionError, match="64 jobs"):
         group.join("one too many")
-    assert len(group.jobs) == MAX_JOBS
+    assert len(group.jobs) == MAX_MEMBERS
     group.leave("job-7")
     group.join("another")
 

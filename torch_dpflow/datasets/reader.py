@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 import threading
 from collections import Counter
@@ -29,6 +28,7 @@ from torch_dpflow.errors import (
     OptionError,
     TruncatedObjectError,
 )
+from torch_dpflow.log import DATASETS
 
 #: A sample: its bytes as they lie in the storage, and its annotations.
 Sample = tuple[bytes, dict[str, Any]]
@@ -36,8 +36,6 @@ OnError = Literal["raise", "skip"]
 
 #: What a pickle does not carry.
 _OF_PROCESS = ("_opened", "_compact")
-
-_LOG = logging.getLogger("torch_dpflow.datasets")
 
 
 class DatasetReader(Dataset[Sample]):
@@ -301,7 +299,9 @@ class _OpenedVariant:
         with self._lock:
             self.skipped[type(error).__name__] += 1
         # As text: a handler that keeps records would keep the frames of the error alive.
-        _LOG.warning("%s, sample %d is left out: %s: %s", stored.ref, index, type(error).__name__, str(error))
+        DATASETS.warning(
+            "%s, sample %d is left out: %s: %s", stored.ref, index, type(error).__name__, str(error)
+        )
 
     def close(self) -> None:
         self.data.close()

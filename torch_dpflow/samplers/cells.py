@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch_dpflow.errors import OptionError
 from torch_dpflow.samplers.indices import BoolArray, CompactArray, compact
 
-#: Bits of a mask.
-MAX_JOBS = 64
+#: Most jobs of a group: the bits of a mask.
+MAX_MEMBERS = 64
 #: So many cells are searched as plain numbers, because a call of numpy costs as much as looking at them.
 _FEW_CELLS = 64
 #: Where a sample is: its cell and its slot there. Holds until the next sample of the cell is taken.
@@ -37,7 +37,7 @@ class Cells:
         self._place: dict[int, int] = {}
         self._samples: list[CompactArray] = []
         #: For each bit, the number of samples that the job needs.
-        self.needed = [0] * MAX_JOBS
+        self.needed = [0] * MAX_MEMBERS
         #: `masks` as an array, once there are many; out of date where it is shorter.
         self._mask_array: NDArray[np.uint64] = np.empty(0, np.uint64)
 
@@ -159,7 +159,7 @@ class Cells:
         samples = np.concatenate([np.empty(0, np.int64), *(samples for _, samples in self.items())])
         assert len(np.unique(samples)) == len(samples)
         assert 0 not in self._place
-        for job in range(MAX_JOBS):
+        for job in range(MAX_MEMBERS):
             assert self.needed[job] == self.samples_in(self.needed_by(1 << job)), job
 
     def state_dict(self) -> dict[str, Any]:
@@ -190,9 +190,9 @@ def bits_of(mask: int) -> Iterable[int]:
 def free_bit(taken: Iterable[int]) -> int:
     """The lowest job number that is not taken; OptionError if all are."""
     used = set(taken)
-    for job in range(MAX_JOBS):
+    for job in range(MAX_MEMBERS):
         if job not in used:
             return job
     raise OptionError(
-        f"{MAX_JOBS} jobs are in the group, which is the limit of this strategy; use another group"
+        f"{MAX_MEMBERS} jobs are in the group, which is the limit of this strategy; use another group"
     )

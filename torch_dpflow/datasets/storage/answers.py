@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-import logging
 import re
 
 from torch_dpflow.datasets.storage.base import ByteRange
 from torch_dpflow.datasets.storage.responses import Response
 from torch_dpflow.errors import StorageError, StorageUnavailableError, TruncatedObjectError
+from torch_dpflow.log import DATASETS
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
 #: Bytes taken at a time from a body that does not say how long it is, or of which a part is passed over.
 _PIECE = 1 << 20
-
-_LOG = logging.getLogger("torch_dpflow.datasets")
 
 
 def read_object(response: Response, span: ByteRange, longest: int) -> bytes:
@@ -94,7 +92,7 @@ def _ended(span: ByteRange, count: int) -> StorageUnavailableError:
 
 @functools.lru_cache(maxsize=64)
 def _tell_of_cost(server: str) -> None:
-    _LOG.warning(
+    DATASETS.warning(
         "%s knows no ranges: for a part of an object everything before it is read too; serve data that lies in "
         "packs by a server that knows them",
         server,

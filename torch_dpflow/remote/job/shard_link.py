@@ -26,7 +26,7 @@ FETCH_SAMPLES = 256
 #: How long a shard may take to hear that a job leaves it, seconds.
 LEAVE_S = 1.0
 #: Most shared memory lent to a shard on this host, bytes.
-SHARED_BYTES = 1 << 28
+LENT_BYTES = 1 << 28
 
 
 @dataclass(slots=True)
@@ -239,7 +239,7 @@ class ShardLinks:
             client = self._clients.get(address)
             if client is None:
                 client = self._clients[address] = cluster.connect(
-                    address, timeout_s=FETCH_S, shared_bytes=SHARED_BYTES
+                    address, timeout_s=FETCH_S, shared_bytes=LENT_BYTES
                 )
             return client
 

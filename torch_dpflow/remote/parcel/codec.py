@@ -26,16 +26,13 @@ from torch_dpflow.remote.parcel.explain import explain
 from torch_dpflow.remote.parcel.pickling import MemoryRange, ParcelPickler
 from torch_dpflow.remote.shm.arena import Arena, ArenaReader, Block
 from torch_dpflow.remote.shm.memory import address_of, aligned_copy, is_aligned, storage_over, tensor_over
-from torch_dpflow.remote.wire.alignment import ALIGNMENT, WORD
+from torch_dpflow.remote.wire.alignment import ALIGNMENT, WORD, aligned
 from torch_dpflow.remote.wire.parcel_table import BufferSpan, Frame, ParcelTable
-from torch_dpflow.remote.wire.shared_blocks import BlockRef
+from torch_dpflow.remote.wire.shared_blocks import SHARED_BYTES, BlockRef
 
 #: From this size on a buffer has a block or a frame of its own, bytes. Measured: below it, copying it beside
 #: others costs no more than a block does, and less than a frame.
 LARGE_BYTES = 1 << 16
-#: From this size on the head, and the coalesced buffers, go into shared memory, bytes. Measured: below it the
-#: socket is as fast.
-SHARED_BYTES = 1 << 15
 #: From this size on a tensor is laid out in order, bytes; below it a batch is put together quickly anyway.
 ORDERED_BYTES = 1 << 15
 #: Most buffers of a parcel that have a frame of their own: a message may have only so many.
@@ -162,14 +159,14 @@ class _Packing:
         pieces = {source[:2]: source for source in sources if type(source.owner) is bytes}
         if not pieces:
             return
-        block = arena.allocate(sum(_aligned(source.nbytes) for source in pieces.values()))
+        block = arena.allocate(sum(aligned(source.nbytes) for source in pieces.values()))
         if block is None:
             return
         part, offset = self._publish(block), 0
         for key, source in pieces.items():
             ctypes.memmove(block.address + offset, source.address, source.nbytes)
             self._places[key] = BufferSpan(part, offset, source.nbytes)
-            offset += _aligned(source.nbytes)
+            offset += aligned(source.nbytes)
 
     def _place(self, source: MemoryRange) -> BufferSpan:
         part = self._place_large(source) if source.nbytes >= LARGE_BYTES else None
@@ -178,7 +175,7 @@ class _Packing:
         else:
             place = BufferSpan(0, self._region, source.nbytes)
             self._small.append((source, self._region))
-            self._region += _aligned(source.nbytes)
+            self._region += aligned(source.nbytes)
         self._places[source[:2]] = place
         return place
 
@@ -200,7 +197,7 @@ class _Packing:
         if block is not None:
             self._copy_small(block.address)
             return first, 0, self._publish(block)
-        start = _aligned(len(first))
+        start = aligned(len(first))
         frame = np.zeros(start + self._region, np.uint8)
         frame.data[: len(first)] = first
         self._copy_small(address_of(frame) + start)
@@ -293,7 +290,7 @@ class _Unpacking:
         frame, start = self._frames[part], 0
         if part == 0:  # the head and its padding are not worth a copy
             head = self._table.head
-            start = _aligned(head.size) if head.part == 0 else 0
+            start = aligned(head.size) if head.part == 0 else 0
             frame = frame[start:]
         if frame.readonly or not is_aligned(frame, max(self._table.alignment, WORD)):
             frame = aligned_copy(frame).data
@@ -305,7 +302,3 @@ class _Unpacking:
         if self._reader is None:
             raise MessageError("parcel lies in a worker's shared memory; decoding it takes its ArenaReader")
         return self._reader.view(self._table.blocks[number]).data
-
-
-def _aligned(size: int) -> int:
-    return size + -size % ALIGNMENT

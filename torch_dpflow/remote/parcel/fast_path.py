@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from torch_dpflow.log import TRANSPORT
-from torch_dpflow.remote.parcel.codec import LARGE_BYTES, SHARED_BYTES, decode, encode
+from torch_dpflow.remote.parcel.codec import LARGE_BYTES, decode, encode
 from torch_dpflow.remote.parcel.pickling import ParcelPickler, is_plain
 from torch_dpflow.remote.shm.arena import Arena, Block
 from torch_dpflow.remote.shm.memory import address_of, storage_over, tensor_over
 from torch_dpflow.remote.wire.alignment import ALIGNMENT
 from torch_dpflow.remote.wire.parcel_table import BufferSpan, Frame, ParcelTable
+from torch_dpflow.remote.wire.shared_blocks import SHARED_BYTES
 
 #: Most items of a tuple that takes the short cut.
 _MOST_ITEMS = 8

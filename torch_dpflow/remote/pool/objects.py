@@ -42,7 +42,7 @@ class Serve(msgspec.Struct, frozen=True):
     samples: list[tuple[Ticket, Any]]
 
 
-Instruction: TypeAlias = Load | Cancel | Serve
+PoolInstruction: TypeAlias = Load | Cancel | Serve
 
 
 class Arrival(NamedTuple):

@@ -30,9 +30,9 @@ from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.remote.pool.objects import (
     Arrival,
     Cancel,
-    Instruction,
     Load,
     LoadQueue,
+    PoolInstruction,
     PoolJob,
     PoolObject,
     PoolStatistics,
@@ -108,12 +108,12 @@ class Pool:
             if counts:
                 self._shelf.join(job)
 
-    def leave(self, job: str) -> list[Instruction]:
+    def leave(self, job: str) -> list[PoolInstruction]:
         """A job has ended or died: everything that it wants is released. An unknown one is ignored."""
         gone = self._jobs.pop(job, None)
         if gone is None:
             return []
-        out: list[Instruction] = [*self._requests.abandon(gone)]
+        out: list[PoolInstruction] = [*self._requests.abandon(gone)]
         out += self._release(gone, list(gone.wants))
         self._shelf.leave(job, self._jobs)
         return self._admit(out)
@@ -146,7 +146,7 @@ class Pool:
         """Whether a job holds this ticket."""
         return ticket in self._job(job).wants
 
-    def want(self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int) -> list[Instruction]:
+    def want(self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int) -> list[PoolInstruction]:
         """`job` will fetch these: (ticket, key), nearest first. A ticket that it holds already is ignored.
 
         draw: for samples that have to be loaded, decides what is drawn by chance; another one for each job
@@ -165,7 +165,7 @@ class Pool:
             self._want(reader, ticket, key, draw, max(1, 1 + ticket - oldest))
         return self._admit([])
 
-    def fetch(self, job: str, request: RequestId, tickets: Sequence[Ticket]) -> list[Instruction]:
+    def fetch(self, job: str, request: RequestId, tickets: Sequence[Ticket]) -> list[PoolInstruction]:
         """`job` waits for these, which it wants; answered by one `Serve` with all of them, or with some.
 
         Raises:
@@ -173,7 +173,7 @@ class Pool:
         """
         return self._admit([*self._requests.open(request, self._job(job), tickets)])
 
-    def release(self, job: str, tickets: Iterable[Ticket]) -> list[Instruction]:
+    def release(self, job: str, tickets: Iterable[Ticket]) -> list[PoolInstruction]:
         """`job` has these, or does not want them any more. Unknown ones are ignored.
 
         Raises:
@@ -190,7 +190,7 @@ class Pool:
         """How many samples the cache can hold, by the size of the latest; 0 where that is not known yet."""
         return self._shelf.room
 
-    def resize(self, capacity_bytes: int) -> list[Instruction]:
+    def resize(self, capacity_bytes: int) -> list[PoolInstruction]:
         """There is room for so many bytes from now on; what is beyond goes as soon as nobody waits for it.
 
         Raises:
@@ -203,9 +203,9 @@ class Pool:
 
     # -- loading ---------------------------------------------------------------------------------------------
 
-    def loaded(self, arrivals: Iterable[Arrival]) -> list[Instruction]:
+    def loaded(self, arrivals: Iterable[Arrival]) -> list[PoolInstruction]:
         """These samples that were told to be loaded are here; one that was cancelled is ignored."""
-        out: list[Instruction] = []
+        out: list[PoolInstruction] = []
         for load, value, size, keep in arrivals:
             arrived = self._loading.pop(load, None)
             if arrived is None:
@@ -256,8 +256,8 @@ class Pool:
         reader.wants[ticket] = wanted
         self._shelf.attach(wanted, reader.name, ticket, self._jobs)
 
-    def _release(self, reader: PoolJob, tickets: Iterable[Ticket]) -> list[Instruction]:
-        out: list[Instruction] = []
+    def _release(self, reader: PoolJob, tickets: Iterable[Ticket]) -> list[PoolInstruction]:
+        out: list[PoolInstruction] = []
         cancelled: list[int] = []
         for ticket in tickets:
             wanted = reader.wants.get(ticket)
@@ -278,7 +278,7 @@ class Pool:
 
     # -- admission -------------------------------------------------------------------------------------------
 
-    def _admit(self, out: list[Instruction]) -> list[Instruction]:
+    def _admit(self, out: list[PoolInstruction]) -> list[PoolInstruction]:
         """Begin loads while there is room, the nearest first; ends every call."""
         self._pressed = False
         while self._queue and len(self._loading) < self.concurrency:

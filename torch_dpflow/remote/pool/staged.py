@@ -27,8 +27,8 @@ from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.remote.pool.objects import (
     Arrival,
     Cancel,
-    Instruction,
     Load,
+    PoolInstruction,
     PoolStatistics,
     RequestId,
     Serve,
@@ -117,7 +117,7 @@ class StagedPool:
         """As `Pool.room`, of first parts."""
         return self._kept.room
 
-    def resize(self, capacity_bytes: int) -> list[Instruction]:
+    def resize(self, capacity_bytes: int) -> list[PoolInstruction]:
         """As `Pool.resize`."""
         out = self._of_drawn(self._drawn.resize(_drawn_bytes(capacity_bytes)))
         self._capacity = capacity_bytes
@@ -130,7 +130,7 @@ class StagedPool:
         self._kept.join(job)
         self._drawn.join(job)
 
-    def leave(self, job: str) -> list[Instruction]:
+    def leave(self, job: str) -> list[PoolInstruction]:
         """As `Pool.leave`."""
         self._first_only.pop(job, None)
         out = self._of_drawn(self._drawn.leave(job))
@@ -142,7 +142,7 @@ class StagedPool:
 
     # -- reading ---------------------------------------------------------------------------------------------
 
-    def want(self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int | None) -> list[Instruction]:
+    def want(self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int | None) -> list[PoolInstruction]:
         """As `Pool.want`.
 
         draw: decides what is drawn by chance; None: the first part is wanted.
@@ -158,13 +158,13 @@ class StagedPool:
                 self._kept.note_read(job, key)
         return self._balanced(self._of_drawn(self._drawn.want(job, wanted, draw)))
 
-    def fetch(self, job: str, request: RequestId, tickets: Sequence[Ticket]) -> list[Instruction]:
+    def fetch(self, job: str, request: RequestId, tickets: Sequence[Ticket]) -> list[PoolInstruction]:
         """As `Pool.fetch`."""
         if self._first_only.get(job):
             return self._balanced(self._of_kept(self._kept.fetch(job, request, tickets)))
         return self._balanced(self._of_drawn(self._drawn.fetch(job, request, tickets)))
 
-    def release(self, job: str, tickets: Iterable[Ticket]) -> list[Instruction]:
+    def release(self, job: str, tickets: Iterable[Ticket]) -> list[PoolInstruction]:
         """As `Pool.release`."""
         if self._first_only.get(job):
             return self._balanced(self._of_kept(self._kept.release(job, tickets)))
@@ -179,10 +179,10 @@ class StagedPool:
 
     # -- loading ---------------------------------------------------------------------------------------------
 
-    def loaded(self, arrivals: Iterable[Arrival]) -> list[Instruction]:
+    def loaded(self, arrivals: Iterable[Arrival]) -> list[PoolInstruction]:
         """As `Pool.loaded`."""
         firsts: list[Arrival] = []
-        out: list[Instruction] = []
+        out: list[PoolInstruction] = []
         for arrival in arrivals:
             rest = self._rests.get(arrival.load)
             if rest is None:
@@ -210,9 +210,9 @@ class StagedPool:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _of_drawn(self, instructions: list[Instruction]) -> list[Instruction]:
+    def _of_drawn(self, instructions: list[PoolInstruction]) -> list[PoolInstruction]:
         """What the drawn pool says, in terms of tasks: what it has loaded needs its input first."""
-        out: list[Instruction] = []
+        out: list[PoolInstruction] = []
         for instruction in instructions:
             match instruction:
                 case Load():
@@ -224,9 +224,9 @@ class StagedPool:
                     out.append(instruction)
         return out
 
-    def _of_kept(self, instructions: list[Instruction]) -> list[Instruction]:
+    def _of_kept(self, instructions: list[PoolInstruction]) -> list[PoolInstruction]:
         """What the kept pool says, in terms of tasks: what it serves to `_REST` is input."""
-        out: list[Instruction] = []
+        out: list[PoolInstruction] = []
         for instruction in instructions:
             match instruction:
                 case Serve(_Rest() as rest, samples):
@@ -236,12 +236,12 @@ class StagedPool:
                     out.append(instruction)
         return out
 
-    def _ask_for_input(self, load: Load) -> list[Instruction]:
+    def _ask_for_input(self, load: Load) -> list[PoolInstruction]:
         rest = self._rests[load.load] = _Rest(load)
         out = self._kept.want(_REST, [(load.load, load.key)], 0)
         return self._of_kept(out + self._kept.fetch(_REST, rest, [load.load]))
 
-    def _take_input(self, rest: _Rest, value: Loaded) -> list[Instruction]:
+    def _take_input(self, rest: _Rest, value: Loaded) -> list[PoolInstruction]:
         if rest.load.load not in self._rests:
             return []
         rest.under_way = True
@@ -249,19 +249,19 @@ class StagedPool:
             return [msgspec.structs.replace(rest.load, input=value)]
         return self._finish(rest, value, value.nbytes)
 
-    def _finish(self, rest: _Rest, value: Loaded, size: int) -> list[Instruction]:
+    def _finish(self, rest: _Rest, value: Loaded, size: int) -> list[PoolInstruction]:
         """The rest is done, or cannot be for want of a first part."""
         number = rest.load.load
         del self._rests[number]
         out = self._of_kept(self._kept.release(_REST, [number]))
         return out + self._of_drawn(self._drawn.loaded([Arrival(number, value, size)]))
 
-    def _abandon(self, number: int) -> list[Instruction]:
+    def _abandon(self, number: int) -> list[PoolInstruction]:
         """Nobody wants this any more."""
-        out: list[Instruction] = [Cancel([number])] if self._rests.pop(number).under_way else []
+        out: list[PoolInstruction] = [Cancel([number])] if self._rests.pop(number).under_way else []
         return out + self._of_kept(self._kept.release(_REST, [number]))
 
-    def _balanced(self, out: list[Instruction]) -> list[Instruction]:
+    def _balanced(self, out: list[PoolInstruction]) -> list[PoolInstruction]:
         """Give the kept pool what the drawn one does not use; ends every call."""
         room = max(1, self._capacity - self._drawn.used)
         if abs(room - self._kept.capacity) > self._capacity * _STEP:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -10,6 +9,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from torch_dpflow.errors import ErrorKind, MessageError, UsageError
+from torch_dpflow.log import TRANSPORT
 from torch_dpflow.remote.rpc.describing import describe, kind_of
 from torch_dpflow.remote.rpc.incoming import Handler, IncomingCall, Later, Outcome, Result
 from torch_dpflow.remote.rpc.replies import ReplyMemory, Verdict
@@ -17,8 +17,6 @@ from torch_dpflow.remote.rpc.sessions import ServerStats, Session, SessionTable
 from torch_dpflow.remote.wire import headers as messages
 from torch_dpflow.remote.wire.headers import body_decoder, decode_body, encode_body
 from torch_dpflow.remote.wire.parcel_table import Frame
-
-logger = logging.getLogger(__name__)
 
 #: Has a function called in the server's thread, soon.
 RunSoon: TypeAlias = Callable[[Callable[[], None]], None]
@@ -133,7 +131,7 @@ class CallService:
             result = method.handler(call)
         except Exception as error:
             if kind_of(error) is ErrorKind.INTERNAL:
-                logger.exception("a call of %r failed", header.method)
+                TRANSPORT.exception("a call of %r failed", header.method)
             return error
         return Result() if result is None else result
 

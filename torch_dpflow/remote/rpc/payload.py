@@ -15,16 +15,13 @@ import msgspec
 
 from torch_dpflow.errors import MessageError
 from torch_dpflow.remote.rpc import compression
+from torch_dpflow.remote.wire.alignment import aligned
 from torch_dpflow.remote.wire.headers import Packing, Reach, body_decoder, decode_body, encode_body
 from torch_dpflow.remote.wire.parcel_table import Frame
-from torch_dpflow.remote.wire.shared_blocks import BlockRef, ProbeRef
+from torch_dpflow.remote.wire.shared_blocks import SHARED_BYTES, BlockRef, ProbeRef
 
 if TYPE_CHECKING:
     from torch_dpflow.remote.shm.arena import Arena, ArenaReader
-
-#: From this size on a frame goes through shared memory where it can, bytes: below it the socket is as quick.
-SHARED_BYTES = 32 * 1024
-_ALIGNMENT = 64
 
 _probe_decoder = body_decoder(ProbeRef | None)
 _block_decoder = body_decoder(BlockRef | None)
@@ -175,10 +172,6 @@ def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
     for large in (True, False):
         for number, size in enumerate(sizes):
             if (size >= SHARED_BYTES) is large:
-                offsets[number] = _aligned(end)
+                offsets[number] = aligned(end)
                 end = offsets[number] + size
     return offsets, end
-
-
-def _aligned(offset: int) -> int:
-    return (offset + _ALIGNMENT - 1) & -_ALIGNMENT

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import Any
 from torch_dpflow.checks import check_fields, check_int, check_seconds
 from torch_dpflow.descriptors import is_exhausted
 from torch_dpflow.errors import MessageError, OptionError, TransportError
+from torch_dpflow.log import TRANSPORT
 from torch_dpflow.remote.rpc.call_service import CallService
 from torch_dpflow.remote.rpc.incoming import Handler
 from torch_dpflow.remote.rpc.payload import Carrier
@@ -23,8 +23,6 @@ from torch_dpflow.remote.transport import Listener
 from torch_dpflow.remote.wire import headers as messages
 from torch_dpflow.remote.wire.fields import MAX_NAME
 from torch_dpflow.remote.wire.headers import decode, encode
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +155,7 @@ class RpcServer:
             try:
                 action()
             except Exception:
-                logger.exception("an action posted to the server at %s failed", self.address)
+                TRANSPORT.exception("an action posted to the server at %s failed", self.address)
 
     def _on_message(self, client: bytes, frames: list[memoryview]) -> None:
         self._stats.messages += 1
@@ -179,7 +177,7 @@ class RpcServer:
         except OSError as error:
             if not is_exhausted(error):
                 raise
-            logger.error("a message at %s was dropped: %s", self.address, error)
+            TRANSPORT.error("a message at %s was dropped: %s", self.address, error)
 
     def _on_hello(self, client: bytes, session: Session | None, header: messages.Hello, now: float) -> None:
         carrier = Carrier(

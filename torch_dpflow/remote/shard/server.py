@@ -26,7 +26,7 @@ from torch_dpflow.remote.control.leases import (
     Lost,
     Stale,
 )
-from torch_dpflow.remote.pool.objects import Arrival, Cancel, Instruction, Load, RequestId, Serve
+from torch_dpflow.remote.pool.objects import Arrival, Cancel, Load, PoolInstruction, RequestId, Serve
 from torch_dpflow.remote.pool.pool import Pool
 from torch_dpflow.remote.pool.staged import StagedPool
 from torch_dpflow.remote.process.spec import SERVICE
@@ -216,7 +216,7 @@ class SampleShard:
         if len(opened) + len(ask.tickets) > MAX_WANTS:
             raise OverloadedError(f"job {job!r} has asked for {len(opened)} samples; {MAX_WANTS} are allowed")
 
-    def _want(self, ask: Ask) -> list[Instruction]:
+    def _want(self, ask: Ask) -> list[PoolInstruction]:
         job = ask.job.name
         if self._epochs.get(job) != ask.epoch:
             self._epochs[job] = ask.epoch
@@ -306,7 +306,7 @@ class SampleShard:
                 except UsageError:  # released since
                     call.answer(Served([]), [])
 
-    def _apply(self, instructions: list[Instruction]) -> None:
+    def _apply(self, instructions: list[PoolInstruction]) -> None:
         loads = [one for one in instructions if isinstance(one, Load)]
         for instruction in instructions:
             match instruction:

@@ -6,6 +6,11 @@ from __future__ import annotations
 ALIGNMENT = 64
 
 
+def aligned(size: int) -> int:
+    """The least multiple of ALIGNMENT that is not below `size`."""
+    return size + -size % ALIGNMENT
+
+
 #: Enough for every item but numpy's long double; what a socket received is aligned to this and no more, and a
 #: copy of it would cost more than unaligned vectors do.
 WORD = 8

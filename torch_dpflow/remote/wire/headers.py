@@ -40,7 +40,7 @@ class Packing(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=Fa
 
     #: One number for each payload frame, in order. 0: the next frame on the socket. n > 0: the next frame on
     #: the socket, snappy's form of n bytes. n < 0: the next -n bytes of the shared block, from a 64-byte
-    #: boundary on; frames of `payload.SHARED_BYTES` and more lie before all others.
+    #: boundary on; frames of `SHARED_BYTES` and more lie before all others.
     frames: Annotated[list[int], msgspec.Meta(max_length=1 << 16)]
     #: An `arena.BlockRef`, msgpack-encoded, or None.
     block: msgspec.Raw = EMPTY_BODY

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.wire.alignment import ALIGNMENT
+from torch_dpflow.remote.wire.alignment import aligned
 from torch_dpflow.remote.wire.parcel_table import Frame, ParcelTable
 
 #: The sample's key, what decides what is drawn by chance, and the bytes of the header of its input, if it has any.
@@ -76,11 +76,7 @@ def unpack_task(payload: memoryview) -> SampleTask:
 
 def _offsets(header: int, sizes: list[int]) -> list[int]:
     """Where each frame begins, and where the last one ends."""
-    offsets = [_aligned(_NUMBERS.size + header)]
+    offsets = [aligned(_NUMBERS.size + header)]
     for size in sizes:
-        offsets.append(_aligned(offsets[-1] + size))
+        offsets.append(aligned(offsets[-1] + size))
     return offsets
-
-
-def _aligned(size: int) -> int:
-    return size + -size % ALIGNMENT

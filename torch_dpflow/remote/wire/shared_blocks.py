@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+#: From this size on something goes through shared memory where it can, bytes. Measured: below it the socket is as fast.
+SHARED_BYTES = 1 << 15
+
 
 class BlockRef(msgspec.Struct, array_like=True, frozen=True):
     """Where a published block lies, in the words of the process that wrote it."""
