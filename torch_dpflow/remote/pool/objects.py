@@ -99,6 +99,10 @@ class PoolObject:
     draw: int
     #: How soon it is wanted: 0 where a request waits for it, else samples ahead of the job that is nearest.
     distance: int
+    #: The tickets that refer to it, by job.
+    tickets: dict[str, set[Ticket]]
+    #: Jobs that have been given it or are to be; a sample drawn by chance goes to each once.
+    claimed: set[str]
     #: The load that is to bring it; 0 where there is none.
     loading: int = 0
     #: Whether `value` is here.
@@ -110,10 +114,6 @@ class PoolObject:
     cached: bool = False
     #: How often it has been told to be loaded.
     loads: int = 0
-    #: The tickets that refer to it, by job.
-    tickets: dict[str, set[Ticket]] = field(default_factory=dict)
-    #: Jobs that have been given it or are to be; a sample drawn by chance goes to each once.
-    claimed: set[str] = field(default_factory=set)
     #: Requests that have it among theirs and are not answered, with its ticket in each, in the order of their coming.
     requests: dict[tuple[RequestId, Ticket], None] = field(default_factory=dict)
     #: Jobs and their tickets that have been answered with it and are not released.
@@ -159,14 +159,17 @@ class PoolObject:
 
     def forgo(self, request: RequestId, ticket: Ticket) -> bool:
         """A request has it among its own no more; whether it was the last one."""
-        self.requests.pop((request, ticket), None)
+        del self.requests[request, ticket]
         if self.requests:
             return False
         self.distance = 1  # near still, but behind what a job waits for
         return True
 
-    def give(self, job: str, ticket: Ticket) -> Any:
-        """`job` is answered with it."""
+    def answer(self, request: RequestId, ticket: Ticket, job: str) -> Any:
+        """A request of `job` is answered with it, and has it among its own no more."""
+        del self.requests[request, ticket]
+        if not self.requests:
+            self.distance = 1
         self.served.add((job, ticket))
         return self.value
 
@@ -311,23 +314,25 @@ class RequestTable:
 
     def abandon(self, job: PoolJob) -> list[Serve]:
         """`job` is gone: answer its requests with nothing."""
-        empty = [Serve(number, []) for number in job.requests]
-        for answer in empty:
-            self._close(self._open[answer.request])
-        return empty
+        numbers = list(job.requests)
+        job.requests.clear()
+        for number in numbers:
+            for ticket in self._open.pop(number).tickets:
+                self._forgo(job.wants[ticket], number, ticket)
+        return [Serve(number, []) for number in numbers]
 
     def _serve(self, request: PoolRequest) -> Serve:
-        self._close(request)
-        wants = request.job.wants
-        ready = [(ticket, wants[ticket]) for ticket in request.tickets if wants[ticket].ready]
-        name = request.job.name
-        return Serve(request.number, [(ticket, served.give(name, ticket)) for ticket, served in ready])
-
-    def _close(self, request: PoolRequest) -> None:
-        del self._open[request.number]
-        request.job.requests.discard(request.number)
+        number, job = request.number, request.job
+        del self._open[number]
+        job.requests.discard(number)
+        samples: list[tuple[Ticket, Any]] = []
         for ticket in request.tickets:
-            self._forgo(request.job.wants[ticket], request.number, ticket)
+            wanted = job.wants[ticket]
+            if wanted.ready:
+                samples.append((ticket, wanted.answer(number, ticket, job.name)))
+            else:
+                self._forgo(wanted, number, ticket)
+        return Serve(number, samples)
 
     def _forgo(self, wanted: PoolObject, request: RequestId, ticket: Ticket) -> None:
         if wanted.forgo(request, ticket) and wanted.is_waiting:

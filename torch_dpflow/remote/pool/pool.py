@@ -211,7 +211,8 @@ class Pool:
             if arrived is None:
                 continue
             self._shelf.store(arrived, value, size)
-            out += self._requests.arrived(arrived)
+            if arrived.requests:
+                out += self._requests.arrived(arrived)
             if keep:
                 self._shelf.offer(arrived, self._jobs)
         self._trim()
@@ -250,11 +251,11 @@ class Pool:
                 wanted.approach(distance)
                 if wanted.is_waiting:
                     self._queue.add(wanted)
+            self._shelf.attach(wanted, reader.name, ticket, self._jobs)
         else:
-            wanted = self._shelf.add(key, draw, distance)
-            self._queue.add(wanted)
+            wanted = self._shelf.add(key, draw, distance, reader.name, ticket)
+            self._queue.push(wanted, distance, wanted.number)
         reader.wants[ticket] = wanted
-        self._shelf.attach(wanted, reader.name, ticket, self._jobs)
 
     def _release(self, reader: PoolJob, tickets: Iterable[Ticket]) -> list[PoolInstruction]:
         out: list[PoolInstruction] = []
@@ -263,10 +264,10 @@ class Pool:
             wanted = reader.wants.get(ticket)
             if wanted is None:
                 continue
-            out += self._requests.shorten(reader, ticket)
+            if wanted.requests:
+                out += self._requests.shorten(reader, ticket)
             del reader.wants[ticket]
-            self._shelf.detach(wanted, reader.name, ticket)
-            if wanted.tickets:
+            if not self._shelf.detach(wanted, reader.name, ticket):
                 continue
             if wanted.loading:
                 del self._loading[wanted.loading]
@@ -281,27 +282,30 @@ class Pool:
     def _admit(self, out: list[PoolInstruction]) -> list[PoolInstruction]:
         """Begin loads while there is room, the nearest first; ends every call."""
         self._pressed = False
-        while self._queue and len(self._loading) < self.concurrency:
-            first = self._queue.first()
-            if not self._make_room(first):
+        queue, loading, shelf = self._queue, self._loading, self._shelf
+        while queue and len(loading) < self.concurrency:
+            first = queue.first()
+            size = shelf.expected_size(first)
+            if not (shelf.has_room(size) or self._make_room(first, size)):
                 break
-            self._queue.discard(first)
+            queue.discard(first)
             self._loads += 1
             load = next(self._numbers)
-            self._shelf.begin(first, load)
-            self._loading[load] = first
+            shelf.begin(first, load, size)
+            loading[load] = first
             out.append(Load(load, first.key, first.draw))
         if self._pressed:
             out += self._requests.flush()
         return out
 
-    def _make_room(self, wanted: PoolObject) -> bool:
+    def _make_room(self, wanted: PoolObject, size: int) -> bool:
+        """Whether there is room for it, after what may go has gone."""
         if not wanted.requests:
-            return self._shelf.make_room(wanted, share=AHEAD_SHARE)
-        if self._shelf.make_room(wanted, share=1.0):
+            return self._shelf.make_room(size, share=AHEAD_SHARE)
+        if self._shelf.make_room(size, share=1.0):
             return True
         while self._requeue_farthest():
-            if self._shelf.make_room(wanted, share=1.0):
+            if self._shelf.has_room(size):
                 return True
         # Whatever is left is on its way to a job, waited for, or being loaded. Nothing of it: then go ahead.
         self._pressed = True

@@ -117,14 +117,18 @@ class Shelf:
                 return entry
         return None
 
-    def add(self, key: int, draw: int, distance: int) -> PoolObject:
-        """A new object, to be loaded."""
-        added = PoolObject(next(self._numbers), key, draw, distance)
-        self._by_key.setdefault(key, []).append(added)
+    def add(self, key: int, draw: int, distance: int, job: str, ticket: Ticket) -> PoolObject:
+        """A new object, to be loaded, which `job` wants."""
+        added = PoolObject(next(self._numbers), key, draw, distance, {job: {ticket}}, {job})
+        same = self._by_key.get(key)
+        if same is None:
+            self._by_key[key] = [added]
+        else:
+            same.append(added)
         return added
 
     def attach(self, entry: PoolObject, job: str, ticket: Ticket, jobs: Collection[str]) -> None:
-        """`job`, one of `jobs`, wants this object."""
+        """`job`, one of `jobs`, wants this object, which is here already."""
         if entry.ready and not entry.tickets:
             self.pinned += entry.size
             self._note_spare(entry)
@@ -132,11 +136,14 @@ class Shelf:
         if entry.cached:
             self._drop_if_spent(entry, jobs)
 
-    def detach(self, entry: PoolObject, job: str, ticket: Ticket) -> None:
-        """`job` has it, or gives it up. Where nobody wants it any more, `release` is to follow."""
+    def detach(self, entry: PoolObject, job: str, ticket: Ticket) -> bool:
+        """`job` has it, or gives it up; whether nobody wants it any more. Then `release` is to follow."""
         entry.detach(job, ticket)
-        if entry.ready and entry.tickets:
+        if not entry.tickets:
+            return True
+        if entry.ready and not entry.served and not entry.requests:
             self._note_spare(entry)
+        return False
 
     def release(self, entry: PoolObject) -> None:
         """No ticket refers to it any more."""
@@ -148,10 +155,10 @@ class Shelf:
         if not entry.cached:
             self._remove(entry)
 
-    def begin(self, entry: PoolObject, load: int) -> None:
-        """It is being loaded."""
-        entry.begin(load, self._size_of(entry))
-        self.reserved += entry.size
+    def begin(self, entry: PoolObject, load: int, size: int) -> None:
+        """It is being loaded, and so many bytes are expected."""
+        entry.begin(load, size)
+        self.reserved += size
 
     def store(self, entry: PoolObject, value: Any, size: int) -> None:
         """It has come; tickets refer to it."""
@@ -182,17 +189,24 @@ class Shelf:
 
     # -- room ------------------------------------------------------------------------------------------------
 
-    def make_room(self, entry: PoolObject, *, share: float) -> bool:
-        """Whether there is room to load it, for which the cache gives up `share` of all room if it must.
+    def expected_size(self, entry: PoolObject) -> int:
+        """What it is expected to take when it has come, bytes."""
+        if entry.loads:
+            return entry.size
+        return min(_FIRST_GUESS, self.capacity) if self._mean is None else max(1, int(self._mean))
+
+    def has_room(self, size: int) -> bool:
+        """Whether so many bytes may be loaded."""
+        return self.held + self.reserved + size <= self.capacity
+
+    def make_room(self, size: int, *, share: float) -> bool:
+        """Whether so many bytes may be loaded, for which the cache gives up `share` of all room if it must.
 
         With a share of 1 the cache gives up everything, even where that does not do.
         """
-        needed = self.reserved + self._size_of(entry)
-        if self.held + needed <= self.capacity:
-            return True
-        if share < 1 and self.pinned + needed > share * self.capacity:
-            return False
-        while self.held + needed > self.capacity:
+        if share < 1 and self.pinned + self.reserved + size > share * self.capacity:
+            return self.has_room(size)
+        while not self.has_room(size):
             if not self.evict():
                 return False
         return True
@@ -218,11 +232,6 @@ class Shelf:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _size_of(self, entry: PoolObject) -> int:
-        if entry.loads:
-            return entry.size
-        return min(_FIRST_GUESS, self.capacity) if self._mean is None else max(1, int(self._mean))
-
     def _note_spare(self, entry: PoolObject) -> None:
         if entry not in self._spare:
             self._spare.push(entry, -entry.distance, entry.number)
@@ -246,15 +255,17 @@ class Shelf:
         if entry.ready:
             self._drop(entry)
         entries = self._by_key[entry.key]
-        entries.remove(entry)
-        if not entries:
+        if len(entries) == 1:
             del self._by_key[entry.key]
+        else:
+            entries.remove(entry)
 
     def _drop(self, entry: PoolObject) -> None:
         self.held -= entry.size
         self.ready -= 1
         entry.drop()
-        self._spare.discard(entry)
+        if entry in self._spare:
+            self._spare.discard(entry)
 
     def validate(self, jobs: Collection[str]) -> None:
         """Check every invariant; O(n), for tests. Raises AssertionError."""
