@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SubsetRandomSampler
 
 from tests.loader_cases import (
     Augmented,
@@ -54,6 +54,17 @@ SELF_CONTAINED: dict[str, Callable[[], Arguments]] = {
     "list": lambda: {"batch_size": 3, "sampler": list(range(SIZE))[::-1]},
     "batches": lambda: {"batch_sampler": [[1, 2], [5], [0, 3, 4]]},
     "distributed": lambda: {"batch_size": 3, "sampler": DistributedSampler(range(SIZE), 2, 1)},
+    "own generator": lambda: {"batch_size": 3, "sampler": RandomSampler(range(SIZE), generator=generator())},
+    "own generator, a pass at a time": lambda: {
+        "batch_sampler": BatchSampler(
+            RandomSampler(range(SIZE), replacement=True, num_samples=70, generator=generator()), 3, False
+        )
+    },
+    "own generator in a subset": lambda: {
+        "batch_size": 3,
+        "sampler": SubsetRandomSampler(range(SIZE), generator=generator()),
+        "generator": generator(),
+    },
     "stateful sampler": lambda: {"batch_size": 3, "sampler": StatefulSampler(SIZE)},
 }
 #: Whose later epochs are drawn from the process's generators, which are the user's to restore.

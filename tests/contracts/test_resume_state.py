@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import RandomSampler
 
 from tests.loader_cases import Indices, StatefulSampler, StatefulStream, Stream
 from tests.new_process import run_interpreter
@@ -247,3 +248,13 @@ def test_a_state_file_is_read_by_a_fresh_interpreter(OurLoader: Any, num_workers
     done = run_interpreter(RESUMING, str(file), str(num_workers))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == expected
+
+
+def test_a_sampler_with_other_generators_than_the_states_is_refused(OurLoader: Any) -> None:
+    held = OurLoader(range(8), sampler=RandomSampler(range(8), generator=torch.Generator()))
+    next(iter(held))
+    other = OurLoader(range(8), sampler=RandomSampler(range(8)))
+    other.load_state_dict(held.state_dict())
+    with pytest.raises(StateError, match="with 1 generators in the loader's samplers, and there are 0"):
+        iter(other)
+    assert len(list(other)) == 8

@@ -211,6 +211,9 @@ def replay(state: LoaderState, index_sampler: Any, sampler: Any, generator: torc
         restore_rng(state.plan_rng)
     if generator is not None and state.plan_generator is not None:
         restore_generator(generator, state.plan_generator)
+    restore_sampler_generators(
+        state.plan_sampler_generators, sampler_generators(index_sampler, sampler, generator)
+    )
     if state.sampler is not None:
         open_order(_without_order(state.opening), index_sampler, generator)
         return _resume_sampler(state, index_sampler, sampler)
@@ -253,6 +256,39 @@ def length_or_none(sized: Any) -> int | None:
 def generator_state(generator: torch.Generator | None) -> str | None:
     """The state of the loader's own generator, if it has one."""
     return None if generator is None else encode_generator(generator)
+
+
+def sampler_generators(
+    index_sampler: Any, sampler: Any, generator: torch.Generator | None
+) -> list[torch.Generator]:
+    """The generators that stateless samplers hold, in the order of their nesting, without the loader's `generator`."""
+    if stateful_part(index_sampler, sampler) is not None:
+        return []
+    found: list[torch.Generator] = []
+    samplers = [index_sampler, sampler]
+    for part in samplers:
+        # What `vars` gives runs no code of the sampler's.
+        held = getattr(part, "__dict__", {})
+        for value in held.values():
+            if isinstance(value, torch.Generator) and not any(
+                value is other for other in [generator, *found]
+            ):
+                found.append(value)
+        inner = held.get("sampler")
+        if inner is not None and not any(inner is other for other in samplers):
+            samplers.append(inner)
+    return found
+
+
+def restore_sampler_generators(states: Sequence[str], generators: Sequence[torch.Generator]) -> None:
+    """Give the samplers' generators these states. Raises StateError where there are more or fewer of them."""
+    if len(states) != len(generators):
+        raise StateError(
+            f"the state was taken with {len(states)} generators in the loader's samplers, and there are "
+            f"{len(generators)}; build the sampler as it was built then"
+        )
+    for generator, state in zip(generators, states):
+        restore_generator(generator, state)
 
 
 def is_drawn_at_start(index_sampler: Any) -> bool:

@@ -10,8 +10,22 @@ from typing import Any, Literal
 import torch
 
 from torch_dpflow.epoch.own_state import Unsaved, opened
-from torch_dpflow.epoch.plan import Plan, generator_state, length_or_none, replay, stateful_part
-from torch_dpflow.epoch.rng import RngState, capture_rng, following_rng, restore_generator, standing_at
+from torch_dpflow.epoch.plan import (
+    Plan,
+    generator_state,
+    length_or_none,
+    replay,
+    sampler_generators,
+    stateful_part,
+)
+from torch_dpflow.epoch.rng import (
+    RngState,
+    capture_rng,
+    encode_generator,
+    following_rng,
+    restore_generator,
+    standing_at,
+)
 from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
 from torch_dpflow.epoch.streams import ended
 from torch_dpflow.errors import StateError
@@ -63,11 +77,14 @@ class GeneratorStates:
     process: RngState
     #: The loader's `generator`, if it has one.
     loader: str | None
+    #: Those that the samplers hold.
+    samplers: list[str]
 
     @classmethod
-    def capture(cls, generator: torch.Generator | None) -> GeneratorStates:
-        """The current states, with that of the loader's `generator`."""
-        return cls(capture_rng(), generator_state(generator))
+    def capture(cls, loader: Any) -> GeneratorStates:
+        """The current states, with those of the loader and its samplers."""
+        held = sampler_generators(loader._index_sampler, loader.sampler, loader.generator)
+        return cls(capture_rng(), generator_state(loader.generator), [*map(encode_generator, held)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +110,7 @@ class EpochProgress:
         start: how the epoch began.
         plan: its index batches, from the first that is not delivered.
         generator: the loader's.
+        held: those that its samplers hold.
         streams: where each worker's own stream is; empty where batches are not bound to workers.
         resumed: the state in mid-epoch that the iteration goes on from; None at the beginning of an epoch.
     """
@@ -104,6 +122,7 @@ class EpochProgress:
         plan: Plan,
         *,
         generator: torch.Generator | None,
+        held: Sequence[torch.Generator],
         streams: Sequence[StreamState] = (),
         resumed: LoaderState | None = None,
     ) -> None:
@@ -134,6 +153,7 @@ class EpochProgress:
         self._shape = shape
         self._start = start
         self._generator = generator
+        self._held = held
 
     @classmethod
     def resumed(
@@ -149,18 +169,19 @@ class EpochProgress:
         """Go on from a state in mid-epoch. The process's generators are left unchanged.
 
         Raises:
-            StateError: the state does not fit; the loader's generator is left unchanged too.
+            StateError: the state does not fit; the generators of the loader and its samplers are left unchanged too.
         """
         _check_order(state, sampler, generator)
-        before = generator_state(generator)
+        held = sampler_generators(index_sampler, sampler, generator)
+        before = [(one, encode_generator(one)) for one in ([] if generator is None else [generator]) + held]
         try:
             with following_rng(standing_at(state.plan_rng or {}, state.began)):
                 plan = replay(state, index_sampler, sampler, generator)
             if generator is not None and state.sampler is not None and state.generator is not None:
                 restore_generator(generator, state.generator)
         except StateError:
-            if generator is not None and before is not None:
-                restore_generator(generator, before)
+            for one, was in before:
+                restore_generator(one, was)
             raise
         assert state.base_seed is not None
         assert state.plan_rng is not None
@@ -169,10 +190,10 @@ class EpochProgress:
             base_seed=state.base_seed,
             keeps_seed=keeps_seed,
             opening=state.opening,
-            generators=GeneratorStates(state.plan_rng, state.plan_generator),
+            generators=GeneratorStates(state.plan_rng, state.plan_generator, state.plan_sampler_generators),
             began=state.began,
         )
-        return cls(shape, start, plan, generator=generator, streams=state.streams, resumed=state)
+        return cls(shape, start, plan, generator=generator, held=held, streams=state.streams, resumed=state)
 
     def was_delivered(self, position: int) -> bool:
         """Whether the batch at this position was delivered."""
@@ -225,7 +246,9 @@ class EpochProgress:
             began=self._start.began,
             draw_rng=self.draw_rng,
             plan_generator=self._start.generators.loader,
+            plan_sampler_generators=list(self._start.generators.samplers),
             generator=generator_state(self._generator),
+            sampler_generators=[*map(encode_generator, self._held)],
             sampler=sampler,
             ended=self.plan.ended_at == self.position,
             length=length,
@@ -254,6 +277,7 @@ class EpochProgress:
             began=self._start.began,
             draw_rng=self.draw_rng,
             generator=generator_state(self._generator),
+            sampler_generators=[*map(encode_generator, self._held)],
             sampler=self.plan.sampler_at_rest(),
             dataset=self._dataset_of_next(),
             length=self._shape.length(),

@@ -76,8 +76,12 @@ class LoaderState:
     draw_rng: RngState | None = None
     #: The loader's `generator` before the plan was drawn.
     plan_generator: str | None = None
+    #: Those that the samplers hold, before the plan was drawn.
+    plan_sampler_generators: list[str] = field(default_factory=list)
     #: The loader's `generator` at the time of the snapshot.
     generator: str | None = None
+    #: Those that the samplers hold, at that time.
+    sampler_generators: list[str] = field(default_factory=list)
     #: What the sampler and its iteration keep themselves, under these names, if either keeps anything.
     sampler: dict[str, Any] | None = None
     #: In a fresh state: what the dataset keeps, where it is read in the training process; as in a `StreamState`.
@@ -104,6 +108,8 @@ class LoaderState:
         shallow["due"] = list(self.due)
         shallow["opening"] = list(self.opening)
         shallow["made_of"] = dict(self.made_of)
+        for name in ("plan_sampler_generators", "sampler_generators"):
+            shallow[name] = list(getattr(self, name))
         shallow["began"] = dict(self.began)
         shallow["plan_rng"], shallow["draw_rng"] = deepcopy(self.plan_rng), deepcopy(self.draw_rng)
         shallow["streams"] = [stream.as_dict() for stream in self.streams]

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch.utils.data import IterDataPipe, graph_settings
 
-from torch_dpflow.epoch.plan import open_order, repeat_draws, return_sampler
+from torch_dpflow.epoch.plan import (
+    open_order,
+    repeat_draws,
+    restore_sampler_generators,
+    return_sampler,
+    sampler_generators,
+)
 from torch_dpflow.epoch.progress import (
     OPENING_AGAIN,
     EpochProgress,
@@ -93,6 +99,8 @@ def _return_to_rest(loader: Any, state: LoaderState) -> None:
             repeat_draws(state, loader._index_sampler, loader.generator)
     if state.generator is not None and loader.generator is not None:
         restore_generator(loader.generator, state.generator)
+    held = sampler_generators(loader._index_sampler, loader.sampler, loader.generator)
+    restore_sampler_generators(state.sampler_generators, held)
     if state.sampler is not None:
         return_sampler(state.sampler, loader._index_sampler, loader.sampler)
     if state.dataset is not None:
@@ -102,7 +110,7 @@ def _return_to_rest(loader: Any, state: LoaderState) -> None:
 def _afresh(
     iterator: Any, loader: Any, opening: Sequence[OpeningStep], start: Callable[[Any], None]
 ) -> EpochProgress:
-    generators = GeneratorStates.capture(loader.generator)
+    generators = GeneratorStates.capture(loader)
     start(loader)
     return _progress(loader, opening, generators, iterator._sampler_iter, iterator._base_seed)
 
@@ -128,7 +136,7 @@ def _share_seed(iterator: Any, seed: int | None) -> None:
 def _next_with_same_seed(loader: Any, state: LoaderState) -> tuple[EpochProgress, int | None]:
     """Begin an epoch after one of persistent workers, which keep their base seed."""
     assert state.base_seed is not None
-    generators = GeneratorStates.capture(loader.generator)
+    generators = GeneratorStates.capture(loader)
     batches = open_order(OPENING_AGAIN, loader._index_sampler, loader.generator)
     opening, shared_seed = _with_shared_seeds(OPENING_AGAIN, loader), None
     if isinstance(loader.dataset, IterDataPipe):
@@ -155,7 +163,9 @@ def _progress(
         began=runtime.began,
     )
     plan = new_plan(batches, loader._index_sampler, loader.sampler)
-    return EpochProgress(LoaderShape(loader), start, plan, generator=loader.generator, streams=streams)
+    held = sampler_generators(loader._index_sampler, loader.sampler, loader.generator)
+    shape = LoaderShape(loader)
+    return EpochProgress(shape, start, plan, generator=loader.generator, held=held, streams=streams)
 
 
 def _resumed(loader: Any, state: LoaderState) -> EpochProgress:

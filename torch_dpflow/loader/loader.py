@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from torch_dpflow.epoch.own_state import Unsaved
-from torch_dpflow.epoch.plan import generator_state, sampler_before
+from torch_dpflow.epoch.plan import generator_state, sampler_before, sampler_generators
 from torch_dpflow.epoch.progress import LoaderShape
+from torch_dpflow.epoch.rng import encode_generator
 from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.epoch.streams import at_rest
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
@@ -161,9 +162,11 @@ class DPFlowDataLoader(DataLoader[T]):
         if runtime.progress is not None:
             return runtime.progress.state().as_dict()
         shape = LoaderShape(self)
+        held = sampler_generators(self._index_sampler, self.sampler, self.generator)
         state = LoaderState(
             kind=shape.kind,
             generator=generator_state(self.generator),
+            sampler_generators=[*map(encode_generator, held)],
             length=shape.length(),
             made_of=shape.parts(),
             sampler=None if self.flow is not None else sampler_before(self._index_sampler, self.sampler),
