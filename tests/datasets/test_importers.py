@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.importers.listing import ListingImporter
 from torch_dpflow.datasets.importers.registry import make_importer
 from torch_dpflow.datasets.importers.speech import SpeechImporter
-from torch_dpflow.errors import OptionError, SourceError
+from torch_dpflow.errors import OptionError, SourceError, StorageError
 
 
 def _write(root: Path, *paths: str) -> None:
@@ -62,6 +63,21 @@ def test_links_that_lead_back_are_not_followed(tmp_path: Path) -> None:
         "cat/a.jpg",
         "cat/deep/b.jpg",
     ]
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    for name in ("cat/a.jpg", "table.csv", "table.parquet", "instances.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        os.mkfifo(tmp_path / name)
+    importers = [
+        ImageFolderImporter(str(tmp_path)),
+        ListingImporter(str(tmp_path / "table.csv")),
+        ListingImporter(str(tmp_path / "table.parquet")),
+        CocoImporter(str(tmp_path / "instances.json"), images=str(tmp_path)),
+    ]
+    for importer in importers:
+        with pytest.raises(StorageError, match="this is a pipe, socket or device; give a regular file"):
+            list(importer.items())
 
 
 def test_links_that_lead_nowhere_are_named(tmp_path: Path) -> None:

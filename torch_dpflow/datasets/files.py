@@ -109,9 +109,18 @@ class Files:
     def open(self, path: str) -> Iterator[IO[bytes]]:
         """A file to read as a stream. Raises FileNotFoundError."""
         with self._told(path):
+            self.check_regular(path)
             file = self.filesystem.open(self._full(path), "rb")
         with file:
             yield file
+
+    def check_regular(self, path: str) -> None:
+        """Raise StorageError for what is no file on a local disk: opening a pipe waits for whoever writes to it."""
+        if not isinstance(self.filesystem, LocalFileSystem):
+            return
+        full = self._full(path)
+        if os.path.exists(full) and not (os.path.isfile(full) or os.path.isdir(full)):
+            raise StorageError(f"{self._url(path)}: this is a pipe, socket or device; give a regular file")
 
     def exists(self, path: str) -> bool:
         """Whether there is a file or a directory."""

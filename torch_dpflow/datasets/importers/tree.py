@@ -45,8 +45,13 @@ def files_below(files: Files, folder: str) -> list[FoundFile]:
 
 
 def check_links(files: Files, found: Iterable[FoundFile]) -> None:
-    """Raise SourceError for a link that leads nowhere: what it stood for is lost, and to leave it out would hide it."""
+    """Raise SourceError for a link that leads nowhere: what it stood for is lost, and to leave it out would hide it.
+
+    Raises StorageError for a pipe, socket or device.
+    """
     for file in found:
+        if not file.size:
+            files.check_regular(file.path)
         if not file.size and not files.exists(file.path):
             raise SourceError(
                 f"{files.url}/{file.path} is a link that leads nowhere; restore the file that it names, or remove it"
