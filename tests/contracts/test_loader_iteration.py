@@ -6,13 +6,15 @@ import gc
 import itertools
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from tests.loader_cases import Counted, Indices, Stream
+from torch_dpflow.errors import WorkerError
 
 
 def numbers(batches: Any) -> list[int]:
@@ -160,3 +162,41 @@ def test_a_loader_made_endless_and_driven_by_its_parts(Loader: Any) -> None:
         worker.terminate()
     loader.iterator._shutdown_workers()
     assert not any(worker.is_alive() for worker in workers)
+
+
+class Interrupted(Dataset[int]):
+    """Control-C comes while the fourth sample is loaded for the first time."""
+
+    def __init__(self) -> None:
+        self.interrupted = False
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3 and not self.interrupted:
+            self.interrupted = True
+            raise KeyboardInterrupt
+        return index
+
+
+def test_an_interrupted_batch_is_the_next_one_without_workers(OurLoader: Any) -> None:
+    iterator = iter(OurLoader(Interrupted(), batch_size=2))
+    assert next(iterator).tolist() == [0, 1]
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert [batch.tolist() for batch in iterator] == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_an_interrupted_sampler_does_not_end_the_epoch_in_silence(OurLoader: Any) -> None:
+    def indices() -> Iterator[int]:
+        yield from range(3)
+        raise KeyboardInterrupt
+
+    iterator = iter(OurLoader(Indices(8), sampler=indices(), batch_size=1))
+    for _ in range(3):
+        next(iterator)
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    with pytest.raises(WorkerError, match="interrupted while the sampler was asked"):
+        next(iterator)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from torch.utils.data import IterableDataset
 
 from tests.loader_cases import Indices, StatefulSampler
 from tests.stateful_parts import SIZE, WORKERS, Noisy, OwnIterator, Spanning, plain
@@ -113,3 +114,34 @@ def test_a_sampler_that_cannot_take_its_state_says_so_at_iter(OurLoader: Any, nu
     with pytest.raises(StateError, match="never was"):
         iter(again)
     assert plain(again) == batches
+
+
+class Emptied(IterableDataset[int]):
+    """Hands out the very list that it empties."""
+
+    def __init__(self) -> None:
+        self.left = list(range(12))
+
+    def __iter__(self) -> Iterator[int]:
+        while self.left:
+            yield self.left.pop(0)
+
+    def state_dict(self) -> dict[str, list[int]]:
+        return {"left": self.left}
+
+    def load_state_dict(self, state: dict[str, list[int]]) -> None:
+        self.left = state["left"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_neither_reading_on_nor_resuming_changes_a_state(OurLoader: Any, num_workers: int) -> None:
+    loader = OurLoader(Emptied(), batch_size=2, num_workers=num_workers)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    rest = [batch.tolist() for batch in iterator]
+    assert len(rest) == 5
+    for _ in range(2):
+        resumed = OurLoader(Emptied(), batch_size=2, num_workers=num_workers)
+        resumed.load_state_dict(state)
+        assert [batch.tolist() for batch in resumed] == rest

@@ -3,6 +3,7 @@
 Iterating never depends on them. If a `state_dict` fails, its error is kept and raised by the loader's `state_dict`.
 """
 
+import copy
 import inspect
 import pickle
 from typing import Any
@@ -59,6 +60,19 @@ def ask(part: Any, **arguments: Any) -> Any:
         return Unsaved(part)
 
 
+def ask_copy(part: Any, **arguments: Any) -> Any:
+    """As `ask`, a copy."""
+    return copied(part, ask(part, **arguments))
+
+
+def copied(part: Any, state: Any) -> Any:
+    """A copy of the state that `ask` returned for `part`, which may go on changing that; `Unsaved` where it fails."""
+    try:
+        return copy.deepcopy(state)
+    except Exception:
+        return Unsaved(part)
+
+
 def takes(part: Any, argument: str) -> bool:
     """Whether the `state_dict` of `part` has this argument."""
     try:
@@ -111,7 +125,7 @@ def give_back(part: Any, state: Any, kind: str) -> None:
             f"{kind} that the state was taken with"
         )
     try:
-        part.load_state_dict(state)
+        part.load_state_dict(copy.deepcopy(state))  # it may go on changing what it is given
     except Exception as error:
         raise StateError(
             f"{type(part).__name__}.load_state_dict() failed on the state of the {kind} ({error!r}); resume with the "

@@ -16,7 +16,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from torch_dpflow.epoch.own_state import Unsaved, ask, give_back, has_state, opened, takes
+from torch_dpflow.epoch.own_state import Unsaved, ask_copy, give_back, has_state, opened, takes
 from torch_dpflow.epoch.rng import encode_generator, restore_generator, restore_rng
 from torch_dpflow.epoch.state import LoaderState, OpeningStep
 from torch_dpflow.errors import StateError
@@ -119,24 +119,24 @@ class Plan:
         if self._by_count:
             # Before its first batch is requested, the sampler still has its state of the epoch before.
             consumed = {"consumed": samples} if self._asked else {}
-            return opened(_kept(ask(self._sampler, **consumed), None))
+            return opened(_kept(ask_copy(self._sampler, **consumed), None))
         for passed in [p for p in list(self._snapshots) if p < position]:
             del self._snapshots[passed]
         return opened(self._snapshots[position])
 
     def _snapshot(self) -> None:
         if not self._by_count and (self._sampler is not None or self._iterator is not None):
-            self._snapshots[self.drawn] = _kept(ask(self._sampler), ask(self._iterator))
+            self._snapshots[self.drawn] = _kept(ask_copy(self._sampler), ask_copy(self._iterator))
 
     def sampler_at_rest(self) -> Any:
         """The sampler's own state once the epoch is over. Raises StateError where it cannot say."""
         self.prefetch_one()
-        return opened(_kept(ask(self._sampler), ask(self._iterator)))
+        return opened(_kept(ask_copy(self._sampler), ask_copy(self._iterator)))
 
 
 def sampler_before(index_sampler: Any, sampler: Any) -> Any:
     """The sampler's own state before any epoch; None where its `state_dict` fails."""
-    kept = _kept(ask(stateful_part(index_sampler, sampler)), None)
+    kept = _kept(ask_copy(stateful_part(index_sampler, sampler)), None)
     return None if isinstance(kept, Unsaved) else kept
 
 

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from torch_dpflow.epoch.progress import EpochProgress
 from torch_dpflow.epoch.state import StreamState
+from torch_dpflow.errors import WorkerError
 from torch_dpflow.loader.in_flight import InFlight, InFlightBatch, Rotation
 from torch_dpflow.log import LOADER
+
+
+def interrupted_draw() -> WorkerError:
+    """The error in place of the end of an epoch where Control-C came while the sampler was asked."""
+    return WorkerError(
+        "this iteration was interrupted while the sampler was asked for indices, so what is left of "
+        "the epoch is not known; begin another iteration"
+    )
 
 
 class BatchPlanner:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
 
-from torch_dpflow.epoch.own_state import has_state
+from torch_dpflow.epoch.own_state import copied, has_state
 from torch_dpflow.epoch.plan import Plan, samples_in
 from torch_dpflow.epoch.progress import OPENING_ALONE
 from torch_dpflow.epoch.rng import capture_rng, loading_for, preserved_rng
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.epoch.streams import Stream, at_rest, return_dataset
+from torch_dpflow.loader.batch_planner import interrupted_draw
 from torch_dpflow.loader.iteration_start import begin
 from torch_dpflow.torch_private import BaseDataLoaderIter, DatasetKind, pin_memory
 
@@ -38,6 +38,9 @@ class SingleProcessIterator(BaseDataLoaderIter):
         self._rng_at_start = copy.copy(torch.default_generator.get_state())
         self._plan: Plan = self._progress.plan
         self._drawn = self._progress.position > 0
+        #: A batch's position and indices, until it is loaded: Control-C while it is loaded does not skip it.
+        self._due: tuple[int, Any] | None = None
+        self._is_interrupted = False
         try:
             self._fetcher = self._make_fetcher(loader)
         except BaseException as error:
@@ -54,13 +57,17 @@ class SingleProcessIterator(BaseDataLoaderIter):
             try:
                 data, samples = self._load()
             except StopIteration:
+                if self._is_interrupted:
+                    raise interrupted_draw() from None
                 self._progress.finish()
                 raise
         self._runtime.meter.delivered(samples, 0)
         return data
 
     def _load(self) -> tuple[Any, int]:
-        position, index = self._draw()
+        if self._due is None:
+            self._due = self._draw()
+        position, index = self._due
         samples = samples_in(index) if self._auto_collation else 1
         try:
             with loading_for(self._progress.epoch):
@@ -68,10 +75,12 @@ class SingleProcessIterator(BaseDataLoaderIter):
         except StopIteration:
             raise
         except Exception:
+            self._due = None
             self._progress.passed(position, samples)
             raise
         if self._pin_memory:
             data = pin_memory(data, self._pin_memory_device)
+        self._due = None
         self._progress.passed(position, samples)
         if self._progress.streams:
             delivered = self._progress.streams[0].delivered + 1
@@ -83,9 +92,14 @@ class SingleProcessIterator(BaseDataLoaderIter):
             self._drawn = True
             if not torch.equal(torch.default_generator.get_state(), self._rng_at_start):
                 self._progress.draw_rng = capture_rng()
-        position, index = self._plan.draw()
-        while self._progress.was_delivered(position):
+        try:
             position, index = self._plan.draw()
+            while self._progress.was_delivered(position):
+                position, index = self._plan.draw()
+        except KeyboardInterrupt:
+            self._is_interrupted = True
+            raise
+        self._is_interrupted = False
         return position, index
 
     def _make_fetcher(self, loader: Any) -> Any:
@@ -112,7 +126,8 @@ class SingleProcessIterator(BaseDataLoaderIter):
 
     def _asked(self) -> Callable[[], Any] | None:
         """A function that returns the dataset's own state, if it has one."""
+        dataset = self._dataset
         if self._dataset_kind != DatasetKind.Iterable:
-            return partial(at_rest, self._dataset) if has_state(self._dataset) else None
+            return (lambda: copied(dataset, at_rest(dataset))) if has_state(dataset) else None
         stream: Stream = self._fetcher
-        return stream.state if stream.keeps_state else None
+        return (lambda: copied(dataset, stream.state())) if stream.keeps_state else None

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from torch_dpflow.epoch.own_state import Unsaved
+from torch_dpflow.epoch.own_state import Unsaved, copied
 from torch_dpflow.epoch.plan import generator_state, sampler_before, sampler_generators
 from torch_dpflow.epoch.progress import LoaderShape
 from torch_dpflow.epoch.rng import encode_generator
@@ -259,7 +259,7 @@ class DPFlowDataLoader(DataLoader[T]):
 
 def _dataset_before(dataset: Any) -> Any:
     """The dataset's own state before any iteration; None where its `state_dict` fails."""
-    kept = at_rest(dataset)
+    kept = copied(dataset, at_rest(dataset))
     return None if isinstance(kept, Unsaved) else kept
 
 

@@ -11,7 +11,7 @@ import torch
 from torch_dpflow.epoch.plan import is_drawn_at_start, samples_in
 from torch_dpflow.epoch.progress import OPENING_AGAIN, OPENING_WORKERS
 from torch_dpflow.errors import LoaderTimeoutError, WorkerError, WorkerStartError
-from torch_dpflow.loader.batch_planner import BatchPlanner, fit_streams
+from torch_dpflow.loader.batch_planner import BatchPlanner, fit_streams, interrupted_draw
 from torch_dpflow.loader.in_flight import InFlight, InFlightBatch, Rotation
 from torch_dpflow.loader.iteration_start import begin
 from torch_dpflow.loader.load_spec import has_own_streams, load_spec
@@ -202,10 +202,7 @@ class WorkerIterator(BaseDataLoaderIter):
                 return flight
             if not len(self._flights):
                 if self._planner.is_interrupted:
-                    raise WorkerError(
-                        "this iteration was interrupted while the sampler was asked for indices, so what is left of "
-                        "the epoch is not known; begin another iteration"
-                    )
+                    raise interrupted_draw()
                 self._finish()
                 raise StopIteration
             if self._shard is None:

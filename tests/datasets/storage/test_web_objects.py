@@ -213,6 +213,19 @@ def _with_hints(handler: BaseHTTPRequestHandler) -> None:
     )
 
 
+def _zipped(handler: BaseHTTPRequestHandler) -> None:
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 5\r\n\r\nhello")
+
+
+@pytest.mark.parametrize("part", [(), (0, 3)])
+def test_an_encoding_that_was_not_asked_for_is_refused(
+    web: WebServer, reader: ObjectReader, part: tuple[int, ...]
+) -> None:
+    web.answer = _zipped
+    with pytest.raises(StorageError, match="in the encoding 'gzip', though asked for none"):
+        reader.read(f"{web.url}/x", *part)
+
+
 def test_unusual_heads_are_understood(web: WebServer, reader: ObjectReader) -> None:
     web.answer = _with_hints
     assert [reader.read(f"{web.url}/x") for _ in range(2)] == [b"hello"] * 2

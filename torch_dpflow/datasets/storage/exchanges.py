@@ -67,6 +67,9 @@ class ErrorResponse:
 class Service(Protocol):
     """A vendor's way to name objects and to sign requests."""
 
+    #: Whether the bytes of an answer with a Content-Encoding are the object's: object stores keep it as a note.
+    notes_encoding: bool
+
     def origin(self, url: str) -> Origin:
         """The server to connect to."""
 

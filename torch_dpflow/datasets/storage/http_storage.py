@@ -87,7 +87,13 @@ class HttpStorage:
         response: Response,
     ) -> bytes | ErrorResponse:
         is_done = False
+        encoding = response.fields.get("content-encoding", "identity")
         try:
+            if encoding != "identity" and response.status in (200, 206) and not self._service.notes_encoding:
+                raise StorageError(
+                    f"{span}: the server sent it in the encoding {encoding[:100]!r}, though asked for none; "
+                    "have it send the bytes as they are"
+                )
             answer = (
                 read_object(response, span, self._options.longest)
                 if response.status in (200, 206)

@@ -47,6 +47,8 @@ class S3Service:
     `addressing_style` is "virtual"; at AWS itself it goes into the host's name.
     """
 
+    notes_encoding = True
+
     def __init__(self, options: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
         self._is_anonymous = _switch(options, "anon", False)
         self._credentials = CredentialSource(
@@ -122,6 +124,8 @@ class OSSService:
 
     Requests are signed with version 4 where a `region` is known (`region`, OSS_REGION), else with version 1.
     """
+
+    notes_encoding = True
 
     def __init__(self, options: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
         settings = ossutil_settings(environ)

@@ -28,6 +28,8 @@ class WebService:
         OptionError, OptionTypeError: an option that is none of these.
     """
 
+    notes_encoding = False
+
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._headers = web_headers(options)
         self._options = options
