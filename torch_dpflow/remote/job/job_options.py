@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_dpflow.checks import check_fields, check_flag, check_int, check_seconds
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.remote.wire.flow_spec import MAX_SHARDS, MAX_SIZE, MIN_MEMORY, check_algorithms
+from torch_dpflow.remote.wire.flow_spec import MAX_SHARDS, MAX_SIZE, MIN_IDLE_S, MIN_MEMORY, check_algorithms
 from torch_dpflow.remote.wire.limits import MAX_RANKS, UNNAMED
 
 #: Room for samples where nothing says how much, bytes.
@@ -67,7 +67,7 @@ class JobOptions:
         repeatable: (flow) loading a sample twice gives the same, so that it may be kept. None: so it is where the
             dataset is an `ALSDCache`; if that has a `transform`, what is below it is kept, and the transform is
             run by a worker for each job and epoch.
-        idle_s: (flow) how long its services outlive the last job, seconds.
+        idle_s: (flow) how long its services outlive the last job, seconds, at least 3.
         task_timeout_s: (flow) how long a worker may be at one sample, or at its start, while it fetches and unpickles
             the dataset, seconds; None: no limit. One that takes longer is taken for hung, killed and replaced, and
             the sample counts as one that killed it: it is tried three times before it is given up. Well above what
@@ -111,6 +111,8 @@ class JobOptions:
                 f"asked={self.ready + 1} or more, or a smaller ready"
             )
         check_fields(self, check_seconds, "idle_s", "patience_s")
+        if self.idle_s < MIN_IDLE_S:
+            raise OptionError(f"idle_s={self.idle_s}: give at least {MIN_IDLE_S:g} seconds")
         check_fields(self, check_seconds, "task_timeout_s", optional=True)
         for name in ("name", "fingerprint"):
             _check_name(name, getattr(self, name))
