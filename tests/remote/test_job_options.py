@@ -28,6 +28,7 @@ from torch_dpflow.remote.worker.sample_source import SampleAssignment
         ({"task_timeout_s": 0}, OptionError, "task_timeout_s=0 is out of range; give seconds above 0"),
         ({"task_timeout_s": "9"}, OptionTypeError, "task_timeout_s='9' is of type str; give seconds"),
         ({"shards": 10**9}, OptionError, "shards=1000000000 is out of range; give an int from 1 to 256"),
+        ({"idle_s": 1}, OptionError, "idle_s=1: give at least 3 seconds"),
         ({"memory_bytes": 10**30}, OptionError, "memory_bytes=10+ is out of range"),
         ({"memory_bytes": 2 << 20, "shards": 3}, OptionError, "memory_bytes=2097152 is out of range"),
     ],
