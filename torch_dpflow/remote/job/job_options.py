@@ -112,7 +112,7 @@ class JobOptions:
             )
         check_fields(self, check_seconds, "idle_s", "patience_s")
         if self.idle_s < MIN_IDLE_S:
-            raise OptionError(f"idle_s={self.idle_s}: give at least {MIN_IDLE_S:g} seconds")
+            raise OptionError(f"idle_s={self.idle_s:g}: give at least {MIN_IDLE_S:g} seconds")
         check_fields(self, check_seconds, "task_timeout_s", optional=True)
         for name in ("name", "fingerprint"):
             _check_name(name, getattr(self, name))
