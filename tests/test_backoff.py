@@ -11,6 +11,8 @@ def test_the_longest_pause_doubles_up_to_a_limit() -> None:
     backoff = Backoff(0.5, 3.0, draw=lambda: 1.0)
     assert [backoff.pause_s() for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
     assert backoff.failures == 5
+    backoff.reset()
+    assert backoff.pause_s() == 0.5
 
 
 def test_a_part_of_it_is_waited() -> None:

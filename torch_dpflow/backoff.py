@@ -19,12 +19,16 @@ class Backoff:
     """
 
     def __init__(
-        self, first_s: float, longest_s: float, *, draw: Callable[[], float] = _RANDOM.random
+        self, first_s: float = 0.1, longest_s: float = 1.0, *, draw: Callable[[], float] = _RANDOM.random
     ) -> None:
         self._first_s = first_s
         self._longest_s = longest_s
         self._draw = draw
         #: In a row.
+        self.failures = 0
+
+    def reset(self) -> None:
+        """An attempt has succeeded."""
         self.failures = 0
 
     def pause_s(self) -> float:

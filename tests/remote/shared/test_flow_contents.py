@@ -163,7 +163,6 @@ def test_a_host_fetches_a_content_once_and_gives_up_where_none_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contents, "FETCH_S", 0.3)
-    monkeypatch.setattr(contents, "RETRY_S", 0.05)
     monkeypatch.setattr(contents, "POLL_S", 0.05)
     content, place, asked, waited = os.urandom(10_000), ClusterPlace(directory=str(tmp_path)), [], []
     digest = hashlib.sha256(content).hexdigest()

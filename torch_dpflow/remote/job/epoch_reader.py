@@ -299,7 +299,7 @@ class SharedIterator:
                 break
             if came:
                 since = time.monotonic()
-                backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+                backoff.reset()
             batch.fetches = self._links.fetch(missing, epoch=self._epoch, draw=self._draw)
         self._asked.popleft()
         self._fetching -= 1

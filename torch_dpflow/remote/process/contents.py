@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from torch_dpflow.backoff import Backoff
 from torch_dpflow.errors import DPFlowError, MessageError, StateError, UsageError
 from torch_dpflow.remote.process.locate import locate
 from torch_dpflow.remote.process.spec import SERVICE, ClusterPlace
@@ -27,8 +28,8 @@ from torch_dpflow.remote.wire.coordinator import CONTENT_PIECE_BYTES, ContentPie
 
 #: Most simultaneous uploads to the coordinator, and most calls that wait for its thread.
 MAX_DRAFTS, MAX_WAITING = 64, 32
-#: How long the coordinator may take to answer for a piece, and the pause after it has not, seconds.
-PIECE_S, RETRY_S = 30.0, 1.0
+#: How long the coordinator may take to answer for a piece, seconds.
+PIECE_S = 30.0
 #: A fetch fails after so long without a piece; how often others on the host check whether it has finished, seconds.
 FETCH_S, POLL_S = 120.0, 0.5
 _DRAFT, _LOCK = ".part", ".lock"
@@ -252,7 +253,7 @@ def _copy(
     place: ClusterPlace, digest: str, coordinator: str, file: IO[bytes], on_progress: Callable[[], None]
 ) -> None:
     """Fetch a content piece by piece, continuing after every failure of the coordinator."""
-    hashed, size, latest = hashlib.sha256(), -1, time.monotonic()
+    hashed, size, latest, backoff = hashlib.sha256(), -1, time.monotonic(), Backoff()
     while file.tell() != size:
         on_progress()
         try:
@@ -267,12 +268,13 @@ def _copy(
                     file.write(piece)
                     hashed.update(piece)
                     latest = time.monotonic()
+                    backoff.reset()
                     on_progress()
         except DPFlowError as error:
             if time.monotonic() - latest >= FETCH_S:
                 raise
             SERVICE.warning("fetching the flow's content failed, retrying (%s)", error)
-            time.sleep(RETRY_S)
+            time.sleep(backoff.pause_s())
     if hashed.hexdigest() != digest:
         raise MessageError(f"the fetched content has another digest than {digest}")
 

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import time
 
+from torch_dpflow.backoff import Backoff
 from torch_dpflow.errors import DeadlineError, DPFlowError
 from torch_dpflow.remote.process.spec import ClusterPlace
 from torch_dpflow.remote.wire.node import Running
-
-#: The pause after a failed call of the node, seconds.
-PAUSE_S = 0.1
 
 
 def locate(place: ClusterPlace, id: str, *, timeout_s: float = 60.0) -> str:
     """The address of the process `id`, as soon as it listens. Raises DeadlineError if it does not in time."""
     deadline = time.monotonic() + timeout_s
-    seen = 0
+    seen, backoff = 0, Backoff()
     with place.connect(place.node_address) as node:
         while time.monotonic() < deadline:
             try:
                 running: Running = node.call("changes", seen, reply_type=Running, timeout_s=5.0).body
             except DPFlowError:
-                time.sleep(PAUSE_S)
+                time.sleep(backoff.pause_s())
                 continue
+            backoff.reset()
             seen = running.revision
             address = next((view.address for view in running.processes if view.id == id), "")
             if address:

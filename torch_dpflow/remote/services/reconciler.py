@@ -12,13 +12,11 @@ import time
 from functools import partial
 from typing import Protocol
 
+from torch_dpflow.backoff import Backoff
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.remote.process.spec import SERVICE, ServicePost, ask_in
 from torch_dpflow.remote.rpc import RpcClient, RpcServer
 from torch_dpflow.remote.wire.node import Desire, Launch, ProcessView, Running
-
-#: The pause after a failure, seconds.
-PAUSE_S = 0.1
 
 
 class Desiring(Protocol):
@@ -51,7 +49,7 @@ class Reconciler:
 
     def _observe(self) -> None:
         seen = 0
-        is_applying = False
+        is_applying, backoff = False, Backoff()
         with self._connect() as node:
             while True:
                 try:
@@ -59,8 +57,9 @@ class Reconciler:
                     ask_in(self._server, partial(self._desiring.observe, running.processes))
                 except Exception as error:
                     _log_failure(error)
-                    time.sleep(PAUSE_S)
+                    time.sleep(backoff.pause_s())
                     continue
+                backoff.reset()
                 seen = running.revision
                 self._changed.set()
                 if not is_applying:
@@ -70,6 +69,7 @@ class Reconciler:
 
     def _apply(self) -> None:
         applied: list[Launch] | None = None
+        backoff = Backoff()
         with self._connect() as node:
             while True:
                 self._changed.wait()
@@ -81,8 +81,10 @@ class Reconciler:
                         applied = desired
                 except Exception as error:
                     _log_failure(error)
-                    time.sleep(PAUSE_S)
+                    time.sleep(backoff.pause_s())
                     self._changed.set()
+                else:
+                    backoff.reset()
 
     def _connect(self) -> RpcClient:
         return self._post.place.connect(self._post.place.node_address, timeout_s=10.0)

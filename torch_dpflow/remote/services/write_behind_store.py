@@ -7,12 +7,10 @@ import threading
 import time
 from collections.abc import Callable
 
+from torch_dpflow.backoff import Backoff
 from torch_dpflow.errors import StateError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.services.state_store import RENEW_S, StateStore
-
-#: The pause before an unusable store is tried again, seconds.
-RETRY_S = 1.0
 
 
 class WriteBehindStore:
@@ -47,6 +45,7 @@ class WriteBehindStore:
 
         waiting: called at each failed attempt.
         """
+        backoff = Backoff()
         while True:
             try:
                 self._store = self._open_store()
@@ -59,7 +58,7 @@ class WriteBehindStore:
             except StateError as error:
                 self._log_failure(error)
                 waiting()
-                time.sleep(RETRY_S)
+                time.sleep(backoff.pause_s())
         self._log_recovery()
         threading.Thread(target=self._write, name="dpflow-state", daemon=True).start()
 
@@ -93,6 +92,7 @@ class WriteBehindStore:
     # -- in the thread ---------------------------------------------------------------------------------------
 
     def _write(self) -> None:
+        backoff = Backoff()
         while True:
             self._changed.wait(RENEW_S)
             self._changed.clear()
@@ -104,10 +104,11 @@ class WriteBehindStore:
                 self._changed.set()
             else:
                 self._log_recovery()
+                backoff.reset()
             for done in awaiting:
                 done()
             if self._is_failing:
-                time.sleep(RETRY_S)
+                time.sleep(backoff.pause_s())
 
     def _write_once(self) -> None:
         if not self._store.renew(self._owner):

@@ -9,6 +9,7 @@ from functools import partial
 
 import msgspec
 
+from torch_dpflow.backoff import Backoff
 from torch_dpflow.errors import DPFlowError, ErrorKind, RemoteCallError
 from torch_dpflow.remote.process.locate import locate
 from torch_dpflow.remote.process.spec import SERVICE, ServicePost, ask_in, serve
@@ -34,6 +35,7 @@ class Enlistment:
         self._router = router
         #: The newest routing generation that the router has sent.
         self._generation = 0
+        self._backoff = Backoff()
         threading.Thread(target=self._run, name="dpflow-enlist", daemon=True).start()
 
     def _run(self) -> None:
@@ -45,7 +47,7 @@ class Enlistment:
                     SERVICE.warning("shard replaced by another process (%s)", error)
                 else:
                     SERVICE.warning("router does not answer (%s)", error)
-            time.sleep(ENLIST_S)
+            time.sleep(self._backoff.pause_s())
 
     def _keep(self, address: str) -> None:
         server = self._shard.server
@@ -60,6 +62,7 @@ class Enlistment:
                     self._shard.cache_samples,
                 )
                 range_: RangeAssignment = router.call("enlist", body, reply_type=RangeAssignment).body
+                self._backoff.reset()
                 self._generation = max(self._generation, range_.generation)
                 server.post(lambda range_=range_: self._shard.assign(range_))  # type: ignore[misc]
                 time.sleep(ENLIST_S)
@@ -84,6 +87,7 @@ class WorkerWatch:
         threading.Thread(target=self._run, args=(shard,), name="dpflow-workers", daemon=True).start()
 
     def _run(self, shard: SampleShard) -> None:
+        backoff = Backoff()
         with self._post.place.connect(self._post.place.node_address, timeout_s=10.0) as node:
             while True:
                 try:
@@ -94,11 +98,12 @@ class WorkerWatch:
                     if order is not None:
                         node.call("end", Ending(self._id_of(order[0]), order[1]))
                     self._report_ended(node, shard)
+                    backoff.reset()
                 except DPFlowError as error:
                     SERVICE.warning("node does not answer (%s)", error)
                     if order is not None:
                         self._orders.put(order)
-                    time.sleep(WATCH_S)
+                    time.sleep(backoff.pause_s())
 
     def _report_ended(self, node: RpcClient, shard: SampleShard) -> None:
         unwatched = ask_in(shard.server, lambda: shard.workers.unwatched)
