@@ -18,6 +18,9 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 Pair = namedtuple("Pair", ["left", "right"])
 
+#: `num_workers` and `persistent_workers`, as far as torch takes them together.
+WORKERS = [(0, False), (1, False), (1, True), (2, False), (2, True)]
+
 
 class Rows(Dataset):
     """Row `i` is a function of `i` alone: an index, a float vector and a word."""
@@ -336,3 +339,15 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
+
+
+def patiently(batches: Iterator[Any]) -> Iterator[Any]:
+    """All that come, under a `timeout` that a busy machine may exceed with any of them."""
+    while True:
+        try:
+            yield next(batches)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if "timed out after" not in str(error):
+                raise

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from tests.loader_cases import Failing, Indices, Messaged, Samples, assert_same
+from tests.loader_cases import WORKERS, Failing, Indices, Messaged, Samples, assert_same
 from torch_dpflow.errors import WorkerError
 
 
@@ -104,13 +104,10 @@ def test_an_error_in_getitem_arrives_as_from_torch(Loader: Any, name: str) -> No
     assert len(expected) == 5
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-@pytest.mark.parametrize("persistent_workers", [False, True])
+@pytest.mark.parametrize(("num_workers", "persistent_workers"), WORKERS)
 def test_after_an_error_the_loader_can_be_iterated_again(
     Loader: Any, num_workers: int, persistent_workers: bool
 ) -> None:
-    if persistent_workers and not num_workers:
-        pytest.skip("there is nothing to keep")
     dataset = Failing(6, {4: ValueError("bad value")})
     loader = Loader(dataset, batch_size=None, num_workers=num_workers, persistent_workers=persistent_workers)
     for _ in range(3):

@@ -13,17 +13,16 @@ from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_work
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torch.utils.data.datapipes.map import SequenceWrapper
 
-from tests.loader_cases import Stream, Uneven, assert_same, epochs
+from tests.loader_cases import WORKERS, Stream, Uneven, assert_same, epochs
 
 
-@pytest.mark.parametrize("batch_size", [None, 1, 3])
-@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    ("batch_size", "drop_last"), [(None, False), (1, False), (1, True), (3, False), (3, True)]
+)
 @pytest.mark.parametrize("persistent_workers", [False, True])
 def test_uneven_shares_arrive_in_torchs_order(
     Loader: Any, batch_size: int | None, drop_last: bool, persistent_workers: bool
 ) -> None:
-    if batch_size is None and drop_last:
-        pytest.skip("torch does not allow it")
     arguments = {"batch_size": batch_size, "drop_last": drop_last, "persistent_workers": persistent_workers}
 
     def run(loader_class: Any, sizes: list[int]) -> list[list[Any]]:
@@ -153,14 +152,10 @@ def test_an_error_in_iter_arrives(Loader: Any, num_workers: int) -> None:
             list(loader)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-@pytest.mark.parametrize("persistent_workers", [False, True])
+@pytest.mark.parametrize(("num_workers", "persistent_workers"), WORKERS)
 def test_iterable_data_pipes_shuffle_and_shard_as_in_torch(
     Loader: Any, num_workers: int, persistent_workers: bool
 ) -> None:
-    if persistent_workers and not num_workers:
-        pytest.skip("there is nothing to keep")
-
     def run(loader_class: Any) -> list[list[Any]]:
         pipe = IterableWrapper(range(20)).shuffle().sharding_filter()
         torch.manual_seed(5)

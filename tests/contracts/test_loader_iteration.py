@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tests.loader_cases import Counted, Indices, Stream
+from tests.loader_cases import WORKERS, Counted, Indices, Stream
 from torch_dpflow.errors import WorkerError
 
 
@@ -30,13 +30,10 @@ def test_two_iterators_of_one_loader_are_independent(Loader: Any, num_workers: i
 
 
 @pytest.mark.parametrize("dataset", [Indices(40), Stream(40)], ids=["map", "iterable"])
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-@pytest.mark.parametrize("persistent_workers", [False, True])
+@pytest.mark.parametrize(("num_workers", "persistent_workers"), WORKERS)
 def test_leaving_an_epoch_and_beginning_again(
     Loader: Any, dataset: Any, num_workers: int, persistent_workers: bool
 ) -> None:
-    if persistent_workers and not num_workers:
-        pytest.skip("there is nothing to keep")
     loader = Loader(dataset, batch_size=2, num_workers=num_workers, persistent_workers=persistent_workers)
     for taken in (1, 0, 7, 20):
         assert len(list(itertools.islice(loader, taken))) == taken
