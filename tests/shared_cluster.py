@@ -17,6 +17,9 @@ from torch_dpflow.remote.rpc import ClientOptions, RpcClient
 from torch_dpflow.remote.wire.coordinator import FlowView
 from torch_dpflow.remote.wire.node import ProcessView
 
+#: How long what must happen may take, seconds: as long as a test may, nearly. It is waited out only by tests that fail,
+#: and a machine with other work takes its time.
+PATIENCE_S = 120.0
 #: Runs a cluster apart from the test's process, so that its services are no children of it.
 PROGRAM = """
 import os, sys
@@ -131,7 +134,9 @@ def free_port(host: str = "127.0.0.1") -> int:
     return port
 
 
-def wait(condition: Callable[[], object], *, within_s: float = 30.0, what: str = "the condition") -> None:
+def wait(
+    condition: Callable[[], object], *, within_s: float = PATIENCE_S, what: str = "the condition"
+) -> None:
     """Wait until it holds; fail where it does not in time."""
     deadline = time.monotonic() + within_s
     while not condition():

@@ -32,14 +32,13 @@ def test_a_fork_server_that_is_killed_or_hangs_takes_nobody_along(
     job = ChaosJob.start(
         nursery, cluster, tmp_path, flow="chaos/flow", number=0, size=400, epochs=1, endless=True
     )
-    wait(lambda: job.batches() >= 5, within_s=60, what="the first batches")
+    wait(lambda: job.batches() >= 5, what="the first batches")
     before = {view.id: view for view in cluster.processes()}
     os.kill(fork_server_of(cluster), number)
     killed = cluster.kill("/worker-0")
     wait(lambda: has_ended(killed), what="the worker's end")
     wait(
         lambda: any(view.pid != killed for view in cluster.processes("/worker-0")),
-        within_s=60,
         what="another worker, from another fork server",
     )
     after = {view.id: view for view in cluster.processes()}
@@ -79,7 +78,7 @@ def test_a_service_without_descriptors_lives_on(
     job = ChaosJob.start(
         nursery, cluster, tmp_path, flow="chaos/flow", number=0, size=400, epochs=1, endless=True
     )
-    wait(lambda: job.batches() >= 5, within_s=60, what="the first batches")
+    wait(lambda: job.batches() >= 5, what="the first batches")
     service = service_of(cluster, part)
     descriptors = len(os.listdir(f"/proc/{service.pid}/fd"))
     limits = resource.prlimit(service.pid, resource.RLIMIT_NOFILE)
@@ -90,7 +89,7 @@ def test_a_service_without_descriptors_lives_on(
     wait(lambda: has_ended(killed), what="the worker's end")
     wait(lambda: "too many open files" in cluster.log.read_text(), what="a line that says so")
     seen = job.batches()
-    wait(lambda: job.batches() > seen, within_s=60, what="further batches")
+    wait(lambda: job.batches() > seen, what="further batches")
     resource.prlimit(service.pid, resource.RLIMIT_NOFILE, limits)
     (tmp_path / "enough").touch()
     job.finish()
@@ -104,10 +103,9 @@ def test_a_storm_of_starts_takes_nobody_for_silent(
     job = ChaosJob.start(
         nursery, cluster, tmp_path, flow="chaos/flow", number=0, size=2000, epochs=1, endless=True, workers=32
     )
-    wait(lambda: job.batches() >= 5, within_s=60, what="the first batches")
+    wait(lambda: job.batches() >= 5, what="the first batches")
     wait(
         lambda: sum(bool(view.status.get("up")) for view in cluster.running()) == 32,
-        within_s=120,
         what="all workers",
     )
     assert [view.id for view in cluster.running() if view.restarts] == []

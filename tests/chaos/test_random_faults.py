@@ -97,7 +97,7 @@ def survive(
         )
         for number in range(jobs)
     ]
-    wait(lambda: all(job.batches() >= 5 for job in started), within_s=90, what="the first batches")
+    wait(lambda: all(job.batches() >= 5 for job in started), what="the first batches")
     began = time.monotonic()
 
     def hang(_: random.Random) -> tuple[str, str, float]:

@@ -21,7 +21,7 @@ def begin(
         ChaosJob.start(nursery, cluster, folder, flow="chaos/flow", number=number, **given)
         for number in range(jobs)
     ]
-    wait(lambda: all(job.batches() >= 10 for job in started), within_s=60, what="the first batches")
+    wait(lambda: all(job.batches() >= 10 for job in started), what="the first batches")
     return started
 
 
@@ -67,7 +67,7 @@ def test_a_job_that_is_killed_holds_nobody_up(cluster: TestCluster, nursery: Nur
     jobs.pop().kill()
     for job in jobs:
         job.finish()
-    wait(lambda: status(cluster, "/router")["jobs"] == 0, within_s=60, what="the end of the dead job's lease")
+    wait(lambda: status(cluster, "/router")["jobs"] == 0, what="the end of the dead job's lease")
 
 
 def status(cluster: TestCluster, part: str) -> dict[str, object]:
@@ -83,9 +83,7 @@ def test_a_job_that_freezes_for_longer_than_its_lease_goes_on_where_it_was(
     frozen = jobs[0]
     frozen.signal(signal.SIGSTOP)
     jobs[1].finish()
-    wait(
-        lambda: status(cluster, "/router")["jobs"] == 0, within_s=60, what="the end of the frozen job's lease"
-    )
+    wait(lambda: status(cluster, "/router")["jobs"] == 0, what="the end of the frozen job's lease")
     frozen.signal(signal.SIGCONT)
     frozen.finish()
 

@@ -71,7 +71,7 @@ def test_nothing_outlives_a_killed_training_process(
         assert len(workers) == 2
         training.send_signal(number)
         training.wait()
-        eventually(lambda: all(map(has_ended, workers)), within_s=20, what="the end of the workers")
+        eventually(lambda: all(map(has_ended, workers)), what="the end of the workers")
     monkeypatch.setattr(tempfile, "tempdir", str(place))
 
     def swept() -> bool:
@@ -110,7 +110,7 @@ def test_not_even_workers_that_keep_the_interpreters_lock(
         workers = json.loads(training.stdout.readline())
         training.kill()
         training.wait()
-        eventually(lambda: all(map(has_ended, workers)), within_s=30, what="the end of the workers")
+        eventually(lambda: all(map(has_ended, workers)), what="the end of the workers")
 
 
 def left_in(directory: Path) -> list[str]:

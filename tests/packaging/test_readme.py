@@ -83,9 +83,7 @@ def test_the_block_for_several_jobs_runs_side_by_side(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with start("-m", "torch_dpflow.cli", "up", directory=tmp_path) as cluster:
         try:
-            eventually(
-                lambda: list(tmp_path.glob("dpflow-connection-*")), within_s=60, what="the connection file"
-            )
+            eventually(lambda: list(tmp_path.glob("dpflow-connection-*")), what="the connection file")
             job = own_script(JOB, tmp_path)
             with start(job, directory=tmp_path) as one, start(job, directory=tmp_path) as other:
                 told: list[list[int]] = []

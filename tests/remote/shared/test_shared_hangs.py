@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.loader_cases import patiently
 from tests.shared_cluster import TestCluster
 from tests.shared_datasets import Hanging, Numbers
 from torch_dpflow import DPFlowDataLoader, JobOptions
@@ -96,5 +97,5 @@ def test_a_batch_that_is_late_is_told_of_and_comes_all_the_same(
     with pytest.raises(LoaderTimeoutError, match="DataLoader timed out after 1 seconds"):
         seen.extend(iterator)
     gate.touch()
-    seen.extend(iterator)
+    seen.extend(patiently(iterator))
     assert sorted(int(key) for _, keys in seen for key in keys) == list(range(24))

@@ -141,7 +141,7 @@ def test_the_router_reckons_with_the_samples_that_fit_into_the_caches(
 
     assert reckoned() == 10
     assert len(draws(job.traverse(0))) == 100
-    wait(lambda: reckoned() == int(0.9 * (4 << 20)) // 100_000, what="the caches' room", within_s=60)
+    wait(lambda: reckoned() == int(0.9 * (4 << 20)) // 100_000, what="the caches' room")
 
 
 def last_two(sample: Any) -> Any:
