@@ -16,10 +16,28 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import huge_pages
 from tests.holdings import Holdings
+from tests.shared_cluster import PATIENCE_S
 
 #: How long a test's threads, processes and files may take to go after its end; seconds.
 GRACE_S = 10.0
+#: What takes longest, because it starts processes and waits for them. Each file is run whole by one process: begun at
+#: the end, a long one would be waited for by all others.
+LONG = (
+    "tests/contracts/test_resume_iterable.py",
+    "tests/properties",
+    "tests/flows",
+    "tests/chaos",
+    "tests/examples",
+    "tests/remote/shared",
+    "tests/contracts",
+    "tests/faults",
+    "tests/integration",
+    "tests/packaging",
+    "tests/platforms",
+    "tests/benchmarks",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,11 +61,22 @@ def pytest_configure(config: pytest.Config) -> None:
     util.Finalize(None, shutil.rmtree, args=(own,), kwargs={"ignore_errors": True}, exitpriority=-200)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, where `--no-loadscope-reorder` leaves it at that."""
+
+    def place(item: pytest.Item) -> int:
+        return next((n for n, path in enumerate(LONG) if item.nodeid.startswith(path)), len(LONG))
+
+    items.sort(key=place)
+
+
 def pytest_collection_finish() -> None:
     # The modules of all tests stay until the end: out of the collector's sight, workers that are forked share
     # them and collections pass them by.
     gc.collect()
     gc.freeze()
+    huge_pages.collapse()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -104,7 +133,9 @@ def OurLoader(request: pytest.FixtureRequest) -> type[Any]:
 def eventually() -> Callable[..., None]:
     """Wait until a condition holds; fail when it does not within the deadline."""
 
-    def wait(condition: Callable[[], Any], *, within_s: float = 30.0, what: str = "the condition") -> None:
+    def wait(
+        condition: Callable[[], Any], *, within_s: float = PATIENCE_S, what: str = "the condition"
+    ) -> None:
         deadline = time.monotonic() + within_s
         while not condition():
             assert time.monotonic() < deadline, f"{what} did not come true within {within_s} s"

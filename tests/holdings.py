@@ -84,6 +84,8 @@ def _children(pid: int) -> list[int]:
 def _shared_memory() -> Iterator[str]:
     mine = str(os.getpid())
     yield from (name for name in _listing("/dev/shm") if mine in name)
+    if b"\nRssShmem:\t       0 kB" in Path("/proc/self/status").read_bytes():
+        return  # as in most tests, each of which looks twice: the kernel takes milliseconds to list all mappings
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "/memfd:" in line or "/dev/shm/" in line:
             yield line.split(maxsplit=1)[0] + " " + line.split(maxsplit=5)[-1]

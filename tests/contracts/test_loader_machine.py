@@ -129,7 +129,7 @@ def next_or_nothing(iterator: Any) -> Any:
         yield next(iterator)
 
 
-@pytest.mark.parametrize("examples", [5, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [3, pytest.param(150, marks=pytest.mark.slow)])
 def test_any_history_leads_to_the_same_batches(OurLoader: Any, examples: int) -> None:
     machine = type("Machine", (LoaderMachine,), {"loader_class": OurLoader})
     run_state_machine_as_test(

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import psutil
 
-SMALL = ("--train=16", "--val=8", "--epochs=1")
+from examples import demo, natural_images
+
+TRAIN, VAL = 16, 8
+SMALL = (f"--train={TRAIN}", f"--val={VAL}", "--epochs=1")
 
 
 def left_in(folder: Path) -> list[str]:
@@ -41,6 +44,8 @@ def test_it_ends_with_one_table_of_both_loaders(tmp_path: Path) -> None:
 def test_ctrl_c_while_training_leaves_no_process_and_no_file(
     tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
+    images = natural_images.Specification(classes=demo.CLASSES, train=TRAIN, val=VAL)
+    natural_images.generate(tmp_path / "images", images, processes=1, progress=False)
     with start(tmp_path) as process:
         family = psutil.Process(process.pid)
 
@@ -48,10 +53,7 @@ def test_ctrl_c_while_training_leaves_no_process_and_no_file(
             # Its children are the loader's workers.
             return [child for trainer in family.children() for child in trainer.children(recursive=True)]
 
-        def started() -> bool:
-            return (tmp_path / "images").exists() and bool(training())
-
-        eventually(started, within_s=150.0, what="the loader's workers")
+        eventually(training, what="the loader's workers")
         descendants = family.children(recursive=True)
         process.send_signal(signal.SIGINT)
         printed, _ = process.communicate()

@@ -26,7 +26,7 @@ from tests.flows.task_flows import (
     write_images,
     write_speech,
 )
-from tests.new_process import run_interpreter
+from tests.new_process import interpreter
 from tests.shared_cluster import TestCluster
 from torch_dpflow import JobOptions
 from torch_dpflow.datasets import DatasetStore
@@ -247,9 +247,10 @@ print([(int(image[0, 0, 0]), label) for image, label in mapped.__getitems__(list
 
 
 def test_processes_that_describe_a_flow_alike_read_it_together(cluster: TestCluster) -> None:
-    for _ in range(2):
-        done = run_interpreter(PROGRAM, cluster.address)
-        assert done.stdout.strip() == str([(4 * number - 1, number % 3) for number in range(6)]), done.stderr
+    readers = [interpreter(PROGRAM, cluster.address) for _ in range(2)]
+    told = [reader.communicate(timeout=150) for reader in readers]
+    expected = str([(4 * number - 1, number % 3) for number in range(6)])
+    assert [out.strip() for out, _ in told] == [expected] * 2, told
 
 
 # -- local functions, and what cannot be loaded -------------------------------------------------------------
