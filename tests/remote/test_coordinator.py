@@ -13,7 +13,7 @@ from tests.new_process import in_fork
 from torch_dpflow.errors import DeadlineError, ErrorKind, RemoteCallError
 from torch_dpflow.remote.control.flow_registry import UNREAD_S
 from torch_dpflow.remote.process.contents import Contents
-from torch_dpflow.remote.process.spec import ask_in
+from torch_dpflow.remote.process.serve import ask_in
 from torch_dpflow.remote.rpc import RpcClient, RpcServer
 from torch_dpflow.remote.services.coordinator import Coordinator
 from torch_dpflow.remote.services.state_store import open_store

@@ -87,11 +87,11 @@ ENLISTED = """
 import os, sys
 from types import SimpleNamespace
 from torch_dpflow.remote.rpc import RpcServer
-from torch_dpflow.remote.process.spec import ClusterPlace, ServicePost
+from torch_dpflow.remote.process.spec import ClusterPlace, ServiceSpec
 from torch_dpflow.remote.shard.run import Enlistment
-post = ServicePost(id="f@1/shard-000", role="shard", incarnation=7, arguments=b"", settings=b"", address="",
+service = ServiceSpec(id="f@1/shard-000", role="shard", incarnation=7, arguments=b"", settings=b"", address="",
                    place=ClusterPlace(directory=sys.argv[1]))
-Enlistment(post, SimpleNamespace(server=RpcServer(post.listen()), cache_samples=0), "f@1/router")
+Enlistment(service, SimpleNamespace(server=RpcServer(service.listen()), cache_samples=0), "f@1/router")
 sys.stdin.read()
 """
 

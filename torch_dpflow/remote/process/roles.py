@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 from torch_dpflow.log import write_lines
-from torch_dpflow.remote.process.spec import ServicePost, subjects_of
+from torch_dpflow.remote.process.spec import ServiceSpec, subjects_of
 
 #: The id of the one process that a node runs without being told.
 COORDINATOR = "coordinator"
@@ -25,13 +25,13 @@ ROLES = {
 PRELOAD = [target.partition(":")[0] for target in ROLES.values()]
 
 
-def main(post: ServicePost) -> None:
+def main(service: ServiceSpec) -> None:
     """Run the role that the specification names, until the process ends."""
-    write_lines(post.place.log, {**subjects_of(post.id), "process": post.id, "pid": os.getpid()})
+    write_lines(service.place.log, {**subjects_of(service.id), "process": service.id, "pid": os.getpid()})
     # For a process that seems to hang: kill -USR1 writes the stacks of its threads to stderr.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    module, _, name = ROLES[post.role].partition(":")
-    run: Callable[[ServicePost], None] = getattr(import_module(module), name)
+    module, _, name = ROLES[service.role].partition(":")
+    run: Callable[[ServiceSpec], None] = getattr(import_module(module), name)
     # Modules are never collected: skipping them saves time, and keeps the pages shared with the fork server.
     gc.freeze()
-    run(post)
+    run(service)

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from torch_dpflow.errors import DPFlowError, OptionError, UsageError
+from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.control.allotment import parts_of
 from torch_dpflow.remote.control.flow_registry import (
     Flow,
@@ -29,7 +30,9 @@ from torch_dpflow.remote.control.flow_registry import (
 )
 from torch_dpflow.remote.control.placement import launches_of
 from torch_dpflow.remote.process.contents import Contents
-from torch_dpflow.remote.process.spec import SERVICE, Heart, ServicePost, ask_in, serve
+from torch_dpflow.remote.process.heartbeat import Heartbeat
+from torch_dpflow.remote.process.serve import ask_in, serve
+from torch_dpflow.remote.process.spec import ServiceSpec
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
 from torch_dpflow.remote.services.reconciler import Reconciler
 from torch_dpflow.remote.services.state_store import open_store
@@ -332,32 +335,32 @@ class Coordinator:
             self._contents.drop(digest)
 
 
-def run(post: ServicePost) -> None:
+def run(service: ServiceSpec) -> None:
     """Run a coordinator: the role of a node's process."""
-    arguments = msgspec.msgpack.decode(post.arguments, type=CoordinatorArguments)
-    server = RpcServer(post.listen(arguments.address))
-    heart = Heart(post, server.address)
+    arguments = msgspec.msgpack.decode(service.arguments, type=CoordinatorArguments)
+    server = RpcServer(service.listen(arguments.address))
+    heartbeat = Heartbeat(service, server.address)
     state = WriteBehindStore(lambda: open_store(arguments.state), arguments.owner)
-    state.load(heart.turned)
+    state.load(heartbeat.turned)
     changed = threading.Event()
     # In the cluster's directory and not in the state store: a pickled dataset may hold keys of a storage, and a job
     # that needs it brings it again.
-    contents = Contents(Path(post.place.directory, "state.contents"))
+    contents = Contents(Path(service.place.directory, "state.contents"))
     coordinator = Coordinator(server, state, contents, arguments.limits, changed=changed.set)
-    server.register("stop", partial(_stop_node, post), body_type=None)
-    Reconciler(post, server, coordinator, changed)
+    server.register("stop", partial(_stop_node, service), body_type=None)
+    Reconciler(service, server, coordinator, changed)
     if arguments.metrics:
         from torch_dpflow.remote.observe.metrics_server import serve_metrics
 
         serve_metrics(arguments.metrics, lambda: ask_in(server, coordinator.views))
-    serve(post, server, _status, lambda: None, turn_s=IDLE_TURN_S, heart=heart)
+    serve(service, server, _status, lambda: None, turn_s=IDLE_TURN_S, heartbeat=heartbeat)
 
 
-def _stop_node(post: ServicePost, call: IncomingCall) -> Later:
+def _stop_node(service: ServiceSpec, call: IncomingCall) -> Later:
     """Have the node end everything, including this process."""
 
     def stop() -> None:
-        with post.place.connect(post.place.node_address) as node:
+        with service.place.connect(service.place.node_address) as node:
             node.call("stop")
 
     # Answered before it stops: the transport sends messages in the order in which it was given them.

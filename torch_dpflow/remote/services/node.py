@@ -10,11 +10,12 @@ from contextlib import contextmanager
 
 from torch_dpflow.descriptors import exhausted, soft_limit
 from torch_dpflow.errors import DescriptorLimitError, LaunchError, OptionError, UsageError
+from torch_dpflow.log import SERVICE
 from torch_dpflow.platforms.base import Handle, Platform, ProcessSpec, require_same_host
 from torch_dpflow.platforms.local import DESCRIPTORS
 from torch_dpflow.remote.control.supervision import CleanUp, Kill, Spawn, Supervisor, SupervisorInstruction
 from torch_dpflow.remote.process.roles import COORDINATOR, ROLES, main
-from torch_dpflow.remote.process.spec import SERVICE, ClusterPlace, ServicePost, subjects_of
+from torch_dpflow.remote.process.spec import ClusterPlace, ServiceSpec, subjects_of
 from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
 from torch_dpflow.remote.transport import listen
@@ -191,7 +192,7 @@ class Node:
                     self._place.remove_socket(id)
 
     def _spawn(self, spawn: Spawn) -> None:
-        post = ServicePost(
+        service = ServiceSpec(
             id=spawn.launch.id,
             role=spawn.launch.role,
             incarnation=spawn.incarnation,
@@ -201,21 +202,21 @@ class Node:
             place=self._place,
         )
         spec = ProcessSpec(
-            name=post.id,
-            incarnation=post.incarnation,
+            name=service.id,
+            incarnation=service.incarnation,
             target=main,
-            arguments=(post,),
+            arguments=(service,),
             directory=self._place.directory,
         )
         try:
             process = self._platform.launch(spec)
         except (LaunchError, DescriptorLimitError) as error:
-            SERVICE.warning("process %s not started: %s", post.id, error, extra=subjects_of(post.id))
-            self._apply(self._supervisor.on_ended(post.id, post.incarnation, self._clock()))
+            SERVICE.warning("process %s not started: %s", service.id, error, extra=subjects_of(service.id))
+            self._apply(self._supervisor.on_ended(service.id, service.incarnation, self._clock()))
             return
-        self._processes[post.id] = process
-        SERVICE.info("process %s started (pid %d)", post.id, process.pid, extra=subjects_of(post.id))
-        self._supervisor.on_started(post.id, post.incarnation, process.pid, self._clock())
+        self._processes[service.id] = process
+        SERVICE.info("process %s started (pid %d)", service.id, process.pid, extra=subjects_of(service.id))
+        self._supervisor.on_started(service.id, service.incarnation, process.pid, self._clock())
 
     def _kill(self, kill: Kill) -> None:
         if self._supervisor.is_desired(kill.id, kill.incarnation):

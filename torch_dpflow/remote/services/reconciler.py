@@ -14,7 +14,9 @@ from typing import Protocol
 
 from torch_dpflow.backoff import Backoff
 from torch_dpflow.errors import DPFlowError
-from torch_dpflow.remote.process.spec import SERVICE, ServicePost, ask_in
+from torch_dpflow.log import SERVICE
+from torch_dpflow.remote.process.serve import ask_in
+from torch_dpflow.remote.process.spec import ServiceSpec
 from torch_dpflow.remote.rpc import RpcClient, RpcServer
 from torch_dpflow.remote.wire.node import Desire, Launch, ProcessView, Running
 
@@ -39,9 +41,9 @@ class Reconciler:
     """
 
     def __init__(
-        self, post: ServicePost, server: RpcServer, desiring: Desiring, changed: threading.Event
+        self, service: ServiceSpec, server: RpcServer, desiring: Desiring, changed: threading.Event
     ) -> None:
-        self._post = post
+        self._service = service
         self._server = server
         self._desiring = desiring
         self._changed = changed
@@ -87,7 +89,7 @@ class Reconciler:
                     backoff.reset()
 
     def _connect(self) -> RpcClient:
-        return self._post.place.connect(self._post.place.node_address, timeout_s=10.0)
+        return self._service.place.connect(self._service.place.node_address, timeout_s=10.0)
 
 
 def _log_failure(error: Exception) -> None:

@@ -16,10 +16,12 @@ import msgspec
 import numpy as np
 
 from torch_dpflow.errors import UsageError
+from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.control.joint_order import Held, JointOrder
 from torch_dpflow.remote.control.name_leases import NameLeases
 from torch_dpflow.remote.control.routing import Routing
-from torch_dpflow.remote.process.spec import SERVICE, ServicePost, serve
+from torch_dpflow.remote.process.serve import serve
+from torch_dpflow.remote.process.spec import ServiceSpec
 from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
 from torch_dpflow.remote.wire.errors import MisdirectedError, StaleShardError
@@ -325,21 +327,21 @@ def _as_set(indices: IndexArray | None) -> IndexArray:
     return np.empty(0, np.int64) if indices is None else np.sort(indices)
 
 
-def run(post: ServicePost) -> None:
+def run(service: ServiceSpec) -> None:
     """Run a router: the role of a node's process."""
     decoder = msgspec.msgpack.Decoder(RouterSettings)
-    spec = msgspec.msgpack.decode(post.arguments, type=FlowSpec)
-    server = RpcServer(post.listen())
+    spec = msgspec.msgpack.decode(service.arguments, type=FlowSpec)
+    server = RpcServer(service.listen())
     router = Router(
         server,
         spec,
-        decoder.decode(post.settings),
-        token=post.place.token,
-        incarnation=post.incarnation,
+        decoder.decode(service.settings),
+        token=service.place.token,
+        incarnation=service.incarnation,
         clock=SuspendAwareClock(),
     )
     serve(
-        post,
+        service,
         server,
         router.status,
         router.poll,

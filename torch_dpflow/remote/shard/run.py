@@ -11,8 +11,10 @@ import msgspec
 
 from torch_dpflow.backoff import Backoff
 from torch_dpflow.errors import DPFlowError, ErrorKind, RemoteCallError
+from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.process.locate import locate
-from torch_dpflow.remote.process.spec import SERVICE, ServicePost, ask_in, serve
+from torch_dpflow.remote.process.serve import ask_in, serve
+from torch_dpflow.remote.process.spec import ServiceSpec
 from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow.remote.rpc import RpcClient
 from torch_dpflow.remote.shard.server import SampleShard
@@ -29,8 +31,8 @@ WATCH_S = 1.0
 class Enlistment:
     """A thread that keeps a shard in its router's table and assigns the shard its keys."""
 
-    def __init__(self, post: ServicePost, shard: SampleShard, router: str) -> None:
-        self._post = post
+    def __init__(self, service: ServiceSpec, shard: SampleShard, router: str) -> None:
+        self._service = service
         self._shard = shard
         self._router = router
         #: The newest routing generation that the router has sent.
@@ -41,7 +43,7 @@ class Enlistment:
     def _run(self) -> None:
         while True:
             try:
-                self._keep(locate(self._post.place, self._router))
+                self._keep(locate(self._service.place, self._router))
             except DPFlowError as error:
                 if isinstance(error, RemoteCallError) and error.kind is ErrorKind.STALE_SHARD:
                     SERVICE.warning("shard replaced by another process (%s)", error)
@@ -51,14 +53,14 @@ class Enlistment:
 
     def _keep(self, address: str) -> None:
         server = self._shard.server
-        with self._post.place.connect(address, timeout_s=10.0) as router:
+        with self._service.place.connect(address, timeout_s=10.0) as router:
             while True:
                 body = Enlist(
-                    self._post.id,
-                    self._post.incarnation,
+                    self._service.id,
+                    self._service.incarnation,
                     server.address,
                     self._generation,
-                    self._post.place.token,
+                    self._service.place.token,
                     self._shard.cache_samples,
                 )
                 range_: RangeAssignment = router.call("enlist", body, reply_type=RangeAssignment).body
@@ -74,8 +76,8 @@ class WorkerWatch:
     # A pid means something within its host and pid namespace only. So the shard kills nothing: it names workers by
     # their number and incarnation, and only their node, which gave these out, signals processes.
 
-    def __init__(self, post: ServicePost) -> None:
-        self._post = post
+    def __init__(self, service: ServiceSpec) -> None:
+        self._service = service
         self._orders: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
 
     def end(self, worker: int, incarnation: int) -> None:
@@ -88,7 +90,7 @@ class WorkerWatch:
 
     def _run(self, shard: SampleShard) -> None:
         backoff = Backoff()
-        with self._post.place.connect(self._post.place.node_address, timeout_s=10.0) as node:
+        with self._service.place.connect(self._service.place.node_address, timeout_s=10.0) as node:
             while True:
                 try:
                     order = self._orders.get(timeout=WATCH_S)
@@ -116,26 +118,26 @@ class WorkerWatch:
                 shard.server.post(partial(shard.workers.ended, worker, incarnation))
 
     def _id_of(self, worker: int) -> str:
-        return f"{self._post.id}/worker-{worker}"
+        return f"{self._service.id}/worker-{worker}"
 
 
-def run(post: ServicePost) -> None:
+def run(service: ServiceSpec) -> None:
     """Run a shard: the role of a node's process."""
     decoder = msgspec.msgpack.Decoder(ShardSettings)
-    arguments = msgspec.msgpack.decode(post.arguments, type=ShardArguments)
-    watch = WorkerWatch(post)
+    arguments = msgspec.msgpack.decode(service.arguments, type=ShardArguments)
+    watch = WorkerWatch(service)
     shard = SampleShard(
-        post.listen(),
+        service.listen(),
         arguments.spec,
-        decoder.decode(post.settings),
-        token=post.place.token,
+        decoder.decode(service.settings),
+        token=service.place.token,
         end_worker=watch.end,
         clock=SuspendAwareClock(),
     )
     watch.watch(shard)
-    Enlistment(post, shard, arguments.router)
+    Enlistment(service, shard, arguments.router)
     serve(
-        post,
+        service,
         shard.server,
         shard.status,
         shard.poll,

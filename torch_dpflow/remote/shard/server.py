@@ -16,6 +16,7 @@ import numpy as np
 
 from torch_dpflow.caches import make_policy
 from torch_dpflow.errors import UsageError
+from torch_dpflow.log import SERVICE
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.remote.control.leases import (
     ExpireLeases,
@@ -29,7 +30,6 @@ from torch_dpflow.remote.control.leases import (
 from torch_dpflow.remote.pool.objects import Arrival, Cancel, Load, PoolInstruction, RequestId, Serve
 from torch_dpflow.remote.pool.pool import Pool
 from torch_dpflow.remote.pool.staged import StagedPool
-from torch_dpflow.remote.process.spec import SERVICE
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, RpcServer, ServerOptions
 from torch_dpflow.remote.shard.demultiplexer import WorkerDemultiplexer
 from torch_dpflow.remote.shard.detached_parcel import DetachedParcel

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch_dpflow.errors import DescriptorLimitError, MessageError
+from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.parcel.fast_path import encode_sample
 from torch_dpflow.remote.pool.objects import Load
-from torch_dpflow.remote.process.spec import SERVICE
 from torch_dpflow.remote.scheduler import Scheduler
 from torch_dpflow.remote.shard.detached_parcel import DetachedParcel, detach, text_parcel
 from torch_dpflow.remote.shard.engine import Shard

@@ -13,13 +13,15 @@ from typing import IO, Any
 import msgspec
 
 from torch_dpflow.errors import MessageError, NotPicklableError
+from torch_dpflow.log import SERVICE
 from torch_dpflow.platforms.orphan import wait_for_end
 from torch_dpflow.remote.control.supervision import UP
 from torch_dpflow.remote.parcel.fast_path import encode_sample
 from torch_dpflow.remote.process.contents import open_content
+from torch_dpflow.remote.process.heartbeat import Heartbeat
 from torch_dpflow.remote.process.locate import locate
 from torch_dpflow.remote.process.roles import COORDINATOR
-from torch_dpflow.remote.process.spec import SERVICE, Heart, ServicePost
+from torch_dpflow.remote.process.spec import ServiceSpec
 from torch_dpflow.remote.shm.arena import Arena
 from torch_dpflow.remote.shm.running_task import RunningTask
 from torch_dpflow.remote.transport import Connection, connect
@@ -194,19 +196,19 @@ def _end_with(pid: int) -> None:
     threading.Thread(target=watch, name="dpflow-orphan", daemon=True).start()
 
 
-def run(post: ServicePost) -> None:
+def run(service: ServiceSpec) -> None:
     """Be a worker: the role of a node's process."""
-    arguments = msgspec.msgpack.decode(post.arguments, type=WorkerArguments)
-    heart = Heart(post, "", patience_s=float("inf"))
-    address = locate(post.place, arguments.shard)
+    arguments = msgspec.msgpack.decode(service.arguments, type=WorkerArguments)
+    heartbeat = Heartbeat(service, "", patience_s=float("inf"))
+    address = locate(service.place, arguments.shard)
     connection = connect(
         address,
-        identity=f"{arguments.number}/{post.incarnation}/{post.place.token}".encode(),
-        options=post.place.client_transport(),
+        identity=f"{arguments.number}/{service.incarnation}/{service.place.token}".encode(),
+        options=service.place.client_transport(),
     )
-    content = partial(open_content, post.place, coordinator=COORDINATOR)
+    content = partial(open_content, service.place, coordinator=COORDINATOR)
     worker = SampleWorker(
-        connection, arguments.number, post.incarnation, content, lambda: heart.say({UP: True})
+        connection, arguments.number, service.incarnation, content, lambda: heartbeat.say({UP: True})
     )
     take_long_slices()  # not before: the threads that speak with the shard are to be quick
     worker.work()
