@@ -9,10 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.new_process import ROOT, interpreter
 from tests.workers import has_ended
 from torch_dpflow.remote.access.cluster_address import find_cluster
+from torch_dpflow.remote.job import client
+from torch_dpflow.remote.job.client import FlowDefinition, JobOptions, JobReading, SharedJob
 from torch_dpflow.remote.rpc import ClientOptions, RpcClient
 from torch_dpflow.remote.wire.coordinator import FlowView
 from torch_dpflow.remote.wire.node import ProcessView
@@ -142,3 +145,16 @@ def wait(
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come within {within_s} s"
         time.sleep(0.02)
+
+
+def open_job(
+    flow: str, dataset: Any, *, address: str, options: JobOptions | None = None, **given: Any
+) -> SharedJob:
+    """Open a job; what its `FlowDefinition` and its `JobReading` have is given by name."""
+    defined = {name: given.pop(name) for name in ("version", "workers", "worker_init_fn") if name in given}
+    return client.open_job(
+        FlowDefinition(name=flow, dataset=dataset, **defined),
+        JobReading(**given),
+        address=address,
+        options=options,
+    )

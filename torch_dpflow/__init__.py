@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch_dpflow.loader.loader import DPFlowDataLoader
     from torch_dpflow.metrics import LoaderStats
     from torch_dpflow.options import LoaderOptions
-    from torch_dpflow.remote.job.job_options import JobOptions
+    from torch_dpflow.remote.job.options import JobOptions
     from torch_dpflow.samplers import DynaGCSSampler
 
 __all__ = [
@@ -37,7 +37,7 @@ _HOMES = {
     "DataLoadFlow": "flows",
     "DatasetStore": "datasets",
     "DynaGCSSampler": "samplers",
-    "JobOptions": "remote.job.job_options",
+    "JobOptions": "remote.job.options",
     "LoaderOptions": "options",
     "LoaderStats": "metrics",
 }

@@ -16,7 +16,7 @@ from tests.loader_cases import Indices
 from torch_dpflow.platforms.base import ProcessSpec
 from torch_dpflow.platforms.local import LocalPlatform
 from torch_dpflow.remote.wire.headers import Exchange, Stop, WorkerHello, WorkerReady, encode
-from torch_dpflow.remote.worker.batch_worker import Post, exit_report_path, main
+from torch_dpflow.remote.worker.batch_worker import WorkerSpec, exit_report_path, main
 from torch_dpflow.testing.platforms import wakes
 
 SIZE = 400
@@ -70,20 +70,20 @@ def test_a_worker_that_was_replaced_is_told_so_and_ends(OurLoader: Any) -> None:
     iterator = iter(loader)
     seen = next(iterator).tolist()
     shard = iterator._shard
-    post = Post(
+    worker_spec = WorkerSpec(
         worker=0,
         incarnation=9,
         address=shard._listener.address,
         directory=shard._directory.path,
     )
     platform = LocalPlatform(multiprocessing.get_context("fork"))
-    report_file = exit_report_path(post)
+    report_file = exit_report_path(worker_spec)
     with closing(platform):
         spec = ProcessSpec(
             name="late",
             incarnation=9,
             target=main,
-            arguments=(shard._assignment, post),
+            arguments=(shard._assignment, worker_spec),
             report_file=report_file,
         )
         late = platform.launch(spec)

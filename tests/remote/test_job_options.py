@@ -11,8 +11,9 @@ from tests.shared_datasets import Numbers
 from torch_dpflow.errors import DeadlineError, OptionError, OptionTypeError, UsageError
 from torch_dpflow.remote.access.cluster_address import find_cluster
 from torch_dpflow.remote.control.flow_registry import FlowRegistry
+from torch_dpflow.remote.job.description import FlowDefinition
 from torch_dpflow.remote.job.flow_registration import describe, register, source_of
-from torch_dpflow.remote.job.job_options import JobOptions
+from torch_dpflow.remote.job.options import JobOptions
 from torch_dpflow.remote.wire.flow_spec import FlowSpec
 from torch_dpflow.remote.worker.sample_source import SampleAssignment
 
@@ -50,10 +51,12 @@ def seed_none(worker: int) -> None:
 
 
 def spec_with(worker_init_fn: Callable[[int], Any] | None, options: JobOptions) -> FlowSpec:
-    source = source_of(Numbers(10), options)
-    assignment = SampleAssignment(parts=source.parts, worker_init_fn=worker_init_fn)
-    packed = assignment.pack()
-    return describe("images", 3, source, assignment, packed, size=10, workers=1, options=options)
+    flow = FlowDefinition(
+        name="images", dataset=Numbers(10), version=3, workers=1, worker_init_fn=worker_init_fn
+    )
+    source = source_of(flow.dataset, options)
+    packed = SampleAssignment(dataset=source.dataset, worker_init_fn=worker_init_fn).pack()
+    return describe(flow, source, packed, size=10, options=options)
 
 
 def test_another_function_for_workers_is_named_and_so_is_the_next_version() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.new_process import run_interpreter
-from torch_dpflow.remote.job.assemble import assemble, assemble_parcels
+from torch_dpflow.remote.job.collate import collate_parcels, collate_samples
 from torch_dpflow.remote.parcel.codec import decode, encode
 from torch_dpflow.remote.parcel.fast_path import encode_sample
 from torch_dpflow.remote.wire.parcel_table import ParcelTable
@@ -20,8 +20,8 @@ from torch_dpflow.remote.wire.parcel_table import ParcelTable
 BIG = 1 << 16
 #: What is done before the library is imported, and what it says to that, once.
 BREAKS = {
-    "opcodes": ("NEXT_BUFFER = pickle.NONE", "big bytes objects travel inside"),
-    "samples": ("TUPLE = pickle.LIST", "samples take the long way"),
+    "opcodes": ("NEXT_BUFFER = pickle.NONE", "big bytes objects are sent inside"),
+    "samples": ("TUPLE = pickle.LIST", "samples are encoded by pickle"),
 }
 PROGRAM = """
 import torch, pickle
@@ -77,8 +77,8 @@ def opened_like_the_originals(folder: Path) -> None:
             assert told(decode(table, frames)) == told(obj), (number, name)
     samples = [(torch.full((3, 120, 120), value), value) for value in range(3)]
     travelled = [(table, list(map(_writable, frames))) for table, frames in map(encode_sample, samples)]
-    batch = assemble_parcels(travelled) or assemble([decode(*one) for one in travelled])
-    assert told(batch) == told(assemble(samples))
+    batch = collate_parcels(travelled) or collate_samples([decode(*one) for one in travelled])
+    assert told(batch) == told(collate_samples(samples))
 
 
 def _writable(frame: Any) -> memoryview:

@@ -11,7 +11,7 @@ from torch_dpflow.remote.parcel.codec import encode
 from torch_dpflow.remote.transport import Listener, connect, listen
 from torch_dpflow.remote.wire.headers import Exchange, Finished, decode
 from torch_dpflow.remote.wire.shard import SAMPLE
-from torch_dpflow.remote.worker.result_outbox import BYTES_TOGETHER, FRAMES_TOGETHER, TOGETHER, ResultOutbox
+from torch_dpflow.remote.worker.result_outbox import MAX_BYTES, MAX_FRAMES, MAX_RESULTS, ResultOutbox
 
 Message = tuple[list[int], int | None, int]
 
@@ -69,10 +69,10 @@ def shard(opened: Callable[[float, float], Shard]) -> Shard:
 
 
 def test_the_first_goes_at_once_and_those_that_follow_go_together(shard: Shard) -> None:
-    for task in range(1 + TOGETHER):
+    for task in range(1 + MAX_RESULTS):
         shard.add(task)
     assert shard.heard() == ([0], 1, 1)
-    assert shard.heard() == (list(range(1, 1 + TOGETHER)), 1 + TOGETHER, TOGETHER)
+    assert shard.heard() == (list(range(1, 1 + MAX_RESULTS)), 1 + MAX_RESULTS, MAX_RESULTS)
 
 
 def test_one_that_may_not_wait_takes_along_those_that_do(shard: Shard) -> None:
@@ -110,10 +110,10 @@ def test_a_flush_says_that_nothing_is_left_to_do(shard: Shard) -> None:
 
 def test_many_frames_do_not_go_together(shard: Shard) -> None:
     shard.add(0)
-    shard.add(1, frames=FRAMES_TOGETHER)
+    shard.add(1, frames=MAX_FRAMES)
     shard.add(2, frames=2)
     assert shard.heard() == ([0], 1, 1)
-    assert shard.heard() == ([1], 2, FRAMES_TOGETHER)
+    assert shard.heard() == ([1], 2, MAX_FRAMES)
     shard.outbox.flush()
     assert shard.heard() == ([2], None, 2)
 
@@ -121,7 +121,7 @@ def test_many_frames_do_not_go_together(shard: Shard) -> None:
 def test_many_bytes_do_not_wait(shard: Shard) -> None:
     shard.add(0)
     shard.add(1, value=bytes(100))
-    shard.add(2, value=bytes(BYTES_TOGETHER))
+    shard.add(2, value=bytes(MAX_BYTES))
     shard.add(3)
     assert shard.heard() == ([0], 1, 1)
     assert shard.heard() == ([1, 2], 3, 3)

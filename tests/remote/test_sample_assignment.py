@@ -15,10 +15,15 @@ from torch_dpflow.errors import NotPicklableError
 from torch_dpflow.flows.stage import Stage
 from torch_dpflow.flows.transforms import SampleTransform
 from torch_dpflow.remote.parcel.script import pack, unpack
-from torch_dpflow.remote.shard.detached_parcel import plain
+from torch_dpflow.remote.shard.detached_parcel import text_parcel
 from torch_dpflow.remote.wire.sample_task import pack_task
 from torch_dpflow.remote.wire.shard import FAILED, SAMPLE
-from torch_dpflow.remote.worker.sample_source import Parts, SampleAssignment, SampleSource, Transformed
+from torch_dpflow.remote.worker.sample_source import (
+    KeylessTransform,
+    SampleAssignment,
+    SampleSource,
+    TwoStageDataset,
+)
 
 
 class Locked:
@@ -64,7 +69,9 @@ def test_a_module_that_is_not_where_the_cluster_runs_is_told_of_with_what_to_do(
     packed = io.BytesIO(b"cnowhere_at_all\nDataset\n.")
 
     def load() -> tuple[int, str]:
-        kind, wrapped = SampleSource(packed, 0, 1).load(memoryview(pack_task(0, 0, plain(SAMPLE, "").parcel)))
+        kind, wrapped = SampleSource(packed, 0, 1).load(
+            memoryview(pack_task(0, 0, text_parcel(SAMPLE, "").parcel))
+        )
         return kind, wrapped.exc_msg
 
     kind, text = in_fork(load)
@@ -74,8 +81,8 @@ def test_a_module_that_is_not_where_the_cluster_runs_is_told_of_with_what_to_do(
 
 def test_a_task_that_its_flow_cannot_have_is_told_of_as_such() -> None:
     """Also where Python leaves assertions out."""
-    packed = io.BytesIO(SampleAssignment(parts=Parts([1, 2]), worker_init_fn=None).pack())
-    value = plain(SAMPLE, "of a first part")
+    packed = io.BytesIO(SampleAssignment(dataset=TwoStageDataset([1, 2]), worker_init_fn=None).pack())
+    value = text_parcel(SAMPLE, "of a first part")
 
     def load() -> tuple[int, str]:
         kind, wrapped = SampleSource(packed, 0, 1).load(memoryview(pack_task(0, 0, value.parcel)))
@@ -83,40 +90,46 @@ def test_a_task_that_its_flow_cannot_have_is_told_of_as_such() -> None:
 
     kind, text = in_fork(load)
     assert kind == FAILED
-    assert "MessageError: an input came to a flow that has no second part" in text
+    assert "MessageError: a task has an input, but the flow has no per-draw stage" in text
 
 
-UNPICKLABLE: dict[str, tuple[Parts, Any, str]] = {
+UNPICKLABLE: dict[str, tuple[TwoStageDataset, Any, str]] = {
     "dataset": (
-        Parts(Locked()),
+        TwoStageDataset(Locked()),
         None,
         r"^dataset\.guards\['reads'\] of type _thread.lock .* where the first sample is read, .*__getstate__",
     ),
     "transform": (
-        Parts([1], Transformed(threading.Lock())),
+        TwoStageDataset([1], KeylessTransform(threading.Lock())),
         None,
         r"^transform\.transform of type _thread.lock",
     ),  # type: ignore[arg-type]
-    "stand_in": (Parts([1], stand_in=threading.Lock()), None, r"^stand_in of type _thread.lock"),  # type: ignore[arg-type]
+    "stand_in": (TwoStageDataset([1], stand_in=threading.Lock()), None, r"^stand_in of type _thread.lock"),  # type: ignore[arg-type]
     "worker_init_fn": (
-        Parts([1]),
+        TwoStageDataset([1]),
         taking(threading.Lock()),
         r"^worker_init_fn of type builtins.function .* make inside the function what it takes along",
     ),
-    "nothing": (Parts(Refusing()), None, "^dataset and transform and stand_in and worker_init_fn .* not now"),
+    "nothing": (
+        TwoStageDataset(Refusing()),
+        None,
+        "^dataset and transform and stand_in and worker_init_fn .* not now",
+    ),
 }
 
 
-@pytest.mark.parametrize(("parts", "init", "message"), UNPICKLABLE.values(), ids=UNPICKLABLE)
-def test_what_cannot_travel_to_the_workers_is_named(parts: Parts, init: Any, message: str) -> None:
+@pytest.mark.parametrize(("dataset", "init", "message"), UNPICKLABLE.values(), ids=UNPICKLABLE)
+def test_what_cannot_travel_to_the_workers_is_named(
+    dataset: TwoStageDataset, init: Any, message: str
+) -> None:
     with pytest.raises(NotPicklableError, match=message) as caught:
-        SampleAssignment(parts=parts, worker_init_fn=init).pack()
+        SampleAssignment(dataset=dataset, worker_init_fn=init).pack()
     assert caught.value.__cause__ is not None
     pickle.loads(pickle.dumps(caught.value))
 
 
 def test_functions_of_a_script_travel() -> None:
-    packed = SampleAssignment(parts=Parts([1]), worker_init_fn=taking("along")).pack()
+    packed = SampleAssignment(dataset=TwoStageDataset([1]), worker_init_fn=taking("along")).pack()
     assert unpack(io.BytesIO(packed)).worker_init_fn(0) == "along"
 
 

@@ -18,8 +18,8 @@ import pytest
 from torch_dpflow.errors import ErrorKind, RemoteCallError, UsageError
 from torch_dpflow.remote.access.cluster_address import Cluster
 from torch_dpflow.remote.job.client import JobOptions, SharedJob
+from torch_dpflow.remote.job.description import JobDescription
 from torch_dpflow.remote.job.flow_registration import register
-from torch_dpflow.remote.job.job_description import JobDescription
 from torch_dpflow.remote.job.outage_log import MOST_FAULTS
 from torch_dpflow.remote.parcel.codec import encode
 from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
@@ -112,10 +112,8 @@ def open_(service: FailingService) -> Iterator[Callable[[], SharedJob]]:
 
         def open_() -> SharedJob:
             cluster = Cluster(address=service.address, transport=TransportOptions())
-            job = JobDescription(flow="f", version=1, name="job", seed=0, batch_size=2, indices=None)
-            return jobs.enter_context(
-                SharedJob(cluster, job, SIZE, False, list, JobOptions(ready=1, patience_s=30))
-            )
+            job = JobDescription(flow="f", version=1, name="job", seed=0, size=SIZE, batch_size=2)
+            return jobs.enter_context(SharedJob(cluster, job, list, JobOptions(ready=1, patience_s=30)))
 
         yield open_
 

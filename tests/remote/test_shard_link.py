@@ -13,7 +13,7 @@ import pytest
 
 from torch_dpflow.remote.access.cluster_address import Cluster
 from torch_dpflow.remote.job.route_map import RouteMap
-from torch_dpflow.remote.job.shard_link import ShardLinks, Wanted
+from torch_dpflow.remote.job.shard_link import EpochDraw, ShardLinks, Wanted
 from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
 from torch_dpflow.remote.transport import TransportOptions, listen
 from torch_dpflow.remote.wire.router import JobId, Route, RoutingTable
@@ -73,7 +73,7 @@ def open_links(shards: list[NotingShard], tmp_path: Path) -> Iterator[Callable[[
             cluster=Cluster(address=f"ipc://{tmp_path}/0", transport=TransportOptions()),
             routes=RouteMap(RoutingTable(1, routes)),
             id=JobId("job", 1, "flow@1"),
-            contact=SimpleNamespace(patience_s=30.0, is_lost=False, heard=lambda: None),
+            outages=SimpleNamespace(patience_s=30.0, is_out=False, on_answer=lambda: None),
         )
         opened.append(ShardLinks(router))
         return opened[-1]
@@ -88,7 +88,7 @@ def of(*numbers: int) -> list[Wanted]:
     return [Wanted(number, number) for number in numbers]
 
 
-SAID: dict[str, Any] = {"epoch": 0, "draw": 0}
+SAID = EpochDraw(0, 0)
 
 
 def finish(links: ShardLinks, fetches: list[Any]) -> None:
@@ -101,8 +101,8 @@ def test_what_will_be_needed_rides_with_the_fetch(
 ) -> None:
     links = open_links(1)
     links.want(of(1, 2, 3, 4))
-    fetches = links.fetch(of(1, 2), **SAID)
-    links.say(**SAID)
+    fetches = links.fetch(of(1, 2), SAID)
+    links.flush(SAID)
     finish(links, fetches)
     assert shards[0].heard == [("fetch", [1, 2], [3, 4], [])]
 
@@ -112,9 +112,9 @@ def test_what_rides_with_no_fetch_is_said_by_itself(
 ) -> None:
     links = open_links(2)
     links.want(of(1, SHARE + 1, 2, SHARE + 2))
-    fetches = links.fetch(of(1), **SAID)
-    links.say(**SAID)
-    fetches += links.fetch(of(SHARE + 1), **SAID)
+    fetches = links.fetch(of(1), SAID)
+    links.flush(SAID)
+    fetches += links.fetch(of(SHARE + 1), SAID)
     finish(links, fetches)
     assert shards[0].heard == [("fetch", [1], [2], [])]
     assert shards[1].heard == [
@@ -128,8 +128,8 @@ def test_what_is_given_back_is_not_asked_for_any_more(
 ) -> None:
     links = open_links(1)
     links.want(of(1, 2, 3))
-    links.give_back(of(2, 3), **SAID)
-    finish(links, links.fetch(of(4), **SAID))
+    links.release(of(2, 3), SAID)
+    finish(links, links.fetch(of(4), SAID))
     assert shards[0].heard == [("want", [], [], [2, 3]), ("fetch", [4], [1], [])]
 
 
@@ -153,15 +153,15 @@ def test_a_shard_is_chosen_by_the_table_that_it_is_told(shards: list[NotingShard
         addresses=addresses,
         cluster=Cluster(address=addresses[0], transport=TransportOptions()),
         id=JobId("job", 1, "f@1"),
-        contact=SimpleNamespace(patience_s=30.0, is_lost=False, heard=lambda: None),
+        outages=SimpleNamespace(patience_s=30.0, is_out=False, on_answer=lambda: None),
     )
     links = ShardLinks(router)
     keys = [*range(3), *range(SHARE, SHARE + 3)]
     for start in (0, 1000, 2000):
         links.want([Wanted(start + key, key) for key in keys])
-        finish(links, links.fetch([Wanted(start + key, key) for key in keys[::2]], **SAID))
-        links.say(**SAID)
-    links.give_back([], **SAID)
+        finish(links, links.fetch([Wanted(start + key, key) for key in keys[::2]], SAID))
+        links.flush(SAID)
+    links.release([], SAID)
     links.close(router.id)
     asked = [(n, *routed) for n, shard in enumerate(shards) for routed in shard.routed]
     assert sum(len(keys) for *_, keys in asked) == 18

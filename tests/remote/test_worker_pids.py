@@ -14,10 +14,10 @@ import pytest
 
 from tests.new_process import interpreter
 from tests.remote.driven_workers import Workers
-from tests.shared_cluster import TestCluster
+from tests.shared_cluster import TestCluster, open_job
 from tests.shared_datasets import Hanging
 from torch_dpflow.errors import MessageError, PoisonTaskError
-from torch_dpflow.remote.job.client import JobOptions, open_job
+from torch_dpflow.remote.job.client import JobOptions
 from torch_dpflow.remote.pool.objects import Load
 from torch_dpflow.remote.shm.arena import ArenaReader
 from torch_dpflow.remote.transport import connect
@@ -32,7 +32,7 @@ from torch_dpflow.remote.wire.headers import (
 )
 from torch_dpflow.remote.wire.shard import SAMPLE
 from torch_dpflow.remote.wire.shared_blocks import BlockRef
-from torch_dpflow.remote.worker.sample_source import Parts, SampleAssignment
+from torch_dpflow.remote.worker.sample_source import SampleAssignment, TwoStageDataset
 
 
 @pytest.fixture
@@ -121,7 +121,9 @@ def test_a_worker_in_another_pid_namespace_loads_and_is_replaced(workers: Worker
     if subprocess.run(["unshare", "-fp", "true"], check=False, capture_output=True).returncode:
         pytest.skip("no namespace for processes can be made here")
     packed = tmp_path / "packed"
-    packed.write_bytes(SampleAssignment(parts=Parts(Hanging(9, sleeps=1)), worker_init_fn=None).pack())
+    packed.write_bytes(
+        SampleAssignment(dataset=TwoStageDataset(Hanging(9, sleeps=1)), worker_init_fn=None).pack()
+    )
 
     def start(incarnation: int) -> subprocess.Popen[str]:
         command = (workers.listener.address, str(incarnation), str(packed))

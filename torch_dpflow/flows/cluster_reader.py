@@ -28,9 +28,9 @@ from torch_dpflow.flows.readers import LocalDataLoadFlowReader
 from torch_dpflow.flows.stage import Stage
 from torch_dpflow.flows.staged import Failed, StagedDataset
 from torch_dpflow.log import FLOWS
-from torch_dpflow.remote.job.job_options import JobOptions
+from torch_dpflow.remote.job.options import JobOptions
 from torch_dpflow.remote.parcel.fingerprint import fingerprint
-from torch_dpflow.remote.worker.sample_source import Parts
+from torch_dpflow.remote.worker.sample_source import TwoStageDataset
 
 if TYPE_CHECKING:
     from torch_dpflow.loader import DPFlowDataLoader
@@ -115,7 +115,7 @@ class RemoteDataLoadFlowReader:
         """The flow of the cluster that has `first` as its first part and `rest` as its second, if there is one."""
         title = f"{flow.name}:{flow.version}"
         skips = flow.on_error == "skip"
-        parts = Parts(
+        parts = TwoStageDataset(
             StagedDataset(samples, first, title),
             PerDrawStages(rest, title) if rest else None,
             stand_in if skips else None,

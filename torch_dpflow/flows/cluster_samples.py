@@ -13,8 +13,8 @@ from torch.utils.data import Dataset, Sampler
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.flows.stage import Stage
 from torch_dpflow.flows.staged import Failed, StagedDataset
-from torch_dpflow.remote.job.client import SharedJob, open_job
-from torch_dpflow.remote.job.job_options import JobOptions
+from torch_dpflow.remote.job.client import FlowDefinition, JobReading, SharedJob, open_job
+from torch_dpflow.remote.job.options import JobOptions
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,9 @@ class SharedFlow:
     def open(self) -> SharedJob:
         """Join as a job that reads lists of cacheable samples. Raises as `torch_dpflow.remote.job.client.open_job`."""
         return open_job(
-            self.name,
-            self.dataset,
+            FlowDefinition(name=self.name, dataset=self.dataset, version=self.version, workers=self.workers),
+            JobReading(collate_fn=list, cacheable_only=True),
             address=self.address,
-            version=self.version,
-            collate_fn=list,
-            workers=self.workers,
-            first_part=True,
             # No name: each process that asks is a job of its own, and a name is for one job.
             options=replace(self.options, name=None),
         )

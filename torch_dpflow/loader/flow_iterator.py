@@ -17,14 +17,14 @@ from torch_dpflow.errors import OptionError, StateError
 from torch_dpflow.loader.iteration_start import LoaderView, begin
 from torch_dpflow.loader.pinning import Pin
 from torch_dpflow.loader.runtime import LoaderRuntime
-from torch_dpflow.remote.job.job_options import MAX_NAME, JobOptions
-from torch_dpflow.remote.job.ready_batches import TAKEN, Ready
+from torch_dpflow.remote.job.options import MAX_NAME, JobOptions
+from torch_dpflow.remote.job.ready_batches import TAKEN, ReadyBatch
 from torch_dpflow.torch_private import BaseDataLoaderIter, DatasetKind
 
 if TYPE_CHECKING:
     from torch_dpflow.loader.flow_order import RoutedOrder
-    from torch_dpflow.remote.job.client import SharedJob
-    from torch_dpflow.remote.job.epoch_reader import SharedIterator
+    from torch_dpflow.remote.job.epoch_reader import EpochReader
+    from torch_dpflow.remote.job.shared_job import SharedJob
 
 #: Digits of the highest version.
 MAX_VERSION_DIGITS = 9
@@ -67,7 +67,7 @@ class SharedLoaderIterator(BaseDataLoaderIter):
         self._runtime: LoaderRuntime = loader._runtime
         self._progress: EpochProgress | RoutedProgress
         #: The batch that is due.
-        self._head: Ready
+        self._head: ReadyBatch
         #: Batches that have been counted.
         self._counted = 0
         epoch, pending, progress = self._runtime.epoch, self._runtime.pending, self._runtime.progress
@@ -87,7 +87,7 @@ class SharedLoaderIterator(BaseDataLoaderIter):
         self._pin = Pin(self._pin_memory_device) if self._pin_memory else None
         self._runtime.meter.begin_epoch()
 
-    def _begin_traversal(self, loader: Any, order: RoutedOrder) -> SharedIterator:
+    def _begin_traversal(self, loader: Any, order: RoutedOrder) -> EpochReader:
         state = self._runtime.take_pending()
         if state is not None and not state.fresh and state.shared is None:
             raise StateError(
@@ -105,7 +105,7 @@ class SharedLoaderIterator(BaseDataLoaderIter):
             self._base_seed = state.base_seed
         return self._traverse(loader, order, _ResumedEpoch.of(state))
 
-    def _traverse(self, loader: Any, order: RoutedOrder, resumed: _ResumedEpoch) -> SharedIterator:
+    def _traverse(self, loader: Any, order: RoutedOrder, resumed: _ResumedEpoch) -> EpochReader:
         base_seed = int(self._base_seed)
         job = job_of(loader, base_seed if order.seed is None else order.seed, order, resumed.seed)
         iteration, self._runtime.epoch = self._runtime.epoch, self._runtime.epoch + 1
@@ -114,7 +114,7 @@ class SharedLoaderIterator(BaseDataLoaderIter):
         self._runtime.progress = self._progress = RoutedProgress(job, loader, iteration, epoch, base_seed)
         return batches
 
-    def _begin_plan(self, loader: Any) -> SharedIterator:
+    def _begin_plan(self, loader: Any) -> EpochReader:
         self._progress = progress = begin(self, loader, OPENING_ALONE, super().__init__)
         job = job_of(loader, int(self._base_seed))
         batched = (
@@ -187,11 +187,11 @@ class _PlannedProgress:
     """The progress of an epoch, read once all delivered batches are counted in it."""
 
     progress: EpochProgress
-    batches: SharedIterator
+    batches: EpochReader
 
     def state(self) -> LoaderState:
         """As `EpochProgress.state`."""
-        self.batches.settle()
+        self.batches.note_delivered()
         return self.progress.state()
 
 
@@ -268,7 +268,7 @@ def _order_of(loader: Any) -> RoutedOrder | None:
 
 def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> SharedJob:
     from torch_dpflow.loader.flow_order import common_name
-    from torch_dpflow.remote.job.client import open_job
+    from torch_dpflow.remote.job.client import FlowDefinition, JobReading, open_job
 
     name, version = flow_version(loader.flow)
     options, replica = loader.job or JobOptions(), None if order is None else order.replica
@@ -276,21 +276,22 @@ def _open(loader: Any, seed: int, order: RoutedOrder | None, number: int) -> Sha
         options = replace(options, name=f"{options.name:.{MAX_NAME - 5}}~{number}")
     elif replica is not None and options.name is None:
         options = replace(options, name=common_name(loader.flow, patience_s=options.patience_s))
-    return open_job(
-        name,
-        loader.dataset,
-        address=loader.address,
+    flow = FlowDefinition(
+        name=name,
+        dataset=loader.dataset,
         version=version,
+        workers=max(1, int(loader.num_workers)),
+        worker_init_fn=loader.worker_init_fn,
+    )
+    reading = JobReading(
         batch_size=loader.batch_size or 1,
         drop_last=loader.drop_last,
         collate_fn=_assembling(loader),
         seed=seed,
         indices=None if order is None else order.indices,
         replica=replica,
-        workers=max(1, int(loader.num_workers)),
-        worker_init_fn=loader.worker_init_fn,
-        options=options,
     )
+    return open_job(flow, reading, address=loader.address, options=options)
 
 
 def _assembling(loader: Any) -> Callable[[list[Any]], Any]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from torch_dpflow.errors import DeadlineError
-from torch_dpflow.remote.job.job_options import JobOptions, Replica, draw_name
+from torch_dpflow.remote.job.options import JobOptions, Replica, draw_name
 from torch_dpflow.samplers import DynaGCSSampler
 from torch_dpflow.samplers.indices import IndexArray
 from torch_dpflow.torch_private import default_store

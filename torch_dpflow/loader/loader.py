@@ -23,7 +23,7 @@ from torch_dpflow.loader.runtime import LoaderRuntime
 from torch_dpflow.loader.worker_iterator import WorkerIterator
 from torch_dpflow.metrics import LoaderStats
 from torch_dpflow.options import LoaderOptions
-from torch_dpflow.remote.job.job_options import JobOptions
+from torch_dpflow.remote.job.options import JobOptions
 
 T = TypeVar("T", covariant=True)
 

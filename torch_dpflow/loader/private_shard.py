@@ -34,7 +34,7 @@ from torch_dpflow.remote.shm.arena import ArenaReader
 from torch_dpflow.remote.shm.running_task import RunningTaskReader
 from torch_dpflow.remote.transport import listen
 from torch_dpflow.remote.wire.headers import FAILURE, Finished, WorkerHello
-from torch_dpflow.remote.worker.batches import Begun, EpochOrder, LoadSpec
+from torch_dpflow.remote.worker.batches import Begun, EpochSpec, LoadSpec
 from torch_dpflow.torch_private import ExceptionWrapper
 
 #: Tasks that a worker holds: one that it loads and one that waits, so that it never idles for an answer. More would
@@ -73,7 +73,7 @@ class PrivateShard:
         spec: LoadSpec,
         *,
         workers: int,
-        order: EpochOrder,
+        order: EpochSpec,
         streams: Sequence[StreamState | None],
         poison_limit: int,
         task_timeout_s: float | None,
@@ -174,7 +174,7 @@ class PrivateShard:
         with suppress(queue.Empty):
             self._signs.get_nowait()
 
-    def begin_epoch(self, order: EpochOrder, streams: Sequence[StreamState | None]) -> None:
+    def begin_epoch(self, order: EpochSpec, streams: Sequence[StreamState | None]) -> None:
         """Drop what is left of the running epoch and begin another with the same workers."""
 
         def begin() -> None:

@@ -8,7 +8,7 @@ from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.metrics import LoaderMeter
 
 if TYPE_CHECKING:
-    from torch_dpflow.remote.job.client import SharedJob
+    from torch_dpflow.remote.job.shared_job import SharedJob
 
 
 class IterationProgress(Protocol):

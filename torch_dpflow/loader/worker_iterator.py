@@ -25,7 +25,7 @@ from torch_dpflow.platforms.fork_server import local_platform
 from torch_dpflow.platforms.local import LocalHandle
 from torch_dpflow.remote.wire.headers import END, FAILURE
 from torch_dpflow.remote.worker.batch_worker import POSITION_BITS, POSITION_MASK
-from torch_dpflow.remote.worker.batches import Begun, EpochOrder
+from torch_dpflow.remote.worker.batches import Begun, EpochSpec
 from torch_dpflow.torch_private import BaseDataLoaderIter, ExceptionWrapper
 
 
@@ -326,8 +326,8 @@ class WorkerIterator(BaseDataLoaderIter):
 
     # -- what workers are told -----------------------------------------------------------------------------
 
-    def _order(self) -> EpochOrder:
-        return EpochOrder(
+    def _order(self) -> EpochSpec:
+        return EpochSpec(
             epoch=self._progress.epoch,
             base_seed=int(self._base_seed),
             shared_seed=self._shared_seed,

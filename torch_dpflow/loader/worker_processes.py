@@ -6,9 +6,9 @@ from torch_dpflow import descriptors
 from torch_dpflow.errors import NotPicklableError
 from torch_dpflow.platforms.base import Handle, Platform, ProcessSpec
 from torch_dpflow.remote.worker import batch_worker
-from torch_dpflow.remote.worker.batch_worker import Post
+from torch_dpflow.remote.worker.batch_worker import WorkerSpec
 from torch_dpflow.remote.worker.batches import LoadSpec
-from torch_dpflow.remote.worker.sealed import Sealed
+from torch_dpflow.remote.worker.deferred_pickle import DeferredPickle
 
 #: How long a worker that is asked to end at once may take before it is killed, seconds.
 TERMINATE_S = 1.0
@@ -39,7 +39,7 @@ class WorkerProcesses:
         self, platform: Platform, spec: LoadSpec, workers: int, address: str, directory: str
     ) -> None:
         self._platform = platform
-        self._load_spec = Sealed(spec)
+        self._load_spec = DeferredPickle(spec)
         self._address = address
         self._directory = directory
         #: By the names under which they are launched.
@@ -62,7 +62,7 @@ class WorkerProcesses:
             NotPicklableError: what it loads cannot be sent to it.
             LaunchError, DescriptorLimitError: see `Platform.launch`.
         """
-        post = Post(
+        post = WorkerSpec(
             worker=worker,
             incarnation=self._incarnations[worker],
             address=self._address,

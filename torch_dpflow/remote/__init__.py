@@ -1,4 +1,7 @@
-"""remote"""
+"""Everything that crosses a process boundary: messages, shared memory, and the processes on either side of them.
+
+ARCHITECTURE.md lists the rooms, lowest first.
+"""
 
 if __name__ != "torch_dpflow.remote":
     raise ImportError(

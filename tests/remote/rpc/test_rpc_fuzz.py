@@ -142,7 +142,7 @@ def test_memory_stays_flat_under_nonsense(
             peer.send([encode(Hello(1, Reach(os.getpid())))])
             for content in CORPUS[number % 3 :: 3]:
                 peer.send([content, bytes(20_000)])
-            for call in range(20):  # never settled: what the server remembers of it is bounded
+            for call in range(20):  # never completed: what the server remembers of it is bounded
                 peer.send([encode(Request(call, "echo", 0, [], 1.0)), bytes(10_000)])
             peer.receive(20)
             client.call("echo", number)

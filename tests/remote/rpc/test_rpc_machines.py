@@ -20,20 +20,20 @@ def begin(table: CallTable, now: float = 0.0) -> OpenCall:
     return table.begin("m", msgspec.Raw(EMPTY_BODY), (), now=now, timeout_s=10)
 
 
-def test_settled_is_the_oldest_open_call() -> None:
+def test_completed_below_is_the_oldest_open_call() -> None:
     table = CallTable()
-    assert table.settled == 1
+    assert table.completed_below == 1
     first, second, third = (begin(table) for _ in range(3))
-    assert table.settled == first.id == 1
+    assert table.completed_below == first.id == 1
     table.finish(second.id)
-    assert table.settled == 1
+    assert table.completed_below == 1
     table.finish(first.id)
-    assert table.settled == third.id
+    assert table.completed_below == third.id
     table.finish(third.id)
-    assert table.settled == 4
+    assert table.completed_below == 4
 
 
-def test_answered_lists_once_what_settled_does_not_tell() -> None:
+def test_answered_lists_once_what_completed_below_does_not_tell() -> None:
     table = CallTable()
     calls = [begin(table) for _ in range(5)]
     table.finish(calls[3].id)
@@ -42,7 +42,7 @@ def test_answered_lists_once_what_settled_does_not_tell() -> None:
     assert table.take_answered() == []
     table.finish(calls[2].id)
     table.finish(calls[0].id)
-    assert table.take_answered() == []  # below settled, which is 5
+    assert table.take_answered() == []  # below it, which is 5
 
 
 def test_calls_that_wait_for_long_are_found() -> None:
@@ -58,7 +58,7 @@ def test_calls_that_wait_for_long_are_found() -> None:
 
 
 class RepeatedCalls(RuleBasedStateMachine):
-    """Clients that repeat, settle and forget in any order, against a plain model."""
+    """Clients that repeat, complete and forget in any order, against a plain model."""
 
     CAPACITY, MOST = 100, 6
     clients = st.sampled_from([b"a", b"b"])
@@ -72,12 +72,14 @@ class RepeatedCalls(RuleBasedStateMachine):
         self.last = {b"a": 0, b"b": 0}
         self.answered: dict[bytes, list[int]] = {b"a": [], b"b": []}
 
-    def settled(self, client: bytes) -> int:
+    def completed_below(self, client: bytes) -> int:
         return min(self.open[client], default=self.last[client] + 1)
 
     def send(self, client: bytes, call: int) -> None:
         answered, self.answered[client] = self.answered[client], []
-        verdict, reply = self.memory.admit(client, call, settled=self.settled(client), answered=answered)
+        verdict, reply = self.memory.admit(
+            client, call, completed_below=self.completed_below(client), answered=answered
+        )
         if verdict is Verdict.EXECUTE:
             assert (client, call) not in self.executed, "executed twice"
             self.executed.add((client, call))
@@ -121,7 +123,7 @@ class RepeatedCalls(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self.open.values()))
     @rule(data=st.data())
-    def settle(self, data: st.DataObject) -> None:
+    def complete(self, data: st.DataObject) -> None:
         client, call = data.draw(st.sampled_from([(c, n) for c in self.open for n in sorted(self.open[c])]))
         self.open[client].discard(call)
         self.answered[client].append(call)
@@ -151,9 +153,9 @@ def test_oldest_reply_makes_room_and_is_never_executed_again() -> None:
         memory.finish(b"c", call, f"answer {call}", nbytes=5)
     assert memory.admit(b"c", 1) == (Verdict.FORGOTTEN, None)
     assert memory.admit(b"c", 3) == (Verdict.REPEAT, "answer 3")
-    memory.admit(b"c", 4, settled=4)
+    memory.admit(b"c", 4, completed_below=4)
     assert memory.nbytes == 0
-    assert memory.admit(b"c", 2) == (Verdict.SETTLED, None)
+    assert memory.admit(b"c", 2) == (Verdict.COMPLETED, None)
 
 
 def test_answered_calls_are_forgotten_beside_one_that_is_open() -> None:
@@ -161,7 +163,7 @@ def test_answered_calls_are_forgotten_beside_one_that_is_open() -> None:
     memory.admit(b"c", 1)
     for call in range(2, 200):
         answered = [call - 1] if call > 2 else []
-        assert memory.admit(b"c", call, settled=1, answered=answered)[0] is Verdict.EXECUTE
+        assert memory.admit(b"c", call, completed_below=1, answered=answered)[0] is Verdict.EXECUTE
         memory.finish(b"c", call, "x", nbytes=5)
     assert memory.nbytes == 5
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.shared_cluster import TestCluster
-from torch_dpflow.remote.job.client import JobOptions, SharedJob, open_job
+from tests.shared_cluster import TestCluster, open_job
+from torch_dpflow.remote.job.client import JobOptions, SharedJob
 
 _numbers = itertools.count()
 

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.new_process import interpreter
-from tests.shared_cluster import TestCluster, free_port, wait
+from tests.shared_cluster import TestCluster, free_port, open_job, wait
 from tests.shared_datasets import Numbers
 from tests.workers import has_ended
 from torch_dpflow.cli.main import root
@@ -24,7 +24,7 @@ from torch_dpflow.remote.access.connection_file import (
     read_connection_file,
     write_connection_file,
 )
-from torch_dpflow.remote.job.client import JobOptions, open_job
+from torch_dpflow.remote.job.client import JobOptions
 
 
 @pytest.fixture(params=["ipc", "tcp"])

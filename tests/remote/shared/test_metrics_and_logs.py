@@ -21,7 +21,7 @@ from tests.shared_datasets import Numbers
 from torch_dpflow import ALSDCache
 from torch_dpflow.cli.main import root
 from torch_dpflow.remote.job.client import SharedJob
-from torch_dpflow.remote.job.job_options import draw_name
+from torch_dpflow.remote.job.options import draw_name
 from torch_dpflow.remote.observe.cluster_figures import JobRow
 from torch_dpflow.remote.observe.metrics_server import UnnamedJobs
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.shared_cluster import TestCluster, wait
+from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow import DPFlowDataLoader, JobOptions
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.job import client
-from torch_dpflow.remote.job.client import SharedJob, open_job
+from torch_dpflow.remote.job import shared_job
+from torch_dpflow.remote.job.client import SharedJob
 from torch_dpflow.remote.job.shard_link import ShardLinks
 
 Make = Callable[..., DPFlowDataLoader[Any]]
@@ -173,7 +173,7 @@ class AtLine:
         sys.settrace(None)
 
     def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename != client.__file__:
+        if frame.f_code.co_filename != shared_job.__file__:
             return None
         if event == "line" and not self.done:
             self.done = self._left == 0

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from tests.new_process import in_fork
-from tests.shared_cluster import TestCluster
+from tests.shared_cluster import TestCluster, open_job
 from tests.shared_datasets import Numbers
 from torch_dpflow.errors import DeadlineError, PoisonTaskError
-from torch_dpflow.remote.job.client import JobOptions, SharedJob, open_job
-from torch_dpflow.remote.job.outage_log import SILENCE_S, Contact
+from torch_dpflow.remote.job.client import JobOptions, SharedJob
+from torch_dpflow.remote.job.outage_log import SILENCE_S, OutageLog
 
 Join = Callable[..., SharedJob]
 
@@ -93,17 +93,17 @@ def test_a_job_goes_on_with_the_cluster_that_takes_the_place_of_its_own(
 
 def test_a_silence_is_told_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
-    contact = Contact("images", "one", patience_s=9.0, clock=lambda: now)
+    outages = OutageLog("images", "one", patience_s=9.0, clock=lambda: now)
     with caplog.at_level(logging.WARNING, "torch_dpflow"):
-        contact.missed(DeadlineError("no answer"))
-        assert contact.is_lost
+        outages.on_no_answer(DeadlineError("no answer"))
+        assert outages.is_out
         assert not caplog.messages
         now = SILENCE_S
         for _ in range(3):
-            contact.missed(DeadlineError("no answer"))
-        contact.heard()
-        contact.heard()
-    assert not contact.is_lost
+            outages.on_no_answer(DeadlineError("no answer"))
+        outages.on_answer()
+        outages.on_answer()
+    assert not outages.is_out
     (silence, end) = caplog.messages
     assert "flow 'images', job 'one': no answer" in silence
     assert "patience_s=9 s" in silence
@@ -114,18 +114,18 @@ def test_a_wait_for_others_is_told_once_with_its_reason_and_so_is_its_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = 0.0
-    contact = Contact("images", "one", patience_s=9.0, clock=lambda: now)
+    outages = OutageLog("images", "one", patience_s=9.0, clock=lambda: now)
     with caplog.at_level(logging.WARNING, "torch_dpflow"):
-        contact.put_off("rank 1 has not begun to read")
-        contact.heard()  # they answer, and ask to wait
+        outages.on_wait("rank 1 has not begun to read")
+        outages.on_answer()  # they answer, and ask to wait
         assert not caplog.messages
         now = SILENCE_S
         for _ in range(3):
-            contact.put_off("rank 1 has not begun to read")
-            contact.heard()
-        contact.served()
-        contact.served()
-        contact.put_off("another wait")
+            outages.on_wait("rank 1 has not begun to read")
+            outages.on_answer()
+        outages.on_success()
+        outages.on_success()
+        outages.on_wait("another wait")
     (wait, end) = caplog.messages
     assert "flow 'images', job 'one': has waited for 3 s" in wait
     assert "patience_s=9 s" in wait
@@ -135,10 +135,10 @@ def test_a_wait_for_others_is_told_once_with_its_reason_and_so_is_its_end(
 
 def test_nothing_is_told_once_a_job_has_ended(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
-    contact = Contact("images", "one", patience_s=9.0, clock=lambda: now)
-    contact.end()
+    outages = OutageLog("images", "one", patience_s=9.0, clock=lambda: now)
+    outages.mute()
     now = 2 * SILENCE_S
     with caplog.at_level(logging.WARNING, "torch_dpflow"):
-        contact.missed(DeadlineError("no answer"))
-        contact.heard()
+        outages.on_no_answer(DeadlineError("no answer"))
+        outages.on_answer()
     assert not caplog.messages

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from torch.utils.data import DistributedSampler
 
-from tests.shared_cluster import TestCluster
+from tests.shared_cluster import TestCluster, open_job
 from tests.shared_datasets import Numbers
 from torch_dpflow import DPFlowDataLoader, JobOptions
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.job.client import open_job
 
 ALL = list(range(40))
 

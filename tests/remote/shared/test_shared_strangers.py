@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.shared_cluster import TestCluster, wait
+from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow.errors import DeadlineError, OptionError, PeerLostError, RemoteCallError
 from torch_dpflow.remote.access.cluster_address import find_cluster
 from torch_dpflow.remote.access.connection_file import generate_keys
-from torch_dpflow.remote.job.client import JobOptions, open_job
+from torch_dpflow.remote.job.client import JobOptions
 from torch_dpflow.remote.rpc import ClientOptions, RpcClient
 from torch_dpflow.remote.transport import TransportOptions
 from torch_dpflow.remote.wire.coordinator import ContentPiece, ContentRequest

@@ -16,12 +16,12 @@ import pytest
 from click.testing import CliRunner
 
 from tests.redis_server import RedisServer
-from tests.shared_cluster import TestCluster, wait
+from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Numbers
 from tests.workers import has_ended
 from torch_dpflow.cli.main import root
 from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.job.client import JobOptions, SharedJob, open_job
+from torch_dpflow.remote.job.client import JobOptions, SharedJob
 from torch_dpflow.remote.job.flow_registration import register
 from torch_dpflow.remote.services.state_store import open_store
 from torch_dpflow.remote.wire.coordinator import Scale

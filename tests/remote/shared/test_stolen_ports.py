@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.shared_cluster import TestCluster, wait
+from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Numbers
 from tests.workers import has_ended
 from torch_dpflow.remote.access.cluster_address import find_cluster
-from torch_dpflow.remote.job.client import JobOptions, open_job
+from torch_dpflow.remote.job.client import JobOptions
 
 
 @pytest.fixture(scope="module")

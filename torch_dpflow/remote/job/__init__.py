@@ -1,1 +1,1 @@
-"""The training process's side of a shared flow."""
+"""The training process's side of a shared flow: joins it, requests samples ahead of need, and collates batches."""

@@ -1,4 +1,4 @@
-"""Which samples of its epoch a job has handed out: a bit for each, and the state that can be resumed from."""
+"""Which samples of its epoch a job has delivered: a bit for each, and the state to resume from."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ def mark(marks: Marks, keys: npt.NDArray[np.int64]) -> None:
     np.bitwise_or.at(marks, keys >> 3, (128 >> (keys & 7)).astype(np.uint8))
 
 
-class Delivered:
-    """Where a job, or a rank of one, is in its epoch.
+class EpochCursor:
+    """Where a job, or a rank of one, is in its epoch; new ones are at its start.
 
     Args:
         size: samples of the flow.
         seed: of the job.
-        rank: which part of it this is; None: all of it.
-        epoch: of which nothing has been handed out.
+        rank: which part of the job this is; None: all of it.
     """
 
     def __init__(self, size: int, seed: int, rank: JobRank | None, epoch: int) -> None:
@@ -38,15 +37,15 @@ class Delivered:
         self.marks: Marks = np.zeros(-(-size // 8), np.uint8)
 
     def add(self, keys: list[int], position: int) -> None:
-        """A batch of these samples has been handed out, and as many as `position` until then. Again does no harm."""
-        # For the few samples of a batch numpy takes twice as long.
+        """A batch of these samples was delivered, `position` samples in all by then. May be repeated."""
+        # For the few samples of a batch numpy would take twice as long.
         marks = self.marks.data
         for key in keys:
             marks[key >> 3] |= 128 >> (key & 7)
         self.position = position
 
     def state(self) -> dict[str, Any]:
-        """As plain data: O(size / 8)."""
+        """The state as plain data: O(size / 8)."""
         return {
             "epoch": self.epoch,
             "size": self._size,
@@ -57,7 +56,7 @@ class Delivered:
         }
 
     def resume(self, epoch: int, state: dict[str, Any]) -> None:
-        """Be where `state` says in this epoch. StateError, and no change, where it is not the state of it."""
+        """Take the position of `state`. Raises StateError, and changes nothing, unless it is of this epoch."""
         try:
             self._check(epoch, state)
             marks = np.frombuffer(base64.b64decode(state["done"], validate=True), np.uint8)

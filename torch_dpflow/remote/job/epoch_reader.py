@@ -1,4 +1,4 @@
-"""One epoch of one job: a thread that asks ahead, fetches, puts batches together, and keeps them in order."""
+"""One epoch of one job: a thread requests samples ahead, fetches and collates them, and keeps batches in order."""
 
 from __future__ import annotations
 
@@ -16,22 +16,20 @@ from torch_dpflow.errors import (
     DPFlowError,
     ErrorKind,
     MessageError,
-    PeerLostError,
     PoisonTaskError,
     RemoteCallError,
     UsageError,
     WorkerError,
 )
 from torch_dpflow.metrics import LoaderMeter
-from torch_dpflow.remote.job.putting_together import Came, came_of, put_together
-from torch_dpflow.remote.job.ready_batches import TAKEN, Ready, ReadyBatches
-from torch_dpflow.remote.job.router_link import RouterLink
-from torch_dpflow.remote.job.shard_link import Fetch, FetchOutcome, ShardLinks, Wanted
+from torch_dpflow.remote.job.build_batch import Received, build_batch, received_sample
+from torch_dpflow.remote.job.ready_batches import TAKEN, ReadyBatch, ReadyBatches
+from torch_dpflow.remote.job.shard_link import EpochDraw, Fetch, FetchOutcome, ShardLinks, Wanted
 from torch_dpflow.remote.job.stop_signal import StopSignal
 
-#: The longest pauses before a fetch that failed is tried again, after the first time and after many, seconds.
+#: The longest pauses before a failed fetch is retried, after the first time and after many, seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
-#: How long `close` waits for what is under way before it breaks that off, seconds.
+#: How long `close` waits for calls under way before it interrupts them, seconds.
 CLOSE_S = 1.0
 
 
@@ -40,12 +38,12 @@ class Pipeline:
     """How far ahead an epoch is read (thesis 3.4.2: P_L and P_R).
 
     Args:
-        ready: batches that are put together ahead of need.
+        ready: batches that are collated ahead of need.
         fetched: batches under way from the shards.
-        asked: batches that shards are told of ahead of need, more than those.
-        budget_bytes: most bytes of batches under way, but for one batch.
-        patience_s: how long the cluster may be away before the iterator gives up.
-        loading_s: how much longer samples may take to come where the cluster answers.
+        asked: batches that are requested from shards ahead of need; more than `fetched`.
+        budget_bytes: most bytes of batches under way; one batch alone may be larger.
+        patience_s: how long the cluster may be away before the reader gives up.
+        loading_s: how much longer samples may take where the cluster answers.
     """
 
     ready: int
@@ -60,11 +58,11 @@ class Pipeline:
 class _Batch:
     number: int
     wanted: list[Wanted]
-    #: By ticket, what has come: a parcel and its frames, or an error in its place.
-    values: dict[int, Came] = field(default_factory=dict)
+    #: By ticket, the parcels that have come, and errors in place of one.
+    values: dict[int, Received] = field(default_factory=dict)
     fetches: list[Fetch] = field(default_factory=list)
     nbytes: int = 0
-    #: How often a shard has failed over a call for it.
+    #: How often a shard has failed over a call for this batch.
     faults: int = 0
 
     @property
@@ -77,57 +75,51 @@ class _Batch:
         return any(isinstance(value, PoisonTaskError) for value in self.values.values())
 
 
-class SharedIterator:
-    """Hands out the batches of a plan in order, each sample once.
+class EpochReader:
+    """Delivers the batches of a plan in order, each sample once.
 
-    Iterate in one thread. `close` may be called in any, and is when the epoch is over. Control-C in that thread, at
-    any of its steps, loses no batch: the next call hands it out.
+    Iterate in one thread. Any thread may call `close`; the reader closes itself at the end of the epoch. Control-C in
+    the iterating thread, at any of its steps, loses no batch: the next call delivers it.
 
     Args:
         links: to the shards.
-        plan: the keys of each batch; read in the iterator's thread, ahead of need.
-        assemble: makes a batch of its samples, in that thread.
-        draw: decides, with a sample's key, what is drawn by chance; None: the flow's first part alone is read.
-        tickets: the job's, never used twice.
-        delivered: called with the number of each batch that was handed out, its keys, and how many samples were until
-            then; twice where it was interrupted.
-        meter: counts what is handed out and how long it was waited for.
-        closed: set when nobody wants the rest.
+        plan: the keys of each batch; read in the reader's thread, ahead of need.
+        of: the epoch and its random draws.
+        collate: makes a batch of its samples, in that thread.
+        delivered: called with the number of each batch that was delivered, its keys, and how many samples were by
+            then; twice after an interrupt.
+        meter: counts batches, and the time that the training loop waits for them.
+        closed: set to end the epoch early.
     """
 
     def __init__(
         self,
-        router: RouterLink,
         links: ShardLinks,
         plan: Iterator[Sequence[int]],
+        of: EpochDraw,
         *,
-        epoch: int,
-        draw: int | None,
-        tickets: Iterator[int],
-        assemble: Callable[[list[Any]], Any],
+        collate: Callable[[list[Any]], Any],
         delivered: Callable[[int, list[int], int], None],
         meter: LoaderMeter,
         pipeline: Pipeline,
         closed: StopSignal,
     ) -> None:
-        self._router = router
+        self._router = links.router
         self._links = links
         self._plan = plan
-        self._epoch = epoch
-        self._draw = draw
-        self._tickets = tickets
-        self._assemble = assemble
+        self._of = of
+        self._collate = collate
         self._delivered = delivered
         self._meter = meter
         meter.begin_epoch()
         self._pipeline = pipeline
         self._closed = closed
         self._ready = ReadyBatches(pipeline.ready, closed)
-        #: Batches that were read of the plan, taken and counted, and samples that were put together.
+        #: Batches that were read from the plan, taken by the training loop, and counted; samples that were collated.
         self._planned = self._given = self._counted = self._samples = 0
-        #: What has ended the epoch before its end.
+        #: What ended the epoch early.
         self._failure = ""
-        #: Batches that shards have been told of, the oldest first; those before the end of `_fetching` are fetched.
+        #: Batches that were requested from shards, oldest first; the first `_fetching` of them are being fetched.
         self._asked: deque[_Batch] = deque()
         self._fetching = 0
         self._exhausted = False
@@ -135,7 +127,7 @@ class SharedIterator:
         self._thread = threading.Thread(target=self._run, name="dpflow-read", daemon=True)
         self._thread.start()
 
-    def __iter__(self) -> SharedIterator:
+    def __iter__(self) -> EpochReader:
         return self
 
     def __next__(self) -> Any:
@@ -144,13 +136,13 @@ class SharedIterator:
         ready.value = TAKEN
         return value
 
-    def head(self, timeout_s: float | None = None) -> Ready:
-        """Wait for the batch whose turn it is; it stays that until its value is set to `TAKEN`.
+    def head(self, timeout_s: float | None = None) -> ReadyBatch:
+        """Wait for the next batch; it stays the next until its value is set to `TAKEN`.
 
-        Raises StopIteration at the end, what has ended the epoch before that, WorkerError from then on, and what came
-        in the batch's place, which is taken then. LoaderTimeoutError where nothing comes within `timeout_s`.
+        Raises StopIteration at the end; the error that ended the epoch early, and WorkerError from then on; the error
+        in place of the batch, which counts as taken; LoaderTimeoutError where nothing comes within `timeout_s`.
         """
-        self.settle()
+        self.note_delivered()
         with self._meter.waiting():
             ready = self._ready.next(timeout_s)
         if ready is None or ready.is_last:
@@ -168,8 +160,8 @@ class SharedIterator:
         error.reraise()
         raise AssertionError("an ExceptionWrapper has raised nothing")
 
-    def settle(self) -> None:
-        """Have noted what was taken."""
+    def note_delivered(self) -> None:
+        """Report the batch that was taken to `delivered`, unless that was done."""
         ready = self._ready.in_hand
         if ready is not None and ready.value is TAKEN:
             self._delivered(ready.number, ready.keys, ready.end)
@@ -178,15 +170,15 @@ class SharedIterator:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing left to be handed out, or nobody who wants it."""
+        """Whether every batch was delivered, or the reader was closed."""
         return self._closed.is_set() or self._is_complete
 
     @property
     def _is_complete(self) -> bool:
-        self.settle()
+        self.note_delivered()
         return self._exhausted and self._given == self._planned
 
-    def _end(self, last: Ready | None) -> BaseException:
+    def _end(self, last: ReadyBatch | None) -> BaseException:
         """Why there are no more batches."""
         if last is not None and isinstance(last.error, BaseException):
             # It is not kept: it will hold the frames that it is raised through, and those this iterator.
@@ -201,63 +193,64 @@ class SharedIterator:
         if self._is_complete:
             return StopIteration()
         return UsageError(
-            f"this reading of epoch {self._epoch} was given up before its end, as its job was closed or began another "
-            "epoch; read an epoch to its end before the next one, or open another job for that"
+            f"this reading of epoch {self._of.epoch} was given up before its end, as its job was closed or began "
+            "another epoch; read an epoch to its end before the next one, or open another job for that"
         )
 
     def abandon(self) -> None:
-        """Have the thread stop and give back what was asked for; nothing is waited for. A finalizer may call."""
+        """Tell the thread to release its samples and end, without waiting for it. A finalizer may call."""
         self._closed.set()
         self._ready.wake()
 
     def close(self) -> bool:
-        """Stop reading; what was asked for is given back. Any thread may call, again too.
+        """Stop reading and release the samples under way. Any thread may call, repeatedly.
 
-        Returns whether it has stopped: its own thread, in which `assemble` and the plan run, cannot wait for that.
+        Returns whether the reader's thread has ended; called by `collate` or the plan, it is that thread itself.
         """
         self.abandon()
         if threading.current_thread() is self._thread:
             return False
-        self.settle()
-        deadline = time.monotonic() + (0.0 if self._router.contact.is_lost else CLOSE_S)
+        self.note_delivered()
+        deadline = time.monotonic() + (0.0 if self._router.outages.is_out else CLOSE_S)
         while self._thread.is_alive():
             if time.monotonic() >= deadline:
                 self._links.interrupt()
                 self._router.interrupt()
-                deadline = time.monotonic() + CLOSE_S  # what is given back then is to arrive
+                deadline = time.monotonic() + CLOSE_S  # so that the releases that follow arrive
             self._thread.join(0.01)
         self._ready.clear()
         return True
 
-    # -- the iterator's thread -----------------------------------------------------------------------------
+    # -- the reader's thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
         end: BaseException | None = None
         try:
             while not self._closed.is_set() and self._ask_ahead():
                 self._fetch_ahead()
-                self._hand_out(self._complete(self._asked[0]))
+                self._deliver(self._complete(self._asked[0]))
         except _Closed:
             pass
         except BaseException as error:
             end = error
-        self._give_back()
+        self._release_all()
         self._ready.put(
-            Ready(self._planned, None, [], self._samples, end, is_last=True), self._take_what_came
+            ReadyBatch(self._planned, None, [], self._samples, end, is_last=True), self._take_what_came
         )
 
     def _ask_ahead(self) -> bool:
-        """Tell shards of coming batches, several at a time; whether there are any left to hand out."""
+        """Request coming batches, several at a time; whether any are left to deliver."""
         wanted: list[Wanted] = []
-        # Each message wakes a shard, on a processor that has better things to do.
+        # Each message wakes a shard, which costs more than the message where workers keep the processor busy.
         together = min(self._pipeline.asked // 4, self._pipeline.asked - self._pipeline.fetched)
+        tickets = self._links.tickets
         begins = len(self._asked) <= self._pipeline.asked - max(1, together)
         while begins and not self._exhausted and len(self._asked) < self._pipeline.asked:
             keys = next(self._plan, None)
             if keys is None:
                 self._exhausted = True
                 break
-            batch = _Batch(self._planned, [Wanted(next(self._tickets), key) for key in keys])
+            batch = _Batch(self._planned, [Wanted(next(tickets), key) for key in keys])
             self._planned += 1
             self._asked.append(batch)
             wanted += batch.wanted
@@ -266,17 +259,17 @@ class SharedIterator:
         return bool(self._asked)
 
     def _fetch_ahead(self) -> None:
-        """Begin to fetch the oldest batches, as many as the budget allows, and say what else is wanted."""
+        """Begin to fetch the oldest batches, as many as the budget allows, and request the others."""
         most = self._pipeline.fetched
         if self._mean_bytes:
             most = min(most, int(self._pipeline.budget_bytes / self._mean_bytes))
         for batch in itertools.islice(self._asked, self._fetching, max(1, most)):
-            batch.fetches = self._links.fetch(batch.wanted, epoch=self._epoch, draw=self._draw)
+            batch.fetches = self._links.fetch(batch.wanted, self._of)
             self._fetching += 1
-        self._links.say(epoch=self._epoch, draw=self._draw)
+        self._links.flush(self._of)
 
     def _complete(self, batch: _Batch) -> _Batch:
-        """Wait until every sample of a batch is here, asking again for what was lost on the way."""
+        """Wait until every sample of a batch is here, and fetch again what was lost on the way."""
         since = time.monotonic()
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
@@ -293,48 +286,53 @@ class SharedIterator:
                     self._mend(outcome.error, batch, since, backoff)
             missing = batch.missing
             if batch.is_deadly:
-                self._links.give_back(missing, epoch=self._epoch, draw=self._draw)
+                # The error takes the batch's place whatever else comes, and where its other samples are as deadly each
+                # would cost three more workers.
+                self._links.release(missing, self._of)
                 break
             if not missing:
                 break
             if came:
                 since = time.monotonic()
                 backoff.reset()
-            batch.fetches = self._links.fetch(missing, epoch=self._epoch, draw=self._draw)
+            batch.fetches = self._links.fetch(missing, self._of)
         self._asked.popleft()
         self._fetching -= 1
         self._mean_bytes += (batch.nbytes - self._mean_bytes) * (0.2 if self._mean_bytes else 1.0)
         return batch
 
     def _take(self, batch: _Batch, fetch: Fetch) -> FetchOutcome:
-        """Wait for the answer to a fetch, and note what it brings."""
+        """Wait for the answer to a fetch, and keep its samples."""
         outcome = self._links.finish(fetch)
         batch.nbytes += outcome.nbytes
         for sample, frames in outcome.samples:
-            batch.values[sample.ticket] = came_of(sample, frames)
+            batch.values[sample.ticket] = received_sample(sample, frames)
         return outcome
 
     def _take_what_came(self) -> None:
-        """The training loop pauses: what shards hold of answered fetches is room that other jobs may wait for."""
+        """Called while the training loop pauses: shards hold the samples of answered fetches until they are released.
+
+        Other jobs may wait for that memory.
+        """
         for batch in itertools.islice(self._asked, self._fetching):
             fetches, batch.fetches = batch.fetches, []
             for fetch in fetches:
                 if fetch.pending.done:
-                    self._take(batch, fetch)  # what failed of it is missing, and asked for again
+                    self._take(batch, fetch)  # a sample that failed stays missing, and is fetched again
                 else:
                     batch.fetches.append(fetch)
-        with suppress(DPFlowError):  # it is said with the next call
-            self._links.give_back([], epoch=self._epoch, draw=self._draw)
+        with suppress(DPFlowError):  # the next call carries the tickets
+            self._links.release([], self._of)
 
     def _mend(self, error: DPFlowError, batch: _Batch, since: float, backoff: Backoff) -> None:
-        """Find out what is out of date, so that the next attempt goes where it should.
+        """Refresh what the error shows to be out of date, so that the next attempt goes where it should.
 
-        since: when something came last.
+        since: when a sample came last.
         """
-        contact, pipeline = self._router.contact, self._pipeline
-        deadline = pipeline.patience_s + min(since + pipeline.loading_s, max(since, contact.heard_at))
+        outages, pipeline = self._router.outages, self._pipeline
+        deadline = pipeline.patience_s + min(since + pipeline.loading_s, max(since, outages.answered_at))
         if time.monotonic() >= deadline:
-            raise self._router.contact.given_up(error) from error
+            raise self._router.outages.deadline_error(error) from error
         match error.kind if isinstance(error, RemoteCallError) else None:
             case ErrorKind.STALE_JOB:
                 self._router.rejoin(self._router.id.generation, self._closed, deadline)
@@ -344,42 +342,40 @@ class SharedIterator:
                 self._router.refresh_routes(self._closed, deadline)
                 if self._router.routes.generation != known:
                     return
-                # Another flow's shard listens where its own did, and the router does not know yet.
+                # Another flow's shard listens at its address, and the router does not know yet.
             case ErrorKind.USAGE:
                 raise UsageError(str(error)) from error
             case ErrorKind.OVERLOADED | ErrorKind.FORGOTTEN:
                 pass
             case ErrorKind.INTERNAL:
                 batch.faults += 1
-                self._router.contact.failed(error, batch.faults)
+                self._router.outages.on_fault(error, batch.faults)
             case None if not isinstance(error, MessageError):
-                self._router.refresh_routes(self._closed, deadline)  # the shard is gone, or somewhere else
+                self._router.refresh_routes(self._closed, deadline)  # the shard has ended or moved
             case _:
                 raise error
         self._closed.wait(backoff.pause_s())
 
-    def _hand_out(self, batch: _Batch) -> None:
+    def _deliver(self, batch: _Batch) -> None:
         came = [batch.values.get(one.ticket) for one in batch.wanted]
         keys = [one.key for one in batch.wanted]
-        # Nothing of a batch may stay in the frame while the next one is waited for.
+        # A reference in this frame would keep the batch's memory while the thread waits for the next one.
         batch.values.clear()
         if not self._exhausted or self._asked:
             self._ask_ahead()
             self._fetch_ahead()
         else:
-            self._links.give_back([], epoch=self._epoch, draw=self._draw)
+            self._links.release([], self._of)
         self._samples += len(keys)
-        ready = Ready(batch.number, None, keys, self._samples, nbytes=batch.nbytes)
-        put_together(ready, came, self._assemble)
+        ready = ReadyBatch(batch.number, None, keys, self._samples, nbytes=batch.nbytes)
+        build_batch(ready, came, self._collate)
         self._ready.put(ready, self._take_what_came)
 
-    def _give_back(self) -> None:
+    def _release_all(self) -> None:
         left = [one for batch in self._asked for one in batch.wanted]
-        try:
-            self._links.give_back(left, epoch=self._epoch, draw=self._draw)
-        except (DPFlowError, PeerLostError):
-            return  # its lease lapses
+        with suppress(DPFlowError):  # its lease expires in any case
+            self._links.release(left, self._of)
 
 
 class _Closed(Exception):
-    """The iterator was closed while its thread waited."""
+    """The reader was closed while its thread waited."""

@@ -1,4 +1,4 @@
-"""How a job describes a flow and brings it to the coordinator."""
+"""How a job describes its flow, registers it with the coordinator, and uploads what the workers load."""
 
 from __future__ import annotations
 
@@ -20,55 +20,60 @@ from torch_dpflow.errors import (
     UsageError,
 )
 from torch_dpflow.remote.access.cluster_address import Cluster, keys_hint
-from torch_dpflow.remote.job.job_options import DEFAULT_MEMORY_BYTES, JobOptions
+from torch_dpflow.remote.job.description import FlowDefinition
+from torch_dpflow.remote.job.options import DEFAULT_MEMORY_BYTES, JobOptions
 from torch_dpflow.remote.parcel.fingerprint import SCRIPT, fingerprint
 from torch_dpflow.remote.rpc import RpcClient
 from torch_dpflow.remote.wire.coordinator import CONTENT_PIECE_BYTES, MAX_CONTENT_BYTES, ContentPiece
 from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.worker.sample_source import Parts, SampleAssignment, Transformed
+from torch_dpflow.remote.worker.sample_source import KeylessTransform, TwoStageDataset
 
-#: Room for what is on its way, beside what a cache around the dataset may hold, bytes.
+#: Memory for samples under way, beside what a cache around the dataset may hold, bytes.
 UNDER_WAY_BYTES = 256 << 20
-#: The pause before a piece of a content is sent again to a coordinator that has too many, seconds.
+#: The longest pauses before a call is repeated, after the first time and after many, seconds.
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
-#: How often a flow is registered again because nobody knew of it any more when its content came.
+#: How often a flow is registered where it is gone again by the time that its content is uploaded.
 _ATTEMPTS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobDataset:
-    """What a job's dataset is to the workers of its flow, and what of that may be kept."""
+    """A job's dataset as the workers of its flow load it, and what of it may be cached."""
 
-    parts: Parts
+    dataset: TwoStageDataset
     #: Whether loading a sample twice gives the same.
     repeatable: bool
-    #: Whether what the first part gives may be kept, and the rest is drawn for each job.
+    #: Whether the dataset has a per-draw stage, behind which nothing is cached.
     staged: bool
-    #: The cache that the dataset was wrapped in, which is the flow's own now.
+    #: The cache that the dataset was wrapped in; the flow's own pool replaces it.
     cache: ALSDCache | None
 
 
 def source_of(dataset: Any, options: JobOptions) -> JobDataset:
-    """How a dataset is loaded by a flow: whole, or in two parts where it says which of them may be kept."""
+    """Split a dataset into a cacheable and a per-draw stage where it says which is which."""
     cache = dataset if isinstance(dataset, ALSDCache) else None
     if cache is not None:
-        dataset = Parts(cache.dataset, None if cache.transform is None else Transformed(cache.transform))
-    elif not isinstance(dataset, Parts):
-        return JobDataset(parts=Parts(dataset), repeatable=bool(options.repeatable), staged=False, cache=None)
-    if dataset.rest is not None and options.repeatable is not None:
-        # All of it is repeatable, or nothing is: there is one part.
-        dataset = Parts(replace(dataset, stand_in=None), stand_in=dataset.stand_in)
-    repeatable = dataset.rest is None and (
+        per_draw = None if cache.transform is None else KeylessTransform(cache.transform)
+        dataset = TwoStageDataset(cache.dataset, per_draw)
+    elif not isinstance(dataset, TwoStageDataset):
+        repeatable = bool(options.repeatable)
+        return JobDataset(dataset=TwoStageDataset(dataset), repeatable=repeatable, staged=False, cache=None)
+    if dataset.per_draw is not None and options.repeatable is not None:
+        # The user says that all of it is repeatable, or that nothing is: both stages become one.
+        dataset = TwoStageDataset(replace(dataset, stand_in=None), stand_in=dataset.stand_in)
+    repeatable = dataset.per_draw is None and (
         cache is not None if options.repeatable is None else options.repeatable
     )
-    return JobDataset(parts=dataset, repeatable=repeatable, staged=dataset.rest is not None, cache=cache)
+    return JobDataset(
+        dataset=dataset, repeatable=repeatable, staged=dataset.per_draw is not None, cache=cache
+    )
 
 
 def length_of(dataset: Any) -> int:
-    """Samples of a dataset. OptionTypeError where it has no length, OptionError where it has none."""
+    """The length of a dataset. OptionTypeError where it has no length, OptionError where it is empty."""
     try:
         size = len(dataset)
-    except Exception as error:  # whatever a dataset raises that cannot say
+    except Exception as error:  # a dataset without a length may raise anything
         raise OptionTypeError(
             f"dataset is a {type(dataset).__name__} without a length; a shared flow needs a map-style dataset"
         ) from error
@@ -78,38 +83,33 @@ def length_of(dataset: Any) -> int:
 
 
 def describe(
-    flow: str,
-    version: int,
-    source: JobDataset,
-    assignment: SampleAssignment,
-    packed: bytes,
-    *,
-    size: int,
-    workers: int,
-    options: JobOptions,
+    flow: FlowDefinition, source: JobDataset, packed: bytes, *, size: int, options: JobOptions
 ) -> FlowSpec:
-    """The description under which a job registers its flow. Raises OptionError where it is not possible."""
+    """The description under which a job registers its flow. Raises OptionError where it is not allowed.
+
+    packed: what the workers load, as `SampleAssignment.pack` returns it.
+    """
     if len(packed) > MAX_CONTENT_BYTES:
         raise OptionError(
-            f"flow {flow!r}: the dataset and what else its workers need take {len(packed):,} bytes when they are "
+            f"flow {flow.name!r}: the dataset and what else its workers need take {len(packed):,} bytes when they are "
             f"packed; {MAX_CONTENT_BYTES:,} are allowed. Have the dataset read its samples from files, not hold them"
         )
-    kind = type(source.parts.first)
+    kind = type(source.dataset.cacheable)
     module = SCRIPT[0] if kind.__module__ in SCRIPT else kind.__module__
     spec = FlowSpec(
-        name=flow,
-        version=version,
+        name=flow.name,
+        version=flow.version,
         size=size,
         content=hashlib.sha256(packed).hexdigest(),
         fingerprint={
             "dataset": f"{module}.{kind.__qualname__} of {size} samples",
-            **_content_of(assignment, options),
-            "repeatable": "its first part" if source.staged else str(source.repeatable),
+            **_content_of(source.dataset, flow.worker_init_fn, options),
+            "repeatable": "its cacheable stage" if source.staged else str(source.repeatable),
         },
         repeatable=source.repeatable,
         staged=source.staged,
         shards=options.shards,
-        workers=workers,
+        workers=flow.workers,
         memory_bytes=_memory_of(source, options),
         policy=options.policy or ("alsd" if source.cache is None else source.cache.policy),
         strategy=options.strategy,
@@ -121,24 +121,23 @@ def describe(
     return spec
 
 
-def _content_of(assignment: SampleAssignment, options: JobOptions) -> dict[str, str]:
+def _content_of(
+    dataset: TwoStageDataset, worker_init_fn: Callable[[int], Any] | None, options: JobOptions
+) -> dict[str, str]:
     if options.fingerprint is not None:
         return {"its content": options.fingerprint}
-    return {
-        "its content": fingerprint(assignment.parts),
-        "worker_init_fn": _called(assignment.worker_init_fn),
-    }
+    return {"its content": fingerprint(dataset), "worker_init_fn": _called(worker_init_fn)}
 
 
 def _called(function: Callable[[int], Any] | None) -> str:
-    """A function's name, with what tells it from another of that name; "none" where there is none."""
+    """A function's name and fingerprint, which tells it from another of that name; "none" where there is none."""
     if function is None:
         return "none"
     return f"{getattr(function, '__qualname__', type(function).__qualname__):.200} ({fingerprint(function)})"
 
 
 def _memory_of(source: JobDataset, options: JobOptions) -> int:
-    """Room of the pools: what was asked for, or what the cache around the dataset may hold and what is on its way."""
+    """Memory of the pools: what the job asks for, or else what the cache around the dataset may hold, and some more."""
     if options.memory_bytes is not None:
         return options.memory_bytes
     held = None if source.cache is None else parse_capacity(source.cache.capacity).bytes
@@ -146,27 +145,27 @@ def _memory_of(source: JobDataset, options: JobOptions) -> int:
 
 
 def _samples_of(source: JobDataset, size: int) -> int:
-    """How many samples the cache around the dataset may hold, where it says so; else 0."""
+    """How many samples the cache around the dataset may hold; 0 where its capacity is in bytes."""
     held = None if source.cache is None else parse_capacity(source.cache.capacity).items
     return min(held or 0, size)
 
 
 def register(cluster: Cluster, spec: FlowSpec, packed: bytes, *, patience_s: float) -> None:
-    """Register a flow, and bring what its workers load unless it is there. UsageError where it is refused."""
+    """Register a flow, and upload what its workers load unless it is there. UsageError where it is refused."""
     backoff = Backoff(PAUSE_S, LONGEST_PAUSE_S)
     with cluster.connect(timeout_s=patience_s) as coordinator:
         for attempt in range(_ATTEMPTS):
             try:
                 if coordinator.call("register", spec, reply_type=bool).body:
                     return
-                if _bring(coordinator, spec.content, packed, patience_s):
+                if _upload(coordinator, spec.content, packed, patience_s):
                     return
             except RemoteCallError as error:
                 if error.kind is ErrorKind.USAGE:
                     raise UsageError(error.text) from error
                 if error.kind is not ErrorKind.INTERNAL or attempt == _ATTEMPTS - 1:
                     raise
-                time.sleep(backoff.pause_s())  # both calls may be made twice
+                time.sleep(backoff.pause_s())  # both calls are safe to repeat
             except DeadlineError as error:
                 raise DeadlineError(
                     f"flow {spec.name!r}: no cluster answers at {cluster.address} within {patience_s:g} s; is it up "
@@ -178,10 +177,10 @@ def register(cluster: Cluster, spec: FlowSpec, packed: bytes, *, patience_s: flo
     )
 
 
-def _bring(coordinator: RpcClient, digest: str, packed: bytes, patience_s: float) -> bool:
-    """Bring a content, piece by piece; False where no flow is known any more that loads it.
+def _upload(coordinator: RpcClient, digest: str, packed: bytes, patience_s: float) -> bool:
+    """Send a content, piece by piece; False where the coordinator knows no flow any more that loads it.
 
-    Raises RemoteCallError where the coordinator has put it off for longer than `patience_s`.
+    Raises RemoteCallError where the coordinator is overloaded for longer than `patience_s`.
     """
     whole, held = memoryview(packed), 0
     since, backoff = time.monotonic(), Backoff(PAUSE_S, LONGEST_PAUSE_S)

@@ -1,4 +1,4 @@
-"""Whether a job hears of its flow's services, and what it says while it does not."""
+"""Tells the log, once, that a flow's services do not answer, and once that they do again."""
 
 from __future__ import annotations
 
@@ -8,61 +8,57 @@ from collections.abc import Callable
 from torch_dpflow.errors import DeadlineError, DPFlowError
 from torch_dpflow.log import LOADER
 
-#: How often in a row a service may fail over a call that may be made again, before its user hears of it.
+#: How often in a row a service may fail over a call that is safe to repeat, before the user gets the error.
 MOST_FAULTS = 5
-#: A job says that it waits for its services once they have been silent for so long, seconds.
+#: The log mentions an outage once it has lasted for so long, seconds.
 SILENCE_S = 3.0
 
 
-class Contact:
-    """When a job last heard of its flow's services. Any thread may call.
+class OutageLog:
+    """When the services of a job's flow last answered. Any thread may call.
 
     Args:
-        flow: what it reads, for messages, as is `job`.
-        patience_s: how long it waits for them.
+        flow, job: for messages.
+        patience_s: how long the job waits for the services, seconds.
     """
 
     def __init__(
         self, flow: str, job: str, *, patience_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.patience_s = patience_s
-        #: Whether they did not answer when they were called last.
-        self.is_lost = False
+        #: Whether the latest call was not answered.
+        self.is_out = False
+        #: When the services last answered, by the clock.
+        self.answered_at = clock()
         self._flow = flow
         self._job = job
         self._clock = clock
-        self._heard = clock()
-        self._told = self._ended = False
-        #: Since when a service has asked to wait; None where none has. And whether that was said.
-        self._put_off: float | None = None
-        self._told_of_wait = False
+        self._logged = self._muted = False
+        #: Since when a service has asked the job to wait; None where none has. And whether that was logged.
+        self._waiting_since: float | None = None
+        self._logged_wait = False
 
-    @property
-    def heard_at(self) -> float:
-        """When they last answered, by the clock."""
-        return self._heard
+    def mute(self) -> None:
+        """The job has ended: log nothing more."""
+        self._muted = True
 
-    def end(self) -> None:
-        """Nobody waits any more: nothing is to be said."""
-        self._ended = True
-
-    def heard(self) -> None:
-        """They have answered."""
-        if self._told and not self._ended:
+    def on_answer(self) -> None:
+        """A service has answered."""
+        if self._logged and not self._muted:
             LOADER.warning(
                 "flow %r, job %r: its services answer again, after %.0f s",
                 self._flow,
                 self._job,
-                self._clock() - self._heard,
+                self._clock() - self.answered_at,
             )
-        self._heard, self.is_lost, self._told = self._clock(), False, False
+        self.answered_at, self.is_out, self._logged = self._clock(), False, False
 
-    def missed(self, error: DPFlowError) -> None:
-        """They have not answered; it is said once, when that has lasted."""
-        self.is_lost = True
-        silence_s = self._clock() - self._heard
-        if silence_s >= SILENCE_S and not self._told and not self._ended:
-            self._told = True
+    def on_no_answer(self, error: DPFlowError) -> None:
+        """A service has not answered; logged once, when that has lasted."""
+        self.is_out = True
+        silence_s = self._clock() - self.answered_at
+        if silence_s >= SILENCE_S and not self._logged and not self._muted:
+            self._logged = True
             LOADER.warning(
                 "flow %r, job %r: no answer from its services for %.0f s; reading waits for them, for up to "
                 "patience_s=%g s in all (%s)",
@@ -73,13 +69,13 @@ class Contact:
                 error,
             )
 
-    def put_off(self, reason: str) -> None:
-        """They ask the job to wait, and why; it is said once, when that has lasted."""
-        if self._put_off is None:
-            self._put_off = self._clock()
-        waited_s = self._clock() - self._put_off
-        if waited_s >= SILENCE_S and not self._told_of_wait and not self._ended:
-            self._told_of_wait = True
+    def on_wait(self, reason: str) -> None:
+        """A service asks the job to wait; logged once with the reason, when that has lasted."""
+        if self._waiting_since is None:
+            self._waiting_since = self._clock()
+        waited_s = self._clock() - self._waiting_since
+        if waited_s >= SILENCE_S and not self._logged_wait and not self._muted:
+            self._logged_wait = True
             LOADER.warning(
                 "flow %r, job %r: has waited for %.0f s, and goes on for up to patience_s=%g s in all: %s",
                 self._flow,
@@ -89,27 +85,27 @@ class Contact:
                 reason,
             )
 
-    def failed(self, error: DPFlowError, times: int) -> None:
-        """One has failed over a call, so many times by now; raises the error where that is too often."""
+    def on_fault(self, error: DPFlowError, times: int) -> None:
+        """A service has failed over a call for the `times`-th time. Raises the error where that is too often."""
         if times >= MOST_FAULTS:
             raise error
-        if times == 1 and not self._ended:
-            LOADER.warning("flow %r, job %r: it is asked again: %s", self._flow, self._job, error)
+        if times == 1 and not self._muted:
+            LOADER.warning("flow %r, job %r: the call is repeated: %s", self._flow, self._job, error)
 
-    def served(self) -> None:
-        """They have done what was asked of them."""
-        if self._put_off is not None and self._told_of_wait and not self._ended:
-            waited_s = self._clock() - self._put_off
+    def on_success(self) -> None:
+        """A service has done what it was asked for."""
+        if self._waiting_since is not None and self._logged_wait and not self._muted:
+            waited_s = self._clock() - self._waiting_since
             LOADER.warning("flow %r, job %r: goes on after %.0f s", self._flow, self._job, waited_s)
-        self._put_off, self._told_of_wait = None, False
-        self.heard()
+        self._waiting_since, self._logged_wait = None, False
+        self.on_answer()
 
-    def given_up(self, error: DPFlowError) -> DeadlineError:
-        """The error that says so."""
+    def deadline_error(self, error: DPFlowError) -> DeadlineError:
+        """The error for a job that has waited for `patience_s`; `error` came last."""
         return DeadlineError(
             f"flow {self._flow!r}, job {self._job!r}: nothing came within patience_s={self.patience_s:g} s; its "
-            f"services last answered {self._clock() - self._heard:.0f} s ago. If the cluster has ended "
+            f"services last answered {self._clock() - self.answered_at:.0f} s ago. If the cluster has ended "
             "(`python -m torch_dpflow.cli status`), start it again and resume from the loader's state_dict(); if it "
             "is up, see there whether its workers keep dying, or raise JobOptions(patience_s=...) where samples take "
-            f"longer. At last: {error}"
+            f"longer. The last error: {error}"
         )

@@ -1,8 +1,8 @@
-"""Batches on their way from the thread that puts them together to the training loop, in order.
+"""Passes batches in order from the reader's thread to the training loop.
 
-Control-C may come between any two steps of the training loop's thread. So a batch stays the next one until it has
-been taken, which is one assignment, `ready.value = TAKEN`, behind which nothing is called before the batch is returned:
-Python looks for signals at calls, and at jumps backwards, only.
+Control-C may interrupt the training loop's thread between any two of its steps. So a batch stays the next one until it
+was taken, which is one assignment, `ready.value = TAKEN`, after which nothing is called before the batch is returned:
+Python handles signals at calls and backward jumps only.
 """
 
 from __future__ import annotations
@@ -20,47 +20,48 @@ from torch_dpflow.errors import LoaderTimeoutError
 from torch_dpflow.remote.job.stop_signal import StopSignal
 from torch_dpflow.torch_private import ExceptionWrapper
 
-#: In place of a batch that the training loop has.
+#: The value of a batch that was taken.
 TAKEN: Any = object()
-#: How long either side waits without a look around, seconds.
+#: How long the training loop, and the reader's thread, wait at a time, seconds.
 LOOK_S, IDLE_S = 1.0, 0.1
 
 
 @dataclass(slots=True, eq=False)
-class Ready:
-    """A batch, or the error in place of it."""
+class ReadyBatch:
+    """A batch, or the error in its place."""
 
     #: Counts the batches from 0 on.
     number: int
     value: Any
     keys: list[int]
-    #: How many samples there are until here, its own among them.
+    #: How many samples there are up to its end.
     end: int
     error: BaseException | ExceptionWrapper | None = None
     nbytes: int = 0
-    #: Nothing comes after it: the end of the epoch, or what has ended it.
+    #: Whether it marks the end of the epoch, and has no batch; with an error, the epoch ended early.
     is_last: bool = False
 
 
 class ReadyBatches:
-    """What one thread puts and another takes; at most `room` batches wait, and the one in hand.
+    """A queue for one thread that puts and one that takes.
 
     Args:
-        closed: set when nobody wants the rest; `wake` is to be called after that.
+        room: most batches that wait, beside the one in hand.
+        closed: set to end the epoch early; call `wake` after that.
     """
 
     def __init__(self, room: int, closed: StopSignal) -> None:
         self._room = room
         self._closed = closed
-        self._line: deque[Ready] = deque()
-        # Only to wake who waits. Two of these take an eighth of the time of one `queue.Queue` with a bound.
+        self._line: deque[ReadyBatch] = deque()
+        # They only wake the other side. Two of these take an eighth of the time of one bounded `queue.Queue`.
         self._came: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._went: queue.SimpleQueue[None] = queue.SimpleQueue()
-        #: The next one, until `done`.
-        self.in_hand: Ready | None = None
+        #: The next batch, until `done`.
+        self.in_hand: ReadyBatch | None = None
 
-    def put(self, ready: Ready, idle: Callable[[], None]) -> None:
-        """Put a batch in line as soon as there is room; not any more once closed. `idle` is called now and then."""
+    def put(self, ready: ReadyBatch, idle: Callable[[], None]) -> None:
+        """Wait for room and append a batch, unless closed. `idle` is called every IDLE_S while it waits."""
         if self._went.qsize():
             self._went.get()
         while len(self._line) >= self._room and not self._closed.is_set():
@@ -72,10 +73,10 @@ class ReadyBatches:
             self._line.append(ready)
             self._came.put(None)
 
-    def next(self, timeout_s: float | None = None) -> Ready | None:
-        """Wait for the next batch and have it in hand; None once closed. The same one again until `done`.
+    def next(self, timeout_s: float | None = None) -> ReadyBatch | None:
+        """Wait for the next batch, the same one until `done`; None once closed.
 
-        Raises LoaderTimeoutError where none comes within `timeout_s` seconds; None: as long as it takes.
+        Raises LoaderTimeoutError where none comes within `timeout_s` seconds; None waits without end.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self.in_hand is None:
@@ -91,7 +92,7 @@ class ReadyBatches:
                         f"DataLoader timed out after {timeout_s:g} seconds; the batch is still under way, and comes "
                         "when the iterator is asked again"
                     )
-                # Now and then Python must come by to see a signal that another thread has taken.
+                # A signal that another thread has received is handled only when this one returns to Python.
                 with suppress(queue.Empty):
                     self._came.get(timeout=min(LOOK_S, left_s))
         line = self._line
@@ -103,14 +104,14 @@ class ReadyBatches:
         return self.in_hand
 
     def done(self) -> None:
-        """The one in hand was taken, and is noted."""
+        """The batch in hand was taken, and noted as delivered."""
         self.in_hand = None
 
     def wake(self) -> None:
-        """Have both sides look around. Any thread may call, a finalizer too."""
+        """Wake both sides. Any thread may call, also a finalizer."""
         self._came.put(None)
         self._went.put(None)
 
     def clear(self) -> None:
-        """Drop what waits, once closed and the thread that puts has ended."""
-        self._line = deque()  # another, because who takes may be at the old one
+        """Drop the waiting batches, once closed and the thread that puts has ended."""
+        self._line = deque()  # a new one: the thread that takes may be using the old one

@@ -1,4 +1,4 @@
-"""A job's side of its router: joining, drawing, staying known, whatever becomes of the router."""
+"""A job's side of its router: joins, draws and renews its lease, across restarts of the router."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from torch_dpflow.errors import (
     UsageError,
 )
 from torch_dpflow.remote.access.cluster_address import Cluster
+from torch_dpflow.remote.job.description import Failover, JobDescription
 from torch_dpflow.remote.job.epoch_cursor import Marks, mark
-from torch_dpflow.remote.job.job_description import Home, JobDescription
-from torch_dpflow.remote.job.outage_log import Contact
+from torch_dpflow.remote.job.outage_log import OutageLog
 from torch_dpflow.remote.job.route_map import RouteMap
 from torch_dpflow.remote.job.stop_signal import StopSignal
 from torch_dpflow.remote.rpc import RpcClient
@@ -43,16 +43,16 @@ from torch_dpflow.remote.wire.router import (
 from torch_dpflow.samplers.indices import IndexArray
 
 T = TypeVar("T")
-#: How long one call to a router may take before the coordinator is asked where the router is now, seconds.
+#: How long one call to a router may take before the job asks the coordinator for the router's address, seconds.
 CALL_S = 5.0
-#: The same for joining, which waits until every shard is there, seconds.
+#: The same for joining, which waits until every shard has enlisted, seconds.
 JOIN_S = 20.0
-#: The least that it may take, however little patience is left, seconds.
+#: The timeout of a call that has little patience left, seconds.
 LEAST_CALL_S = 0.5
 #: The longest pauses between attempts, after the first and after many, seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
-#: What time mends.
-_PASSING = (ErrorKind.NAME_BUSY, ErrorKind.RANKS_AWAITED, ErrorKind.FORGOTTEN, ErrorKind.OVERLOADED)
+#: Errors after which the same call is tried again.
+_TRANSIENT = (ErrorKind.NAME_BUSY, ErrorKind.RANKS_AWAITED, ErrorKind.FORGOTTEN, ErrorKind.OVERLOADED)
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class _EpochAtRouter:
     """What has been drawn of an epoch."""
 
     number: int
-    #: Which samples, one bit each; and how many.
+    #: A bit for each sample, set where it has been drawn; and how many of them are set.
     drawn: Marks
     position: int
 
@@ -72,18 +72,19 @@ class _EpochAtRouter:
 class RouterLink:
     """One job's connection to its flow's router. Any thread may call.
 
-    Every call goes on through the restart of the router and of the coordinator, for up to `patience_s`; where
-    another cluster has come in the place of the one that was joined, it goes on there.
+    Every call is repeated across restarts of the router and the coordinator, for up to `patience_s`; where another
+    cluster has replaced the one that was joined, it is repeated there. A router that restarts learns from the joining
+    jobs all that it knew of them.
 
     Args:
-        cluster: where the coordinator is.
+        cluster: has the coordinator.
         job: who joins.
-        patience_s: how long a call tries, seconds.
-        home: where to look for a cluster that has come in the place of the one before; None: nowhere.
+        patience_s: how long a call is tried, seconds.
+        failover: finds a cluster that has replaced the present one; None: no other cluster is tried.
 
     Raises:
         UsageError: the router or the coordinator refuses the job, and says why.
-        RemoteCallError: one of them fails over a call, again and again.
+        RemoteCallError: one of them fails over a call repeatedly.
         DeadlineError: they do not answer.
     """
 
@@ -93,27 +94,28 @@ class RouterLink:
         job: JobDescription,
         *,
         patience_s: float,
-        home: Home | None = None,
+        failover: Failover | None = None,
     ) -> None:
         #: The one that was joined.
         self.cluster = cluster
-        self.contact = Contact(job.flow, job.name, patience_s=patience_s)
-        self._home = home
+        self.outages = OutageLog(job.flow, job.name, patience_s=patience_s)
+        self._failover = failover
         self._job = job
         self._patience_s = patience_s
-        #: Until when the attempt goes that is made now.
+        #: When the present call gives up.
         self._deadline = 0.0
+        # Tells the router this process from another one that uses the job's name.
         self._holder = secrets.randbits(63)
         self._generation = 0
         self._lock = threading.RLock()
         self._coordinator: RpcClient | None = None
         self._router: RpcClient | None = None
-        #: Where it was last; empty before it was found.
+        #: The router's latest address; empty before it is known.
         self._address = ""
-        #: The epoch that is drawn, the one before, and whether the router has been told where we are.
+        #: The epoch that is being drawn, the one before, and whether the router knows this job's position in them.
         self._epoch: _EpochAtRouter | None = None
         self._before: _EpochAtRouter | None = None
-        self._told = False
+        self._router_in_step = False
         #: Samples of an epoch, and the routing table.
         self.length = 0
         self.routes: RouteMap
@@ -125,14 +127,14 @@ class RouterLink:
 
     @property
     def id(self) -> JobId:
-        """By what services know the job now."""
+        """The job's present id at the services."""
         return JobId(self._job.reader, self._generation, self._job.instance)
 
     def start_epoch(self, epoch: int, drawn: Marks, position: int) -> None:
-        """Begin to draw an epoch, of which the marked samples, in `position` places, have been drawn."""
+        """Begin to draw an epoch, of which the marked samples, `position` in all, have been drawn."""
         with self._lock:
             self._before = self._epoch
-            self._epoch, self._told = _EpochAtRouter(epoch, drawn, position), False
+            self._epoch, self._router_in_step = _EpochAtRouter(epoch, drawn, position), False
             self._attempt(self._in_epoch)
 
     def draw(self, count: int, given_up: StopSignal) -> IndexArray:
@@ -141,26 +143,26 @@ class RouterLink:
             return self._attempt(lambda: self._draw(count), given_up)
 
     def rejoin(self, stale: int, given_up: StopSignal | None = None, deadline: float | None = None) -> None:
-        """Come back under a new generation, unless another thread has since `stale` was found out of date.
+        """Join again under a new generation, unless another thread has done so since generation `stale`.
 
-        given_up: as for `draw`. deadline: until when to try, by `time.monotonic`; None: for `patience_s`.
+        given_up: as for `draw`. deadline: when to give up, by `time.monotonic`; None: after `patience_s`.
         """
         with self._lock:
             if self._generation == stale:
                 self._generation = 0
-                # Other ranks may wait to hear where this one is, also where it has nothing left to draw.
+                # Even with nothing left to draw: other ranks may wait to learn where this one is.
                 mend = self._connected if self._epoch is None else self._in_epoch
                 self._attempt(mend, given_up, deadline)
 
     def refresh_routes(self, given_up: StopSignal | None = None, deadline: float | None = None) -> None:
-        """Get the routing table that is in force. Arguments as for `rejoin`."""
+        """Get the present routing table. Arguments as for `rejoin`."""
         with self._lock:
             self._attempt(self._refresh, given_up, deadline)
 
     def beat(self, figures: JobFigures) -> None:
-        """Stay known, tell how the job does, and hear of a new routing table.
+        """Renew the lease, report the job's figures, and get a new routing table where there is one.
 
-        One attempt; raises what it meets with.
+        One attempt; raises its error.
         """
         router = self._router
         if router is None:
@@ -171,14 +173,14 @@ class RouterLink:
                 "beat", beat, reply_type=int, timeout_s=min(CALL_S, self._patience_s)
             ).body
         except (DeadlineError, PeerLostError) as error:
-            self.contact.missed(error)
+            self.outages.on_no_answer(error)
             raise
-        self.contact.heard()
+        self.outages.on_answer()
         if generation != self.routes.generation:
             self.refresh_routes()
 
     def interrupt(self) -> None:
-        """Make the calls that are under way fail at once; the next ones connect anew. Without the lock."""
+        """Make the calls under way fail at once; the next ones connect again. Takes no lock."""
         for client in (self._router, self._coordinator):
             if client is not None:
                 client.close()
@@ -186,8 +188,8 @@ class RouterLink:
     def close(self) -> None:
         """Leave, and disconnect. May be called twice."""
         router = self._router
-        if router is not None and not self.contact.is_lost:
-            with suppress(DeadlineError, PeerLostError, RemoteCallError):  # else its lease lapses
+        if router is not None and not self.outages.is_out:
+            with suppress(DeadlineError, PeerLostError, RemoteCallError):  # the lease expires in any case
                 router.call("leave", self.id, timeout_s=1.0)
         self._disconnect()
 
@@ -199,13 +201,13 @@ class RouterLink:
         given_up: StopSignal | None = None,
         deadline: float | None = None,
     ) -> T:
-        """Make a call until it succeeds; what it finds out of date, the next attempt mends first."""
+        """Repeat a call until it succeeds; each attempt first refreshes what the one before found out of date."""
         deadline = time.monotonic() + self._patience_s if deadline is None else deadline
         self._deadline = deadline
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         faults = 0
-        if self.contact.is_lost:
-            self._disconnect()  # the router may be elsewhere: to ask it once more would take as long again
+        if self.outages.is_out:
+            self._disconnect()  # the router may have moved: another call to its old address would time out again
             self._look_for_cluster()
         while given_up is None or not given_up.is_set():
             try:
@@ -214,13 +216,13 @@ class RouterLink:
                 faults += error.kind is ErrorKind.INTERNAL
                 self._note(error, deadline, faults)
             except (DeadlineError, PeerLostError) as error:
-                self.contact.missed(error)
+                self.outages.on_no_answer(error)
                 if time.monotonic() >= deadline:
-                    raise self.contact.given_up(error) from error
+                    raise self.outages.deadline_error(error) from error
                 self._disconnect()
                 self._look_for_cluster()
             else:
-                self.contact.served()
+                self.outages.on_success()
                 return result
             if given_up is None:
                 time.sleep(backoff.pause_s())
@@ -229,52 +231,52 @@ class RouterLink:
         raise PeerLostError("the epoch was given up while its router was asked")
 
     def _note(self, error: RemoteCallError, deadline: float, faults: int) -> None:
-        """Take down what a refusal finds out of date; raise what nothing mends."""
-        self.contact.heard()
+        """Note what the error shows to be out of date; raise an error that no retry can help."""
+        self.outages.on_answer()
         match error.kind:
             case ErrorKind.STALE_JOB:
                 self._generation = 0
             case ErrorKind.MISDIRECTED:
                 self._leave_for_another()
             case ErrorKind.OUT_OF_STEP:
-                self._told = False
-            case ErrorKind.UNKNOWN_FLOW if self._home is not None:
-                # A cluster has started anew where ours was, and kept nothing.
+                self._router_in_step = False
+            case ErrorKind.UNKNOWN_FLOW if self._failover is not None:
+                # A cluster that has lost its state listens at the address of ours.
                 self._register_with(self.cluster)
             case ErrorKind.INTERNAL:
-                # Every call of a job to its router or coordinator may be made twice.
-                self.contact.failed(error, faults)
+                # Every call of a job to its router or coordinator is safe to repeat.
+                self.outages.on_fault(error, faults)
             case ErrorKind.USAGE | ErrorKind.UNKNOWN_FLOW:
                 raise UsageError(error.text) from error
-            case kind if kind in _PASSING:
-                self.contact.put_off(error.text)
+            case kind if kind in _TRANSIENT:
+                self.outages.on_wait(error.text)
             case _:
                 raise error
         if time.monotonic() > deadline:
             raise UsageError(f"{error.text} (waited {self._patience_s:g} s)") from error
 
     def _look_for_cluster(self) -> None:
-        """Go to the cluster that has come in the place of ours, if one has: it knows neither flow nor job."""
-        found = None if self._home is None else self._home.find()
-        if self._home is None or found is None or found == self.cluster:
+        """Move to the cluster that has replaced ours, if one has: it knows neither the flow nor the job."""
+        found = None if self._failover is None else self._failover.find()
+        if self._failover is None or found is None or found == self.cluster:
             return
         self._register_with(found)
 
     def _register_with(self, cluster: Cluster) -> None:
-        """Go on at this cluster, which does not know the flow."""
-        assert self._home is not None
-        with suppress(DeadlineError, PeerLostError, RemoteCallError):  # else it is tried again
-            self._home.register(cluster, self._call_s)
+        """Register the flow with this cluster and move there."""
+        assert self._failover is not None
+        with suppress(DeadlineError, PeerLostError, RemoteCallError):  # the next attempt tries again
+            self._failover.register(cluster, self._call_s)
             self.cluster = cluster
             self._leave_for_another()
 
     def _leave_for_another(self) -> None:
-        """The router is to be looked for, and does not know the job."""
+        """Locate the router again, which does not know the job."""
         self._disconnect()
         self._address, self._generation = "", 0
 
     def _connected(self) -> RpcClient:
-        """The router, which the job has joined."""
+        """The router, once the job has joined."""
         if self._router is None:
             self._address = self._locate()
             self._router = self.cluster.connect(self._address, timeout_s=CALL_S)
@@ -283,9 +285,9 @@ class RouterLink:
         return self._router
 
     def _locate(self) -> str:
-        """Where the coordinator says that the router is; where it was, if the coordinator is away too.
+        """The router's address by the coordinator, or its latest one where the coordinator does not answer.
 
-        Services come back where they were, and a job that reads is not to wait for a coordinator.
+        A service restarts at its old address, so a job that reads need not wait for a coordinator.
         """
         access = Access(self._job.flow, self._job.version)
         timeout_s = self._call_s if self._address else self._patience_s
@@ -300,19 +302,19 @@ class RouterLink:
         return address
 
     def _in_epoch(self) -> RpcClient:
-        """The router, which knows where the job is in its epoch."""
+        """The router, once it knows the job's position in its epoch."""
         router = self._connected()
-        if not self._told:
+        if not self._router_in_step:
             self._start(router)
         return router
 
     @property
     def _call_s(self) -> float:
-        """How long a call of this attempt may take."""
+        """The timeout of a call of this attempt."""
         return min(CALL_S, max(LEAST_CALL_S, self._deadline - time.monotonic()))
 
     def _disconnect(self) -> None:
-        """Router and coordinator may be elsewhere by now."""
+        """Forget the connections to router and coordinator, which may have moved."""
         self.interrupt()
         self._router = self._coordinator = None
 
@@ -330,14 +332,14 @@ class RouterLink:
         frames = [] if indices is None else [np.ascontiguousarray(indices, np.int64).tobytes()]
         timeout_s = min(JOIN_S, self._patience_s)
         joined: Joined = router.call("join", body, frames, reply_type=Joined, timeout_s=timeout_s).body
-        self._generation, self._told = joined.generation, False
+        self._generation, self._router_in_step = joined.generation, False
         self.length = joined.length
         self._take_routes(joined.table)
 
     def _start(self, router: RpcClient) -> None:
         assert self._epoch is not None
         epochs = [self._epoch]
-        # What other ranks have left of the epoch before can be told only with what this one had of it.
+        # Ranks that are still in the epoch before can go on only when the router knows what this one had of it.
         if (
             self._before is not None
             and self._job.rank is not None
@@ -347,7 +349,7 @@ class RouterLink:
         body = StartEpoch(self.id, [epoch.place for epoch in epochs])
         frames = [epoch.drawn.tobytes() for epoch in epochs]
         router.call("start", body, frames, timeout_s=self._call_s)
-        self._told = True
+        self._router_in_step = True
 
     def _draw(self, count: int) -> IndexArray:
         epoch = self._epoch

@@ -1,13 +1,14 @@
-"""A job's side of its shards: asking ahead, fetching from all of them at once, giving back what it has."""
+"""A job's side of its shards: requests ahead of need, fetches from all shards at once, releases."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_dpflow.errors import DPFlowError, PeerLostError
 from torch_dpflow.remote.access.cluster_address import Cluster
@@ -17,16 +18,24 @@ from torch_dpflow.remote.wire.body import MAX_SAMPLES
 from torch_dpflow.remote.wire.router import JobId
 from torch_dpflow.remote.wire.shard import Ask, Served, ServedSample
 
-#: How long a fetch may wait for its samples before it is asked again, seconds; less where the job's patience is.
+#: How long a fetch may wait for its samples before it is repeated, seconds; less where the job's patience is.
 FETCH_S = 30.0
 #: How long a shard may take to answer a heartbeat before the job asks whether another owns its keys, seconds.
 BEAT_TIMEOUT_S = 2.0
-#: Most samples of one fetch: an answer of so many fits a message even where each has many frames.
+#: Most samples of one fetch: the answer fits into a message even where each sample has many frames.
 FETCH_SAMPLES = 256
-#: How long a shard may take to hear that a job leaves it, seconds.
+#: How long a shard may take to confirm that a job leaves it, seconds.
 LEAVE_S = 1.0
 #: Most shared memory lent to a shard on this host, bytes.
 LENT_BYTES = 1 << 28
+
+
+class EpochDraw(NamedTuple):
+    """The epoch that is read, and the random draws in it."""
+
+    epoch: int
+    #: Decides, with a sample's key, its random draws; None: the output of the cacheable stage is read.
+    draw: int | None
 
 
 @dataclass(slots=True)
@@ -48,12 +57,12 @@ class Fetch:
 
 @dataclass(slots=True)
 class FetchOutcome:
-    """What a fetch came to."""
+    """The outcome of a fetch."""
 
     #: The samples and the frames of each.
     samples: list[tuple[ServedSample, list[memoryview]]] = field(default_factory=list)
     nbytes: int = 0
-    #: Why there is nothing; None where there is something, or nothing yet.
+    #: Why it failed.
     error: DPFlowError | None = None
 
 
@@ -61,56 +70,60 @@ class ShardLinks:
     """Connections to the shards of one flow. Calls belong to one thread, but for `beat` and `close`.
 
     Args:
-        router: tells which shard owns what, and of which cluster.
+        router: names the cluster, and the shard that owns each key.
     """
 
     def __init__(self, router: RouterLink) -> None:
-        self._router = router
+        self.router = router
+        #: The job's tickets, each used once.
+        self.tickets = itertools.count(1)
         self._cluster: Cluster = router.cluster
-        #: By which shards are chosen, and which they are told. The router's may be another at any moment.
+        #: The table in use, whose generation shards are told. The router's may change at any time.
         self._routes = router.routes
         self._lock = threading.Lock()
         self._clients: dict[str, RpcClient] = {}
-        #: Tickets whose samples have come, to be given back, by shard.
+        #: Tickets whose samples have come and that are to be released, by shard.
         self._taken: defaultdict[str, list[int]] = defaultdict(list)
         #: By shard, how many samples it has given out and loaded since it was started.
         self.tallies: dict[str, tuple[int, int]] = {}
-        #: What will be needed and is not said yet, by shard.
-        self._unsaid: defaultdict[str, list[Wanted]] = defaultdict(list)
+        #: Samples that will be needed and were not requested yet, by shard.
+        self._unsent: defaultdict[str, list[Wanted]] = defaultdict(list)
 
     def want(self, wanted: Sequence[Wanted]) -> None:
-        """Note what will be needed, soonest first. It is said with a fetch from the same shard, or by `say`."""
+        """Note samples that will be needed, soonest first. They are requested with the next fetch, or by `flush`."""
+        # One message tells of several batches: each wakes a shard, whose caches hold nothing of it by then, and takes
+        # the processor from a worker that decodes.
         for address, part in self._by_shard(wanted):
-            self._unsaid[address] += part
+            self._unsent[address] += part
 
-    def say(self, *, epoch: int, draw: int | None) -> None:
-        """Say what was noted. Nothing is waited for: what is lost is made up by the fetch."""
-        self._go_by_routes()
-        for address in [address for address, unsaid in self._unsaid.items() if unsaid]:
-            while ahead := self._next_unsaid(address, MAX_SAMPLES):
-                self._begin("want", address, ahead, epoch, draw)
+    def flush(self, of: EpochDraw) -> None:
+        """Request what was noted, without waiting for answers: a fetch makes up for a request that is lost."""
+        self._use_latest_routes()
+        for address in [address for address, unsent in self._unsent.items() if unsent]:
+            while ahead := self._next_unsent(address, MAX_SAMPLES):
+                self._begin("want", address, ahead, of)
 
-    def fetch(self, wanted: Sequence[Wanted], *, epoch: int, draw: int | None) -> list[Fetch]:
+    def fetch(self, wanted: Sequence[Wanted], of: EpochDraw) -> list[Fetch]:
         """Begin to fetch these from all their shards at once."""
         fetches: list[Fetch] = []
-        self._forget_unsaid(wanted)
+        self._drop_unsent(wanted)
         for address, part in self._by_shard(wanted):
             for start in range(0, len(part), FETCH_SAMPLES):
                 some = part[start : start + FETCH_SAMPLES]
-                ahead = self._next_unsaid(address, MAX_SAMPLES - len(some))
-                pending = self._begin("fetch", address, [*some, *ahead], epoch, draw, ahead=len(ahead))
+                ahead = self._next_unsent(address, MAX_SAMPLES - len(some))
+                pending = self._begin("fetch", address, [*some, *ahead], of, ahead=len(ahead))
                 fetches.append(Fetch(address, some, pending))
         return fetches
 
     def finish(self, fetch: Fetch) -> FetchOutcome:
-        """Wait for the answer to a fetch. It may lack samples, which are to be fetched again."""
+        """Wait for the answer to a fetch. Samples that it lacks have to be fetched again."""
         outcome = FetchOutcome()
         try:
             answer = fetch.pending.result()
         except DPFlowError as error:
             outcome.error = error
             return outcome
-        self._router.contact.heard()
+        self.router.outages.on_answer()
         served: Served = answer.body
         self.tallies[fetch.address] = served.served, served.decodes
         frames, taken = answer.frames, self._taken[fetch.address]
@@ -123,17 +136,17 @@ class ShardLinks:
         outcome.nbytes = sum(map(len, frames))
         return outcome
 
-    def give_back(self, wanted: Sequence[Wanted], *, epoch: int, draw: int | None) -> None:
-        """These are not needed any more, and what has come is taken: say so now."""
-        self._forget_unsaid(wanted)
+    def release(self, wanted: Sequence[Wanted], of: EpochDraw) -> None:
+        """Tell the shards now that these are not needed any more, and which samples have come."""
+        self._drop_unsent(wanted)
         for address, part in self._by_shard(wanted):
             self._taken[address] += [one.ticket for one in part]
         for address in [address for address, taken in self._taken.items() if taken]:
             while self._taken[address]:
-                self._begin("want", address, [], epoch, draw)
+                self._begin("want", address, [], of)
 
     def beat(self, job: JobId) -> None:
-        """Stay known to every shard. Any thread may call; raises what it meets with."""
+        """Renew the job's lease at every shard. Any thread may call; raises the first error."""
         with self._lock:
             clients = list(self._clients.values())
         pending = [client.begin("beat", job, timeout_s=BEAT_TIMEOUT_S) for client in clients]
@@ -141,43 +154,43 @@ class ShardLinks:
             call.result()
 
     def interrupt(self) -> None:
-        """Make what is under way fail at once with PeerLostError. Any thread may call."""
+        """Make the calls under way fail at once with PeerLostError. Any thread may call."""
         with self._lock:
             clients, self._clients = list(self._clients.values()), {}
         for client in clients:
             client.close()
 
     def forget(self, job: JobId) -> None:
-        """Leave shards that own nothing any more and disconnect, so that nobody waits for them."""
-        addresses = set(self._router.routes.addresses)
+        """Leave shards that own nothing any more and disconnect, so that they can end."""
+        addresses = set(self.router.routes.addresses)
         with self._lock:
             gone = [self._clients.pop(address) for address in self._clients.keys() - addresses]
         _leave(gone, job)
 
     def close(self, job: JobId) -> None:
         """Leave every shard and disconnect. May be called twice."""
-        if self._router.contact.is_lost:
-            self.interrupt()  # nobody is there to hear it
+        if self.router.outages.is_out:
+            self.interrupt()  # leaving would wait for an answer that does not come
             return
         with self._lock:
             clients, self._clients = list(self._clients.values()), {}
         _leave(clients, job)
 
-    def _go_by_routes(self) -> None:
-        """Go by the routing table in force from now on; what was noted by another one is for other shards."""
-        routes = self._router.routes
+    def _use_latest_routes(self) -> None:
+        """Go by the routing table in force; samples that were noted by the one before may have other owners."""
+        routes = self.router.routes
         if routes is not self._routes:
             self._routes = routes
-            unsaid = [one for part in self._unsaid.values() for one in part]
-            self._unsaid.clear()
-            for address, part in self._dealt(sorted(unsaid, key=lambda one: one.ticket)):
-                self._unsaid[address] = part
+            unsent = [one for part in self._unsent.values() for one in part]
+            self._unsent.clear()
+            for address, part in self._split(sorted(unsent, key=lambda one: one.ticket)):
+                self._unsent[address] = part
 
     def _by_shard(self, wanted: Sequence[Wanted]) -> list[tuple[str, list[Wanted]]]:
-        self._go_by_routes()
-        return self._dealt(wanted)
+        self._use_latest_routes()
+        return self._split(wanted)
 
-    def _dealt(self, wanted: Sequence[Wanted]) -> list[tuple[str, list[Wanted]]]:
+    def _split(self, wanted: Sequence[Wanted]) -> list[tuple[str, list[Wanted]]]:
         routes = self._routes
         if len(routes.addresses) == 1:
             return [(routes.addresses[0], list(wanted))] if wanted else []
@@ -186,26 +199,26 @@ class ShardLinks:
             parts.setdefault(routes.addresses[place], []).append(one)
         return list(parts.items())
 
-    def _next_unsaid(self, address: str, most: int) -> list[Wanted]:
-        unsaid = self._unsaid[address]
-        now, self._unsaid[address] = unsaid[:most], unsaid[most:]
+    def _next_unsent(self, address: str, most: int) -> list[Wanted]:
+        unsent = self._unsent[address]
+        now, self._unsent[address] = unsent[:most], unsent[most:]
         return now
 
-    def _forget_unsaid(self, wanted: Sequence[Wanted]) -> None:
+    def _drop_unsent(self, wanted: Sequence[Wanted]) -> None:
         tickets = {one.ticket for one in wanted}
-        for address, unsaid in self._unsaid.items():
-            self._unsaid[address] = [one for one in unsaid if one.ticket not in tickets]
+        for address, unsent in self._unsent.items():
+            self._unsent[address] = [one for one in unsent if one.ticket not in tickets]
 
     def _begin(
-        self, method: str, address: str, wanted: list[Wanted], epoch: int, draw: int | None, *, ahead: int = 0
+        self, method: str, address: str, wanted: list[Wanted], of: EpochDraw, *, ahead: int = 0
     ) -> PendingCall:
         taken = self._taken[address]
         now, self._taken[address] = taken[:MAX_SAMPLES], taken[MAX_SAMPLES:]
         ask = Ask(
-            self._router.id,
+            self.router.id,
             self._routes.generation,
-            epoch,
-            draw,
+            of.epoch,
+            of.draw,
             [one.ticket for one in wanted],
             [one.key for one in wanted],
             now,
@@ -215,11 +228,11 @@ class ShardLinks:
         try:
             return self._begin_call(address, method, ask, reply)
         except DPFlowError:
-            self._taken[address][:0] = now  # else the shard keeps their room for as long as the job lives
+            self._taken[address][:0] = now  # else the shard holds their memory for as long as the job lives
             raise
 
     def _begin_call(self, address: str, method: str, ask: Ask, reply: Any) -> PendingCall:
-        timeout_s = min(FETCH_S, self._router.contact.patience_s)
+        timeout_s = min(FETCH_S, self.router.outages.patience_s)
         client = self._client(address)
         try:
             return client.begin(method, ask, reply_type=reply, timeout_s=timeout_s)
@@ -231,7 +244,7 @@ class ShardLinks:
         return self._client(address).begin(method, ask, reply_type=reply, timeout_s=timeout_s)
 
     def _client(self, address: str) -> RpcClient:
-        cluster = self._router.cluster
+        cluster = self.router.cluster
         if cluster is not self._cluster:
             self.interrupt()
             self._cluster = cluster
@@ -251,7 +264,7 @@ def _leave(clients: Sequence[RpcClient], job: JobId) -> None:
         with suppress(DPFlowError):
             pending.append(client.begin("leave", job, timeout_s=LEAVE_S))
     for call in pending:
-        with suppress(DPFlowError):  # else its lease lapses
+        with suppress(DPFlowError):  # the job's lease expires there in any case
             call.result()
     for client in clients:
         client.close()

@@ -1,4 +1,4 @@
-"""A flag to wait for that a finalizer may set."""
+"""An event that a finalizer may set."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from contextlib import suppress
 
 
 class StopSignal:
-    """As `threading.Event`, which must not be set from a finalizer: the code that it interrupts may hold its lock."""
+    """As `threading.Event`, whose `set` takes a lock that the code may hold which a finalizer interrupts."""
 
     def __init__(self) -> None:
         self._set = False
-        #: Python promises that `put` may interrupt any other call of a queue of this kind.
+        #: A `SimpleQueue`, whose `put` is documented to be reentrant.
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def is_set(self) -> bool:
@@ -19,7 +19,7 @@ class StopSignal:
         return self._set
 
     def set(self) -> None:
-        """Set it, and wake whoever waits. Any thread may call, a finalizer and a signal's handler too."""
+        """Set it and wake the waiting threads. Any thread, finalizer or signal handler may call."""
         self._set = True
         self._woken.put(None)
 
@@ -28,5 +28,5 @@ class StopSignal:
         if not self._set:
             with suppress(queue.Empty):
                 self._woken.get(timeout=timeout_s)
-                self._woken.put(None)  # for whoever else waits
+                self._woken.put(None)  # for other waiting threads
         return self._set

@@ -1,12 +1,11 @@
-"""Objects to frames and back, without copies: one parcel is one encoded sample or batch.
+"""Encodes and decodes parcels, without copies: one parcel is one sample or batch.
 
-A parcel is a pickle head (protocol 5) and out-of-band buffers: the memory of tensors, of arrays and of big
-bytes objects. A large buffer lies in a block of shared memory where there is an arena, and is a frame of its
-own where there is none. Small ones are coalesced, each 64-byte aligned: behind the head in the first frame,
-or together in one block, as are all big bytes objects. The table says where each lies. Services pass
-(table, frames) on unopened.
+A parcel is a pickle head (protocol 5) and out-of-band buffers: the memory of tensors, of arrays and of big bytes
+objects. A large buffer is in a block of shared memory where there is an arena, and in a frame of its own where there is
+none. Small buffers are coalesced, each 64-byte aligned: behind the head in the first frame, or together in one block,
+as are all big bytes objects. The table says where each is. Services forward (table, frames) without decoding them.
 
-Only workers and jobs open parcels, and only from peers that have proved who they are: a pickle can run code.
+Only workers and jobs decode parcels, and only from authenticated peers: a pickle can run code.
 """
 
 from __future__ import annotations
@@ -30,28 +29,28 @@ from torch_dpflow.remote.wire.alignment import ALIGNMENT, WORD, aligned
 from torch_dpflow.remote.wire.parcel_table import BufferSpan, Frame, ParcelTable
 from torch_dpflow.remote.wire.shared_blocks import SHARED_BYTES, BlockRef
 
-#: From this size on a buffer has a block or a frame of its own, bytes. Measured: below it, copying it beside
-#: others costs no more than a block does, and less than a frame.
+#: From this size on a buffer has a block or a frame of its own, bytes. Measured: to coalesce a smaller one costs no
+#: more than a block, and less than a frame.
 LARGE_BYTES = 1 << 16
-#: From this size on a tensor is laid out in order, bytes; below it a batch is put together quickly anyway.
+#: From this size on `contiguous` applies to a tensor, bytes; smaller ones are collated quickly in any layout.
 ORDERED_BYTES = 1 << 15
-#: Most buffers of a parcel that have a frame of their own: a message may have only so many.
+#: Most buffers of a parcel with a frame of their own: a message has a limit.
 MAX_LARGE_FRAMES = 1000
 
 
 def encode(
     obj: Any, *, arena: Arena | None = None, contiguous: bool = False
 ) -> tuple[ParcelTable, list[Frame]]:
-    """Take `obj` apart. The frames refer to its memory: leave it unchanged until they are sent.
+    """Encode `obj`. The frames refer to its memory, which must not change until they are sent.
 
-    With `arena`, large buffers go into its blocks while it lends any; one that lies in an unpublished block
-    already is published where it is.
+    With `arena`, large buffers go into its blocks while it lends any; a buffer in an unpublished block is published
+    where it is.
 
-    contiguous: lay big tensors of up to three dimensions out in the order of their elements. What PIL images
-    become is a view with the channels last in memory: putting such samples together takes three times as long.
+    contiguous: make big tensors of up to three dimensions contiguous, once, in the block in which they travel. Tensors
+        of PIL images have the channels last in memory, which each job would take three times as long to collate.
 
     Raises:
-        NotPicklableError: something in `obj` cannot travel; the message names it and its place.
+        NotPicklableError: a part of `obj` cannot be pickled; the message names it and its place.
     """
     pickler = ParcelPickler(laid_out=partial(_laid_out, arena) if contiguous else None)
     try:
@@ -62,17 +61,17 @@ def encode(
 
 
 def decode(table: ParcelTable, frames: Sequence[Frame], *, reader: ArenaReader | None = None) -> Any:
-    """Put the object together again. Its tensors and arrays are writable.
+    """Decode a parcel. The object's tensors and arrays are writable.
 
-    A writable frame becomes the memory of the object where it is aligned; the caller gives it away. A block
-    of shared memory can be opened once, so a parcel that has any can be decoded once.
+    A writable, aligned frame becomes the memory of the object; the caller must not use it afterwards. A block of shared
+    memory can be opened once, so a parcel that has any can be decoded once.
 
     Args:
         reader: of the arena that the parcel was encoded with, if any.
 
     Raises:
         MessageError: the table does not fit the frames, or the head cannot be unpickled.
-        SegmentLostError: the worker died and its shared memory with it.
+        SegmentLostError: the worker has died, and its shared memory is gone.
         DescriptorLimitError: this process has too many files open to map it.
     """
     try:
@@ -88,9 +87,9 @@ def decode(table: ParcelTable, frames: Sequence[Frame], *, reader: ArenaReader |
 def decode_heads(
     parcels: Sequence[tuple[ParcelTable, Sequence[Frame]]],
 ) -> list[tuple[bytes, memoryview]] | None:
-    """Each parcel's head, not yet unpickled, and its only buffer; None unless all are so simple.
+    """Each parcel's head, still pickled, and its buffer; None unless each has one buffer in a frame of its own.
 
-    As in `decode`, a buffer is a frame that can become an object's memory, and the caller gives it away.
+    As in `decode`, the frame can become an object's memory.
     """
     found: list[tuple[bytes, memoryview]] = []
     for table, frames in parcels:
@@ -102,17 +101,17 @@ def decode_heads(
 
 
 def discard(table: ParcelTable, *, reader: ArenaReader | None = None) -> None:
-    """Give the shared memory of a parcel back that will not be decoded."""
+    """Release the shared memory of a parcel that will not be decoded."""
     if reader is None:
         return
     for block in table.blocks:
-        # It has been opened already, or the worker is gone, or there is no descriptor left.
+        # It was opened already, the worker has ended, or there is no descriptor left.
         with suppress(TransportError, DescriptorLimitError):
             reader.release(block)
 
 
 def _laid_out(arena: Arena | None, tensor: torch.Tensor) -> torch.Tensor:
-    """A big tensor in the order of its elements, in the memory that it will travel in."""
+    """A big tensor made contiguous, in the memory in which it will travel."""
     nbytes = tensor.nbytes
     if tensor.dim() > 3 or nbytes < ORDERED_BYTES or tensor.is_contiguous():
         return tensor
@@ -130,9 +129,9 @@ class _Packing:
         #: Large frames; the first frame comes before them.
         self._frames: list[Frame] = []
         self._blocks: list[BlockRef] = []
-        #: By key and size, so that memory used twice travels once.
+        #: By key and size, so that memory that is used twice is sent once.
         self._places: dict[tuple[int, int], BufferSpan] = {}
-        #: Small buffers and where they go in the coalesced region; its size so far.
+        #: Small buffers and their offsets in the coalesced region; its size so far.
         self._small: list[tuple[MemoryRange, int]] = []
         self._region = 0
 
@@ -149,13 +148,13 @@ class _Packing:
             first = b""
         if self._small:
             first, start, part = self._coalesce(first)
-            # Until now a small buffer's place was one in the region; the region's own is known only here.
+            # Until here a small buffer's offset is relative to the region, whose own offset is known only now.
             places = [BufferSpan(part, start + p.offset, p.size) if p.part == 0 else p for p in places]
         frames: list[Frame] = [first, *self._frames]
         return ParcelTable(len(frames), tuple(self._blocks), head, tuple(places), alignment), frames
 
     def _share_bytes_objects(self, arena: Arena, sources: list[MemoryRange]) -> None:
-        """Put all bytes objects into one block: decoding copies them, so none of them keeps it."""
+        """Put all bytes objects into one block: decoding copies them, so none keeps it in use."""
         pieces = {source[:2]: source for source in sources if type(source.owner) is bytes}
         if not pieces:
             return
@@ -192,7 +191,7 @@ class _Packing:
         return len(self._frames)
 
     def _coalesce(self, first: Frame) -> tuple[Frame, int, int]:
-        """Copy the small buffers; the first frame, where in its part the region begins, and the part."""
+        """Copy the small buffers; returns the first frame, the region's offset in its part, and the part."""
         block = self._share(self._region)
         if block is not None:
             self._copy_small(block.address)
@@ -224,9 +223,9 @@ def _load(head: memoryview, buffers: list[memoryview]) -> Any:
 
 
 def _whole_frames(table: ParcelTable, frames: Sequence[Frame]) -> list[memoryview] | None:
-    """The buffers where each is a frame that can become the object's memory, as they mostly are; None where not.
+    """The buffers, where each is a frame that can become the object's memory, as is common; else None.
 
-    A third of the time that `_Unpacking` takes, which finds what is wrong where something is.
+    Three times as fast as `_Unpacking`, which reports what is wrong where anything is.
     """
     head, count = table.head, len(frames)
     if table.frames != count or head.part or head.offset or not count or not 0 <= head.size <= len(frames[0]):
@@ -246,7 +245,7 @@ def _whole_frames(table: ParcelTable, frames: Sequence[Frame]) -> list[memoryvie
 class _Unpacking:
     """Finds the memory of every piece of one parcel.
 
-    Believes nothing that the table says, and allocates no more than the frames hold: one copy of each.
+    Checks all that the table says, and allocates no more than the frames hold: one copy of each.
     """
 
     def __init__(self, table: ParcelTable, frames: Sequence[Frame], reader: ArenaReader | None) -> None:
@@ -288,7 +287,7 @@ class _Unpacking:
         if part >= len(self._frames):
             raise MessageError(f"part {part} of a parcel that has {len(self._frames)} frames")
         frame, start = self._frames[part], 0
-        if part == 0:  # the head and its padding are not worth a copy
+        if part == 0:  # do not copy the head and its padding
             head = self._table.head
             start = aligned(head.size) if head.part == 0 else 0
             frame = frame[start:]
@@ -300,5 +299,5 @@ class _Unpacking:
         if number >= len(self._table.blocks):
             raise MessageError(f"block {number} of a parcel that has {len(self._table.blocks)}")
         if self._reader is None:
-            raise MessageError("parcel lies in a worker's shared memory; decoding it takes its ArenaReader")
+            raise MessageError("a parcel is in a worker's shared memory; decoding it needs the ArenaReader")
         return self._reader.view(self._table.blocks[number]).data

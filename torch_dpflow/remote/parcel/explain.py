@@ -1,4 +1,4 @@
-"""What to tell the user whose batch or dataset cannot be pickled: which part of it, where it is, and what to do."""
+"""Error messages for batches and datasets that cannot be pickled: which part, where it is, and what to do."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from torch_dpflow.errors import NotPicklableError
 from torch_dpflow.remote.parcel.pickling import ParcelPickler
 
-#: Most objects that are pickled on trial in the search for the one that cannot be.
+#: Most objects that are pickled on trial in the search for the culprit.
 _MOST_TRIALS = 10_000
 _DEEPEST = 50
 
 
 def explain(obj: Any, error: Exception, *, name: str = "batch") -> NotPicklableError:
-    """The error for `obj`, which could not be pickled because of `error`; `name` is what to call it."""
+    """The error for `obj`, which the message calls `name` and whose pickling raised `error`."""
     path, culprit, reason = _find_culprit(obj, error, name, lambda part: ParcelPickler().dump(part))
     return _error_of(path, culprit, reason, _advice(culprit))
 
@@ -26,7 +26,7 @@ def explain(obj: Any, error: Exception, *, name: str = "batch") -> NotPicklableE
 def explain_loading(
     loads: Mapping[str, Any], error: Exception, *, dump: Callable[[Any], object]
 ) -> NotPicklableError:
-    """The error for what a flow's workers were to load, by what to call it, of which `dump` has raised `error`."""
+    """The error for a flow's content, whose parts have names in the message, and for which `dump` raised `error`."""
     for name, obj in loads.items():
         failure = _failure_of(obj, dump)
         if failure is not None:
@@ -46,7 +46,7 @@ def _error_of(path: str, culprit: Any, reason: Exception, advice: str) -> NotPic
 def _find_culprit(
     obj: Any, error: Exception, path: str, dump: Callable[[Any], object]
 ) -> tuple[str, Any, Exception]:
-    """Go down to the deepest part that cannot be pickled while all of its own parts can."""
+    """Descend to the part that cannot be pickled while all of its own parts can."""
     trials = 0
     above: set[int] = set()
     for _ in range(_DEEPEST):

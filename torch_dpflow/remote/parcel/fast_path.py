@@ -1,8 +1,8 @@
-"""A worker's sample as a parcel. The common ones take a short cut: a tensor, or a tuple of one and plain numbers.
+"""Encodes a worker's sample, the common ones without pickle: a tensor, or a tuple of one and plain numbers.
 
-A worker packs a sample when the sample's own code has just filled the processor's caches with other things, so what
-counts is how much code packing runs through, and not how fast that runs when it is repeated: the way through
-`ParcelPickler` takes 27 µs in a loop and 180 µs in a worker that decodes images.
+A worker encodes a sample just after the sample's own code has filled the processor's caches. So the amount of code
+counts, and not how fast it runs when repeated: the way through `ParcelPickler` takes 27 µs in a loop and 180 µs in a
+worker that decodes images.
 """
 
 from __future__ import annotations
@@ -24,19 +24,16 @@ from torch_dpflow.remote.wire.alignment import ALIGNMENT
 from torch_dpflow.remote.wire.parcel_table import BufferSpan, Frame, ParcelTable
 from torch_dpflow.remote.wire.shared_blocks import SHARED_BYTES
 
-#: Most items of a tuple that takes the short cut.
+#: Most items of a tuple for the fast path.
 _MOST_ITEMS = 8
 _NUMBERS = frozenset((int, float, bool, type(None)))
 _BEGIN = pickle.PROTO + b"\x05"
-#: What numpy lays out at least as fast as torch, and in fewer steps: rows of so many bytes or more.
+#: From this many bytes in a row on, numpy's strided copy is at least as fast as torch's, and takes fewer steps.
 _ROW_BYTES = 16
 
 
 def encode_sample(sample: Any, *, arena: Arena | None = None) -> tuple[ParcelTable, list[Frame]]:
-    """Take a sample apart, its big tensors of up to three dimensions laid out in the order of their elements.
-
-    `decode` puts it together. As `parcel.encode` with `contiguous`, whose errors it raises.
-    """
+    """Encode a sample for `decode`. As `parcel.encode` with `contiguous`, whose errors it raises."""
     if not _QUICK:
         quick = None
     elif type(sample) is torch.Tensor:
@@ -49,9 +46,9 @@ def encode_sample(sample: Any, *, arena: Arena | None = None) -> tuple[ParcelTab
 
 
 def numbers_beside(head: bytes, tensor: torch.Tensor, *, alone: bool) -> tuple[Any, ...] | None:
-    """What the head of a sample's parcel tells beside such a tensor; None where it tells of something else.
+    """The numbers beside such a tensor in the head of a sample's parcel; None where the head has something else.
 
-    alone: whether the sample is to be the tensor, and not a tuple that begins with it.
+    alone: whether the sample should be the tensor, and not a tuple that begins with it.
     """
     if not _QUICK:
         return None
@@ -70,7 +67,7 @@ def _encode_tensor(
 ) -> tuple[ParcelTable, list[Frame]] | None:
     """The parcel; None where the sample is of another kind, or where there is no shared memory for it.
 
-    numbers: the other items of the tuple; None: the tensor is no item of one.
+    numbers: the other items of the tuple; None: the sample is the tensor.
     """
     if not is_plain(tensor) or not all(type(number) in _NUMBERS for number in numbers or ()):
         return None
@@ -114,7 +111,7 @@ def _lay_out(tensor: torch.Tensor, block: Block) -> None:
 
 @lru_cache(maxsize=512)
 def _instructions(dtype: torch.dtype, shape: torch.Size) -> bytes:
-    """What pickle does to make a contiguous tensor of the parcel's first buffer, without begin and end."""
+    """The pickle that makes a contiguous tensor of the parcel's first buffer, without its begin and end."""
     pickler = ParcelPickler()
     pickler.dump(torch.empty(shape, dtype=dtype, device="cpu"))
     head = b"".join(pickler.chunks)[2:-1]
@@ -122,7 +119,7 @@ def _instructions(dtype: torch.dtype, shape: torch.Size) -> bytes:
 
 
 def _writes_as_pickle() -> bool:
-    """Whether heads that are put together of pieces of this Python's pickles are read as what they are to tell."""
+    """Self-test: whether heads that are composed of pieces of this Python's pickles unpickle to what they should."""
     tensor, numbers = torch.arange(6, device="cpu").reshape(2, 3), (1, 2**70, -1.5, True, None)
     samples: tuple[tuple[Any, tuple[Any, ...] | None], ...] = ((tensor, None), ((tensor, *numbers), numbers))
     try:
@@ -144,6 +141,6 @@ _QUICK = True
 _QUICK = _writes_as_pickle()
 if not _QUICK:
     TRANSPORT.warning(
-        "this Python writes pickles otherwise than torch_dpflow expects: samples take the long way into a parcel, "
-        "which takes a worker up to 0.2 ms more for each"
+        "this Python writes pickles in another form than torch_dpflow expects: samples are encoded by pickle, which "
+        "takes a worker up to 0.2 ms more for each"
     )

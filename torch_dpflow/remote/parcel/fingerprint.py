@@ -1,7 +1,7 @@
-"""A digest of what a flow's workers load that is the same in every process that makes the same thing.
+"""A digest of a flow's content that is the same in every process that defines the same content.
 
-The pickle that travels does not serve: cloudpickle gives every class of a script a random number. Here code is
-taken by what it does, and everything else by its pickle.
+A digest of the pickle is not: cloudpickle gives every class of a script a random number. Here code is digested by its
+bytecode, and everything else by its pickle.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any, TypeAlias
 
 import torch
 
-#: Members of a class that say nothing of what it does, or differ from process to process.
+#: Members of a class that do not affect what it does, or differ from process to process.
 _NO_CODE = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__"}
-#: A script's module: where it runs, and in processes that it spawns.
+#: The names of a script's module: where it runs, and in processes that it spawns.
 SCRIPT = ("__main__", "__mp_main__")
-#: Of a script's variables that its functions read these count. Others, its arguments for one, may differ from job to
-#: job where the data do not.
+#: The types of a script's global variables that are digested with the functions that read them. Others, such as parsed
+#: arguments, may differ between jobs that read the same data.
 _CONSTANTS = (bool, int, float, complex, str, bytes)
 
 
 def fingerprint(obj: Any) -> str:
     """A digest of `obj`, 16 hexadecimal digits.
 
-    Classes and functions of an imported module count by name, those of a script by their code, with the functions,
-    classes and constants of the script that it uses. What cannot be pickled counts by its type alone.
+    Classes and functions of imported modules are digested by name, those of a script by their code, with the functions,
+    classes and constants of the script that they use. An object that cannot be pickled is digested by its type.
     """
     return _digest(obj, {})
 
 
-#: Functions and classes that have been told of, by id, with what stands for each.
+#: Functions and classes that have been digested, by id, with the digest of each.
 _Told: TypeAlias = dict[int, tuple[Any, str]]
 
 
@@ -52,14 +52,14 @@ def _digestible(obj: Any, told: _Told) -> bytes:
 
 
 class _Digester(pickle.Pickler):
-    """Writes what is never read again."""
+    """Writes a pickle to be digested, which cannot be unpickled."""
 
     def __init__(self, out: io.BytesIO, told: _Told) -> None:
         super().__init__(out, protocol=5)
         self._told = told
 
     def persistent_id(self, obj: Any) -> Any:
-        # Of sets alone: their order differs from process to process.
+        # For sets only, whose order differs from process to process.
         if isinstance(obj, set | frozenset):
             return sorted(_digest(one, dict(self._told)) for one in obj)
         return None
@@ -72,15 +72,15 @@ class _Digester(pickle.Pickler):
         return NotImplemented
 
     def _tell(self, obj: Any) -> str:
-        """What stands for a function or a class of the script."""
+        """The digest of a function or a class of the script."""
         if id(obj) not in self._told:
-            self._told[id(obj)] = obj, obj.__qualname__  # where it refers to itself
+            self._told[id(obj)] = obj, obj.__qualname__  # stands for it where it refers to itself
             parts = self._class(obj) if isinstance(obj, type) else self._function(obj)
             self._told[id(obj)] = obj, _digest(parts, self._told)
         return self._told[id(obj)][1]
 
     def _each(self, named: Mapping[Any, Any]) -> dict[Any, str]:
-        """A digest of each by itself: one that cannot be pickled takes nothing away from the others."""
+        """A digest of each by itself: one that cannot be pickled does not affect the others."""
         return {name: _digest(value, self._told) for name, value in sorted(named.items())}
 
     def _function(self, function: types.FunctionType) -> tuple[Any, ...]:
@@ -96,7 +96,7 @@ class _Digester(pickle.Pickler):
 
 
 def _content(tensor: torch.Tensor) -> str:
-    """A digest of a tensor's values; its pickle holds an address of its memory."""
+    """A digest of a tensor's values; its pickle would contain a memory address."""
     values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
     return hashlib.sha256(values.view(torch.uint8).numpy().data).hexdigest()
 
@@ -112,7 +112,7 @@ def _member(value: Any) -> Any:
 
 
 def _counts(value: Any) -> bool:
-    """Whether a variable of the script is part of the functions that read it."""
+    """Whether a variable of the script is digested with the functions that read it."""
     is_code = isinstance(value, type | types.FunctionType) and not _is_importable(value)
     return is_code or isinstance(value, _CONSTANTS)
 
@@ -125,15 +125,15 @@ def _cell(cell: types.CellType) -> Any:
 
 
 def _code(code: types.CodeType) -> str:
-    """What a function does, without where it stands."""
+    """A function's bytecode and constants, without line numbers."""
     constants = [_code(one) if isinstance(one, types.CodeType) else _constant(one) for one in code.co_consts]
     return repr((code.co_code.hex(), code.co_names, code.co_varnames, constants))
 
 
 def _globals(code: types.CodeType) -> set[str]:
-    """The names that it, or a function inside it, looks up in its module."""
+    """The global names that it, or a function inside it, looks up."""
     found = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
-    found -= {"__name__", "__file__"}  # they tell where the script runs, and not what it does
+    found -= {"__name__", "__file__"}  # they depend on where the script runs
     return found.union(*(_globals(one) for one in code.co_consts if isinstance(one, types.CodeType)))
 
 
@@ -142,5 +142,5 @@ def _constant(value: Any) -> str:
 
 
 def _is_importable(obj: Any) -> bool:
-    """Whether another process finds it by its name, so that its code does not travel."""
+    """Whether another process can import it by name, so that its code is not sent."""
     return obj.__module__ not in SCRIPT and "<" not in obj.__qualname__

@@ -1,10 +1,10 @@
-"""How tensors, storages and arrays are taken apart for a parcel and put together again.
+"""Pickles tensors, storages and arrays with their memory outside of the pickle.
 
-A tensor becomes its storage, dtype, shape, strides and offset; two tensors of one storage meet again through
-pickle's memo. A storage or an array becomes a stand-in for a buffer, and its memory goes to `sources`. All
-other layouts and subclasses go torch's own way, which ends at storages. What torch registers with
-multiprocessing's ForkingPickler takes no part, so no descriptor is passed behind our back. A big bytes object
-leaves the pickle too; opening the parcel copies it, as bytes own their memory.
+A tensor is pickled as its storage, dtype, shape, strides and offset; two tensors of one storage share it again after
+decoding, through pickle's memo. A storage or an array is pickled as a stand-in for a buffer, and its memory is added to
+`sources`. Other layouts and subclasses are pickled by torch, down to their storages. The reductions that torch
+registers with multiprocessing's ForkingPickler are not used, so no descriptors are passed. The memory of a big bytes
+object leaves the pickle too; decoding copies it, as bytes own their memory.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from torch_dpflow.remote.shm.memory import Memory, address_of, memory_of, storag
 from torch_dpflow.remote.wire.alignment import WORD
 from torch_dpflow.torch_private import typed_storage, untyped_storage
 
-#: A view travels without the rest of its storage where it takes up less than this share, and so much less.
+#: A view is sent without the rest of its storage where it takes up less than this share, and saves at least these
+#: bytes.
 _SPAN_SHARE = 0.5
 _SPAN_SLACK_BYTES = 4096
-#: Kinds of numpy dtype that lie flat in memory and are told whole by `dtype.str`.
+#: Kinds of numpy dtype that `dtype.str` describes completely.
 _PLAIN_KINDS = frozenset("biufcSUmM")
 
 #: A dtype by itself is pickled by reference, which takes longer than the rest of a small tensor.
@@ -37,12 +38,12 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 class MemoryRange(NamedTuple):
     """Memory that a parcel refers to."""
 
-    #: The address; or a bytes object's id, which tells it apart as well and costs less to find out.
+    #: The address; or a bytes object's id, which is as unique and cheaper to get.
     key: int
     nbytes: int
-    #: Keeps the memory alive. A bytes object where that is what travels, and nothing else is bytes here.
+    #: Keeps the memory alive. Only a bytes object in the pickle has an owner of that type.
     owner: Any
-    #: What the address of the decoded memory has to be a multiple of.
+    #: The alignment that the decoded memory needs, bytes.
     alignment: int = WORD
 
     @property
@@ -51,7 +52,7 @@ class MemoryRange(NamedTuple):
         return address_of(np.frombuffer(self.owner, np.uint8)) if type(self.owner) is bytes else self.key
 
     def view(self) -> bytes | memoryview:
-        """The memory itself, not a copy."""
+        """The memory, without a copy."""
         owner = self.owner
         if type(owner) is bytes:
             return owner
@@ -63,24 +64,24 @@ class MemoryRange(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """A part of a storage that travels alone."""
+    """A part of a storage that is sent without the rest."""
 
     memory: Memory
 
 
-#: From this size on pickle writes a bytes object by itself, without a copy of it.
+#: From this size on pickle writes a bytes object by a `write` of its own, without a copy.
 _APART_BYTES = 1 << 16
-#: To pickle: call `bytes` with the next buffer.
+#: Opcodes: call `bytes` with the next buffer.
 _BYTES_OF_BUFFER = pickle.GLOBAL + b"builtins\nbytes\n" + pickle.NEXT_BUFFER + pickle.TUPLE1 + pickle.REDUCE
-#: What pickle sees in the place of memory. Writable, or it would have the decoded memory made read-only.
+#: Stands for memory in the pickle. Writable, or pickle would make the decoded memory read-only.
 _STAND_IN = pickle.PickleBuffer(bytearray(1))
 
 
 class _Stream:
     """The file that pickle writes to: big bytes objects go to `sources`, all else to `chunks`.
 
-    pickle hands a big bytes object to `write` as itself, after a chunk that ends with its opcode and length,
-    outside of any pickle frame. In their place come instructions to make bytes of the next buffer.
+    pickle passes a big bytes object itself to `write`, after a chunk that ends with its opcode and length, outside of
+    any pickle frame. These are replaced by opcodes that make bytes of the next buffer; the pickle remains valid.
     """
 
     def __init__(self) -> None:
@@ -99,7 +100,7 @@ class _Stream:
 
 
 class _PlainStream:
-    """The file that pickle writes to where it does not write as `_Stream` knows: all of it goes to `chunks`."""
+    """The file that pickle writes to where it does not write as `_Stream` expects: everything goes to `chunks`."""
 
     def __init__(self) -> None:
         self.chunks: list[bytes] = []
@@ -108,9 +109,9 @@ class _PlainStream:
 
 
 def _begins_with_frame(chunk: bytes) -> bool:
-    """Whether this may be pickle's own output, the tail of the chunk before it being chance.
+    """Whether this may be pickle's own output, after a chunk that only happens to end like a bytes object's header.
 
-    pickle flushes as much only in frames. A bytes object that looks like one stays in the stream, unharmed.
+    pickle itself writes so much only in frames. A bytes object that looks like a frame stays in the stream.
     """
     return chunk[:1] == pickle.FRAME and int.from_bytes(chunk[1:9], "little") <= len(chunk)
 
@@ -125,7 +126,7 @@ class ParcelPickler(pickle.Pickler):
     """Pickles into `chunks`; the memory of tensors, arrays and big bytes goes to `sources`, as it is met.
 
     Args:
-        laid_out: called with each dense tensor; gives what is to travel in its place, of the same values.
+        laid_out: called with each dense tensor; returns a tensor of the same values to be pickled in its place.
     """
 
     def __init__(self, *, laid_out: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
@@ -133,7 +134,7 @@ class ParcelPickler(pickle.Pickler):
         stream = _new_stream()
         self.chunks = stream.chunks
         self.sources = stream.sources
-        # Not a method of ours: in a cycle with its pickler, a batch's memory would wait for the collector.
+        # Not a bound method: a reference cycle would leave the batch's memory to the garbage collector.
         super().__init__(stream, protocol=5, buffer_callback=partial(_take_buffer, self.sources))
 
     def reducer_override(self, obj: Any) -> Any:
@@ -202,7 +203,7 @@ def rebuild_storage_on(storage: torch.UntypedStorage, device: str) -> torch.Unty
 
 
 def rebuild_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> TypedStorage:
-    """The typed face of a storage, as torch's own rebuilding functions want it."""
+    """A typed storage, as torch's own rebuilding functions need it."""
     return typed_storage(storage, dtype)
 
 
@@ -220,7 +221,10 @@ def rebuild_array(memory: memoryview, dtype: Any, shape: tuple[int, ...], order:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether storage, dtype, shape, strides and offset are all there is to an exact torch.Tensor."""
+    """Whether storage, dtype, shape, strides and offset describe a torch.Tensor completely.
+
+    The conjugate and negative bits, which torch's reduction for shared memory drops, are not among them.
+    """
     return not (
         tensor.layout is not torch.strided
         or not tensor.is_cpu
@@ -242,7 +246,7 @@ def _refuse_graph(tensor: torch.Tensor) -> None:
 
 
 def _narrow(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> tuple[Any, int]:
-    """The part of the storage that has to travel with `tensor`, and the tensor's offset in it."""
+    """The part of the storage to send with `tensor`, and the tensor's offset in it."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     nbytes = (last + 1) * tensor.itemsize if tensor.numel() else 0
     if nbytes > storage.nbytes() * _SPAN_SHARE or storage.nbytes() - nbytes < _SPAN_SLACK_BYTES:
@@ -261,7 +265,7 @@ _REDUCERS: dict[type, Callable[[ParcelPickler, Any], Any]] = {
 
 
 def _takes_bytes_apart() -> bool:
-    """Whether big bytes objects leave the pickles of this Python as `_Stream` expects it, and come back."""
+    """Self-test: whether this Python writes big bytes objects as `_Stream` expects, and they can be decoded."""
     big = bytes(_APART_BYTES)
     given = [big, "text", pickle.FRAME + bytes(8) + big, big]
     pickler = ParcelPickler()
@@ -277,10 +281,10 @@ def _takes_bytes_apart() -> bool:
 
 
 _new_stream: Callable[[], _Stream | _PlainStream] = _Stream
-# What pickle writes is documented, how it cuts that into pieces is not: another Python may do so otherwise.
+# The format of pickles is documented; how they are split into calls of `write` is not, and may change.
 if not _takes_bytes_apart():
     _new_stream = _PlainStream
     TRANSPORT.warning(
-        "this Python writes pickles otherwise than torch_dpflow expects: big bytes objects travel inside them, which "
-        "takes one copy more"
+        "this Python writes pickles in another form than torch_dpflow expects: big bytes objects are sent inside them, "
+        "which takes one copy more"
     )

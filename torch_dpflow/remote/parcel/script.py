@@ -1,8 +1,8 @@
-"""What a script, or a notebook, defines itself travels to a flow's workers, and samples made of it travel back.
+"""Sends classes and functions of a script, or a notebook, to a flow's workers, so that samples can be made of them.
 
-cloudpickle takes the code of such classes along. But a sample is pickled with the names of its classes, and pickle
-wants to find them under these names where it writes as well as where it reads. So in a worker they are put where the
-script has them: into `__main__`. A job finds its own there, as it is by then: a cell may have been run again.
+cloudpickle includes the code of such classes. But a sample is pickled with the names of its classes, and pickle looks
+them up by these names where it writes as well as where it reads. So a worker puts them where the script has them, into
+`__main__`. A job finds its own there, in its present form: a cell may have been run again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch_dpflow.remote.parcel.fingerprint import SCRIPT
 
 
 def pack(obj: Any) -> bytes:
-    """`obj` as bytes, with the code of what the script defines of it. Raises what pickling it raises."""
+    """Pickle `obj`, with the code of the script's classes and functions in it. Raises what pickling raises."""
     out = io.BytesIO()
     pickler = _Pickler(out)
     with _by_value():
@@ -31,7 +31,7 @@ def pack(obj: Any) -> bytes:
 
 
 def unpack(packed: IO[bytes]) -> Any:
-    """What was packed, from a file. What the script defines of it is in this process's `__main__` from now on."""
+    """Unpickle from a file, and put the script's classes and functions into this process's `__main__`."""
     unpickler = pickle.Unpickler(packed)
     obj, own = unpickler.load(), unpickler.load()
     for name, value in sorted(own.items()):
@@ -42,10 +42,10 @@ def unpack(packed: IO[bytes]) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Notes the classes and functions of the script that it comes by, by the names that they have there.
+    """Collects the classes and functions of the script that it pickles, by their names there.
 
-    What pickles its parts by itself, with their code, would hide them: its class says how they are seen, in a
-    `__reduce_by_value__` that is to pickle's `__reduce__` what this pickler is to pickle's.
+    An object that pickles its own parts with cloudpickle would hide them from this pickler; its class has a
+    `__reduce_by_value__` for it, in place of `__reduce__`.
     """
 
     def __init__(self, out: io.BytesIO) -> None:
@@ -58,7 +58,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return by_value(obj)
         if isinstance(obj, type | types.FunctionType) and obj.__module__ in SCRIPT:
             name = obj.__qualname__
-            # Of two with one name the one that the script has now: a cell was run again.
+            # Of two with one name, the present one: a cell was run again.
             if name not in self.own or vars(sys.modules[obj.__module__]).get(name) is obj:
                 self.own[name] = obj
         return super().reducer_override(obj)
@@ -66,7 +66,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 @contextmanager
 def _by_value() -> Iterator[None]:
-    """In a process that the script has spawned, its module has a name of its own, by which no worker finds it."""
+    """Pickle the script's module by value in a process that it spawned, where the module has another name."""
     main = sys.modules["__main__"]
     if main.__name__ in ("__main__", *cloudpickle.list_registry_pickle_by_value()):
         yield

@@ -1,4 +1,4 @@
-"""The server's side of calls: methods by name, execution, and answers that can be had again."""
+"""The server's side of calls: methods by name, execution, and replies that are kept for repeated calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_dpflow.remote.wire import headers as messages
 from torch_dpflow.remote.wire.headers import body_decoder, decode_body, encode_body
 from torch_dpflow.remote.wire.parcel_table import Frame
 
-#: Has a function called in the server's thread, soon.
+#: Schedules a function for the server's thread.
 RunSoon: TypeAlias = Callable[[Callable[[], None]], None]
 
 _REFUSALS = {
@@ -42,7 +42,7 @@ class _Method:
 
 @dataclass(frozen=True)
 class _Reply:
-    """A call's result, ready to be sent any number of times."""
+    """A call's result, encoded, which may be sent any number of times."""
 
     body: msgspec.Raw
     frames: Sequence[Frame] = ()
@@ -54,7 +54,7 @@ class _Reply:
 
 
 class CallService:
-    """Executes calls. Belongs to the server's thread, into which `post` leads."""
+    """Executes calls in the server's thread. `post` schedules a function for that thread."""
 
     def __init__(
         self, sessions: SessionTable, replies: ReplyMemory[Any], stats: ServerStats, post: RunSoon
@@ -72,17 +72,19 @@ class CallService:
     def on_request(self, session: Session, header: messages.Request, frames: list[memoryview]) -> None:
         """A client calls."""
         verdict, reply = self._replies.admit(
-            session.client, header.call, settled=header.settled, answered=header.answered
+            session.client, header.call, completed_below=header.completed_below, answered=header.answered
         )
         if verdict is Verdict.EXECUTE:
             self._execute(session, header, frames)
             return
         self._stats.repeats += verdict is not Verdict.OVERLOADED
         self._respond(session, header.call, verdict, reply)
-        session.carrier.unpack(frames, header.packing)  # whoever opens shared memory gives it back
+        session.carrier.unpack(
+            frames, header.packing
+        )  # opening shared memory is what releases it to the client
 
     def on_inquiry(self, session: Session, header: messages.Inquiry, *_: object) -> None:
-        """A client asks about calls whose answers it waits for."""
+        """A client asks for the state of calls that it still waits for."""
         for call in header.calls:
             verdict, reply = self._replies.look_up(session.client, call)
             self._respond(session, call, verdict, reply)
@@ -103,7 +105,7 @@ class CallService:
         def finish(outcome: Outcome) -> None:
             self._finish(session.client, header.call, remembered, outcome)
 
-        # The request's frames are let go before the answer leaves, so that the client finds its memory free.
+        # The request's frames are released before the answer is sent, so that the client finds its memory free.
         outcome = self._run(method, session, header, frames, finish)
         if not isinstance(outcome, Later):
             finish(outcome)
@@ -139,7 +141,7 @@ class CallService:
         reply = _prepare(outcome)
         nbytes = reply.nbytes if remembered else 0
         if not self._replies.finish(client, call, reply, nbytes=nbytes, keep=remembered):
-            return  # answered before, or the client has given it up
+            return  # it was answered before, or the client has given it up
         self._stats.failures += reply.failure is not None
         session = self._sessions.get(client)
         if session is not None:

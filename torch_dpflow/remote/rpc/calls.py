@@ -1,4 +1,4 @@
-"""The client's side of calls, without socket or clock: which are open, what the server may forget."""
+"""The client's side of calls, without socket or clock: which are open, and which replies the server may forget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_dpflow.remote.wire.parcel_table import Frame
 
 @dataclass(slots=True, eq=False)
 class OpenCall:
-    """A call that is not answered yet, and all that it takes to send it again."""
+    """A call that is not answered yet, with all that is needed to send it again."""
 
     id: int
     method: str
@@ -26,9 +26,8 @@ class OpenCall:
 class CallTable:
     """Numbers the calls and keeps those that are open. Not thread-safe.
 
-    The server remembers a reply until it is told that nobody will ask for it again: by `settled`, below which
-    every call is over, and by `answered`, which lists those that are over beside a call that is open for
-    long.
+    The server keeps a reply until the client reports the call as completed: by `completed_below`, or where an older
+    call stays open for long, by its number in `answered`.
     """
 
     def __init__(self) -> None:
@@ -38,8 +37,8 @@ class CallTable:
         self._answered: list[int] = []
 
     @property
-    def settled(self) -> int:
-        """Every call below this number is over."""
+    def completed_below(self) -> int:
+        """Every call below this number is answered or given up."""
         return next(iter(self._open), self._next)
 
     def begin(
@@ -59,12 +58,12 @@ class CallTable:
         return call
 
     def take_answered(self) -> list[int]:
-        """What is over above `settled` and was not taken before: for the next request."""
+        """Calls that were completed since the last time and are not below `completed_below`, for the next request."""
         if not self._answered:
             return []
         answered, self._answered = self._answered, []
-        settled = self.settled
-        return [call_id for call_id in answered if call_id >= settled]
+        first_open = self.completed_below
+        return [call_id for call_id in answered if call_id >= first_open]
 
     def older_than(self, moment: float) -> list[int]:
         """The open calls that began before `moment`: their request or reply may be lost."""

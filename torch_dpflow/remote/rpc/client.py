@@ -1,7 +1,7 @@
 """The calling side: calls over one connection, from any thread, without a thread of its own.
 
-Whoever waits reads the socket for all who wait, and hands the turn on when its own answer has come. So a
-single caller pays for no hand-over between threads, which would cost more than the rest of a small call.
+One of the waiting threads, the leader, reads the socket for all of them; when its own answer has come, another one
+leads. So a single caller pays for no switch between threads, which would cost more than the rest of a small call.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch_dpflow.remote.wire.headers import body_decoder, encode_body
 
 @dataclass(frozen=True, kw_only=True)
 class ClientOptions:
-    """How long a client waits, and for how much."""
+    """Timeouts and limits of a client."""
 
-    #: How long a call waits for its answer where it does not say itself, seconds.
+    #: How long a call waits for its answer by default, seconds.
     timeout_s: float = 60.0
-    #: A call that has waited so long asks the server about itself, and again after as long, seconds.
+    #: How often the client asks the server for the state of calls that are open for so long, seconds.
     inquire_s: float = 0.5
     #: Most bytes that the frames of one message may hold once they are decompressed.
     max_payload_bytes: int = 1 << 31
@@ -45,7 +45,7 @@ class ClientOptions:
 
 
 class PendingCall:
-    """A call on its way; `result` waits for it. Any thread may."""
+    """A call that was sent; any thread may wait for its `result`."""
 
     def __init__(self, client: RpcClient, awaited: Awaited) -> None:
         self._client = client
@@ -71,9 +71,8 @@ class PendingCall:
 class RpcClient:
     """Calls the methods of one server. Thread-safe; not to be used after a fork.
 
-    A call is repeated until it is answered or its deadline passes, across reconnects and restarts of the
-    server; one server process executes it at most once. Frames that a call carries must not change before it
-    is answered.
+    A call is repeated until it is answered or its deadline passes, across reconnects and restarts of the server; one
+    server process executes it at most once. The frames of a call must not change before it is answered.
 
     Args:
         address: where the server listens; it need not be there yet.
@@ -93,15 +92,15 @@ class RpcClient:
         self._clock = clock
         self._pid = os.getpid()
         self._connection = connect(address, options=transport or TransportOptions())
-        #: Guards everything below, and the connection while nobody leads.
+        #: Guards everything below, and the connection while no thread leads.
         self._changed = threading.Condition(threading.Lock())
-        #: Whether a thread is at the socket. It owns the connection then, without the lock.
+        #: Whether a thread leads. It owns the connection then, without holding the lock.
         self._leading = False
         self._closed = False
-        #: How many threads wait for something.
+        #: How many threads wait for answers.
         self._waiters = 0
-        # Not a method of this object's: with one that knows it, a client that nobody closed would wait for the garbage
-        # collector, and its socket be closed wherever that runs.
+        # Not a bound method: a reference cycle would leave a client that was not closed to the garbage collector, which
+        # would close its socket in an arbitrary thread.
         self._session = ClientSession(address, functools.partial(_make_carrier, address, self.options))
         self._inquire_at = clock()
 
@@ -130,13 +129,14 @@ class RpcClient:
     ) -> PendingCall:
         """Send a call without waiting for its answer.
 
-        body: anything that msgpack can carry; small. frames: bulk. reply_type: what the answer's body must
-        be. Raises MessageError where the call exceeds a limit, PeerLostError where the connection takes no
-        more.
+        body: small; anything that msgpack can encode.
+        frames: bulk data.
+        reply_type: the type that the answer's body must have.
+        Raises MessageError where the call exceeds a limit, PeerLostError where the connection takes no more.
         """
         with self._usable:
             awaited = self._begin(method, body, frames, reply_type, timeout_s)
-            self._push()
+            self._flush()
         return PendingCall(self, awaited)
 
     def stats(self) -> ClientStats:
@@ -145,7 +145,7 @@ class RpcClient:
             return replace(self._session.stats)
 
     def close(self) -> None:
-        """Give up what is open and disconnect. May be called twice."""
+        """Fail the open calls and disconnect. May be called twice."""
         if os.getpid() != self._pid:
             self._connection.close()
             return
@@ -190,7 +190,7 @@ class RpcClient:
         return awaited.outcome()
 
     def _wait(self, done: Callable[[], bool], deadline: float) -> bool:
-        """Wait until `done`; False where the deadline passes first. Reads the socket if nobody else does."""
+        """Wait until `done`; False where the deadline passes first. Leads if no other thread does."""
         if not self._waiters:
             self._inquire_at = max(self._inquire_at, self._clock() + self.options.inquire_s)
         self._waiters += 1
@@ -210,18 +210,18 @@ class RpcClient:
                 self._changed.wait(deadline - now)
             else:
                 self._inquire(now)
-                self._take_turn(max(0.0, min(deadline, self._inquire_at) - now))
+                self._lead(max(0.0, min(deadline, self._inquire_at) - now))
         return True
 
-    def _push(self) -> None:
-        """Get the outbox sent without waiting for anything."""
+    def _flush(self) -> None:
+        """Send the outbox, or have the leader send it, without waiting for answers."""
         if self._leading:
             self._connection.wake()
         else:
-            self._take_turn(None)
+            self._lead(None)
 
-    def _take_turn(self, wait_s: float | None) -> None:
-        """Send what is queued; then read a message, unless `wait_s` is None."""
+    def _lead(self, wait_s: float | None) -> None:
+        """Send the outbox; then read a message, unless `wait_s` is None."""
         outbox, self._session.outbox = self._session.outbox, []
         received = None
         self._leading = True

@@ -1,8 +1,8 @@
-"""What a client knows of its server, and what it says to it: no socket, no lock, no clock.
+"""A client's state machine: no socket, no lock, no clock.
 
-Messages go in through `on_message`, messages to be sent come out in `outbox`, in order. The server may start
-anew or forget this client at any time: then it answers `Stranger`, the client greets it again and asks about
-everything that is open, and the answers say what to send again.
+Messages go in through `on_message`; messages to send come out in `outbox`, in order. The server may restart or forget
+this client at any time: then it answers `Stranger`, the client says `Hello` again and asks for the state of every open
+call, and the answers name the calls to send again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch_dpflow.remote.wire.parcel_table import Frame
 
 
 class Answer(NamedTuple):
-    """What a call brings back."""
+    """The body and the frames of a reply."""
 
     body: Any
     frames: list[memoryview]
@@ -38,7 +38,7 @@ class Answer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Awaited:
-    """The answer to one call, from its beginning on."""
+    """One call and, once it is over, its answer or error."""
 
     call: OpenCall
     decoder: msgspec.msgpack.Decoder[Any]
@@ -51,7 +51,7 @@ class Awaited:
         return self.answer is not None or self.error is not None
 
     def outcome(self) -> Answer:
-        """The answer of a call that is over; raises the error that it ended with."""
+        """The answer of a call that is over; raises its error."""
         if self.error is not None:
             raise self.error
         assert self.answer is not None
@@ -60,16 +60,16 @@ class Awaited:
 
 @dataclass(kw_only=True)
 class ClientStats:
-    """What a client has seen since it was made."""
+    """Counters of a client."""
 
     calls: int = 0
-    #: Calls sent again because the server had not got them.
+    #: Calls sent again because the server had not received them.
     repeats: int = 0
-    #: Messages that were no valid headers, or whose payload did not fit them.
+    #: Messages without a valid header, or whose payload did not fit it.
     malformed: int = 0
     #: Answers to calls that were over.
     late: int = 0
-    #: How often the server was found to have started anew.
+    #: How often the server has restarted.
     server_restarts: int = 0
 
 
@@ -78,7 +78,7 @@ class ClientSession:
 
     Args:
         address: of the server, for messages.
-        make_carrier: a fresh carrier for a server that is met anew.
+        make_carrier: a new carrier for a server that has restarted or forgotten this client.
     """
 
     def __init__(self, address: str, make_carrier: Callable[[], Carrier]) -> None:
@@ -93,7 +93,7 @@ class ClientSession:
         self._greeted = False
         self._say_hello()
 
-    # --- what the caller does ---
+    # --- called by the client ---
 
     def begin_call(
         self,
@@ -123,7 +123,7 @@ class ClientSession:
             self._finish(awaited.call.id)
 
     def inquire(self, now: float, patience_s: float) -> None:
-        """Ask about calls older than `patience_s`; drop calls past their deadline."""
+        """Ask for the state of calls older than `patience_s`; drop calls past their deadline."""
         for awaited in list(self.waiting.values()):
             if awaited.call.deadline <= now:
                 self.give_up(awaited, self.late(awaited.call))
@@ -135,12 +135,12 @@ class ClientSession:
         self.send(messages.Inquiry(calls))
 
     def fail_all(self, error: DPFlowError) -> None:
-        """Break everything that is open."""
+        """End every open call with this error."""
         for awaited in list(self.waiting.values()):
             self.give_up(awaited, error)
 
     def close(self) -> None:
-        """Give back shared memory."""
+        """Release shared memory."""
         self._carrier.close()
 
     def late(self, call: OpenCall) -> DeadlineError:
@@ -154,17 +154,17 @@ class ClientSession:
         """Queue a message."""
         self.outbox.append([encode(header), *frames])
 
-    # --- what the server says ---
+    # --- messages of the server ---
 
     def on_message(self, frames: list[memoryview], now: float) -> None:
-        """Take in one message, whatever it is. What is not valid is counted and dropped."""
+        """Handle one message. A message that is not valid is counted and dropped."""
         try:
             header = decode(frames[0])
             handler = _HANDLERS.get(type(header))
             if handler is None:
                 raise MessageError(f"a server does not send {type(header).__name__}")
             handler(self, header, frames[1:], now)
-        except TransportError:  # malformed, or in the shared memory of a server that has died
+        except TransportError:  # malformed, or it refers to the shared memory of a server that has died
             self.stats.malformed += 1
 
     def _on_welcome(self, header: messages.Welcome, _: list[memoryview], now: float) -> None:
@@ -181,7 +181,7 @@ class ClientSession:
         if self._carrier.meet(header.reach):
             self.send(messages.Reading())
         if before is None:
-            return  # what was sent after the first Hello came after it
+            return  # requests were sent after the Hello, and messages keep their order
         if before != header.incarnation:
             self.stats.server_restarts += 1
         self.send(messages.Inquiry(list(self.waiting)))
@@ -199,7 +199,7 @@ class ClientSession:
     def _on_reply(self, header: messages.Reply, frames: list[memoryview], now: float) -> None:
         answer: Answer | DPFlowError
         try:
-            # Unpacked also where it is late: shared memory is given back by whoever has opened it.
+            # Unpacked even where it is late: opening shared memory is what releases it to the server.
             payload = self._carrier.unpack(frames, header.packing)
             awaited = self.waiting.get(header.call)
             answer = Answer(None if awaited is None else decode_body(header.body, awaited.decoder), payload)
@@ -232,9 +232,10 @@ class ClientSession:
     def _send_request(self, call: OpenCall, now: float) -> None:
         packed, packing = self._carrier.pack(call.frames)
         patience_s = min(max(0.0, call.deadline - now), MAX_SECONDS)
-        settled, answered = self._calls.settled, self._calls.take_answered()
+        completed_below, answered = self._calls.completed_below, self._calls.take_answered()
         self.send(
-            messages.Request(call.id, call.method, settled, answered, patience_s, call.body, packing), packed
+            messages.Request(call.id, call.method, completed_below, answered, patience_s, call.body, packing),
+            packed,
         )
 
     def _finish(self, call_id: int) -> Awaited | None:
@@ -245,7 +246,8 @@ class ClientSession:
         return awaited
 
 
-#: By header. Of the class's, because a session that knows methods of its own would wait for the garbage collector.
+#: By header. Plain functions and not bound methods, which would be a reference cycle and leave the session, and its
+#: shared memory, to the garbage collector.
 _HANDLERS: dict[type, Callable[[ClientSession, Any, list[memoryview], float], None]] = {
     messages.Welcome: ClientSession._on_welcome,
     messages.Stranger: ClientSession._on_stranger,

@@ -1,7 +1,7 @@
 """Snappy for frames between hosts, where a probe of the content shows that it pays.
 
-On one host it never pays: a memcpy is faster than any compressor. Between hosts it pays for text, labels,
-masks and small integers, and not for JPEGs, noise or float images, so samples of each frame are tried first.
+On one host it never pays: a memcpy is faster than any compressor. Between hosts it pays for text, labels, masks and
+small integers, and not for JPEGs, noise or float images, so parts of each frame are compressed on trial first.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import snappy
 from torch_dpflow.errors import MessageError
 from torch_dpflow.remote.wire.parcel_table import Frame
 
-#: Shorter frames are left alone, bytes: they fit into a few packets anyhow.
+#: Shorter frames are not compressed, bytes: they fit into a few packets anyhow.
 SMALLEST_FRAME = 4 * 1024
-#: What is tried of a frame: this many samples of this many bytes, spread evenly.
+#: The trial takes this many parts of this many bytes, spread evenly over the frame.
 PROBES, PROBE_BYTES = 3, 4 * 1024
-#: A frame is compressed where its samples shrink at least to this share.
+#: A frame is compressed where the trial shrinks to this share or less.
 WORTHWHILE = 0.8
-#: Snappy's best case: 3 bytes stand for 64. A frame that claims more holds no such data.
+#: Snappy's best case: 3 bytes stand for 64. A frame that claims a better ratio is not snappy data.
 _MOST_EXPANSION = 22
 
 
 def pays(frame: Frame) -> bool:
-    """Whether samples of `frame` shrink enough to compress all of it."""
+    """Whether parts of `frame` shrink enough to compress all of it."""
     size = memoryview(frame).nbytes
     if size < SMALLEST_FRAME:
         return False
@@ -36,7 +36,7 @@ def pays(frame: Frame) -> bool:
 
 
 def compress(frames: Sequence[Frame]) -> tuple[list[Frame], list[int]]:
-    """The frames, compressed where it pays; and for each its size before that, bytes, or 0 where it did not.
+    """The frames, compressed where it pays; and for each its size before compression, bytes, or 0 without it.
 
     The sizes are an empty list where no frame was compressed.
     """
@@ -50,10 +50,10 @@ def compress(frames: Sequence[Frame]) -> tuple[list[Frame], list[int]]:
 
 
 def decompress(frame: memoryview, size: int, *, limit: int) -> memoryview:
-    """What was `size` bytes before compression, writable.
+    """The content of a frame that was `size` bytes before compression, writable.
 
-    Raises MessageError where the frame is no snappy data; and, before anything is allocated, where its own
-    claim differs from `size`, exceeds `limit`, or cannot be true.
+    Raises MessageError where the frame is not snappy data; and, before anything is allocated, where the length that it
+    claims differs from `size`, exceeds `limit`, or is impossible.
     """
     claim = _claimed_size(frame)
     if claim != size or claim > limit or claim > _MOST_EXPANSION * frame.nbytes:

@@ -1,19 +1,21 @@
-"""What the other side of a call is told of an error."""
+"""How an error travels to the caller: as its kind and a text."""
 
 from __future__ import annotations
 
 import traceback
 
 from torch_dpflow.errors import ErrorKind, MessageError, PeerLostError, StateError, UsageError
-from torch_dpflow.remote.wire.errors import Refusal
+from torch_dpflow.remote.wire.errors import RecoverableError
 from torch_dpflow.remote.wire.fields import MAX_TEXT
 
 
 def kind_of(error: BaseException) -> ErrorKind:
-    """Why a call that ends with this error does."""
-    if isinstance(error, Refusal):
+    """The kind under which an error travels."""
+    if isinstance(error, RecoverableError):
         return error.kind
-    if isinstance(error, UsageError) and not isinstance(error, StateError):  # of a service's own store
+    if isinstance(error, UsageError) and not isinstance(
+        error, StateError
+    ):  # which a service's own store raises
         return ErrorKind.USAGE
     if isinstance(error, MessageError):
         return ErrorKind.MALFORMED
@@ -21,7 +23,7 @@ def kind_of(error: BaseException) -> ErrorKind:
 
 
 def describe(error: BaseException) -> tuple[ErrorKind, str]:
-    """An error's kind, and its text as long as a header takes it; of an internal one the end of its traceback."""
+    """An error's kind, and the end of its text, or of an internal error's traceback, that fits into a header."""
     kind = kind_of(error)
     text = "".join(traceback.format_exception(error)) if kind is ErrorKind.INTERNAL else str(error)
     return kind, text[-MAX_TEXT:]

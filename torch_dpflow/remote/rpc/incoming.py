@@ -1,4 +1,4 @@
-"""Calls as the code that serves them sees them."""
+"""What a method's handler gets and returns."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch_dpflow.remote.wire.parcel_table import Frame
 
 
 class Result(NamedTuple):
-    """What a method answers: anything small that msgpack can carry, and bulk."""
+    """A method's answer: a small body that msgpack can encode, and bulk data."""
 
     body: Any = None
     frames: Sequence[Frame] = ()
 
 
 class Later(enum.Enum):
-    """What a method returns whose call is answered by `IncomingCall.answer` or `fail`, at any time."""
+    """Returned by a handler that answers later, by `IncomingCall.answer` or `fail`."""
 
     LATER = enum.auto()
 
 
 LATER = Later.LATER
-#: How a call ends: with a result, or with the error that it is answered with.
+#: How a call ends: with a result, or with an error for the caller.
 Outcome: TypeAlias = "Result | Exception"
 
 
 class IncomingCall:
-    """One call of a client. The frames are writable and belong to the method."""
+    """One call of a client. The frames are writable and belong to the handler."""
 
     __slots__ = ("_finish", "body", "client", "frames", "method", "patience_s")
 
@@ -51,9 +51,9 @@ class IncomingCall:
         self._finish = finish
 
     def answer(self, body: Any = None, frames: Sequence[Frame] = ()) -> None:
-        """Answer the call; the first answer or failure counts. Any thread may.
+        """Answer the call; the first answer or failure counts. Any thread may call.
 
-        `frames` must not change any more.
+        `frames` must not change afterwards.
         """
         self._finish(Result(body, frames))
 
@@ -62,6 +62,6 @@ class IncomingCall:
         self._finish(error)
 
 
-#: Serves one method. What it raises, the client gets as RemoteCallError; the server goes on. It runs in the
-#: server's thread, so it must not wait; what takes long is answered LATER.
+#: Serves one method. The client gets what it raises as RemoteCallError, and the server goes on. It runs in the server's
+#: thread, so it must not block; a handler that needs long returns LATER.
 Handler: TypeAlias = Callable[[IncomingCall], "Result | Later | None"]

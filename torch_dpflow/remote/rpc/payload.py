@@ -1,8 +1,8 @@
 """How payload frames travel between two sides: as they are, compressed, or in shared memory.
 
-Each side has one `Carrier` for each peer. On one host large frames are copied into an arena and only a
-reference crosses the socket, once the peer has shown that it can read the arena. Between hosts frames are
-compressed where that pays. Without either they go out as they are, without a copy.
+Each side has one `Carrier` for each peer. On one host large frames are copied into an arena and only a reference
+crosses the socket, once the peer has proved that it can read the arena. Between hosts frames are compressed where that
+pays. All others are sent as they are, without a copy.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _block_decoder = body_decoder(BlockRef | None)
 
 
 class Carrier:
-    """Packs frames for one peer and unpacks that peer's. Belongs to one thread.
+    """Packs frames for one peer and unpacks that peer's. Not thread-safe.
 
     Args:
-        max_bytes: most bytes that one message's frames may hold once they are decompressed, or in shared memory.
+        max_bytes: most bytes that one message's frames may hold, decompressed or in shared memory.
         shared_bytes: most shared memory to lend this peer, bytes; 0 for a peer that may be on another host.
         compress: whether this side asks for compressed payload.
     """
@@ -43,16 +43,16 @@ class Carrier:
         self._reader: ArenaReader | None = None
         #: Whether the peer asked for compressed payload.
         self.compresses = False
-        #: Whether the peer has shown that it reads the arena.
+        #: Whether the peer has proved that it can read the arena.
         self.shares = False
 
     def reach(self) -> Reach:
-        """What this side offers, for `Hello` or `Welcome`."""
+        """What this side can read and offers, for `Hello` or `Welcome`."""
         probe = None if self._arena is None else self._arena.probe_ref()
         return Reach(os.getpid(), self._asks_compression, encode_body(probe))
 
     def meet(self, reach: Reach) -> bool:
-        """Take note of what the peer offers; whether this side can read the peer's shared memory.
+        """Note the peer's offer; whether this side can read the peer's shared memory.
 
         Raises MessageError where the offer is malformed.
         """
@@ -65,7 +65,7 @@ class Carrier:
         return self._reader is not None
 
     def pack(self, frames: Sequence[Frame]) -> tuple[Sequence[Frame], Packing | None]:
-        """What goes onto the socket, and how the other side makes the frames of it."""
+        """The frames to send, and how the peer restores the original ones from them."""
         if self.shares:
             return self._share(frames)
         if self.compresses:
@@ -101,7 +101,7 @@ class Carrier:
         return unpacked
 
     def close(self) -> None:
-        """Give the shared memory back; what is in use stays valid until its last user is gone."""
+        """Release the shared memory; views of it stay valid until their last user is gone."""
         if self._arena is not None:
             self._arena.close()
         if self._reader is not None:
@@ -124,7 +124,7 @@ class Carrier:
         )
 
     def _from_block(self, packing: Packing) -> list[memoryview]:
-        """The frames that came in shared memory, in order. Small ones are copied: a block is for large ones."""
+        """The frames in shared memory, in order. Small ones are copied: they would keep the whole block in use."""
         block = self._open(packing)
         sizes = [-size for size in packing.frames if size < 0]
         offsets, end = _places(sizes)
@@ -150,7 +150,7 @@ class Carrier:
         return self._reader.view(ref).data
 
 
-# Imported where it is used: torch comes with shared memory, and most processes of a cluster do without both.
+# Imported on use: shared memory imports torch, which the node, the coordinator and the router do without.
 def _arena(budget_bytes: int) -> Arena:
     from torch_dpflow.remote.shm.arena import Arena
 
@@ -164,9 +164,10 @@ def _reader(pid: int) -> ArenaReader:
 
 
 def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where in a block frames of these sizes begin, and where the last one ends: large ones first, then the small.
+    """The offsets of frames of these sizes in a block, large frames first, and the end of the last one.
 
-    Large ones of a batch then lie one behind the other, which spares the job the copy that makes a batch of them.
+    The large frames of a batch are then contiguous, so that the job makes a batch of them without a copy. Small frames
+    ride along in the block of the large ones, which saves them a frame each on the socket.
     """
     offsets, end = [0] * len(sizes), 0
     for large in (True, False):

@@ -1,4 +1,4 @@
-"""The server's memory of calls, without socket or clock: a repeated call is executed once."""
+"""The replies that a server keeps, without socket or clock: a repeated call is executed once."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Verdict(enum.Enum):
     EXECUTE = enum.auto()
     #: It is being executed; its reply will come.
     RUNNING = enum.auto()
-    #: It was executed; here is the reply again.
+    #: It was executed, and its reply is kept: send that again.
     REPEAT = enum.auto()
-    #: It was executed, and its reply had to make room for others.
+    #: It was executed, and its reply was evicted.
     FORGOTTEN = enum.auto()
-    #: Its client has said that it is over.
-    SETTLED = enum.auto()
+    #: Its client has reported it as completed.
+    COMPLETED = enum.auto()
     #: Its client has too many calls open.
     OVERLOADED = enum.auto()
 
@@ -36,21 +36,21 @@ class _Remembered(Generic[T]):
 
 @dataclass(slots=True)
 class _Client(Generic[T]):
-    #: Every lower call is over.
-    settled: int = 0
+    #: Every lower call is completed.
+    completed_below: int = 0
     #: RUNNING, FORGOTTEN, or the reply, by call.
     calls: dict[int, Verdict | _Remembered[T]] = field(default_factory=dict)
 
 
 class ReplyMemory(Generic[T]):
-    """Remembers each client's calls until the client settles them. Not thread-safe.
+    """Remembers each client's calls until the client reports them as completed. Not thread-safe.
 
-    A call is executed at most once while its client is remembered. The replies' bytes are bounded: the oldest
-    go first, and what was executed but cannot be answered again is FORGOTTEN, never executed anew.
+    A call is executed at most once while its client is remembered. The replies' bytes are bounded: the oldest are
+    evicted first, and a call whose reply was evicted is FORGOTTEN, never executed again.
 
     Args:
         capacity_bytes: most bytes of replies, of all clients together; one reply alone may be larger.
-        max_open: most unsettled calls of one client.
+        max_open: most calls of one client that are not completed.
     """
 
     def __init__(self, *, capacity_bytes: int, max_open: int) -> None:
@@ -63,18 +63,15 @@ class ReplyMemory(Generic[T]):
         self.nbytes = 0
 
     def admit(
-        self, client: bytes, call: int, *, settled: int = 0, answered: Iterable[int] = ()
+        self, client: bytes, call: int, *, completed_below: int = 0, answered: Iterable[int] = ()
     ) -> tuple[Verdict, T | None]:
-        """Judge a call that has come in, and note that it runs if the verdict is EXECUTE.
-
-        The reply is given with the verdict REPEAT.
-        """
+        """What to do about a call that has come in: EXECUTE notes it as running, REPEAT comes with the reply."""
         record = self._clients.get(client)
         if record is None:
             record = self._clients[client] = _Client()
-        self._settle(client, record, settled, answered)
-        if call < record.settled:
-            return Verdict.SETTLED, None
+        self._drop_completed(client, record, completed_below, answered)
+        if call < record.completed_below:
+            return Verdict.COMPLETED, None
         if call in record.calls:
             return self._recall(record, call)
         if len(record.calls) >= self._max_open:
@@ -83,16 +80,16 @@ class ReplyMemory(Generic[T]):
         return Verdict.EXECUTE, None
 
     def look_up(self, client: bytes, call: int) -> tuple[Verdict, T | None]:
-        """Judge a call that its client asks about. EXECUTE means that it never came."""
+        """What to do about a call that its client inquires about. EXECUTE means that it never came."""
         record = self._clients.get(client)
-        if record is None or (call >= record.settled and call not in record.calls):
+        if record is None or (call >= record.completed_below and call not in record.calls):
             return Verdict.EXECUTE, None
-        return (Verdict.SETTLED, None) if call < record.settled else self._recall(record, call)
+        return (Verdict.COMPLETED, None) if call < record.completed_below else self._recall(record, call)
 
     def finish(self, client: bytes, call: int, reply: T, *, nbytes: int, keep: bool = True) -> bool:
-        """Note that a running call is over; False where nobody waits for it any more.
+        """Note the reply of a running call; False where its client has given it up.
 
-        keep: remember the reply. Without it, the call is executed again when it is repeated.
+        keep: remember the reply. Without it, a repeated call is executed again.
         """
         record = self._clients.get(client)
         if record is None or record.calls.get(call) is not Verdict.RUNNING:
@@ -127,14 +124,16 @@ class ReplyMemory(Generic[T]):
         assert self.nbytes <= self._capacity or len(remembered) == 1
         for record in self._clients.values():
             assert len(record.calls) <= self._max_open
-            assert all(call >= record.settled for call in record.calls)
+            assert all(call >= record.completed_below for call in record.calls)
 
-    def _settle(self, client: bytes, record: _Client[T], settled: int, answered: Iterable[int]) -> None:
-        over = list(answered)
-        if settled > record.settled:
-            record.settled = settled
-            over += [call for call in record.calls if call < settled]
-        for call in over:
+    def _drop_completed(
+        self, client: bytes, record: _Client[T], completed_below: int, answered: Iterable[int]
+    ) -> None:
+        completed = list(answered)
+        if completed_below > record.completed_below:
+            record.completed_below = completed_below
+            completed += [call for call in record.calls if call < completed_below]
+        for call in completed:
             entry = record.calls.pop(call, None)
             if isinstance(entry, _Remembered):
                 self.nbytes -= entry.nbytes

@@ -1,4 +1,4 @@
-"""The serving side: one thread that reads the socket, and whatever registered for what comes."""
+"""The serving side: one thread reads the socket and runs the handlers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from torch_dpflow.remote.wire.headers import decode, encode
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What a server grants its clients."""
+    """Limits that a server sets its clients."""
 
-    #: Most clients; the one that has been silent longest makes room for a new one.
+    #: Most clients; a new one replaces the one that has been silent longest.
     max_clients: int = 4096
-    #: Most calls of one client that it may still ask about.
+    #: Most calls of one client that are not completed.
     max_open_calls: int = 1024
-    #: Most bytes of replies that are remembered for repeated calls, of all clients together.
+    #: Most bytes of replies that are kept for repeated calls, of all clients together.
     reply_memory_bytes: int = 1 << 28
     #: Most bytes that the frames of one message may hold once they are decompressed.
     max_payload_bytes: int = 1 << 31
@@ -51,10 +51,11 @@ class ServerOptions:
 class RpcServer:
     """Serves calls at a listener, which it owns.
 
-    The thread that calls `step` or `serve` is the server's: handlers run in it and must not wait. `post` and
-    `stop` may be called from any thread. Whatever one client sends can at most harm itself: what is malformed
-    is counted and dropped, or answered with an error where it is clear which call it belongs to; what is too
-    much is refused.
+    The thread that calls `step` or `serve` is the server's: handlers run in it and must not block. Any thread may call
+    `post` and `stop`.
+
+    A client's messages can harm that client only. Malformed ones are counted and dropped, or answered with an error
+    where the call that they belong to is known; calls beyond the limits are refused.
     """
 
     def __init__(
@@ -95,15 +96,15 @@ class RpcServer:
     ) -> None:
         """Serve calls of `method`.
 
-        body_type: what the arguments must be, e.g. a msgspec struct; anything else is answered with an error.
-        remembered: whether a repeated call gets the first one's reply. Without it a call may be executed
-            again, and no reply is kept: for methods that only read.
+        body_type: the type of the arguments, e.g. a msgspec struct; anything else is answered with an error.
+        remembered: whether a repeated call gets the first one's reply. Without it no reply is kept and a call may be
+            executed again: for methods that only read.
         """
         _check_name(method)
         self._calls.register(method, handler, body_type=body_type, remembered=remembered)
 
     def step(self, timeout_s: float | None) -> bool:
-        """Deal with one message, and with what is due; whether a message came."""
+        """Handle posted actions, due housekeeping and one message; whether a message came."""
         self._thread = threading.get_ident()
         self._run_posted()
         now = self._clock()
@@ -123,7 +124,7 @@ class RpcServer:
             self.step(None)
 
     def post(self, action: Callable[[], None]) -> None:
-        """Have `action` called in the server's thread: at once if this is it, else soon. Any thread may."""
+        """Call `action` in the server's thread: at once if this is that thread, else soon. Any thread may call."""
         if threading.get_ident() == self._thread:
             action()
         else:
@@ -131,7 +132,7 @@ class RpcServer:
             self._listener.wake()
 
     def stop(self) -> None:
-        """Make `serve` return. Any thread may."""
+        """Make `serve` return. Any thread may call."""
         self._stopped = True
         self._listener.wake()
 
@@ -172,7 +173,7 @@ class RpcServer:
                 action(session, header, frames[1:])
             else:
                 raise MessageError(f"a client does not send {type(header).__name__}")
-        except TransportError:  # malformed, or in the shared memory of a client that has died
+        except TransportError:  # malformed, or it refers to the shared memory of a client that has died
             self._stats.malformed += 1
         except OSError as error:
             if not is_exhausted(error):
@@ -189,7 +190,7 @@ class RpcServer:
         welcome = messages.Welcome(messages.PROTOCOL_VERSION, self._incarnation, carrier.reach())
         self._listener.send(client, [encode(welcome)])
         if header.version != messages.PROTOCOL_VERSION:
-            carrier.close()  # the client reads our version and goes away
+            carrier.close()  # the client sees our version in the Welcome, and reports it
             return
         if session is not None:
             session.meet_again(carrier)

@@ -1,4 +1,4 @@
-"""The clients of a server: who they are, and which to forget. No socket, no clock."""
+"""The clients that a server knows, and which of them to forget. No socket, no clock."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from torch_dpflow.remote.rpc.payload import Carrier
 from torch_dpflow.remote.wire.headers import Header, Reply, encode
 from torch_dpflow.remote.wire.parcel_table import Frame
 
-#: Sends a message to a client; False where it is gone or its queue is full, of which nobody takes note: it asks again.
+#: Sends a message to a client; False where it is gone or its queue is full. That may be ignored: the client inquires.
 Send: TypeAlias = Callable[[bytes, Sequence[Frame]], bool]
 
 
 @dataclass(kw_only=True)
 class ServerStats:
-    """What a server has seen since it was made."""
+    """Counters of a server."""
 
     messages: int = 0
-    #: Messages that were no valid headers, that no client sends, or whose payload did not fit them.
+    #: Messages without a valid header, that no client sends, or whose payload did not fit their header.
     malformed: int = 0
     #: Messages of peers that had not said Hello, or were forgotten.
     strangers: int = 0
     #: Calls executed.
     calls: int = 0
-    #: Calls that came again and were not executed again.
+    #: Repeated calls that were not executed again.
     repeats: int = 0
     #: Calls answered with an error.
     failures: int = 0
-    #: Clients known now, and bytes of replies remembered for repeated calls.
+    #: Clients known now, and bytes of replies kept for repeated calls.
     clients: int = 0
     reply_bytes: int = 0
 
 
 class Session:
-    """One client, from its Hello until it is gone, silent for too long, or crowded out."""
+    """One client, from its Hello until the server forgets it."""
 
     def __init__(self, client: bytes, carrier: Carrier, send: Send) -> None:
         self.client = client
         self.carrier = carrier
-        #: When it last said something; the server's clock, seconds.
+        #: When its latest message came; the server's clock, seconds.
         self.heard = 0.0
         self._send = send
 
@@ -56,7 +56,7 @@ class Session:
         self._send(self.client, [encode(header), *frames])
 
     def meet_again(self, carrier: Carrier) -> None:
-        """The client has said Hello once more: it did not get our answer."""
+        """The client has repeated its Hello: it did not get our Welcome."""
         self.carrier.close()
         self.carrier = carrier
 
@@ -69,9 +69,9 @@ class SessionTable:
     """The sessions, least recently heard first.
 
     Args:
-        most: most sessions; the one that has been silent longest makes room for a new one.
-        idle_s: a session that has been silent for so long is dropped.
-        drop: called with each session that leaves.
+        most: most sessions; a new one replaces the one that has been silent longest.
+        idle_s: how long a session may be silent before it is dropped, seconds.
+        drop: called with each session that is dropped.
     """
 
     def __init__(self, *, most: int, idle_s: float, drop: Callable[[Session], None]) -> None:
@@ -88,7 +88,7 @@ class SessionTable:
         return self._sessions.get(client)
 
     def heard(self, client: bytes, now: float) -> Session | None:
-        """The session of a client that has just said something, if it has one."""
+        """The session of a client from which a message has come, if it has one."""
         session = self._sessions.get(client)
         if session is not None:
             self._sessions.move_to_end(client)
@@ -108,7 +108,7 @@ class SessionTable:
             self._drop(session)
 
     def tick(self, now: float) -> None:
-        """Drop who is idle."""
+        """Drop idle sessions."""
         while self._sessions:
             longest_silent = next(iter(self._sessions.values()))
             if now - longest_silent.heard < self._idle_s:
@@ -116,6 +116,6 @@ class SessionTable:
             self.drop(longest_silent)
 
     def clear(self) -> None:
-        """Forget everyone."""
+        """Drop all sessions."""
         for session in list(self._sessions.values()):
             self.drop(session)

@@ -1,7 +1,7 @@
-"""What a scheduler is told, and what it tells its shell to do.
+"""The events that a scheduler handles, and the instructions that it returns.
 
-All of them are frozen structs: comparable, hashable where their fields are, and created in about 0.1 µs, a
-fifth of a frozen dataclass. Times are seconds on any one monotonic clock of the shell's choice.
+All are frozen structs: comparable, hashable where their fields are, and created in about 0.1 µs, a fifth of what a
+frozen dataclass takes. Times are seconds of one monotonic clock, which the caller chooses.
 """
 
 from collections.abc import Sequence
@@ -9,10 +9,9 @@ from typing import TypeAlias
 
 import msgspec
 
-#: Names one loading of one thing. Any hashable but None will do. An id is free for reuse only when no worker
-#: can still send a result for its earlier use, so shells count upwards and never reuse one.
+#: Identifies one load. A worker may still send a result for an old id, so callers count upwards and never reuse one.
 TaskId: TypeAlias = int
-#: Names a place in the fleet. A replacement takes over the id of the worker it replaces.
+#: A replacement has the id of the worker that it replaces.
 WorkerId: TypeAlias = int
 
 
@@ -25,25 +24,24 @@ class Submit(msgspec.Struct, frozen=True, gc=False):
 
 
 class CancelTasks(msgspec.Struct, frozen=True, gc=False):
-    """Forget these: nobody wants them any more. Unknown ones are ignored."""
+    """Forget these tasks, whose results are not wanted any more. Unknown ones are ignored."""
 
     tasks: Sequence[TaskId]
     now: float
 
 
 class AddWorker(msgspec.Struct, frozen=True, gc=False):
-    """A worker with an empty local queue is ready. Under a live id: its forerunner was lost."""
+    """A worker with an empty local queue is ready. An id in use means that its former worker was lost."""
 
     worker: WorkerId
     now: float
 
 
 class Exchanged(msgspec.Struct, frozen=True, gc=False):
-    """A worker hands in all results it has and asks for work.
+    """A worker delivers all results that it has and asks for work.
 
-    A worker exchanges after at most every N results, and whenever its local queue is empty, be it that a
-    Revoke emptied it. `started` is what it runs from now on; None leaves the scheduler to believe that it is
-    the head of its mirror.
+    It exchanges after at most N results, and whenever its local queue becomes empty, also by a Revoke. `started` is the
+    task that it runs from now on; with None the scheduler assumes the head of its mirror.
     """
 
     worker: WorkerId
@@ -53,10 +51,10 @@ class Exchanged(msgspec.Struct, frozen=True, gc=False):
 
 
 class Lose(msgspec.Struct, frozen=True, gc=False):
-    """A worker died or fell silent. Unknown ones are ignored.
+    """A worker has died or does not answer. Unknown ones are ignored.
 
-    `at` is what it was at, where that is known: one task or none. It may be any task; one that is over is not blamed.
-    None leaves the scheduler to blame what it believes that the worker ran.
+    `at` is the task that it ran, or none, where that is known. It may be any task; one that is over is not suspected.
+    With None the scheduler suspects the task that it believes was running.
     """
 
     worker: WorkerId
@@ -83,8 +81,8 @@ class Assign(msgspec.Struct, frozen=True, gc=False):
 class Revoke(msgspec.Struct, frozen=True, gc=False):
     """Drop these from the worker's local queue if they wait there.
 
-    It speaks of earlier Assigns only: the same task may be assigned to the same worker again later. One that
-    runs or has run is left alone; its result is judged when it comes.
+    This cancels earlier Assigns only: the same task may be assigned to the same worker again later. A task that runs or
+    has run is not affected; its result is delivered or discarded when it comes.
     """
 
     worker: WorkerId
@@ -92,7 +90,7 @@ class Revoke(msgspec.Struct, frozen=True, gc=False):
 
 
 class Deliver(msgspec.Struct, frozen=True, gc=False):
-    """The first result of this task has come, from this worker: hand it on."""
+    """The first result of this task has come, from this worker: deliver it."""
 
     task: TaskId
     worker: WorkerId
@@ -106,9 +104,9 @@ class Discard(msgspec.Struct, frozen=True, gc=False):
 
 
 class Poison(msgspec.Struct, frozen=True, gc=False):
-    """This task was running on each of these workers when they were lost: tell its requester and give up.
+    """Each of these workers was lost while it ran this task: fail it.
 
-    `late` of them were lost because they took too long over it.
+    `late` of them were killed because they took too long over it.
     """
 
     task: TaskId
@@ -117,16 +115,16 @@ class Poison(msgspec.Struct, frozen=True, gc=False):
 
 
 class KillWorker(msgspec.Struct, frozen=True, gc=False):
-    """This worker has been at one task for longer than it may: end it. `Lose` is to tell of its end.
+    """This worker has run one task for longer than `task_timeout_s`: kill it, and report its end by `Lose`.
 
-    Said once, unless the worker exchanges again.
+    Returned once, unless the worker exchanges again.
     """
 
     worker: WorkerId
 
 
 class IdleWorkers(msgspec.Struct, frozen=True, gc=False):
-    """These workers have just run out of work and there is none for them; said once until they get some."""
+    """These workers have run out of work and there is none for them; returned once until they get some."""
 
     workers: list[WorkerId]
 

@@ -1,4 +1,4 @@
-"""The scheduler: one method per event, and the filling of windows that ends each of them."""
+"""The scheduler: one method for each event; after each of them it fills the windows."""
 
 from __future__ import annotations
 
@@ -34,35 +34,35 @@ from torch_dpflow.remote.scheduler.windows import Mirror, Windows
 
 
 class Counters(msgspec.Struct):
-    """What has happened since the scheduler was made; each only grows."""
+    """What has happened since the scheduler was made; each counter only grows."""
 
     submitted: int = 0
     delivered: int = 0
     poisoned: int = 0
-    #: Results not handed on: copies that came second, and results of tasks that nobody wants any more.
+    #: Results that were discarded: of tasks that another worker had finished, or that were forgotten.
     duplicates: int = 0
-    #: Waiting tasks moved from one worker to an idle one.
+    #: Waiting tasks that an idle worker took from another.
     steals: int = 0
-    #: Running tasks given to another worker too, because theirs was overtaken.
+    #: Running tasks that a second worker got, because the first was overtaken.
     copies: int = 0
-    #: Workers that were to be killed over a task that took too long.
+    #: Workers that were killed because a task took too long.
     timeouts: int = 0
 
 
 class Scheduler:
     """Decides which worker loads which task, and whose result counts. The package's docstring says how.
 
-    What it promises: a task is delivered at most once; as long as workers exchange, every task is delivered,
-    cancelled or poisoned; while a worker is idle, no task is queued and none waits that it could steal.
+    A task is delivered at most once; as long as workers exchange, every task is delivered, cancelled or poisoned; while
+    a worker is idle, no task is queued and none waits that it could steal.
 
-    Not thread-safe: one thread owns it. An event costs O(tasks that it names), amortised; stealing adds one
-    look at each worker. Input is checked before anything changes, so a refused event leaves no trace.
+    Not thread-safe. An event costs O(tasks that it names), amortised; stealing adds a look at each worker. Input is
+    checked before anything changes, so a rejected event has no effect.
 
-    window: the tasks a worker holds at most (K of the thesis), at least 1.
-    poison_limit: how many workers a task may take down before it is given up, at least 1.
-    overtake_after_s: seconds, at least, after which others take over what a worker holds that is at one task
-        for much longer than usual, be they busy or not; None: never.
-    task_timeout_s: seconds after which a worker that is still at one task is to be killed; None: never.
+    window: most tasks that a worker holds (K of the thesis), at least 1.
+    poison_limit: how many workers a task may cost before it is given up, at least 1.
+    overtake_after_s: least seconds after which others, busy or not, take over the tasks of a worker that has run one
+        task for much longer than usual; None: never.
+    task_timeout_s: seconds after which a worker that still runs one task is killed; None: never.
     Raises OptionError or OptionTypeError.
     """
 
@@ -82,12 +82,12 @@ class Scheduler:
         self._task_timeout_s = task_timeout_s
         self._pace = None if overtake_after_s is None else Pace(overtake_after_s)
         self.counters = Counters()
-        #: Every task that is submitted and not delivered, cancelled or poisoned.
+        #: Every task that was submitted and is not delivered, cancelled or poisoned.
         self._tasks: dict[TaskId, Task] = {}
         self._queue = Backlog()
-        #: Pinned, unassigned tasks of each worker id, whether or not it has joined.
+        #: Pinned, unassigned tasks of each worker id, also of workers that are not there yet.
         self._reserved: dict[WorkerId, Backlog] = {}
-        #: Decided in the present event and not yet written down.
+        #: Instructions of the present event, collected by worker.
         self._assigned: dict[WorkerId, list[TaskId]] = {}
         self._revoked: dict[WorkerId, list[TaskId]] = {}
         self._handlers: dict[type, Callable[[Any, list[SchedulerInstruction]], None]] = {
@@ -100,7 +100,7 @@ class Scheduler:
         }
 
     def handle(self, event: SchedulerEvent) -> list[SchedulerInstruction]:
-        """Take in one event; return what to do about it, in order. Raises OptionError, OptionTypeError."""
+        """Handle one event; returns the instructions, in order. Raises OptionError, OptionTypeError."""
         handler = self._handlers.get(type(event))
         if handler is None:
             allowed = ", ".join(kind.__name__ for kind in self._handlers)
@@ -200,7 +200,7 @@ class Scheduler:
                     out.append(KillWorker(mirror.worker))
 
     def _overtake(self, mirror: Mirror, now: float) -> None:
-        """Have others take over what a worker holds that seems to have stopped; may be called again."""
+        """Let others take over the tasks of a worker that seems to be stuck; may be called again."""
         mirror.overtaken = True
         while (waiting := mirror.last_movable()) is not None:
             del mirror.held[waiting.id]
@@ -223,7 +223,7 @@ class Scheduler:
         return reserved
 
     def _suspect(self, task: Task, worker: WorkerId, out: list[SchedulerInstruction]) -> None:
-        """Hold a lost worker against the task that it ran."""
+        """Count a lost worker against the task that it ran."""
         self._windows.suspects += not task.losses
         task.losses += (worker,)
         if len(task.losses) >= self._poison_limit:
@@ -235,7 +235,7 @@ class Scheduler:
             self._windows.place(holder)
 
     def _forget(self, task: Task, finisher: Mirror | None) -> None:
-        """Drop a task that has ended; its holders, except the one that finished it, are told."""
+        """Forget a task that is over, and revoke it from its holders, except the one that finished it."""
         del self._tasks[task.id]
         self._windows.suspects -= bool(task.losses)
         if task.backlog is not None:
@@ -264,7 +264,7 @@ class Scheduler:
     # -- windows -----------------------------------------------------------------------------------------
 
     def _fill_windows(self, now: float) -> list[WorkerId]:
-        """Fill every window that has room; return the workers that have just found nothing."""
+        """Fill every window that has room; returns the workers that have become idle."""
         freed = self._windows.freed
         for mirror in freed:
             self._fill_from_reserved(mirror, now)

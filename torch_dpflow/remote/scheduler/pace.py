@@ -1,18 +1,18 @@
-"""How long tasks usually take, and so when a worker is held up."""
+"""How long tasks usually take, and so after how long a worker counts as stuck."""
 
 from __future__ import annotations
 
-#: Weight of the latest task in the usual time.
+#: Weight of the latest task in the moving average.
 _WEIGHT = 0.1
-#: A task that takes so many times the usual time is held up.
+#: A worker is stuck at a task that takes so many times the average.
 _TIMES = 4.0
 
 
 class Pace:
-    """Follows the time that tasks take.
+    """A moving average of the time that tasks take.
 
     Args:
-        least_s: a task that has run for less is never held up, seconds.
+        least_s: a worker that has run a task for less is never stuck, seconds.
     """
 
     def __init__(self, least_s: float) -> None:
@@ -21,9 +21,9 @@ class Pace:
 
     @property
     def patience_s(self) -> float:
-        """A task that has run for so long is held up, seconds."""
+        """After how long at one task a worker counts as stuck, seconds."""
         return max(self._least_s, _TIMES * self._usual_s)
 
     def took(self, seconds: float) -> None:
-        """A task has taken so long. One that was held up counts for no more than the patience with it."""
+        """A task has taken so long; no more than `patience_s` of it counts, or one stuck task would raise that."""
         self._usual_s += _WEIGHT * (min(seconds, self.patience_s) - self._usual_s)

@@ -12,12 +12,12 @@ from torch_dpflow.remote.scheduler.events import TaskId, WorkerId
 if TYPE_CHECKING:
     from torch_dpflow.remote.scheduler.windows import Mirror
 
-#: Gaps that a backlog tolerates beyond half of its length before it closes them.
+#: How many gaps beyond half of its length a backlog tolerates before it is compacted.
 _MAX_GAPS = 64
 
 
 class Task:
-    """One task from its submission until it is delivered, cancelled or poisoned. Then it is forgotten."""
+    """One task from its submission until it is delivered, cancelled or poisoned."""
 
     __slots__ = ("backlog", "holders", "id", "late", "losses", "order", "pinned_to")
 
@@ -28,24 +28,24 @@ class Task:
         self.pinned_to = pinned_to
         #: Where it waits for a worker; None while workers hold it.
         self.backlog: Backlog | None = None
-        #: The mirrors that hold it: at most two, and two only if it was copied.
+        #: The mirrors that hold it: one, or two if it was copied.
         self.holders: tuple[Mirror, ...] = ()
-        #: The workers that were lost while they ran it. Not empty: the task is a suspect, and runs alone.
+        #: The workers that were lost while they ran it. Where there are any, the task is a suspect and runs alone.
         self.losses: tuple[WorkerId, ...] = ()
         #: How many of them were killed because it took too long.
         self.late = 0
 
     def is_movable(self) -> bool:
-        """Whether another worker may take it over: it is not pinned, and only one has it."""
+        """Whether another worker may take it over: it is not pinned, and one worker has it."""
         return self.pinned_to is None and len(self.holders) == 1
 
 
 class Backlog:
     """Tasks that no worker holds, oldest first.
 
-    Adding a new task and taking the oldest are O(1), giving one back is O(log r) with r tasks given back.
-    Every task given back is older than every new one, because tasks leave in order: so two queues do, and
-    not all need be in a heap. A task that leaves from the middle leaves a gap that is skipped later.
+    Appending a new task and taking the oldest are O(1), returning one is O(log r) with r returned tasks. Tasks leave in
+    order, so every returned task is older than every new one: a heap of the returned and a queue of the new ones
+    suffice. Discarding a task from the middle of the queue leaves a gap, which is skipped later.
     """
 
     __slots__ = ("_fresh", "_gaps", "_length", "_returned")
@@ -68,13 +68,13 @@ class Backlog:
                 yield task
 
     def append(self, task: Task) -> None:
-        """Add a task that is younger than every one before it."""
+        """Add a task that is newer than all others."""
         task.backlog = self
         self._fresh.append(task)
         self._length += 1
 
     def give_back(self, task: Task) -> None:
-        """Take in again a task that had been taken."""
+        """Return a task that was taken."""
         task.backlog = self
         self._returned.push(task, task.order)
         self._length += 1

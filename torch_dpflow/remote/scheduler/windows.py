@@ -1,4 +1,4 @@
-"""The mirrors of the workers' local queues, ordered by how much they hold."""
+"""The mirrors of the workers' local queues, by load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GONE = -1
 
 
 class Mirror:
-    """What one worker is believed to hold.
+    """The scheduler's copy of one worker's local queue.
 
     `held` is the submitted part of the thesis's mirror queue, `reserved` its unsubmitted part.
     """
@@ -33,28 +33,28 @@ class Mirror:
         self.held: dict[TaskId, Task] = {}
         #: Tasks pinned to this worker that are not assigned yet. Outlives the worker.
         self.reserved = reserved
-        #: What the worker is believed to run. It need not be in `held`: a task that was cancelled, delivered
-        #: by another worker or stolen a moment too late occupies its worker until the worker exchanges.
+        #: The task that the worker is believed to run. It need not be in `held`: a task that was cancelled, delivered
+        #: by another worker or stolen too late occupies its worker until that exchanges.
         self.running: TaskId | None = None
-        #: When `running` is believed to have been started, seconds.
+        #: When `running` is believed to have started, seconds.
         self.since = now
-        #: Reported as starved, and given nothing since.
+        #: It was reported as idle, and has got nothing since.
         self.starved = False
-        #: Others have taken over what it holds; it is given nothing until it exchanges.
+        #: Others have taken over its tasks; it gets nothing until it exchanges.
         self.overtaken = False
-        #: It is to be killed, because it has been at one task for too long.
+        #: It is to be killed, because it has run one task for too long.
         self.condemned = False
         #: Index into Windows.levels, or GONE.
         self.level = GONE
 
     def load(self) -> int:
-        """Tasks that the worker has to finish before it is idle, wanted or not."""
+        """How many tasks the worker has to finish before it is idle, including one that is not wanted any more."""
         if self.running is None or self.running in self.held:
             return len(self.held)
         return len(self.held) + 1
 
     def running_task(self) -> Task | None:
-        """The task that is believed running, if it is still wanted of this worker."""
+        """The task that is believed to run, if its result is still wanted from this worker."""
         return None if self.running is None else self.held.get(self.running)
 
     def last_movable(self) -> Task | None:
@@ -67,7 +67,7 @@ class Mirror:
         return None
 
     def believe(self, running: TaskId | None, now: float) -> None:
-        """The worker runs this task from now on, unless it is what it ran before."""
+        """Note that the worker runs this task, from now on unless it did before."""
         if running != self.running:
             self.running = running
             self.since = now
@@ -76,37 +76,37 @@ class Mirror:
 class Windows:
     """All mirrors, by level.
 
-    The level of a mirror is its load, 0 to window + 1 (a full window behind a task that is no longer wanted).
-    One that may not take anything, because of a suspect or because it was overtaken, is on the last level,
-    whatever its load.
+    The level of a mirror is its load, 0 to window + 1 (a full window behind a task that is no longer wanted). A mirror
+    that must not get anything, because of a suspect or because it was overtaken, is on the last level, whatever its
+    load.
     """
 
     def __init__(self, window: int) -> None:
         self.window = window
         self.mirrors: dict[WorkerId, Mirror] = {}
         self.levels: list[dict[WorkerId, Mirror]] = [{} for _ in range(window + 2)]
-        #: Unfinished tasks with losses. While there are none, no mirror is asked about suspects.
+        #: How many unfinished tasks are suspects. While there are none, no mirror is searched for them.
         self.suspects = 0
-        #: Mirrors to look at before the present event is done: they joined, their level fell, or they are
-        #: idle and what waits at others has changed. May name one twice, and ones that are gone.
+        #: Mirrors to fill at the end of the present event: they are new, their level fell, or they are idle and others
+        #: have other tasks to steal. May contain a mirror twice, and mirrors of lost workers.
         self.freed: list[Mirror] = []
-        #: No level below this one has a mirror on it.
+        #: All levels below this one are empty.
         self._lowest = 0
 
     def add(self, mirror: Mirror) -> None:
-        """Take in the empty mirror of a new worker."""
+        """Add the empty mirror of a new worker."""
         self.mirrors[mirror.worker] = self.levels[0][mirror.worker] = mirror
         mirror.level = self._lowest = 0
         self.freed.append(mirror)
 
     def remove(self, mirror: Mirror) -> None:
-        """Take out the mirror of a lost worker."""
+        """Remove the mirror of a lost worker."""
         del self.mirrors[mirror.worker]
         del self.levels[mirror.level][mirror.worker]
         mirror.level = GONE
 
     def place(self, mirror: Mirror) -> None:
-        """Bring the mirror's level up to date, after each change of what it holds or runs."""
+        """Update the mirror's level; call after each change of what it holds or runs."""
         level = mirror.load()
         if level and (mirror.overtaken or self.suspects) and self._is_closed(mirror):
             level = self.window + 1
@@ -122,7 +122,7 @@ class Windows:
                 self._lowest = level
 
     def _is_closed(self, mirror: Mirror) -> bool:
-        """Whether a busy worker was overtaken, runs a suspect, or must run empty before it is given one."""
+        """Whether a busy worker must not get tasks: it was overtaken, runs a suspect, or has to be empty for one."""
         if mirror.overtaken:
             return True
         running = mirror.running_task()
@@ -131,7 +131,7 @@ class Windows:
         return len(mirror.reserved) > 0 and bool(mirror.reserved.oldest().losses)
 
     def has_room(self, mirror: Mirror) -> bool:
-        """Whether the mirror may take one more task."""
+        """Whether the mirror may get one more task."""
         return GONE < mirror.level < self.window
 
     def emptiest(self) -> Mirror | None:
@@ -143,12 +143,12 @@ class Windows:
         return None
 
     def offer(self, mirror: Mirror) -> None:
-        """Have idle workers look again for work if this mirror, which has changed, has something to steal."""
+        """Let idle workers try to steal again if this mirror, which has changed, has something to steal."""
         if self.levels[0] and mirror.level > 1 and mirror.last_movable() is not None:
             self.freed.extend(self.levels[0].values())
 
     def loot(self) -> Task | None:
-        """The task to steal: the last of the longest mirror, among equals of the longest running task."""
+        """The task to steal: the last of the longest mirror; of several, the one whose running task is oldest."""
         # Consumers in order need the oldest first, but its holder starts that one next: stealing it loads several
         # times as many tasks twice and gains less than 1% of time (benchmarks.scheduler).
         for level in reversed(self.levels[2:]):

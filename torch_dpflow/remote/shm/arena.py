@@ -1,12 +1,12 @@
-"""Shared memory on one host: big buffers cross from a worker to the training process without a copy.
+"""Shared memory on one host: large buffers get from a worker to the training process without a copy.
 
-torch's loader makes a shared-memory file for every tensor of every batch, so that every batch pays for fresh
-pages, zeroed by the kernel and faulted in one by one in both processes. An `Arena` keeps its segments and
-lends them again; their pages are there already, in both mappings.
+torch's loader makes a shared-memory file for every tensor of every batch, so that every batch pays for new pages,
+zeroed by the kernel and faulted in one by one in both processes. An `Arena` keeps its segments and reuses them; their
+pages are present in both mappings.
 
-A segment is lent again only when both sides are done with it. The reader's side is a byte in the segment,
-which a weakref callback of the `ArenaReader` clears when the last object over the memory is gone. The
-writer's side is a weakref on the array that all tensors and views over the memory keep alive.
+A segment is reused only when neither side uses it any more. The reader's side is a byte in the segment, which a weakref
+callback of the `ArenaReader` clears when the last object over the memory is gone. The writer's side is a weakref on the
+array that all tensors and views over the memory keep alive.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ from torch_dpflow.remote.wire.shared_blocks import BlockRef, ProbeRef
 
 __all__ = ["MAX_SEGMENTS", "Arena", "ArenaReader", "Block", "BlockRef", "ProbeRef"]
 
-#: Sizes of segments are rounded up to 1/16 of their power of two: at most 6% lie idle, and like sizes meet.
+#: Sizes of segments are rounded up to 1/16 of their power of two: at most 6% is wasted, and similar sizes share a
+#: class.
 _CLASS_BITS = 5
 _SMALLEST_SEGMENT = 1 << 16
-#: A free segment serves requests for as little as half of it. Less would waste memory, more would make new
-#: segments all the time where batches differ in size.
+#: A free segment may be this many times as large as a request. More would waste memory; less would create segments all
+#: the time where batches differ in size.
 _LARGEST_EXCESS = 2
-#: How many segments of a class are asked whether they are free before a new one is made.
-_ASKED = 8
-#: When a new segment is needed, no more free ones are kept than are in use, or than this, bytes.
+#: How many segments of a class are checked for a free one before a new one is created.
+_CHECKED = 8
+#: Free segments of more bytes than are in use, and than this, are freed when a new segment is needed.
 _RETAINED_BYTES = 32 << 20
-#: A free segment that was not lent during this many allocations is given back to the system.
+#: A free segment that was not lent during this many allocations is freed.
 _IDLE_ALLOCATIONS = 256
-#: Of the memory that is left, a new segment takes at most this share.
+#: A new segment takes at most this share of the available memory.
 _SHARE_OF_AVAILABLE = 0.5
 #: Most segments of one arena: each costs the writer a descriptor, and a process often has 1,024.
 MAX_SEGMENTS = 256
 
 
 class Block:
-    """Memory of an arena, lent to the caller. It is lent again once nothing refers to `memory`."""
+    """Memory of an arena, lent to the caller. The arena reuses it once nothing refers to `memory`."""
 
     __slots__ = ("memory", "segment")
 
@@ -64,14 +65,13 @@ class Block:
 
 
 class Arena:
-    """The writer's side: lends blocks, publishes them, and lends them again.
+    """The writer's side: lends blocks, publishes them, and reuses them.
 
-    Any thread may call `allocate`; the rest belongs to one. After a fork the arena belongs to the parent: in
-    the child nothing is lent.
+    Any thread may call `allocate`; the other methods belong to one thread. After a fork the arena belongs to the
+    parent: in the child it lends nothing.
 
     Args:
-        budget_bytes: most memory that the arena takes, in use and free together. On a platform without memfds
-            nothing is ever lent.
+        budget_bytes: most memory of the arena, in use and free together. On a platform without memfds it lends nothing.
     """
 
     def __init__(self, *, budget_bytes: int) -> None:
@@ -83,7 +83,7 @@ class Arena:
         self._headroom = Headroom()
         self._classes: dict[int, deque[Segment]] = {}
         self._by_address: dict[int, Segment] = {}
-        #: How many segments have been given back; the reader looks for them when this has changed.
+        #: How many segments have been retired; the reader unmaps them when this has changed.
         self._retired = 0
         self._numbers = 0
         self._allocations = 0
@@ -98,7 +98,7 @@ class Arena:
     def allocate(self, nbytes: int) -> Block | None:
         """Lend memory of `nbytes`; None where the budget or the system's memory is exhausted.
 
-        Any thread may call. The memory's contents are arbitrary.
+        Any thread may call. The memory is not cleared.
         """
         if nbytes <= 0 or not self._usable or os.getpid() != self._pid:
             return None
@@ -107,14 +107,14 @@ class Arena:
             if self._allocations % _IDLE_ALLOCATIONS == 0:
                 self._trim_idle()
             size = _size_class(nbytes)
-            segment = self._find_free(size, _ASKED)
+            segment = self._find_free(size, _CHECKED)
             if segment is None and not self._has_room(size):
                 segment = self._find_free(size, None)
             segment = segment or self._create(size)
             return None if segment is None else self._lend(segment, nbytes)
 
     def publish(self, block: Block) -> BlockRef:
-        """Hand `block` to the reader. Once for each lending: the reader's release could not be told apart."""
+        """Make `block` readable; returns a reference for the reader. Once for each loan, as the release is one byte."""
         segment = block.segment
         if segment.published:
             raise OptionError(f"block of segment {segment.number} was published before; publish a copy")
@@ -142,7 +142,7 @@ class Arena:
         return ProbeRef(token, self.publish(block))
 
     def close(self) -> None:
-        """Give everything back. What is mapped or in use stays valid until its last user is gone."""
+        """Retire all segments. Memory in use stays valid until its last user is gone."""
         with self._lock:
             self._usable = False
             for segment in list(self._by_address.values()):
@@ -157,10 +157,10 @@ class Arena:
         segment.generation += 1
         return Block(memory, segment)
 
-    def _find_free(self, size: int, asked: int | None) -> Segment | None:
+    def _find_free(self, size: int, checked: int | None) -> Segment | None:
         limit = size * _LARGEST_EXCESS
         while size <= limit:
-            found = _first_free(self._classes.get(size), asked)
+            found = _first_free(self._classes.get(size), checked)
             if found is not None:
                 return found
             size = _size_class(size - HEADER_BYTES + 1)
@@ -182,7 +182,7 @@ class Arena:
         return segment
 
     def _make_room(self, size: int) -> bool:
-        """Trim for a new segment of `size`, whose like is not free: the least recently lent go first."""
+        """Retire free segments for a new one of `size`, the least recently lent first."""
         free = sorted(self._free_segments(), key=lambda segment: segment.used)
         spare = sum(segment.size for segment in free)
         retained = max(self.allocated_bytes - spare, _RETAINED_BYTES)
@@ -220,11 +220,11 @@ def _size_class(nbytes: int) -> int:
     return -(-size // step) * step
 
 
-def _first_free(candidates: deque[Segment] | None, asked: int | None) -> Segment | None:
-    """The first free segment, which goes to the end, so that the one published longest ago is asked first."""
+def _first_free(candidates: deque[Segment] | None, checked: int | None) -> Segment | None:
+    """The first free segment, which moves to the end, so that the one published longest ago is checked first."""
     if candidates is None:
         return None
-    for _ in range(len(candidates) if asked is None else min(asked, len(candidates))):
+    for _ in range(len(candidates) if checked is None else min(checked, len(candidates))):
         segment = candidates[0]
         candidates.rotate(-1)
         if segment.free:

@@ -1,4 +1,4 @@
-"""The ends of processes whose arenas are read here: that one was read proves that its process is of this host."""
+"""Watches the processes whose arenas are read here, which proves that they run on this host."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch_dpflow.descriptors import exhausted, is_exhausted
 
 
 class ArenaPeers:
-    """Sees processes end, by the kernel's descriptors of them. Not thread-safe."""
+    """Watches processes by pidfds. Not thread-safe."""
 
     def __init__(self) -> None:
         self._poller = select.poll()
-        #: By the number that the caller knows each process by.
+        #: By the caller's number for each process.
         self._descriptors: dict[int, int] = {}
 
     def watch(self, number: int, pid: int) -> bool:
-        """Whether the end of this process will be seen: some kernels and sandboxes have no descriptors of processes.
+        """Watch a process; False where the kernel or a sandbox has no pidfds.
 
-        pid: a number that somebody tells of means something only where the arena of that process was read.
+        pid: as the process itself reported it, which is valid on this host only: its arena must have been read.
 
         Raises DescriptorLimitError.
         """
@@ -33,7 +33,7 @@ class ArenaPeers:
         return True
 
     def ended(self) -> list[int]:
-        """Those that are watched and have ended, until they are forgotten."""
+        """The watched processes that have ended, until they are forgotten."""
         ended = {descriptor for descriptor, _ in self._poller.poll(0)}
         return (
             [number for number, descriptor in self._descriptors.items() if descriptor in ended]
@@ -42,7 +42,7 @@ class ArenaPeers:
         )
 
     def forget(self, number: int) -> None:
-        """Do not watch this one any more, if it was."""
+        """Stop watching this process, if it is watched."""
         descriptor = self._descriptors.pop(number, None)
         if descriptor is not None:
             self._poller.unregister(descriptor)

@@ -1,4 +1,4 @@
-"""The reader's side of an arena: opens what the writer published, and frees it when nobody uses it."""
+"""The reader's side of an arena: opens the writer's published blocks, and releases them when they are not used."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _MAX_MAPPED = 1024
 
 
 class ArenaReader:
-    """The reader's side: maps the segments of one writer and tells it, by a byte, when they are free.
+    """The reader's side: maps the segments of one writer and marks them as free, by a byte in each.
 
-    Not thread-safe. Views may be dropped in any thread, at any time, also after the writer has died and while
-    the interpreter ends. In a forked child views stay readable, and dropping them there releases nothing.
+    Not thread-safe. Views may be dropped in any thread, at any time, also after the writer has died and while the
+    interpreter exits. In a forked child views stay readable, and dropping them there releases nothing.
 
     Args:
         pid: the writer's process.
@@ -33,7 +33,7 @@ class ArenaReader:
         self._pid = pid
         self._token: bytes | None = None
         self._segments: dict[int, Segment] = {}
-        #: Of the writer's retired segments, how many there were when we last looked for them.
+        #: How many segments the writer had retired when they were last unmapped here.
         self._retired = 0
 
     def view(self, ref: BlockRef) -> Memory:
@@ -52,7 +52,7 @@ class ArenaReader:
         return memory
 
     def release(self, ref: BlockRef) -> None:
-        """Give a block back unopened. Raises as `view`."""
+        """Release a block unopened. Raises as `view`."""
         self._take(ref).memory[0] = FREE
 
     def probe(self, ref: ProbeRef) -> bool:
@@ -91,7 +91,7 @@ class ArenaReader:
         with suppress(DescriptorLimitError):
             opened = self._open(ref)
         if opened is None:
-            gc.collect()  # what is garbage may hold some
+            gc.collect()  # garbage may hold descriptors
             opened = self._open(ref)
         segment, self._token = opened
         self._segments[ref.segment] = segment
@@ -130,8 +130,8 @@ def _hold(memory: Memory, segment: memoryview) -> None:
 
 
 def _release(hold: Any, getpid: Callable[[], int] = os.getpid, held: set[_Hold] = _HELD) -> None:
-    # Runs wherever the last reference goes: in any thread, inside any other call, and while the interpreter
-    # ends and module globals are gone already. So it takes no lock and looks nothing up.
+    # Runs where the last reference is dropped: in any thread, inside any other call, and while the interpreter exits
+    # and module globals are None. So it takes no lock and reads no global.
     held.discard(hold)
     if getpid() == hold.pid:
         hold.segment[0] = 0

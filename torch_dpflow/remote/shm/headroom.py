@@ -1,7 +1,7 @@
-"""How much memory may still be taken before the kernel starts to kill.
+"""How much memory can be allocated before the kernel kills processes.
 
-Shared memory is reserved page by page, and where the machine's or the container's memory ends while that goes
-on, Linux does not answer with an error: it kills a process. So one has to ask first.
+Shared memory is reserved page by page. Where the machine's or the container's memory is exhausted meanwhile, Linux
+returns no error but kills a process, so the available memory is checked first.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import NamedTuple
 
 
 def of_machine(name: str) -> int:
-    """Bytes of the machine's memory by the kernel's own account: "MemTotal", "MemAvailable" and so on."""
+    """Bytes of the machine's memory, as in /proc/meminfo: "MemTotal", "MemAvailable" and so on."""
     with open("/proc/meminfo") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 class _Files(NamedTuple):
-    """How a version of control groups calls what we need of it."""
+    """The names of files and entries in a version of control groups."""
 
     limit: str
     usage: str
-    #: Entries of memory.stat: what of the usage the kernel can drop.
+    #: Entries of memory.stat: the part of the usage that the kernel can reclaim.
     droppable: tuple[str, ...]
 
 
@@ -31,11 +31,11 @@ _V2 = _Files("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 class Headroom:
-    """The memory left to this process: of the machine, and of the control groups that limit it.
+    """The memory that is available to this process, on the machine and in the control groups that limit it.
 
     Args:
-        memberships: names the groups of the process.
-        mount: where their files are.
+        memberships: the file that lists the process's groups.
+        mount: where the groups' files are.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Headroom:
         ]
 
     def available(self) -> int:
-        """Bytes. Raises OSError where the process has no descriptor left to look them up."""
+        """Available bytes. Raises OSError where the process has no descriptor left to read them."""
         machine = of_machine("MemAvailable")
         return min([machine, *(_left_in(folder, files) for folder, files in self._groups)])
 

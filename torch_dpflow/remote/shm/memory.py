@@ -1,4 +1,4 @@
-"""Plain memory under tensors and arrays: the few ways in and out that parcels and arenas share."""
+"""Conversions between plain memory, storages, tensors and arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def storage_over(memory: Memory) -> torch.UntypedStorage:
 
 
 def memory_of(storage: Any, start: int = 0, nbytes: int | None = None) -> Memory:
-    """The bytes of a CPU storage, or a part of them; not a copy."""
+    """The bytes of a CPU storage, or a part of them, without a copy."""
     empty: Any = torch.empty(0, dtype=torch.uint8, device="cpu")
     if nbytes is None:
         nbytes = storage.nbytes()
@@ -37,7 +37,7 @@ def tensor_over(
     offset: int = 0,
 ) -> torch.Tensor:
     """A tensor over `storage`, contiguous without `stride`; a base and not a view of another tensor."""
-    # Half the time that `torch.empty` takes.
+    # Twice as fast as `torch.empty`.
     empty: Any = _empty(dtype).new_empty(0)
     if stride is None:
         tensor: torch.Tensor = empty.set_(storage, offset, shape)
@@ -59,7 +59,7 @@ def address_of(array: npt.NDArray[Any]) -> int:
 
 def is_aligned(memory: memoryview, alignment: int) -> bool:
     """Whether writable memory begins at a multiple of `alignment`."""
-    # A third of the time that numpy takes to tell.
+    # Three times as fast as with numpy.
     return not memory.nbytes or ctypes.addressof(ctypes.c_char.from_buffer(memory)) % alignment == 0
 
 

@@ -1,7 +1,7 @@
-"""Which task a worker is at: a word in shared memory, which outlives the worker that wrote it.
+"""The task that a worker runs, in a word of shared memory, which outlives the worker.
 
-What a worker last said may be old when it dies: a message that was on its way is lost with it. What is blamed for a
-death is what the worker was at, and nothing else.
+A worker's last message may be old when it dies: results that wait to be sent, or are in libzmq's thread, are lost with
+it. With this word the task that killed the worker is suspected, and none of its neighbours.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch_dpflow.errors import DescriptorLimitError, TransportError
 from torch_dpflow.remote.shm.arena import Arena, ArenaReader
 from torch_dpflow.remote.wire.shared_blocks import BlockRef
 
-#: The task's number and one; 0: none.
+#: The task's number plus one; 0: none.
 _WORD = struct.Struct("<Q")
 
 
@@ -20,7 +20,7 @@ class RunningTask:
     """The worker's side.
 
     Args:
-        arena: where the word lies, which stays lent; None: nobody can read what is noted.
+        arena: where the word lies, in a block that is never released; None: nothing is noted.
     """
 
     def __init__(self, arena: Arena | None) -> None:
@@ -31,7 +31,7 @@ class RunningTask:
         self.ref: BlockRef | None = None if arena is None or block is None else arena.publish(block)
 
     def note(self, task: int | None) -> None:
-        """From now on it is at this task, or at none."""
+        """The worker runs this task from now on, or none."""
         if self._memory is not None:
             _WORD.pack_into(self._memory, 0, 0 if task is None else task + 1)
 
@@ -48,7 +48,7 @@ class RunningTaskReader:
 
     @classmethod
     def open(cls, reader: ArenaReader, ref: BlockRef | None) -> RunningTaskReader | None:
-        """Open what a worker has told of; None where it does not write, or where that cannot be read.
+        """Open a worker's word; None where the worker has none, or where it cannot be read.
 
         reader: of the worker's arena.
         """
@@ -60,6 +60,6 @@ class RunningTaskReader:
             return None
 
     def tasks(self) -> tuple[int, ...]:
-        """The task that the worker is at, or was at when it died; none, or one."""
+        """The task that the worker runs, or ran when it died: one or none."""
         (word,) = _WORD.unpack_from(self._memory)
         return (word - 1,) if word else ()

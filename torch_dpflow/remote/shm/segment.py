@@ -1,12 +1,12 @@
 """One shared-memory segment: 64 bytes of header, then a payload, mapped by a writer and a reader.
 
-The header's first byte is the segment's state. The writer sets it to PUBLISHED before it tells the reader of
-the segment, the reader stores FREE when nothing refers to the payload any more, and the writer leaves RETIRED
-in a segment that it gives back. None of that needs a message.
+The header's first byte is the segment's state. The writer sets it to PUBLISHED before it sends the reader a reference,
+the reader sets it to FREE when nothing refers to the payload any more, and the writer sets it to RETIRED before it
+frees the segment. None of that needs a message.
 
-A segment is a memfd: it has no name that could outlive its processes, it does not count against a container's
-small /dev/shm, and it is sealed so that nobody can shrink it under a mapping. Its pages are reserved when it is
-made, so that no later touch of them can fail with SIGBUS. A platform without memfds has no segments.
+A segment is a memfd: it has no name that could outlive its processes, it does not count against a container's small
+/dev/shm, and it is sealed so that nobody can shrink it under a mapping. Its pages are reserved when it is created, so
+that no later access can fail with SIGBUS. A platform without memfds has no segments.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from torch_dpflow.remote.shm.memory import Memory, memory_of
 
 #: Bytes before the payload: one cache line, so that the payload is aligned for every vector instruction.
 HEADER_BYTES = 64
-#: States, kept in the header's first byte. A retired segment is the reader's alone, for no use.
+#: States, in the header's first byte. A retired segment is mapped by the reader only, and not used any more.
 FREE, PUBLISHED, RETIRED = 0, 1, 2
 
 TOKEN_BYTES = 16
-#: What the system shows segments as.
+#: The name of segments in /proc.
 _NAME = "torch_dpflow"
 _MAGIC = b"dpflow1\n"
 #: State, magic, number of the segment, capacity in bytes, token of the arena.
@@ -57,20 +57,20 @@ class Segment:
     fd: int
     #: Address of the payload.
     address: int
-    #: Writer: how often it was lent. Reader: the last lending that it has taken.
+    #: Writer: how often it was lent. Reader: the last loan that was opened.
     generation: int = 0
     #: Writer: when it was last lent, in allocations of its arena.
     used: int = 0
-    #: Writer: bytes asked for in this lending.
+    #: Writer: bytes requested in this loan.
     nbytes: int = 0
-    #: Writer: whether this lending has been published.
+    #: Writer: whether this loan has been published.
     published: bool = False
-    #: Writer: the object that everything on this side which uses the payload keeps alive.
+    #: Writer: the array that every user of the payload on this side keeps alive.
     owner: weakref[Memory] | None = None
 
     @property
     def size(self) -> int:
-        """Bytes of memory that it takes, header included."""
+        """Bytes of memory, header included."""
         return HEADER_BYTES + self.capacity
 
     @property
@@ -80,11 +80,11 @@ class Segment:
 
     def payload(self, nbytes: int) -> Memory:
         """A new array over the first `nbytes` of the payload; all views of it keep this very array alive."""
-        # An array over an array would not do: numpy lets views of views refer to the innermost one.
+        # Not a view of an array: numpy makes views of views refer to the innermost array.
         return np.frombuffer(self.memory, np.uint8, nbytes, HEADER_BYTES)
 
     def close(self) -> None:
-        """Give the descriptor back; the mapping goes with its last user."""
+        """Close the descriptor; the memory is unmapped with its last user."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -94,15 +94,15 @@ class Segment:
 
 
 def _check_kind(path: str, claim: str) -> None:
-    """Look what a descriptor is of before it is opened: the process may be another's than who tells of it."""
-    with contextlib.suppress(OSError):  # it is gone, or out of reach, as opening it will tell
+    """Check the kind of a descriptor before it is opened: a peer may name a process that is not its own."""
+    with contextlib.suppress(OSError):  # it cannot be reached, as opening it will report
         kind = os.readlink(path)
         if not kind.startswith(f"/memfd:{_NAME}"):
             raise MessageError(f"{claim}: not a segment, but {kind!r}")
 
 
 def create_memfd(number: int, capacity: int, token: bytes) -> Segment:
-    """Make an anonymous segment. Raises OSError where memory or descriptors are exhausted."""
+    """Create an anonymous segment. Raises OSError where memory or descriptors are exhausted."""
     size = HEADER_BYTES + capacity
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -120,8 +120,8 @@ def open_memfd(pid: int, fd: int, number: int, capacity: int, token: bytes | Non
     """Map another process's memfd; returns it with the token of its arena.
 
     Raises:
-        SegmentLostError: the process, or its descriptor, is gone or out of reach.
-        MessageError: the descriptor is something else than what is claimed, or larger than can be mapped.
+        SegmentLostError: the process, or its descriptor, does not exist or cannot be accessed.
+        MessageError: the descriptor is not what is claimed, or too large to be mapped.
         DescriptorLimitError: this process has too many files open.
     """
     claim = f"segment {number} (descriptor {fd} of process {pid}, {capacity} bytes)"
@@ -146,7 +146,7 @@ def _seals() -> int:
 
 
 def _map(path: str, size: int) -> tuple[memoryview, int]:
-    # Unlike mmap.mmap, torch's mapping keeps no descriptor, of which a process has only so many.
+    # Unlike mmap.mmap, torch's mapping keeps no descriptor, of which a process has few.
     storage = cast("torch.UntypedStorage", torch.UntypedStorage.from_file(path, True, size))
     return memory_of(storage).data, storage.data_ptr() + HEADER_BYTES
 
@@ -154,7 +154,7 @@ def _map(path: str, size: int) -> tuple[memoryview, int]:
 def _map_theirs(path: str, size: int, claim: str) -> tuple[memoryview, int]:
     try:
         return _map(path, size)
-    except RuntimeError as error:  # torch's only word for whatever the system refuses
+    except RuntimeError as error:  # torch raises it for every error of the system
         if descriptors.is_exhausted(error):
             raise descriptors.exhausted(f"{claim} cannot be mapped") from None
         raise MessageError(f"{claim} cannot be mapped: {error}") from error
@@ -162,14 +162,14 @@ def _map_theirs(path: str, size: int, claim: str) -> tuple[memoryview, int]:
 
 def _open(path: str, claim: str) -> int:
     try:
-        # A descriptor of something else (a pipe, a terminal) must neither block nor become our terminal.
+        # Opening a descriptor of another kind (a pipe, a terminal) must neither block nor set our terminal.
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
         if descriptors.is_exhausted(error):
             raise descriptors.exhausted(f"{claim} cannot be opened") from None
         raise SegmentLostError(
             f"{claim} cannot be opened: {error}. Its process has ended, or runs in another container or "
-            "under another user; what it held has to be loaded again"
+            "under another user; its samples have to be loaded again"
         ) from error
 
 
@@ -180,7 +180,7 @@ def _check_size(fd: int, capacity: int, claim: str) -> None:
 
 
 def _check_reserved(fd: int, capacity: int, claim: str) -> None:
-    # A file of any size costs its maker nothing, but whoever reads it the memory.
+    # A sparse file of any size costs its creator nothing, but its pages would be allocated as they are read here.
     if os.fstat(fd).st_blocks * 512 < HEADER_BYTES + capacity:
         raise MessageError(
             f"{claim}: its pages are not reserved, so that reading could take any amount of memory"

@@ -1,7 +1,7 @@
-"""How bytes get from one process to another: `listen` and `connect`, by URL scheme.
+"""Messages between processes: `listen` and `connect`, by URL scheme.
 
 ``ipc://PATH`` on one host, ``tcp://HOST:PORT`` between hosts, ``inproc://NAME`` inside one process.
-Implementations are loaded when an address asks for them.
+An implementation is imported when an address needs it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DEFAULT = TransportOptions()
 def listen(address: str, *, options: TransportOptions = _DEFAULT) -> Listener:
     """Listen at `address`; tcp port 0 takes a free one, which the listener's `address` then names.
 
-    Raises OptionError for an address that is not allowed, TransportError for one that cannot be had.
+    Raises OptionError for an address that is not allowed, TransportError for one that cannot be bound.
     """
     if _scheme(address) == "inproc":
         from torch_dpflow.remote.transport.inproc import InprocListener
@@ -32,10 +32,9 @@ def listen(address: str, *, options: TransportOptions = _DEFAULT) -> Listener:
 def connect(
     address: str, *, identity: bytes | None = None, options: TransportOptions = _DEFAULT
 ) -> Connection:
-    """Connect to the listener at `address`, which need not be there yet.
+    """Connect to the listener at `address`, which need not exist yet.
 
-    identity: by what the listener knows this connection, 1 to 255 bytes, unique among its peers; drawn when
-    None.
+    identity: names this connection to the listener, 1 to 255 bytes, unique among its peers; None draws one.
     """
     if _scheme(address) == "inproc":
         from torch_dpflow.remote.transport.inproc import InprocConnection

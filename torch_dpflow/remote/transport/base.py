@@ -1,13 +1,12 @@
 """The contract of a transport: many connections talk to one listener in multipart messages.
 
-A listener is a ROUTER: it knows every peer by an identity of bytes and can answer any of them. A connection
-is a DEALER: it talks to one listener and comes back by itself after the listener was away. A message is a
-list of binary frames that arrives whole or not at all. Messages of one connection keep their order; a message
-may be lost when its connection breaks, and then whoever waits for an answer asks again.
+A listener is a ROUTER: it knows every peer by an identity of bytes and can answer any of them. A connection is a
+DEALER: it talks to one listener and reconnects by itself. A message is a list of binary frames that arrives whole or
+not at all. Messages of one connection keep their order. A message may be lost when its connection breaks; repeating
+calls is up to the caller.
 
-Listener and connection belong to one thread; only `wake` may be called from any. After a fork they belong to
-the parent: in the child every call but `close` raises StateError, and `close` touches nothing of the
-parent's.
+Listener and connection belong to one thread; any thread may call `wake`. After a fork they belong to the parent: in the
+child every call but `close` raises StateError, and `close` does not affect the parent.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ MAX_IDENTITY_BYTES = 255
 
 @dataclass(frozen=True, kw_only=True)
 class TransportOptions:
-    """Limits and habits of one listener or connection; checked once, here."""
+    """Limits and timeouts of one listener or connection."""
 
-    #: Longest frame that is taken from a peer, bytes. A longer one costs the peer its connection.
+    #: Longest frame that is accepted from a peer, bytes. A peer that sends a longer one is disconnected.
     max_frame_bytes: int = 1 << 31
     #: Most frames in one message, in either direction. A received message with more is dropped and counted.
     max_frames: int = 4096
     #: Most messages waiting in either direction, per peer.
     queue_messages: int = 1000
-    #: How long `Connection.send` waits for room in a full queue before it calls the peer lost, seconds.
+    #: How long `Connection.send` waits for room in a full queue before it raises PeerLostError, seconds.
     send_timeout_s: float = 10.0
     #: First and longest pause between attempts to reconnect, seconds.
     reconnect_s: tuple[float, float] = (0.02, 1.0)
     #: tcp only: a peer that has been silent this long is disconnected, seconds.
     silence_s: float = 30.0
-    #: Whom to trust over tcp: keys make CURVE mandatory; without them tcp is for loopback addresses only.
+    #: With keys, CURVE is mandatory over tcp; without them tcp is allowed for loopback addresses only.
     keys: ServerKeys | ClientKeys | None = None
 
     def __post_init__(self) -> None:
@@ -59,22 +58,22 @@ class TransportOptions:
 
 
 class Listener(Protocol):
-    """The side that others connect to."""
+    """The bound side."""
 
     #: Where connections reach this listener: the address given, with tcp port 0 replaced by the real port.
     address: str
-    #: Messages thrown away because they broke `max_frames`.
+    #: Messages that were dropped because they exceeded `max_frames`.
     dropped: int
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, list[memoryview]] | None:
-        """The next message as (identity of the peer, frames); None on a timeout, after `wake` and when a
-        watched descriptor is readable and no message is there.
+        """The next message as (identity of the peer, frames), or None.
 
-        The frames are writable and own their memory. `timeout_s=None` waits without end, 0 does not wait.
+        None on a timeout, after `wake`, and when a watched descriptor is readable. The frames are writable and own
+        their memory. `timeout_s=None` waits without end, 0 does not wait.
         """
 
     def watch(self, descriptor: int) -> None:
-        """From now on let a waiting receive return when `descriptor` is readable; the caller sees to why."""
+        """Make a waiting `receive` return when `descriptor` is readable. The caller must find out why it is."""
 
     def unwatch(self, descriptor: int) -> None:
         """Undo `watch`, before the descriptor is closed."""
@@ -86,35 +85,35 @@ class Listener(Protocol):
         """
 
     def wake(self) -> None:
-        """Make the receive that waits now, else the next one to wait, return None. Any thread may call."""
+        """Make the `receive` that waits now, or the next one that would wait, return None. Any thread may call."""
 
     def close(self) -> None:
-        """Stop at once; what is not sent yet is lost. May be called twice."""
+        """Close at once; unsent messages are lost. May be called twice."""
 
 
 class Connection(Protocol):
-    """The side that connects; it reconnects by itself for as long as it is open."""
+    """The connecting side; it reconnects by itself for as long as it is open."""
 
-    #: By what the listener knows this connection, across reconnects.
+    #: Names this connection to the listener, across reconnects.
     identity: bytes
-    #: Messages thrown away because they broke `max_frames`.
+    #: Messages that were dropped because they exceeded `max_frames`.
     dropped: int
 
     def receive(self, timeout_s: float | None) -> list[memoryview] | None:
         """The next message's frames; None on a timeout or after `wake`. As `Listener.receive` otherwise."""
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """Queue a message, whether or not the listener is there yet.
+        """Queue a message, whether or not the listener exists yet.
 
-        Raises PeerLostError when the queue stays full for `send_timeout_s` or the connection is closed. Large
-        frames are not copied: their memory must not change until the peer has them.
+        Raises PeerLostError when the queue stays full for `send_timeout_s` or the connection is closed. Large frames
+        are not copied: their memory must not change until the peer has them.
         """
 
     def wake(self) -> None:
-        """Make the receive that waits now, else the next one to wait, return None. Any thread may call."""
+        """Make the `receive` that waits now, or the next one that would wait, return None. Any thread may call."""
 
     def close(self) -> None:
-        """Stop at once; what is not sent yet is lost. May be called twice."""
+        """Close at once; unsent messages are lost. May be called twice."""
 
 
 def is_loopback(address: str) -> bool:
@@ -127,7 +126,7 @@ def is_loopback(address: str) -> bool:
 
 
 def check_frames(frames: Sequence[Frame], options: TransportOptions) -> None:
-    """Raise MessageError unless `frames` is a message that a transport can send whole."""
+    """Raise MessageError unless `frames` is a message within the limits."""
     if not 1 <= len(frames) <= options.max_frames:
         raise MessageError(
             f"a message of {len(frames)} frames: max_frames allows 1 to {options.max_frames}; join small ones"
@@ -145,7 +144,7 @@ def check_frames(frames: Sequence[Frame], options: TransportOptions) -> None:
 
 
 def check_identity(identity: bytes) -> None:
-    """Raise OptionError unless `identity` may name a peer: 1 to 255 bytes, the first not zero."""
+    """Raise OptionError unless this is a valid identity: 1 to 255 bytes, the first not zero."""
     if not 1 <= len(identity) <= MAX_IDENTITY_BYTES or identity[0] == 0:
         raise OptionError(
             f"identity={identity!r}: must be 1 to {MAX_IDENTITY_BYTES} bytes, the first of them not zero"

@@ -1,4 +1,4 @@
-"""A transport inside one process, for tests: the contract of ZeroMQ's sockets without sockets.
+"""A transport inside one process, for tests, without sockets.
 
 Every message is copied once, so that neither side sees the other's later writes.
 """
@@ -17,12 +17,12 @@ from torch_dpflow.errors import PeerLostError, StateError, TransportError
 from torch_dpflow.remote.transport.base import TransportOptions, check_frames, check_identity
 from torch_dpflow.remote.wire.parcel_table import Frame
 
-#: How often a listener that watches descriptors looks at them, seconds.
+#: How often a listener polls its watched descriptors, seconds.
 _WATCH_S = 0.01
 
 
 class _Exchange:
-    """What meets at one address. `changed` guards every attribute and is notified on every change."""
+    """The listener and the connections of one address. `changed` guards every attribute and signals every change."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -48,7 +48,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class _InprocEndpoint:
-    """What both sides have in common: waiting on the exchange, and being woken."""
+    """The base of both sides: waits on the exchange, and can be woken."""
 
     def __init__(self, address: str, options: TransportOptions) -> None:
         self.address = address

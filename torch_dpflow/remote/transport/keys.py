@@ -1,8 +1,8 @@
-"""Who may talk to a cluster over tcp: CURVE keys, and the file that carries them.
+"""CURVE keys, which authenticate both sides of a tcp connection.
 
-A cluster has a server key pair, by which clients know its services, and one client key pair, which is all
-that the services let in. Both lie in a connection file that only its owner may read; who can read it can run
-code on the cluster's workers.
+A cluster has a server key pair, by which clients recognise its services, and one client key pair, which is the only one
+that the services accept. Both lie in a connection file that only its owner may read; whoever can read it can run code
+on the cluster's workers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KEY_BYTES = 40
 
 @dataclass(frozen=True, kw_only=True)
 class ServerKeys:
-    """A listener's own key pair and the one client key that it lets in. Keys are Z85 text, 40 bytes."""
+    """A listener's own key pair and the one client key that it accepts. Keys are Z85 text, 40 bytes."""
 
     public: bytes
     secret: bytes = field(repr=False)

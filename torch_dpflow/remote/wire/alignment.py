@@ -1,8 +1,8 @@
-"""How memory is aligned that crosses a process boundary."""
+"""The alignment of memory that crosses a process boundary."""
 
 from __future__ import annotations
 
-#: Vector instructions and cache lines want it; memory of our own begins at a multiple of it.
+#: A cache line, and the widest vector: memory that we allocate begins at a multiple of it.
 ALIGNMENT = 64
 
 
@@ -11,6 +11,6 @@ def aligned(size: int) -> int:
     return size + -size % ALIGNMENT
 
 
-#: Enough for every item but numpy's long double; what a socket received is aligned to this and no more, and a
-#: copy of it would cost more than unaligned vectors do.
+#: The alignment that a received frame has at best, by libzmq's header. It is enough for every dtype but numpy's long
+#: double, whose frames are copied; to copy the others would cost more than unaligned vectors do.
 WORD = 8

@@ -1,4 +1,4 @@
-"""What all bodies of calls share."""
+"""The base of all bodies of calls."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ SampleKeys: TypeAlias = Annotated[list[Count], msgspec.Meta(max_length=MAX_SAMPL
 
 
 class Body(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """What all bodies share: arrays on the wire; too many fields are an error."""
+    """A call's arguments or result: an array on the wire; unknown fields are an error."""

@@ -12,11 +12,11 @@ from torch_dpflow.remote.wire.body import Body
 from torch_dpflow.remote.wire.fields import Count, Name, Seconds
 from torch_dpflow.remote.wire.flow_spec import MAX_WORKERS, MIN_MEMORY, FlowSpec
 
-#: Most bytes of what the workers of one flow load, packed, and of one piece of that.
+#: Most bytes of a flow's content, which is what its workers load, pickled; and of one piece of it.
 MAX_CONTENT_BYTES, CONTENT_PIECE_BYTES = 1 << 30, 4 << 20
 
 
-#: Most states of a flow that are remembered.
+#: Most states in a flow's history.
 MAX_LIFE = 32
 
 
@@ -24,37 +24,37 @@ Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class ContentPiece(Body):
-    """To a coordinator: a piece of what a flow's workers load, which is its frame.
+    """To a coordinator: a piece of a flow's content, in a frame.
 
-    Answered with how many bytes of it are there: from where to go on, all of them at the end. None: no flow is known
-    that loads it.
+    Answered with the number of bytes that the coordinator has, which is the offset of the next piece. None: it knows no
+    flow with this content.
     """
 
-    #: SHA-256 of the whole.
+    #: SHA-256 of the content.
     digest: Digest
     offset: Count
-    #: Bytes of the whole.
+    #: Bytes of the content.
     size: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 
 
 class ContentRequest(Body):
-    """To a coordinator: the piece at `offset` is wanted. Answered with the bytes of the whole, and the piece."""
+    """To a coordinator: send the piece at `offset`. Answered with the content's size, and the piece as a frame."""
 
     digest: Digest
     offset: Count
 
 
 class Access(Body):
-    """To a coordinator: a job is going to read this flow. Answered with the router's address."""
+    """To a coordinator: a job begins to read this flow. Answered with the router's address."""
 
     flow: Name
     version: Count
 
 
 class Scale(Body):
-    """To a coordinator: this flow is to have so many shards, and workers in all of them together.
+    """To a coordinator: run this flow with so many shards, and workers in all of them together.
 
-    Without a number of workers it keeps those that it has, but for one to each shard. Answered with `FlowView`.
+    Without a number of workers it keeps those that it has, and at least one for each shard. Answered with `FlowView`.
     """
 
     flow: Name
@@ -63,16 +63,16 @@ class Scale(Body):
 
 
 class Part(Body):
-    """What a flow has of a cluster: at most what its description asks for."""
+    """The share of a cluster that a flow has been given: at most what its description asks for."""
 
     shards: Count
-    #: Of all its shards together, as all that follows.
+    #: Of all its shards together, as is the memory.
     workers: Count
     memory_bytes: Count
 
 
 class LifeStep(Body):
-    """A flow came into a state."""
+    """A flow entered a state."""
 
     state: Name
     #: How long ago, seconds.
@@ -86,27 +86,27 @@ class FlowView(Body):
     state: Name
     jobs: Count
     replaced: bool
-    #: The latest states, the one that it is in last.
+    #: The latest states; the last is the present one.
     life: Annotated[list[LifeStep], msgspec.Meta(max_length=MAX_LIFE)]
     #: None while its services do not run.
     part: Part | None
-    #: After how many seconds its services end unless a job comes; None where they do not wait for one.
+    #: After how many seconds without a job its services end; None while it has jobs, or no services.
     idle_in_s: Seconds | None = None
 
 
 class CoordinatorArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The arguments of a coordinator's role."""
 
-    #: A state store's address.
+    #: The state store's address.
     state: str
-    #: Who has it to himself, as of `StateStore.renew`.
+    #: Holds the lease of the state store, as of `StateStore.renew`.
     owner: str
-    #: Where to listen; empty: where the node's place says.
+    #: Where to listen; empty: an address that the node chooses.
     address: str = ""
     #: As of `ClusterLimits`.
     workers: int | None = None
     memory_bytes: int | None = None
-    #: HOST:PORT where metrics can be had; empty: nowhere.
+    #: HOST:PORT to serve metrics at; empty: nowhere.
     metrics: str = ""
 
     @property
@@ -117,14 +117,14 @@ class CoordinatorArguments(msgspec.Struct, frozen=True, array_like=True, forbid_
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterLimits:
-    """The most that all flows of a cluster have together.
+    """The most that all flows of a cluster may use together.
 
     Args:
         workers: processes that load; None: as many as the flows ask for.
-        memory_bytes: room for samples, bytes; None: as much as they ask for.
+        memory_bytes: memory for samples, bytes; None: as much as they ask for.
 
     Raises:
-        OptionError: less than one flow needs, or more than can be.
+        OptionError: less than one flow needs, or more than can be used.
     """
 
     workers: int | None = None

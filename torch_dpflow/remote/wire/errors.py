@@ -1,4 +1,4 @@
-"""What services answer a job or a shard with that is out of date; it mends that and goes on, and no user sees it."""
+"""Errors that a client recovers from by refreshing its view, or by waiting; never shown to users."""
 
 from __future__ import annotations
 
@@ -7,61 +7,61 @@ from typing import ClassVar
 from torch_dpflow.errors import ErrorKind, UsageError
 
 
-class Refusal(UsageError):
-    """What the caller goes by is out of date, or is to be waited for."""
+class RecoverableError(UsageError):
+    """The caller's view is out of date, or it has to wait."""
 
     kind: ClassVar[ErrorKind]
 
 
-class StaleJobError(Refusal):
-    """The job was taken for dead, or another has taken its name; it has to join anew."""
+class StaleJobError(RecoverableError):
+    """The job's lease has expired, or another process has its name; it has to join again."""
 
     kind = ErrorKind.STALE_JOB
 
 
-class MisdirectedError(Refusal):
-    """The job has called a service of another flow, which listens now where its own did; it has to look for that."""
+class MisdirectedError(RecoverableError):
+    """The job has called another flow's service, which listens at the address of its own; it has to locate that."""
 
     kind = ErrorKind.MISDIRECTED
 
 
-class UnknownFlowError(Refusal):
-    """The coordinator does not know the flow, or not what it loads; the job has to register it anew."""
+class UnknownFlowError(RecoverableError):
+    """The coordinator does not know the flow, or has not its content; the job has to register it again."""
 
     kind = ErrorKind.UNKNOWN_FLOW
 
 
-class StaleRoutingError(Refusal):
-    """The job has chosen a shard by a table that is out of date; it has to ask the router for another."""
+class StaleRoutingError(RecoverableError):
+    """The job has chosen a shard by an old routing table; it has to get the present one from the router."""
 
     kind = ErrorKind.STALE_ROUTING
 
 
-class StaleShardError(Refusal):
-    """Another process has taken the shard's place; its node will end this one."""
+class StaleShardError(RecoverableError):
+    """Another process has replaced the shard; its node will end this one."""
 
     kind = ErrorKind.STALE_SHARD
 
 
-class OutOfStepError(Refusal):
-    """The job and its router disagree on what it has drawn; it has to start its epoch anew."""
+class OutOfStepError(RecoverableError):
+    """The job and its router disagree on what it has drawn; it has to tell the router where it is in its epoch."""
 
     kind = ErrorKind.OUT_OF_STEP
 
 
-class OverloadedError(Refusal):
-    """The job asks for more at once than a service keeps book of; it has to take what is there first."""
+class OverloadedError(RecoverableError):
+    """The job requests more at once than a service keeps track of; it has to fetch what it has requested first."""
 
     kind = ErrorKind.OVERLOADED
 
 
-class NameBusyError(Refusal):
-    """Another process has the job's name and may be dead; the job has to ask again."""
+class NameBusyError(RecoverableError):
+    """Another process has the job's name, perhaps until its lease expires; the job has to try again."""
 
     kind = ErrorKind.NAME_BUSY
 
 
-class AwaitedRanksError(Refusal):
-    """Ranks of the job have not said yet what they have of its epoch; the others have to wait for them."""
+class AwaitedRanksError(RecoverableError):
+    """Ranks of the job have not reported what they have read of its epoch; the others have to wait for them."""
 
     kind = ErrorKind.RANKS_AWAITED

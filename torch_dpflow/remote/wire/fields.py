@@ -1,4 +1,4 @@
-"""Types of fields, and the limits that they carry."""
+"""Types of fields with their limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a flow is: the description that a job registers, and its checks. Opaque to services but for these."""
+"""The description of a flow that a job registers, and its checks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch_dpflow.remote.wire.fields import Count, Name, Seconds, Text
 
 #: Most samples, shards and workers of a flow.
 MAX_SIZE, MAX_SHARDS, MAX_WORKERS = 2**31 - 1, 256, 4096
-#: Least room of a shard's pool, bytes.
+#: Least memory of a shard's pool, bytes.
 MIN_MEMORY = 1 << 20
-#: Shortest patience with a flow that nobody reads, seconds: its router is heard of once in a second.
+#: Least time for which services outlive their last job, seconds: a router reports its jobs once a second.
 MIN_IDLE_S = 3.0
-#: What each shard takes some of.
+#: Fields of which each shard needs a part.
 _OF_EVERY_SHARD = ("workers", "memory_bytes")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -36,41 +36,41 @@ class FlowSpec(
     version: Count
     #: Number of samples.
     size: Count
-    #: SHA-256 of the assignment (dataset, stages) in hexadecimal, under which it is stored.
+    #: SHA-256 of the flow's content (dataset, stages) in hexadecimal, under which it is stored.
     content: Name
-    #: What two descriptions of one version must agree in, by name: for people, when they do not.
+    #: What all descriptions of one version must agree on, by name; shown to people when they differ.
     fingerprint: Annotated[dict[Name, Text], msgspec.Meta(max_length=64)]
     #: Whether loading a sample twice gives the same.
     repeatable: bool = False
     shards: Count = 1
     #: Of all shards together.
     workers: Count = 2
-    #: Room for samples of all shards together, bytes.
+    #: Memory for samples of all shards together, bytes.
     memory_bytes: Count = 1 << 30
     #: Cache policy, or "none".
     policy: Name = "alsd"
     #: Sampling strategy.
     strategy: Name = "shared-log"
-    #: How many samples the caches hold, for strategies that follow what is resident; 0: a tenth of them.
+    #: How many samples the caches hold, for strategies that follow what is resident; 0: a tenth of all.
     cache_samples: Count = 0
-    #: What the sampling group draws by chance.
+    #: Seeds the random draws of the sampling group.
     seed: Count = 0
     #: How long services outlive the last job, seconds.
     idle_s: Seconds = 600.0
-    #: Whether loading has two parts: a deterministic one that is kept, and a rest drawn by chance for each job.
+    #: Whether the dataset has a per-draw stage behind the cacheable one.
     staged: bool = False
-    #: How long a worker may be at one sample before it is taken for hung and killed, seconds; None: for ever.
+    #: How long a worker may take over one sample before it counts as hung and is killed, seconds; None: for ever.
     task_timeout_s: Seconds | None = None
 
     @property
     def instance(self) -> str:
-        """Names this version of the flow among all flows and versions."""
+        """The name of this version of the flow, unique among all flows and versions."""
         return f"{self.name}@{self.version}"
 
     def check(self) -> None:
-        """Raise OptionError unless all that it names is there and every number is possible.
+        """Raise OptionError unless every field has a value that services can run with.
 
-        Services that were made of anything else would end as soon as they begin, and be started for ever.
+        Otherwise they would end as soon as they begin, and be restarted for ever.
         """
         check_flow_name(self.name)
         flow = f"flow {self.name!r}: "
@@ -92,7 +92,7 @@ class FlowSpec(
             raise OptionError(f"flow {self.name!r}: content={self.content!r} is no SHA-256 in hexadecimal")
 
     def difference(self, other: FlowSpec) -> str:
-        """In what the descriptions differ, for people; empty where they agree."""
+        """How the descriptions differ, for people; empty where they agree."""
         differing: list[str] = []
         for name in dict.fromkeys([*self.fingerprint, *other.fingerprint]):
             here, there = self.fingerprint.get(name, "absent"), other.fingerprint.get(name, "absent")
@@ -102,8 +102,8 @@ class FlowSpec(
 
 
 def check_algorithms(policy: str, strategy: str) -> None:
-    """Raise OptionError unless there are such a cache policy, or "none", and such a sampling strategy."""
-    # Imported here: a loader of one job alone, which imports this module, has no use for samplers and caches.
+    """Raise OptionError unless these name a cache policy, or "none", and a sampling strategy."""
+    # Imported here: the private loader imports this module and needs neither samplers nor caches.
     from torch_dpflow.caches.registry import POLICIES
     from torch_dpflow.samplers.registry import check_strategy
 
@@ -113,7 +113,7 @@ def check_algorithms(policy: str, strategy: str) -> None:
 
 
 def check_flow_name(name: str) -> None:
-    """Raise OptionError unless `name` may name a flow."""
+    """Raise OptionError unless this is a valid name of a flow."""
     if not _NAME.fullmatch(name):
         raise OptionError(
             f"flow={name!r}: 1 to 100 of the characters A-Z a-z 0-9 . _ / - are allowed, a letter or digit "

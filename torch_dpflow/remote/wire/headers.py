@@ -1,10 +1,10 @@
 """Every header that crosses a process boundary: one typed struct each, encoded with msgpack.
 
-A message is one header frame followed by payload frames that no header code looks into. Headers are
-validated when they are decoded: types, ranges, lengths, and no field that is not known. Nothing is allocated
-on a peer's word: msgspec grows lists as it reads, and a header frame is at most `MAX_HEADER_BYTES` long.
+A message is one header frame followed by payload frames, which the code here does not parse. Headers are validated
+when they are decoded: types, ranges, lengths, and no unknown fields. No allocation trusts a length that a peer claims:
+msgspec grows lists as it reads, and a header frame is at most `MAX_HEADER_BYTES` long.
 
-The version is checked once per connection (`Hello`, `Welcome`), not in every message.
+The version is checked once for each connection (`Hello`, `Welcome`), not in every message.
 """
 
 from __future__ import annotations
@@ -18,31 +18,29 @@ from torch_dpflow.remote.wire.fields import Count, Name, Seconds, Text
 from torch_dpflow.remote.wire.parcel_table import ParcelTable
 from torch_dpflow.remote.wire.shared_blocks import BlockRef, ProbeRef
 
-#: What this release speaks. Raised by every change that an older release would misread.
+#: Raised by every change that an older release would misread.
 PROTOCOL_VERSION = 1
-#: Longest header frame, bytes. Whatever can be larger travels in payload frames.
+#: Longest header frame, bytes. Bulk data travels in payload frames.
 MAX_HEADER_BYTES = 8 * 1024 * 1024
-
-# --- field types --------------------------------------------------------------------------------------------
 
 EMPTY_BODY = msgspec.Raw(b"\xc0")
 
 
 class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """What all headers share: arrays on the wire, led by the integer tag; too many fields are an error."""
+    """A header: an array on the wire, led by the integer tag; unknown fields are an error."""
 
 
 # --- payload ------------------------------------------------------------------------------------------------
 
 
 class Packing(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """How payload frames travel, where they do not all travel as they are. Part of other headers."""
+    """How payload frames travel, where some are compressed or in shared memory. Part of other headers."""
 
-    #: One number for each payload frame, in order. 0: the next frame on the socket. n > 0: the next frame on
-    #: the socket, snappy's form of n bytes. n < 0: the next -n bytes of the shared block, from a 64-byte
-    #: boundary on; frames of `SHARED_BYTES` and more lie before all others.
+    #: One number for each payload frame, in order. 0: the next frame on the socket. n > 0: the next frame on the
+    #: socket, n bytes compressed by snappy. n < 0: the next -n bytes of the shared block, from a 64-byte boundary on;
+    #: frames of `SHARED_BYTES` and more lie before all others.
     frames: Annotated[list[int], msgspec.Meta(max_length=1 << 16)]
-    #: An `arena.BlockRef`, msgpack-encoded, or None.
+    #: A `BlockRef`, msgpack-encoded, or None.
     block: msgspec.Raw = EMPTY_BODY
 
 
@@ -50,13 +48,13 @@ class Packing(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=Fa
 
 
 class Reach(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """What one side offers the other for large payload frames. Part of `Hello` and `Welcome`."""
+    """How the sender of `Hello` or `Welcome` wants large payload frames, and which memory it shares."""
 
-    #: The side's process.
+    #: The sender's process.
     pid: Count
-    #: Compress what you send: we are on different hosts.
+    #: Whether to compress what is sent to it: the two are on different hosts.
     compress: bool = False
-    #: An `arena.ProbeRef` of this side's shared memory, msgpack-encoded, or None where it shares none.
+    #: A `ProbeRef` of the sender's shared memory, msgpack-encoded; None where it shares none.
     probe: msgspec.Raw = EMPTY_BODY
 
 
@@ -69,21 +67,21 @@ class Hello(_Header, tag=1):
 
 
 class Welcome(_Header, tag=2):
-    """Server to client: the answer to `Hello`. A client of another version goes away."""
+    """Server to client: the answer to `Hello`. A client of another version disconnects."""
 
     version: Count
-    #: Drawn when the server starts, 16 bytes: another one means that it has forgotten everything.
+    #: Drawn when the server starts, 16 bytes: a new one means that the server has restarted and knows no calls.
     incarnation: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     #: How the client's payload may travel.
     reach: Reach
 
 
 class Stranger(_Header, tag=3):
-    """Server to client: I do not know you (any more); say Hello, then repeat what is still open."""
+    """Server to client: I do not know you, or have forgotten you; send `Hello`, then repeat the open calls."""
 
 
 class Reading(_Header, tag=6):
-    """Either way: your probe is readable here, so large frames may come in your shared memory."""
+    """Either way: I can read your shared memory; send large frames in it."""
 
 
 # --- calls --------------------------------------------------------------------------------------------------
@@ -95,11 +93,11 @@ class Request(_Header, tag=10):
     #: Counts the client's calls from 1 on.
     call: Count
     method: Name
-    #: Every lower call is answered or given up: its reply may be forgotten.
-    settled: Count
-    #: So are these, since the request before.
+    #: Every lower call is answered or given up: the server may forget its reply.
+    completed_below: Count
+    #: Higher calls that were answered or given up since the previous request.
     answered: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
-    #: How long the client goes on waiting from now on, seconds.
+    #: How long the client will wait from now on, seconds.
     patience_s: Seconds
     body: msgspec.Raw = EMPTY_BODY
     packing: Packing | None = None
@@ -122,96 +120,97 @@ class Failure(_Header, tag=12):
 
 
 class Inquiry(_Header, tag=13):
-    """Client to server: what about these? A call is answered again, or `Missing`, or running still."""
+    """Client to server: what became of these calls? `Reply`, `Failure` or `Missing` answers each that does not run."""
 
     calls: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
 
 
 class Missing(_Header, tag=14):
-    """Server to client: this call never came; send it again."""
+    """Server to client: this call was never received; send it again."""
 
     call: Count
 
 
 # --- between a worker and its shard -------------------------------------------------------------------------
 
-#: What a task came to: a batch, an exception, or the end of the worker's stream.
+#: The outcome of a task: a batch, an exception, or the end of the worker's stream.
 BATCH, FAILURE, END = range(3)
 #: Most tasks, and most results, in one message.
 MAX_TASKS = 1 << 16
 
 
 class WorkerHello(_Header, tag=30):
-    """Worker to shard, first of all: I can work."""
+    """Worker to shard, its first message: I am ready to work."""
 
     worker: Count
-    #: Counts the processes that have worked under this number.
+    #: Counts the processes that have had this number.
     incarnation: Count
     pid: Count
-    #: Of the worker's shared memory, or None where it has none.
+    #: Of the worker's shared memory; None where it has none.
     probe: ProbeRef | None
-    #: Where the worker writes which task it is at (`RunningTask`), or None where it does not.
+    #: Where the worker writes which task it runs (`RunningTask`); None where it does not.
     running: BlockRef | None = None
     version: Count = PROTOCOL_VERSION
 
 
 class WorkerWelcome(_Header, tag=31):
-    """Shard to worker: the answer to `WorkerHello`. One frame follows: what its requester says of the epoch."""
+    """Shard to worker: the answer to `WorkerHello`. One frame follows: the epoch, as the requester describes it."""
 
     #: Whether the worker's shared memory can be read here.
     shared_memory: bool
 
 
 class WorkerRefused(_Header, tag=38):
-    """Shard to worker: you do not belong here, or cannot be understood; go."""
+    """Shard to worker: you are not one of my workers, or of another release; end."""
 
     reason: Text
 
 
 class WorkerReady(_Header, tag=36):
-    """Worker to shard: the epoch that `WorkerWelcome` told of has begun here; give me tasks.
+    """Worker to shard: the epoch of `WorkerWelcome` has begun here; assign me tasks.
 
-    Apart from `WorkerHello`, so that a worker that dies over its own start takes no task's name with it.
+    A message of its own, so that no task is suspected of the death of a worker that dies over its own start, as in
+    `worker_init_fn`.
     """
 
 
 class WorkerBegun(_Header, tag=37):
-    """Worker to shard: where its own stream begins in the epoch that it was told of. One frame follows: `Begun`."""
+    """Worker to shard: where its own stream begins in the epoch. One frame follows: `Begun`."""
 
 
 class EpochBegin(_Header, tag=32):
-    """Shard to worker: forget the tasks that you hold; an epoch begins. One frame follows, as above."""
+    """Shard to worker: drop the tasks that you hold; an epoch begins. One frame follows, as of `WorkerWelcome`."""
 
 
 class Window(_Header, tag=33):
-    """Shard to worker: hold these tasks too, after those that you hold. One frame follows for each."""
+    """Shard to worker: append these tasks to your queue. One frame follows for each."""
 
     tasks: Annotated[list[Count], msgspec.Meta(max_length=MAX_TASKS)]
-    #: Tasks that others take over: drop them unless you have begun.
+    #: Tasks that others take over: drop those that you have not begun.
     revoked: Annotated[list[Count], msgspec.Meta(max_length=MAX_TASKS)]
 
 
 class Finished(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """One result. Part of `Exchange`; its parcel's frames follow the header, then that of its stream."""
+    """One result. Part of `Exchange`; the frames of its parcel follow the header, then that of its stream's state."""
 
     task: Count
     #: BATCH, FAILURE or END.
     kind: Annotated[int, msgspec.Meta(ge=BATCH, le=END)]
     parcel: ParcelTable
-    #: Whether the last of its frames says where the worker's own stream is now.
+    #: Whether its last frame is the state of the worker's own stream.
     has_stream: bool
 
 
 class Exchange(_Header, tag=34):
-    """Worker to shard: what I have done since the last one; I can take more. Frames of the results follow."""
+    """Worker to shard: my results since the last one; assign me more tasks. Frames of the results follow."""
 
     finished: Annotated[list[Finished], msgspec.Meta(max_length=MAX_TASKS)]
-    #: The task that is begun now, or None where none is left.
+    #: The task that begins now; None where none is left.
     started: Count | None
 
 
 class Stop(_Header, tag=35):
-    """Shard to worker: finish what you have begun, and go."""
+    """Shard to worker: finish the task that you have begun, and end."""
 
 
 # --- all of them --------------------------------------------------------------------------------------------

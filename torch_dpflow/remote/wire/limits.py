@@ -1,4 +1,4 @@
-"""Limits and names that options and messages share."""
+"""Limits and names that the options of users share with messages."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from __future__ import annotations
 MAX_RANKS = 1024
 
 
-#: What the name of a job begins with that was given none; chance decides the rest.
+#: The beginning of the names that are drawn for jobs without one.
 UNNAMED = "unnamed-"

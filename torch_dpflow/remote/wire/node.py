@@ -1,4 +1,4 @@
-"""Bodies of the calls to a node, and of what it answers."""
+"""Bodies of the calls to a node, and of its answers."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ class Launch(Body):
 
     #: Unique in the node; a prefix up to a slash names a group.
     id: Name
-    #: What it runs: a name of `services.roles.ROLES`.
+    #: What it runs: a name of `process.roles.ROLES`.
     role: Name
-    #: For the role, msgpack. Other arguments make another process of it.
+    #: For the role, msgpack. Where they change, another process replaces this one.
     arguments: bytes = b""
-    #: For the role, msgpack. What may change while the process runs: it hears of it in answer to a beat.
+    #: For the role, msgpack. They may change while the process runs, which gets them in the answer to its heartbeat: so
+    #: a flow grows and shrinks without a restart, which would lose its pool.
     settings: bytes = b""
 
 
 class Desire(Body):
-    """To a node: keep these running, and nothing else that was launched so."""
+    """To a node: keep these running, and end all others that were launched so."""
 
     launches: Annotated[list[Launch], msgspec.Meta(max_length=MAX_PROCESSES)]
 
 
 class Ending(Body):
-    """To a node: kill this worker. Where it is desired still, another takes its place."""
+    """To a node: kill this worker. Where it is still desired, another takes its place."""
 
     id: Name
     incarnation: Count
 
 
 class Beat(Body):
-    """From a process of a node: it lives. Answered with `Standing`."""
+    """From a process of a node: its heartbeat. Answered with `Standing`."""
 
     id: Name
     incarnation: Count
@@ -51,11 +52,11 @@ class Beat(Body):
 
 
 class Standing(Body):
-    """To a process of a node."""
+    """The answer to a process's heartbeat."""
 
-    #: Whether it is to go on.
+    #: Whether it is to go on running.
     wanted: bool
-    #: Those of its launch, as they are now.
+    #: The present settings of its launch.
     settings: bytes = b""
 
 
@@ -64,21 +65,21 @@ class ProcessView(Body):
 
     id: Name
     role: Name
-    #: Higher for each process that has run under this id.
+    #: Counts the processes that have had this id.
     incarnation: Count
-    #: Its number where it runs, for people; 0 while it does not run, or where it has none.
+    #: Its process id on its host, for people; 0 while it does not run, or where it has none.
     pid: Count
-    #: Empty until its first beat.
+    #: Empty until its first heartbeat.
     address: Text
     status: dict[Name, Any]
-    #: How often it has been started again.
+    #: How often it has been restarted.
     restarts: Count = 0
     runs: bool = True
 
 
 class Running(Body):
-    """From a node: what it runs. Answers `changes`, which names the revision that its caller has seen."""
+    """A node's answer to `changes`, which names the revision that its caller has seen: what the node runs."""
 
-    #: Higher whenever a process has begun, ended or said where it listens; 0 is before the first.
+    #: Grows whenever a process begins, ends or reports its address; 0 is before the first.
     revision: Count
     processes: Annotated[list[ProcessView], msgspec.Meta(max_length=MAX_PROCESSES)]

@@ -9,7 +9,7 @@ import msgspec
 from torch_dpflow.remote.wire.alignment import WORD
 from torch_dpflow.remote.wire.shared_blocks import BlockRef
 
-#: What a message is made of.
+#: One part of a message.
 Frame: TypeAlias = "bytes | bytearray | memoryview"
 
 
@@ -23,18 +23,18 @@ class BufferSpan(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class ParcelTable(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What is in the frames and blocks of a parcel."""
+    """Where the head and the buffers of a parcel lie in its frames and blocks."""
 
-    #: How many frames the parcel takes in a message.
+    #: How many frames of a message the parcel takes.
     frames: int
     blocks: tuple[BlockRef, ...]
     head: BufferSpan
-    #: One for each use of a buffer in the head, in order; the same place twice is the same memory.
+    #: One for each use of a buffer in the head, in order; equal spans are the same memory.
     buffers: tuple[BufferSpan, ...]
-    #: What the address of every buffer has to be a multiple of, for the items that lie in it.
+    #: The alignment that the items in the buffers need, bytes.
     alignment: int = WORD
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the object, in frames and in shared memory."""
+        """Bytes of the head and the buffers, in frames and in shared memory."""
         return self.head.size + sum(place.size for place in set(self.buffers))

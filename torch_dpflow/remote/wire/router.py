@@ -12,15 +12,15 @@ from torch_dpflow.remote.wire.limits import MAX_RANKS
 
 
 class Enlist(Body):
-    """From a shard: it serves at this address. Repeated as a heartbeat; answered with `RangeAssignment`."""
+    """From a shard: it serves at this address. Repeated as its heartbeat; answered with `RangeAssignment`."""
 
     shard: Name
-    #: Higher for each process.
+    #: Counts the processes of this shard.
     incarnation: Count
     address: Text
-    #: The newest routing generation that it has heard of, 0 for none: a router that starts anew knows none.
+    #: The newest routing generation that it has seen, 0 for none: a router that restarts has forgotten it.
     generation: Count
-    #: Of the node that has started it: whoever could enlist would be sent the jobs' calls.
+    #: A secret of the node that started it: jobs call whoever enlists.
     token: Name
     #: How many samples its cache can hold, by the size of the latest; 0 where that is not known.
     cache_samples: Count = 0
@@ -32,12 +32,13 @@ class RangeAssignment(Body):
     generation: Count
     first: Count
     end: Count
-    #: Whether it is to own nothing any more, and may end once its jobs have gone.
+    #: Whether it owns nothing any more, and ends when its jobs have left. In this order (others get its keys, jobs
+    #: leave, it ends) no job asks in circles for an owner of its keys.
     retired: bool = False
 
 
 class Route(Body):
-    """Which shard owns the keys from `first` to before `end`."""
+    """The shard that owns the keys from `first` to before `end`."""
 
     first: Count
     end: Count
@@ -46,61 +47,62 @@ class Route(Body):
 
 
 class RoutingTable(Body):
-    """Who owns what. Every change has a higher generation."""
+    """The owners of all keys. Every change has a higher generation."""
 
     generation: Count
     routes: list[Route]
 
 
 class JobId(Body):
-    """A process that reads, a job or a rank of one, and which of those that have read under its name."""
+    """A process that reads, which is a job or a rank of one."""
 
     name: Name
-    #: Higher for each process, and after each lapse of its lease. The flow's router gives it out.
+    #: Tells it from others that have had its name: the router numbers each process, anew after its lease has expired.
     generation: Count
-    #: The name and version of what it reads: where a service has ended, another flow's may listen there next.
+    #: The name and version of what it reads: another flow's service may listen at the address of one that has ended.
     flow: Name
 
 
 class JobFigures(Body):
     """What a job has read since it was opened."""
 
-    #: Seconds that it waited in `next()`, and that passed from the beginning of its epochs to their latest batch.
+    #: Seconds that the training loop waited in `next()`.
     stall_s: Seconds
+    #: Seconds from the beginning of each epoch to its latest batch.
     reading_s: Seconds
     batches: Count
     samples: Count
-    #: Bytes of them, as they came from the shards.
+    #: Bytes of the samples, as received from the shards.
     bytes: Count
 
 
 class JobBeat(Body):
-    """To a router: a job lives. Answered with the routing table's generation."""
+    """To a router: a job's heartbeat. Answered with the routing table's generation."""
 
     job: JobId
     figures: JobFigures | None = None
 
 
 class JobRank(Body):
-    """Which part of a job with several ranks (DDP) a process reads."""
+    """The part of a job with several ranks (DDP) that a process reads."""
 
-    #: The job's name, which all its ranks give.
+    #: The job's name, which all its ranks share.
     job: Name
     rank: Count
     replicas: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
-    #: Whether samples that do not divide evenly are left out; else some are read twice.
+    #: Whether to leave out samples that do not divide evenly; else some are read twice.
     drop_last: bool = False
 
 
 class Join(Body):
     """To a router: a process begins to read, as a job or as a rank of one. Answered with `Joined`."""
 
-    #: The name under which it reads, and the name and version of what it reads.
+    #: Its name, and the name and version of what it reads.
     reader: Name
     flow: Name
-    #: Drawn by the process: tells it from another that would read under the same name.
+    #: A random number of the process: tells it from others that use the same name.
     holder: Count
-    #: Decides the job's private permutation.
+    #: Decides the job's own permutation.
     seed: Count
     #: Samples of one batch of this process.
     batch_size: Annotated[int, msgspec.Meta(ge=1, le=2**31)]
@@ -111,20 +113,20 @@ class Join(Body):
 
 
 class Joined(Body):
-    """From a router: it reads."""
+    """The answer to `Join`."""
 
-    #: Of the process from now on.
+    #: Of the process's `JobId` from now on.
     generation: Count
-    #: Samples of its part of an epoch.
+    #: Samples of an epoch, of its part where it is a rank.
     length: Count
     table: RoutingTable
 
 
 class EpochPlace(Body):
-    """Where a process is in an epoch. A frame marks which samples it has been given, one bit each."""
+    """Where a process is in an epoch. A frame has one bit for each sample, set where it has been drawn."""
 
     epoch: Count
-    #: How many of its part it has been given.
+    #: How many samples of its part have been drawn.
     position: Count
 
 
@@ -132,21 +134,21 @@ class StartEpoch(Body):
     """To a router: an epoch begins or goes on. A frame follows for each of `places`."""
 
     job: JobId
-    #: Where it is, then where it was in the epoch before.
+    #: Of the present epoch, then of the one before.
     places: Annotated[list[EpochPlace], msgspec.Meta(min_length=1, max_length=2)]
 
 
 class DrawSamples(Body):
-    """To a router: samples of the process's part of an epoch. A frame of int64 answers, empty at the end."""
+    """To a router: draw samples of the process's part of an epoch. Answered with a frame of int64, empty at the end."""
 
     job: JobId
     epoch: Count
-    #: How many of its part it has been given; the same ones come again where it asks again.
+    #: How many samples of its part have been drawn; a repeated call gets the same samples.
     position: Count
     count: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)]
 
 
-#: How long a job, or a shard, may be silent before it is taken for dead, seconds.
+#: How long the lease of a job, and of a shard, lasts after its latest heartbeat, seconds.
 JOB_LEASE_S, SHARD_LEASE_S = 15.0, 5.0
 
 
@@ -155,7 +157,7 @@ MAX_JOBS = 1024
 
 
 class RouterSettings(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What of a router may change while it runs."""
+    """The settings of a router, which may change while it runs."""
 
-    #: The shards that are to own keys.
+    #: The shards that own keys.
     shards: list[str]

@@ -1,7 +1,7 @@
-"""The payload of a worker's task in a shared flow: which sample, which draw, and its first part where that is kept.
+"""The payload of a worker's task in a shared flow: which sample, which draw, and the input of the per-draw stage.
 
-One frame: the numbers, then for the rest of a sample the table of its input and the input's frames, each of which
-begins at a multiple of ALIGNMENT.
+One frame: the numbers, then for a per-draw stage the table of its input and the input's frames, each of which begins at
+a multiple of ALIGNMENT.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch_dpflow.errors import MessageError
 from torch_dpflow.remote.wire.alignment import aligned
 from torch_dpflow.remote.wire.parcel_table import Frame, ParcelTable
 
-#: The sample's key, what decides what is drawn by chance, and the bytes of the header of its input, if it has any.
+#: The sample's key, the number that decides its random draws, and the bytes of its input's header, 0 without input.
 _NUMBERS = struct.Struct("<QQQ")
 
 
 class _TaskHeader(msgspec.Struct, array_like=True, gc=False):
-    """What is known of an input."""
+    """The header of an input."""
 
     table: ParcelTable
     #: Bytes of each of its frames.
@@ -33,17 +33,18 @@ _decoder = msgspec.msgpack.Decoder(_TaskHeader)
 
 @dataclass(frozen=True, slots=True)
 class SampleTask:
-    """One sample to be loaded, or the rest of one."""
+    """One sample to be loaded, or the per-draw stage of one."""
 
     key: int
-    #: Decides, with the key, what is drawn by chance.
+    #: Decides, with the key, the random draws.
     draw: int
-    #: The parcel of its first part: table and frames; None: all is to be loaded.
+    #: The output of the cacheable stage, as table and frames of a parcel: run the per-draw stage on it. None: load the
+    #: sample.
     input: tuple[ParcelTable, list[memoryview]] | None
 
 
 def pack_task(key: int, draw: int, input: tuple[ParcelTable, Sequence[Frame]] | None) -> Frame:
-    """The payload of a task. `input`: the parcel of its first part, table and frames; copied once."""
+    """The payload of a task. `input`: as of `SampleTask`; copied once."""
     if input is None:
         return _NUMBERS.pack(key, draw, 0)
     table, given = input
@@ -59,7 +60,7 @@ def pack_task(key: int, draw: int, input: tuple[ParcelTable, Sequence[Frame]] | 
 
 
 def unpack_task(payload: memoryview) -> SampleTask:
-    """The task in a payload, whose memory its input shares. MessageError where it is cut short."""
+    """The task in a payload; its input shares the payload's memory. MessageError where the payload is cut short."""
     try:
         key, draw, length = _NUMBERS.unpack_from(payload)
         if not length:
@@ -75,7 +76,7 @@ def unpack_task(payload: memoryview) -> SampleTask:
 
 
 def _offsets(header: int, sizes: list[int]) -> list[int]:
-    """Where each frame begins, and where the last one ends."""
+    """The offset of each frame, and the end of the last one."""
     offsets = [aligned(_NUMBERS.size + header)]
     for size in sizes:
         offsets.append(aligned(offsets[-1] + size))

@@ -1,4 +1,4 @@
-"""Bodies of the calls to a shard, and of what it answers."""
+"""Bodies of the calls to a shard, and of its answers."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch_dpflow.remote.wire.flow_spec import FlowSpec
 from torch_dpflow.remote.wire.parcel_table import ParcelTable
 from torch_dpflow.remote.wire.router import JobId
 
-#: Workers that a sample may take down before it is given up.
+#: How many workers a sample may kill before it is given up.
 POISON_LIMIT = 3
 
 
 class Ask(Body):
     """To a shard: samples that the job will need (`want`), or waits for (`fetch`). Each has a ticket.
 
-    A fetch is answered with `Served`, with all of the samples or some.
+    A fetch is answered with `Served`, which has all of the samples or some.
     """
 
     job: JobId
-    #: Of the routing table by which the job has chosen this shard.
+    #: Generation of the routing table by which the job has chosen this shard.
     routing: Count
     epoch: Count
-    #: Decides what is drawn by chance. None: what the deterministic part of a flow in two parts gives is wanted.
+    #: Decides the random draws. None: the job reads the output of the cacheable stage.
     draw: Count | None
     tickets: SampleKeys
     keys: SampleKeys
-    #: Tickets whose samples the job has.
+    #: Tickets that the job releases: it has their samples, or does not need them any more.
     taken: SampleKeys
-    #: How many of the samples, the last ones, a fetch does not wait for yet.
+    #: How many of the samples, the last ones, will be needed later: a fetch does not wait for them.
     ahead: Count = 0
 
     @property
@@ -42,7 +42,7 @@ class Ask(Body):
         return list(zip(self.tickets[:most], self.keys[:most]))
 
 
-#: What a sample came to: itself, an exception of the code that loads it, or the death of its workers.
+#: The outcome of loading a sample: the sample, an exception of the code that loads it, or the death of its workers.
 SAMPLE, FAILED, POISONED = range(3)
 
 
@@ -58,17 +58,18 @@ class Served(Body):
     """From a shard: samples; their frames follow, in order."""
 
     samples: Annotated[list[ServedSample], msgspec.Meta(max_length=MAX_SAMPLES)]
-    #: Samples that the shard has given to jobs since it was started, these among them, and those that it has loaded.
+    #: How many samples the shard has given to jobs since it started, these included, and how many it has loaded: in
+    #: every answer, so that also a job that reads for less than a heartbeat can tell how its flow is shared.
     served: Count = 0
     decodes: Count = 0
 
 
 class ShardSettings(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What of a shard may change while it runs."""
+    """The settings of a shard, which may change while it runs."""
 
     #: How many workers it has.
     workers: int
-    #: Room of its pool, bytes.
+    #: Memory of its pool, bytes.
     memory_bytes: int
 
 

@@ -1,4 +1,4 @@
-"""References into shared memory of another process."""
+"""References to blocks in another process's shared memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SHARED_BYTES = 1 << 15
 
 
 class BlockRef(msgspec.Struct, array_like=True, frozen=True):
-    """Where a published block lies, in the words of the process that wrote it."""
+    """Where a published block lies, as the process that wrote it describes it."""
 
     #: Number of the segment, never used twice by one arena.
     segment: int
@@ -19,14 +19,14 @@ class BlockRef(msgspec.Struct, array_like=True, frozen=True):
     capacity: int
     #: Payload bytes in use.
     nbytes: int
-    #: Which lending of the segment this is; a reference is good for one opening.
+    #: Counts the loans of the segment; a reference can be opened once.
     generation: int
-    #: How many segments the writer has retired so far; when this grows, the reader looks for them and unmaps.
+    #: How many segments the writer has retired so far; when this grows, the reader unmaps the retired ones.
     retired: int
 
 
 class ProbeRef(msgspec.Struct, array_like=True, frozen=True):
-    """A published block that holds a token, by which a reader finds out whether it can read the arena."""
+    """A published block that holds a token, by which a reader proves that it can read the arena."""
 
     token: bytes
     block: BlockRef

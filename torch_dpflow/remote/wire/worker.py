@@ -1,4 +1,4 @@
-"""What a flow's worker is told when it starts, and how it greets its shard."""
+"""The arguments of a flow's worker, and the greeting that its shard answers it with."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import struct
 
 import msgspec
 
-#: What a shard says first, before the digest of what is to be loaded: what tells it from others, its process, and
-#: how many workers it is to have.
+#: Random bytes that tell a shard's process from the others.
 SHARD_ID_BYTES = 8
-
-
+#: The frame of a shard's `WorkerWelcome`: its id, its process id, its number of workers; then the content's digest.
 GREETING = struct.Struct(f"<{SHARD_ID_BYTES}sQQ")
 
 

@@ -1,1 +1,1 @@
-"""What loads: the bodies of worker processes, for batches and for samples."""
+"""The bodies of worker processes: `batch_worker` for the private loader, `sample_worker` for shared flows."""

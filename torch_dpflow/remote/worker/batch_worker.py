@@ -1,4 +1,7 @@
-"""The worker's body: connect out, load what the window holds, tell and ask in one exchange, until told to stop."""
+"""The body of the private loader's workers: connects to its shard, loads the tasks of its window, sends the results.
+
+One message delivers a result and asks for more tasks.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,9 @@ from torch_dpflow.remote.wire.headers import (
 )
 from torch_dpflow.remote.worker import collate
 from torch_dpflow.remote.worker.batches import BatchSource, LoadedBatch, LoadSpec
+from torch_dpflow.remote.worker.deferred_pickle import DeferredPickle
 from torch_dpflow.remote.worker.fetching import unpicklable_failure
-from torch_dpflow.remote.worker.sealed import Sealed
-from torch_dpflow.remote.worker.time_slices import take_long_slices
+from torch_dpflow.remote.worker.sched_batch import use_sched_batch
 from torch_dpflow.torch_private import ExceptionWrapper, set_worker_signal_handlers
 
 #: A task's number is its epoch's generation above these bits and its batch's position below them.
@@ -43,39 +46,38 @@ POSITION_MASK = (1 << POSITION_BITS) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Post:
-    """Which worker this is, whom it works for and where it finds the shard."""
+class WorkerSpec:
+    """Which worker a process is, and where its shard listens."""
 
     worker: int
-    #: Counts the processes that have worked under this number.
+    #: Counts the processes that have had this number.
     incarnation: int
     address: str
     #: Private to the training process and its workers.
     directory: str
 
 
-def exit_report_path(post: Post) -> str:
+def exit_report_path(spec: WorkerSpec) -> str:
     """Where this worker writes its exit report: faulthandler's stacks, or a traceback."""
-    return os.path.join(post.directory, f"exit-report-{post.worker}-{post.incarnation}")
+    return os.path.join(spec.directory, f"exit-report-{spec.worker}-{spec.incarnation}")
 
 
-def main(sealed: Sealed, post: Post) -> None:
-    """Work until told to stop or until the owner is gone. The target of a worker process.
+def main(load_spec: DeferredPickle, spec: WorkerSpec) -> None:
+    """Work until told to stop or until the owner has ended. The target of a worker process.
 
     Args:
-        sealed: what to load (a `LoadSpec`).
-        post: where.
+        load_spec: holds a `LoadSpec`.
     """
-    # In this order: torch's handlers take the place of Python's, which call what they have found. And a handler
-    # that is inherited would not be installed again.
+    # In this order: faulthandler's handlers call those that they replace, which then are torch's. And a handler that
+    # was inherited would not be installed again.
     faulthandler.disable()
     set_worker_signal_handlers()
-    with open(exit_report_path(post), "w") as report:
+    with open(exit_report_path(spec), "w") as report:
         faulthandler.enable(file=report)
         try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which the platform had blocked
-            worker = _Worker(sealed.open(), post)
-            take_long_slices()  # not before: the thread that speaks with the shard is to be quick
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the platform had blocked it
+            worker = _Worker(load_spec.open(), spec)
+            use_sched_batch()  # not before: the socket's thread, which exists by now, has to answer quickly
             worker.work()
         except KeyboardInterrupt:
             pass  # the owner gets it too, and decides
@@ -91,37 +93,37 @@ def _exit_report(error: BaseException) -> str:
 
 
 class _Worker:
-    """Mirrors, from below, what the shard's scheduler knows of this worker: a window of tasks, oldest first."""
+    """Holds its window, the tasks that the shard's scheduler has assigned, and loads the oldest."""
 
-    def __init__(self, spec: LoadSpec, post: Post) -> None:
-        self._post = post
-        self._load_spec = spec
-        self._arena = Arena(budget_bytes=spec.shared_memory) if spec.shared_memory else None
+    def __init__(self, load_spec: LoadSpec, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._load_spec = load_spec
+        self._arena = Arena(budget_bytes=load_spec.shared_memory) if load_spec.shared_memory else None
         self._running = RunningTask(self._arena)
-        self._connection = connect(post.address, identity=f"{post.worker}/{post.incarnation}".encode())
+        self._connection = connect(spec.address, identity=f"{spec.worker}/{spec.incarnation}".encode())
         self._source: BatchSource | None = None
         self._tasks: deque[tuple[int, bytes]] = deque()
         self._stopped = False
 
     def work(self) -> None:
         probe = self._arena.probe_ref() if self._arena is not None else None
-        hello = WorkerHello(self._post.worker, self._post.incarnation, os.getpid(), probe, self._running.ref)
+        hello = WorkerHello(self._spec.worker, self._spec.incarnation, os.getpid(), probe, self._running.ref)
         self._connection.send([encode(hello)])
-        # Seeds, worker_init_fn and the like come after the greeting, so that its answer is on its way meanwhile.
-        self._source = BatchSource(self._load_spec, self._post.worker)
+        # After the hello: the answer comes while torch is set up.
+        self._source = BatchSource(self._load_spec, self._spec.worker)
         while not self._stopped:
-            self._hear(wait=not self._tasks)
+            self._receive(wait=not self._tasks)
             if self._tasks and not self._stopped:
                 self._load_oldest()
         self._connection.close()
 
-    def _hear(self, *, wait: bool) -> None:
+    def _receive(self, *, wait: bool) -> None:
         frames = self._connection.receive(None if wait else 0)
         while frames is not None:
-            self._obey(decode(frames[0]), frames[1:])
+            self._handle(decode(frames[0]), frames[1:])
             frames = self._connection.receive(0)
 
-    def _obey(self, header: Any, frames: list[memoryview]) -> None:
+    def _handle(self, header: Any, frames: list[memoryview]) -> None:
         assert self._source is not None
         match header:
             case Window(tasks=tasks, revoked=revoked):
@@ -135,7 +137,7 @@ class _Worker:
                 self._begin(frames[0])
                 self._connection.send([encode(WorkerReady())])
             case WorkerRefused(reason=reason):
-                raise WorkerError(f"its shard does not take it: {reason}")
+                raise WorkerError(f"the shard refuses this worker: {reason}")
             case EpochBegin():
                 held = len(self._tasks)
                 self._tasks.clear()
@@ -150,13 +152,13 @@ class _Worker:
         if begun is None:
             return
         try:
-            told = pickle.dumps(begun)
-        except Exception:  # the exception's class cannot travel; its text can
-            told = pickle.dumps(replace(begun, failure=_as_runtime_error(begun.failure)))
-        self._connection.send([encode(WorkerBegun()), told])
+            pickled = pickle.dumps(begun)
+        except Exception:  # the exception's class cannot be pickled; its text can
+            pickled = pickle.dumps(replace(begun, failure=_as_runtime_error(begun.failure)))
+        self._connection.send([encode(WorkerBegun()), pickled])
 
     def _ask_if_emptied(self, held: int) -> None:
-        # The scheduler cannot know that nothing of a window was begun when it was taken back.
+        # The scheduler cannot know whether a task had begun when it was revoked.
         if held and not self._tasks:
             self._connection.send([encode(Exchange([], None))])
 
@@ -184,9 +186,9 @@ class _Worker:
             return encode_parcel(loaded.value, arena=self._arena)
         except NotPicklableError as error:
             if loaded.kind == FAILURE:
-                # The exception's class cannot travel; its text can.
+                # The exception's class cannot be pickled; its text can.
                 return encode_parcel(_as_runtime_error(loaded.value))
-            return encode_parcel(unpicklable_failure(self._post.worker, error))
+            return encode_parcel(unpicklable_failure(self._spec.worker, error))
 
 
 def _as_runtime_error(failure: ExceptionWrapper) -> ExceptionWrapper:

@@ -1,4 +1,4 @@
-"""What a worker does with its dataset: seeds, fetchers, streams; one batch at a time."""
+"""Loads batches in a worker: seeds, fetchers and streams, as torch's worker has them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch_dpflow.torch_private import DatasetKind, generate_state, set_worker_i
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSpec:
-    """What a worker loads and how; the same for all workers of a loader, and for their replacements."""
+    """What a worker loads and how; the same for all workers of a loader and for their replacements."""
 
     dataset: Any
     dataset_kind: int
@@ -34,25 +34,25 @@ class LoadSpec:
     worker_init_fn: Callable[[int], Any] | None
     num_workers: int
     base_seed: int
-    #: Random numbers are this worker's own stream, as torch's are, instead of keyed by batch.
+    #: Whether random numbers are this worker's own stream, as torch's are, and not keyed by batch.
     own_stream: bool
     read_threads: int
     shared_memory: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochOrder:
-    """What a worker needs to know of an epoch; travels pickled."""
+class EpochSpec:
+    """An epoch, as its workers need to know it; travels pickled."""
 
     epoch: int
     base_seed: int
     #: For data pipes: the seed that all workers and ranks share.
     shared_seed: int | None
-    #: Where this worker's own stream begins, if not at its beginning.
+    #: Where this worker's own stream starts; None: at its beginning.
     stream: StreamState | None
     #: Counts the epochs of these workers.
     generation: int = 0
-    #: `stream` is one that was saved, and not where the worker's own last epoch has left it.
+    #: Whether `stream` comes from a saved state, and not from the end of the worker's own last epoch.
     resumes: bool = False
 
 
@@ -61,20 +61,20 @@ class Begun:
     """How a worker began an epoch whose stream is its own."""
 
     generation: int
-    #: Where it begins, if its dataset can say.
+    #: Where it begins, if its dataset has a state.
     stream: StreamState | None
-    #: Why it could not, as an ExceptionWrapper.
+    #: The error in place of it, an ExceptionWrapper.
     failure: Any
 
 
 class LoadedBatch(NamedTuple):
-    """One task's outcome."""
+    """The outcome of one task."""
 
     #: BATCH, FAILURE or END.
     kind: int
     #: The batch, an ExceptionWrapper, or None.
     value: Any
-    #: Where the worker's own stream is now, if that must be known to go on elsewhere.
+    #: Where the worker's own stream is now, where a saved state needs it.
     stream: StreamState | None
 
 
@@ -89,16 +89,16 @@ class BatchSource:
         self._worker = worker
         self._iterable = spec.dataset_kind == DatasetKind.Iterable
         self._dataset = spec.dataset
-        self._order: EpochOrder | None = None
+        self._order: EpochSpec | None = None
         self._fetcher: Any = None
         self._broken: Any = None
         self._delivered = 0
         _become_worker(spec, worker)
 
-    def begin(self, order: EpochOrder) -> Begun | None:
-        """Start an epoch; says how it began where this worker's stream is its own.
+    def begin(self, order: EpochSpec) -> Begun | None:
+        """Start an epoch; returns how it began where this worker has a stream of its own.
 
-        What fails here, in `worker_init_fn` too, is told in answer to the tasks.
+        An error here, also in `worker_init_fn`, is the result of every task.
         """
         first = self._order is None
         self._order = order
@@ -133,7 +133,7 @@ class BatchSource:
             value = self._fetcher.fetch(index)
         except StopIteration:
             if self._iterable:
-                # What comes after it goes on from here.
+                # The next epoch continues from this state.
                 kept = sealed(self._dataset, ended(self._fetcher.state()))
                 stream = StreamState(delivered=self._delivered, ended=True, dataset=kept, rng=capture_rng())
                 return LoadedBatch(END, None, stream)
@@ -145,9 +145,10 @@ class BatchSource:
         return LoadedBatch(BATCH, value, self._stream_state())
 
     def _begin_stream(self, stream: StreamState | None) -> None:
-        """Make the fetcher, at the stream's place, with the generators as they were there.
+        """Make the fetcher at the stream's position, with the generators as they were there.
 
-        Where the beginning is passed over again, it draws from them, so they come first; else nothing must.
+        Where the stream gets there by drawing and dropping its beginning, that draws from the generators, so they are
+        restored first; otherwise afterwards, as making the fetcher must not draw from them.
         """
         passes_over = self._iterable and (stream is None or stream.dataset is None)
         if stream is None or stream.rng is None:
@@ -195,11 +196,11 @@ class BatchSource:
         return sealed(self._dataset, self._fetcher.state() if self._iterable else at_rest(self._dataset))
 
     def _beginning(self) -> StreamState | None:
-        """Where the stream is before its first batch; None where that is known without asking the dataset."""
+        """Where the stream is before its first batch; None where that is known without the dataset's state."""
         assert self._order is not None
         over = self._order.stream is not None and self._order.stream.ended
         kept = None if over or self._broken is not None else self._kept()
-        if kept is None or isinstance(kept, Unsaved):  # at its beginning nothing has to be said
+        if kept is None or isinstance(kept, Unsaved):  # it starts from its beginning again
             return None
         return StreamState(delivered=self._delivered, dataset=kept, rng=capture_rng())
 
@@ -212,14 +213,14 @@ class BatchSource:
             return StreamState(delivered=self._delivered, dataset=kept, rng=capture_rng())
         if kept is not None and not isinstance(kept, Unsaved):
             return StreamState(delivered=self._delivered, dataset=kept, rng=capture_rng())
-        # It is come back to by passing over its beginning, which draws the same numbers again.
+        # Resuming draws and drops the stream's beginning, which takes the same numbers from the generators again.
         assert self._order is not None
         start = self._order.stream.rng if self._order.stream is not None else None
         return StreamState(delivered=self._delivered, dataset=kept, rng=start)
 
 
-def _opened(order: EpochOrder, *, lives_on: bool) -> EpochOrder:
-    """With the dataset's state as the dataset takes it; none where it has it already, or none could be had."""
+def _opened(order: EpochSpec, *, lives_on: bool) -> EpochSpec:
+    """Open the dataset's state in it; drop that where the dataset has it already, or it could not be saved."""
     if order.stream is None:
         return order
     kept = order.stream.dataset

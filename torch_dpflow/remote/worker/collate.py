@@ -1,8 +1,10 @@
-"""In a worker, torch's default collate stacks straight into shared memory.
+"""Collates in a worker of the private loader: torch's default collate stacks into shared memory, without a copy.
 
-torch's `default_collate_fn_map` is its public place for collate functions of one's own. Ours differs from
-torch's only in where the result lies: whatever it does not handle, and whatever fails, goes to torch's
-function, so that results and errors are torch's.
+A shared flow's batches are collated in the job, by `job/collate`.
+
+torch's `default_collate_fn_map` is its public registry of collate functions. Ours differs from torch's only in where
+the result lies: whatever it does not handle, and whatever fails, goes to torch's function, so that results and errors
+are torch's.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ def _collate_tensors(
 ) -> Any:
     first = batch[0]
     if _is_dense(first) and set(map(type, batch)) == {torch.Tensor}:
-        # In a worker torch's function stacks with `out=` as well. Unequal shapes, dtypes that do not fit and
-        # tensors that require grad fail here as they do there, and then torch's function tells of it.
+        # In a worker torch's function stacks with `out=` as well. Unequal shapes, dtypes that do not fit and tensors
+        # that require grad fail here as they do there, and then torch's function raises its own error.
         try:
             return torch.stack(batch, 0, out=_room_for(first, len(batch)))
         except RuntimeError:
@@ -57,6 +59,6 @@ def _room_for(first: torch.Tensor, count: int) -> torch.Tensor:
     nbytes = first.numel() * first.itemsize * count
     block = _arena.allocate(nbytes) if _arena is not None and nbytes >= LARGE_BYTES else None
     if block is None:
-        # Not torch's shared memory, which would be made for nothing: encoding copies small buffers anyway.
+        # Not in torch's shared memory, whose file would be made in vain: encoding copies small buffers anyway.
         return torch.empty(shape, dtype=first.dtype, device="cpu")
     return tensor_over(storage_over(block.memory), first.dtype, shape)

@@ -1,4 +1,4 @@
-"""How a worker turns the indices of a batch into the batch."""
+"""Fetches the samples of a batch with threads, and wraps errors as torch's worker does."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch_dpflow.torch_private import ExceptionWrapper
 
 
 class ThreadedFetcher:
-    """Reads the samples of a batch by several threads at once, so that their waits overlap.
+    """Reads the samples of a batch with several threads, so that their waits overlap.
 
-    The order of the samples, and what `collate_fn` gets, are as without threads.
+    The order of the samples, and the argument of `collate_fn`, are as without threads.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], threads: int) -> None:
@@ -27,9 +27,9 @@ class ThreadedFetcher:
 
 
 def failure(worker: int, *, dataset: Any = None, index: Any = None) -> ExceptionWrapper:
-    """The exception that is being handled, with this worker's traceback, ready to be raised by the loader.
+    """The exception that is being handled, with this worker's traceback, for the loader to raise.
 
-    Its text says more where more is known: the batch asks for an index beyond the dataset's length.
+    For an index beyond the dataset's length, its text says so.
     """
     wrapper = ExceptionWrapper(where=f"in DataLoader worker process {worker}")
     if not _can_be_raised(wrapper.exc_type):
@@ -40,7 +40,7 @@ def failure(worker: int, *, dataset: Any = None, index: Any = None) -> Exception
 
 
 def _can_be_raised(kind: Any) -> bool:
-    """Whether torch, which makes what has a `message` by that keyword, does not fail there and tell of this alone."""
+    """Whether `ExceptionWrapper.reraise` can make it: a type with a `message` it calls with that keyword."""
     if getattr(kind, "message", None):
         try:
             kind(message="")
@@ -50,7 +50,7 @@ def _can_be_raised(kind: Any) -> bool:
 
 
 def unpicklable_failure(worker: int, error: NotPicklableError) -> ExceptionWrapper:
-    """The batch was loaded but cannot travel: the same, for an error of ours."""
+    """As `failure`, for a batch that was loaded but cannot be pickled."""
     return ExceptionWrapper(
         (type(error), error, error.__traceback__), f"in DataLoader worker process {worker}"
     )

@@ -1,7 +1,8 @@
-"""What a worker has to tell its shard: at once where that takes long to come, several results together where not.
+"""Sends a worker's results to its shard: slow ones at once, fast ones several together.
 
-A result that comes by itself costs a shard three times what it costs among others: on a busy machine the processor's
-caches hold nothing of the shard by then.
+A result that comes alone costs a shard three times what it costs among others, since on a busy machine the processor's
+caches hold nothing of the shard by then, and nothing of the decoder afterwards. The code of shard, job and worker
+around a sample takes some 100 µs by itself; beside decoders, on two cores, it took 700 µs.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from collections.abc import Sequence
 from torch_dpflow.remote.transport import Connection, Frame
 from torch_dpflow.remote.wire.headers import Exchange, Finished, encode
 
-#: Most results of one message; most frames, and bytes in them and in shared memory, where there are several.
-TOGETHER, FRAMES_TOGETHER, BYTES_TOGETHER = 16, 128, 8 << 20
-#: How long a result waits for others, seconds: as long as ten small samples take. With 8 and 20 ms the shard took a
-#: fifth more processor time. It costs latency where the design asks for little, and buys throughput.
+#: Most results of one message; most frames, and bytes in frames and shared memory, of a message of several results.
+MAX_RESULTS, MAX_FRAMES, MAX_BYTES = 16, 128, 8 << 20
+#: How long a result waits for others, seconds: as long as ten small samples take. With 8 results and 20 ms a shard took
+#: a fifth more processor time. It costs latency where the design asks for little, and buys throughput.
 HOLD_S = 0.06
-#: When results go although the worker is at the next sample still, seconds.
+#: After how long results are sent although the worker still loads the next sample, seconds.
 LATE_S = 0.1
 
 
 class ResultOutbox:
-    """Sends a worker's results, and keeps its connection to one thread at a time.
+    """Sends a worker's results, and lets one thread at a time use its connection.
 
-    `add` and `flush` are for the worker's thread; a thread of the outbox sends what has become late.
+    `add` and `flush` are for the worker's thread; a thread of the outbox sends results that have waited for long.
 
     Args:
-        connection: to the shard. Whoever else uses it while results wait holds `lock`.
-        hold_s: how long a result waits for others, seconds.
-        late_s: after how many seconds results go although the worker is at the next sample still.
+        connection: to the shard. Other users of it must hold `lock` while results wait.
+        hold_s: as HOLD_S.
+        late_s: as LATE_S.
     """
 
     def __init__(self, connection: Connection, *, hold_s: float = HOLD_S, late_s: float = LATE_S) -> None:
@@ -41,7 +42,7 @@ class ResultOutbox:
         self._finished: list[Finished] = []
         self._frames: list[Frame] = []
         self._nbytes = 0
-        #: What the worker is at since the latest result.
+        #: The task that the worker has run since the latest result.
         self._started: int | None = None
         self._sent_at = -math.inf
         self._waiting = threading.Event()
@@ -50,31 +51,31 @@ class ResultOutbox:
         self._thread.start()
 
     def add(self, finished: Finished, frames: Sequence[Frame], started: int | None, *, hold: bool) -> None:
-        """Tell of a result. The frames must not change until they are sent.
+        """Send a result, now or with later ones. The frames must not change until they are sent.
 
-        started: the task that the worker is at now. hold: whether it may wait for others.
+        started: the task that the worker runs next. hold: whether the result may wait for others.
         """
         with self.lock:
-            if self._finished and len(self._frames) + len(frames) > FRAMES_TOGETHER:
+            if self._finished and len(self._frames) + len(frames) > MAX_FRAMES:
                 self._send()
             self._finished.append(finished)
             self._frames += frames
             self._nbytes += finished.parcel.nbytes
             self._started = started
-            full = len(self._finished) == TOGETHER or self._nbytes >= BYTES_TOGETHER
+            full = len(self._finished) == MAX_RESULTS or self._nbytes >= MAX_BYTES
             if hold and not full and time.monotonic() - self._sent_at < self._hold_s:
                 self._waiting.set()
             else:
                 self._send()
 
     def flush(self) -> None:
-        """Send what waits, or, where nothing does, that the worker has nothing to do."""
+        """Send the waiting results; without any, a message that the worker is idle."""
         with self.lock:
             self._started = None
             self._send()
 
     def close(self) -> None:
-        """Nobody wants what waits; nothing is sent any more."""
+        """Drop the waiting results and end the thread."""
         with self.lock:
             self._finished, self._frames = [], []
         self._closed.set()

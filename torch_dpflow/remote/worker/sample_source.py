@@ -1,4 +1,4 @@
-"""What a worker of a shared flow does with its dataset: one sample at a time, seeded by its draw and key."""
+"""Loads samples in a worker of a shared flow, one at a time, each seeded by its draw and key."""
 
 from __future__ import annotations
 
@@ -23,31 +23,32 @@ from torch_dpflow.torch_private import set_worker_info
 
 
 @dataclass(frozen=True)
-class Parts(Dataset[Any]):
-    """A dataset in two parts, for flows that keep what the first gives and draw the rest for each job and epoch.
+class TwoStageDataset(Dataset[Any]):
+    """A dataset with a cacheable stage and a per-draw stage: the pool keeps the former's output for all jobs.
 
-    Indexed, it gives samples.
+    Indexing runs both and returns a sample.
     """
 
-    #: The deterministic part: map-style.
-    first: Any
-    #: What makes a sample of what `first` gives and its number; None: nothing is left to do.
-    rest: Callable[[Any, int], Any] | None = None
+    #: The cacheable stage, deterministic: a map-style dataset.
+    cacheable: Any
+    #: The per-draw stage, run for each job and epoch: makes a sample of the output of `cacheable` and its number. None:
+    #: that output is the sample.
+    per_draw: Callable[[Any, int], Any] | None = None
     #: What stands in for a sample that fails, of its number and its error; it is never kept. None: the error is
     #: raised where the sample is used.
     stand_in: Callable[[int, Exception], Any] | None = None
 
     def __len__(self) -> int:
-        return len(self.first)
+        return len(self.cacheable)
 
     def __getitem__(self, index: int) -> Any:
-        sample = self.first[index]
-        return sample if self.rest is None else self.rest(sample, index)
+        sample = self.cacheable[index]
+        return sample if self.per_draw is None else self.per_draw(sample, index)
 
 
 @dataclass(frozen=True)
-class Transformed:
-    """A `Parts.rest` that takes no notice of a sample's number."""
+class KeylessTransform:
+    """A `TwoStageDataset.per_draw` that ignores the sample's number."""
 
     transform: Callable[[Any], Any]
 
@@ -57,21 +58,25 @@ class Transformed:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleAssignment:
-    """What the workers of a flow load; the same for all of them, and in every job."""
+    """What the workers of a flow load; the same for all workers and all jobs."""
 
-    parts: Parts
+    dataset: TwoStageDataset
     worker_init_fn: Callable[[int], Any] | None
 
     def pack(self) -> bytes:
-        """As bytes that carry what is not importable in a worker, such as functions of a script.
+        """Pickle it, with the code of whatever a worker cannot import, such as functions of a script.
 
-        Raises NotPicklableError, which names what cannot travel.
+        Raises NotPicklableError, which names the part that cannot be pickled.
         """
         try:
             return pack(self)
         except Exception as error:
-            parts = self.parts
-            loads = {"dataset": parts.first, "transform": parts.rest, "stand_in": parts.stand_in}
+            dataset = self.dataset
+            loads = {
+                "dataset": dataset.cacheable,
+                "transform": dataset.per_draw,
+                "stand_in": dataset.stand_in,
+            }
             loads["worker_init_fn"] = self.worker_init_fn
             raise explain_loading(loads, error, dump=pack) from error
 
@@ -79,7 +84,8 @@ class SampleAssignment:
 class SampleSource:
     """Loads samples in a worker process. Makes it a DataLoader worker: one torch thread, `get_worker_info()`.
 
-    What fails here, in unpacking or in `worker_init_fn` too, is told in answer to every task.
+    An error here, also in unpickling or in `worker_init_fn`, is the result of every task: the process itself goes on,
+    so that the job sees the user's own traceback and not a dead worker.
 
     Args:
         packed: a `SampleAssignment`, in a file.
@@ -89,13 +95,13 @@ class SampleSource:
     def __init__(self, packed: IO[bytes], worker: int, workers: int) -> None:
         self._worker = worker
         self._broken: Any = None
-        self._parts = Parts(None)
+        self._dataset = TwoStageDataset(None)
         try:
             assignment = _unpack(packed)
             _become_worker(assignment, worker, workers)
             if assignment.worker_init_fn is not None:
                 assignment.worker_init_fn(worker)
-            self._parts = assignment.parts
+            self._dataset = assignment.dataset
         except Exception:
             self._broken = failure(worker)
 
@@ -106,18 +112,18 @@ class SampleSource:
         """
         if self._broken is not None:
             return FAILED, self._broken
-        parts, task = self._parts, unpack_task(payload)
+        dataset, task = self._dataset, unpack_task(payload)
         seed_batch(task.draw & (1 << 63) - 1, 0, task.key)
         try:
             if task.input is None:
-                return SAMPLE, parts.first[task.key]
-            if parts.rest is None:
-                raise MessageError("an input came to a flow that has no second part")
-            return SAMPLE, parts.rest(decode(*task.input), task.key)
+                return SAMPLE, dataset.cacheable[task.key]
+            if dataset.per_draw is None:
+                raise MessageError("a task has an input, but the flow has no per-draw stage")
+            return SAMPLE, dataset.per_draw(decode(*task.input), task.key)
         except Exception as error:
-            if parts.stand_in is not None:
-                return FAILED, parts.stand_in(task.key, error)
-            return FAILED, failure(self._worker, dataset=parts.first)
+            if dataset.stand_in is not None:
+                return FAILED, dataset.stand_in(task.key, error)
+            return FAILED, failure(self._worker, dataset=dataset.cacheable)
 
 
 def _unpack(packed: IO[bytes]) -> SampleAssignment:
@@ -138,4 +144,4 @@ def _become_worker(assignment: SampleAssignment, worker: int, workers: int) -> N
     random.seed(worker)
     torch.manual_seed(worker)
     np.random.seed(worker)
-    set_worker_info(worker=worker, workers=workers, seed=worker, dataset=assignment.parts.first)
+    set_worker_info(worker=worker, workers=workers, seed=worker, dataset=assignment.dataset.cacheable)

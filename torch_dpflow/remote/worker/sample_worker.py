@@ -1,4 +1,4 @@
-"""A worker of a shared flow: loads the samples that its shard gives it, until its node ends it."""
+"""The body of a shared flow's workers: loads the samples that its shard assigns, until its node ends it."""
 
 from __future__ import annotations
 
@@ -42,16 +42,17 @@ from torch_dpflow.remote.wire.worker import GREETING, WorkerArguments
 from torch_dpflow.remote.worker.fetching import unpicklable_failure
 from torch_dpflow.remote.worker.result_outbox import ResultOutbox
 from torch_dpflow.remote.worker.sample_source import SampleSource
-from torch_dpflow.remote.worker.time_slices import take_long_slices
+from torch_dpflow.remote.worker.sched_batch import use_sched_batch
 
 #: Most shared memory that a worker takes to hand over its samples, bytes.
 SHARED_MEMORY_BYTES = 64 << 20
-#: How long a worker waits for its shard's answer before it says hello again, seconds.
+#: How long a worker waits for its shard's answer before it repeats its hello, seconds.
 HELLO_S = 1.0
-#: How often a worker that has tasks looks whether its shard has said anything, seconds: a look that finds nothing
-#: costs up to a twentieth of a small sample, and what is taken back or added can wait half as long as a result may.
+#: How often a worker that has tasks polls its socket, seconds. Polling after every sample took 3% of its time, and new
+#: or revoked tasks can wait half as long as a result may.
 LOOK_S = 0.03
-#: How long a worker that cannot see its shard's end has nothing to do before it asks whether it is the same, seconds.
+#: How long a worker that cannot watch its shard's process is idle before it repeats its hello, to learn whether its
+#: shard was replaced, seconds.
 IDLE_S = 10.0
 
 
@@ -59,8 +60,8 @@ class SampleWorker:
     """Holds a window of its shard's tasks and loads the oldest.
 
     Args:
-        content: opens what is to be loaded, packed, by its digest; calls what it is given again and again meanwhile.
-        up: called when it has what it is to load.
+        content: opens the content with a digest; calls its second argument repeatedly while it fetches it.
+        up: called when the content is there.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class SampleWorker:
         self._looked_at = 0.0
         self._stopped = False
         self._shard = b""
-        #: Whether the end of the shard's process ends this one.
+        #: Whether this process watches the shard's, and ends with it.
         self._watches = False
 
     def work(self) -> None:
@@ -92,13 +93,13 @@ class SampleWorker:
         self._say_hello()
         while not self._stopped:
             for frames in self._received():
-                self._obey(decode(frames[0]), frames[1:])
+                self._handle(decode(frames[0]), frames[1:])
             if self._tasks and not self._stopped:
                 self._load_oldest()
         self._outbox.close()
 
     def _received(self) -> list[list[memoryview]]:
-        """What the shard has said; waits for something where there is nothing to do, when no result waits either."""
+        """The messages of the shard; waits for one where there are no tasks, when no results wait either."""
         received: list[list[memoryview]] = []
         if not self._tasks:
             frames = self._connection.receive(None if self._watches else IDLE_S)
@@ -115,19 +116,19 @@ class SampleWorker:
         return received
 
     def _say_hello(self) -> None:
-        """Until it is heard: the shard that it was meant for may have died over it, and another taken its place."""
+        """Repeat the hello until it is answered: the shard may have died, and another have taken its place."""
         while self._source is None and not self._stopped:
             self._connection.send([encode(self._hello())])
             frames = self._connection.receive(HELLO_S)
             if frames is not None:
-                self._obey(decode(frames[0]), frames[1:])
+                self._handle(decode(frames[0]), frames[1:])
 
     def _hello(self) -> WorkerHello:
         probe = self._arena.probe_ref() if self._arena is not None else None
-        self._running = RunningTask(self._arena)  # a reference to one can be opened once
+        self._running = RunningTask(self._arena)  # a new one: a reference to shared memory can be opened once
         return WorkerHello(self._number, self._incarnation, os.getpid(), probe, self._running.ref)
 
-    def _obey(self, header: Any, frames: list[memoryview]) -> None:
+    def _handle(self, header: Any, frames: list[memoryview]) -> None:
         match header:
             case Window(tasks=tasks, revoked=revoked):
                 held = len(self._tasks)
@@ -136,36 +137,38 @@ class SampleWorker:
                     self._tasks = deque(task for task in self._tasks if task[0] not in gone)
                 self._tasks.extend(zip(tasks, frames, strict=True))
                 if held and not self._tasks:
-                    # The shard cannot know that nothing of a window was begun when it was taken back.
+                    # The shard cannot know whether a task had begun when it was revoked.
                     self._outbox.flush()
             case WorkerWelcome(shared_memory=shared_memory):
                 if self._source is None:
                     self._begin(shared_memory, frames[0])
                 elif self._shard != GREETING.unpack_from(frames[0])[0]:
-                    # Another, which numbers its tasks from the first on: nothing of this process may reach it.
+                    # Another shard, whose tasks have the numbers of the old one's: no result may reach it.
                     self._stopped = True
             case WorkerRefused(reason=reason):
-                SERVICE.error("it ends, as its shard does not take it: %s", reason)
+                SERVICE.error("worker ends, its shard refuses it: %s", reason)
                 self._stopped = True
             case Stop():
                 self._stopped = True
 
     def _begin(self, shared_memory: bool, greeting: memoryview) -> None:
-        """The shard knows this worker: take up what is to be loaded."""
+        """The shard has accepted this worker: open the content."""
         if not shared_memory:
             self._arena, self._running = None, RunningTask(None)
         self._shard, pid, workers = GREETING.unpack_from(greeting)
-        self._watches = shared_memory  # which proves that the process of this number is the shard
+        # A process id means something on one host only. That the shard has read this worker's memory proves that both
+        # are on the same host, so the id is the shard's.
+        self._watches = shared_memory
         if shared_memory:
             _end_with(pid)
-        #: Open to the end of this process: it is kept on the host for as long.
-        self._packed = self._content(bytes(greeting[GREETING.size :]).decode(), self._go_on)
+        #: Open until this process ends: the host keeps the file for as long.
+        self._packed = self._content(bytes(greeting[GREETING.size :]).decode(), self._report_progress)
         self._source = SampleSource(self._packed, self._number, workers)
         self._connection.send([encode(WorkerReady())])
         self._up()
 
-    def _go_on(self) -> None:
-        """How long a content travels says nothing of the code in it, for whose start alone there is a limit."""
+    def _report_progress(self) -> None:
+        """Restart the shard's time limit, which is for the user's code and not for fetching the content."""
         self._connection.send([encode(Exchange([], None))])
 
     def _load_oldest(self) -> None:
@@ -181,13 +184,13 @@ class SampleWorker:
             table, frames = encode_sample(unpicklable_failure(self._number, error))
         self._running.note(None)
         started = self._tasks[0][0] if self._tasks else None
-        # One that is behind with its window is not robbed of what it is at while a result waits here.
+        # Send at once where the window runs low: the shard refills it, instead of letting others steal from it.
         hold = self._running.ref is not None and len(self._tasks) > 1
         self._outbox.add(Finished(task, kind, table, False), frames, started, hold=hold)
 
 
 def _end_with(pid: int) -> None:
-    """End this process when its shard does: the next shard does not know it, and its node starts another."""
+    """End this process when its shard ends: the next shard does not know it, and the node starts another worker."""
 
     def watch() -> None:
         wait_for_end(pid)
@@ -197,7 +200,7 @@ def _end_with(pid: int) -> None:
 
 
 def run(service: ServiceSpec) -> None:
-    """Be a worker: the role of a node's process."""
+    """The role of a worker: runs it until it ends."""
     arguments = msgspec.msgpack.decode(service.arguments, type=WorkerArguments)
     heartbeat = Heartbeat(service, "", patience_s=float("inf"))
     address = locate(service.place, arguments.shard)
@@ -210,5 +213,5 @@ def run(service: ServiceSpec) -> None:
     worker = SampleWorker(
         connection, arguments.number, service.incarnation, content, lambda: heartbeat.say({UP: True})
     )
-    take_long_slices()  # not before: the threads that speak with the shard are to be quick
+    use_sched_batch()  # not before: the socket's and the outbox's threads have to answer quickly
     worker.work()

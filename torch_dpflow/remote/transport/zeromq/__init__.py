@@ -1,4 +1,4 @@
-"""ZeroMQ's ROUTER and DEALER behind the transport contract: the only part of the library that imports zmq."""
+"""The transport over ZeroMQ's ROUTER and DEALER. No other package of the library imports zmq."""
 
 from __future__ import annotations
 

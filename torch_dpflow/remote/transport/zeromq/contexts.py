@@ -1,4 +1,4 @@
-"""The zmq contexts of a process, who is let into them, and what becomes of them in a fork."""
+"""The zmq contexts of a process: shared use, authentication of peers, and forks."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from zmq.utils import z85
 from torch_dpflow.descriptors import require
 from torch_dpflow.remote.transport.keys import ServerKeys
 
-#: What a context, its two threads and its first socket have open.
+#: How many descriptors a context, its two threads and its first socket have open.
 DESCRIPTORS = 12
 ZAP_DOMAIN = b"dpflow"
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
-#: Just below the size from which on glibc always gives freed memory back at once (32 MiB), bytes.
+#: Just below the size from which on glibc always returns freed memory to the kernel at once (32 MiB), bytes.
 _LARGEST_KEPT = 31 * 1024 * 1024
 
 
 class SharedContext:
-    """One zmq context, alive while something uses it. Thread-safe; a forked child starts from nothing."""
+    """One zmq context with a count of its users, the last of whom ends it. Thread-safe; a forked child has none."""
 
     def __init__(self) -> None:
-        # A socket may be collected, and give the context back, between any two steps of whoever holds the lock.
+        # Reentrant: the garbage collector may close a socket, which releases the context, while the lock is held.
         self._lock = threading.RLock()
         self._context: zmq.SyncContext | None = None
         self._users = 0
 
     def take(self) -> zmq.SyncContext:
-        """The context, for one more user, who gives it back. Raises DescriptorLimitError."""
+        """The context, for one more user, who calls `give_back`. Raises DescriptorLimitError."""
         with self._lock:
-            self._users += 1  # before all else: what is given back meanwhile must not end the context
+            self._users += 1  # first: a socket that is collected meanwhile must not end the context
             try:
                 if self._context is None:
                     self._context = _new_context()
@@ -54,7 +54,7 @@ class SharedContext:
         context.term()
 
     def leave_behind(self) -> zmq.SyncContext | None:
-        """In a forked child: the parent's context, which nobody uses here."""
+        """In a forked child: detach the parent's context; returns it."""
         context, self._context = self._context, None
         self._lock = threading.RLock()
         self._users = 0
@@ -65,35 +65,37 @@ class Inheritable(Protocol):
     """Something with a socket, which a fork copies although it belongs to the parent."""
 
     def disown(self) -> list[object]:
-        """In a forked child: become unusable; what must never be collected."""
+        """In a forked child: become unusable; returns the objects that must never be collected."""
 
 
 shared = SharedContext()
 _inheritables: weakref.WeakSet[Inheritable] = weakref.WeakSet()
-#: What a forked child holds of its parent's, for ever: collecting a pyzmq object would call into libzmq.
+#: pyzmq objects of the parent, which a forked child keeps for ever: collecting one would call into libzmq.
 _inherited: list[object] = []
 
 
 def disown_after_fork(inheritable: Inheritable) -> None:
-    """Have `inheritable` disowned in every forked child."""
+    """Call `inheritable.disown` in every forked child."""
     _inheritables.add(inheritable)
 
 
 def guarded_context(keys: ServerKeys) -> zmq.SyncContext:
-    """A context whose listener lets in one client key: libzmq asks before a byte of a peer gets further.
+    """A context whose listener accepts one client key; libzmq authenticates a peer before it passes on any message.
 
     libzmq has one authenticator for each context, hence a context of its own for each listener with keys.
     """
     context = _new_context()
-    gate = context.socket(zmq.REP)
-    gate.bind(_ZAP_ADDRESS)
-    admitted = z85.decode(keys.client_public)
-    threading.Thread(target=_guard, args=(gate, admitted), name="dpflow-zap", daemon=True).start()
+    authenticator = context.socket(zmq.REP)
+    authenticator.bind(_ZAP_ADDRESS)
+    accepted = z85.decode(keys.client_public)
+    threading.Thread(
+        target=_authenticate, args=(authenticator, accepted), name="dpflow-zap", daemon=True
+    ).start()
     return context
 
 
 def _new_context() -> zmq.SyncContext:
-    # libzmq aborts where it cannot make what its threads wait with.
+    # libzmq aborts the process where it gets no descriptors for its threads.
     require(DESCRIPTORS, "a connection")
     keep_freed_memory()
     return zmq.Context(io_threads=1)
@@ -106,25 +108,25 @@ def draw_key_pair() -> tuple[bytes, bytes]:
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Have glibc reuse freed frames instead of giving them back to the kernel page by page.
+    """Make glibc reuse freed frames instead of returning their pages to the kernel.
 
-    glibc raises its thresholds for that by itself, once for the process, when a large buffer is freed; the
-    pages of this one are never touched. Before that, receiving 2.5 MB costs 600 page faults, which take as
-    long as the rest of it. Only once, and a forked child inherits it: a second buffer would come from memory that
-    was used before, and be cleared, which takes 20 ms.
+    glibc raises its thresholds for that, for the whole process, when a large buffer is freed; the pages of this one are
+    never touched. Before that, receiving 2.5 MB costs 600 page faults, which take as long as all the rest. Only once,
+    and a forked child inherits it: a second buffer would come from memory that was used before and be cleared, which
+    takes 20 ms.
     """
     bytes(_LARGEST_KEPT)
 
 
-def _guard(gate: zmq.SyncSocket, admitted: bytes) -> None:
+def _authenticate(socket: zmq.SyncSocket, accepted: bytes) -> None:
     """Answer ZAP requests until the context ends."""
-    with gate:
+    with socket:
         while True:
             try:
-                version, request, _domain, _address, _identity, mechanism, *keys = gate.recv_multipart()
-                known = mechanism == b"CURVE" and hmac.compare_digest(b"".join(keys), admitted)
+                version, request, _domain, _address, _identity, mechanism, *keys = socket.recv_multipart()
+                known = mechanism == b"CURVE" and hmac.compare_digest(b"".join(keys), accepted)
                 code, text = (b"200", b"OK") if known else (b"400", b"not the key of this cluster")
-                gate.send_multipart([version, request, code, text, b"", b""])
+                socket.send_multipart([version, request, code, text, b"", b""])
             except zmq.ContextTerminated:
                 return
 

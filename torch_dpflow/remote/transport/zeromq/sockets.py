@@ -1,7 +1,7 @@
 """A listener and a connection over ZeroMQ's ROUTER and DEALER.
 
-Large frames go out without a copy (pyzmq keeps them alive until the io thread has written them), a frame that
-came in goes out again by reference, and small ones are copied, which is cheaper than keeping book of them.
+Large frames are sent without a copy: pyzmq keeps them alive until the io thread has written them. A received frame is
+forwarded by reference. Small frames are copied, which is cheaper than to track when they were sent.
 """
 
 from __future__ import annotations
@@ -29,30 +29,29 @@ from torch_dpflow.remote.transport.keys import ClientKeys, ServerKeys
 from torch_dpflow.remote.transport.zeromq import contexts
 from torch_dpflow.remote.wire.parcel_table import Frame
 
-#: From this size on a frame is sent without a copy, bytes. Below it a memcpy is cheaper than the hand-over to
-#: pyzmq's release thread.
+#: From this size on a frame is sent without a copy, bytes. Below it a memcpy is cheaper than pyzmq's release thread.
 ZERO_COPY_BYTES = 128 * 1024
-#: Up to this size a received frame is copied, bytes: libzmq leaves it in a buffer that it shares with its
-#: neighbours, which would live as long as it does.
+#: Up to this size a received frame is copied, bytes: libzmq leaves it in a buffer with other frames, all of which it
+#: would keep alive.
 DETACH_BYTES = 8 * 1024
-#: Kernel buffers of a socket on one host, bytes: what is in flight stays in the processor's cache, which is a
-#: fifth faster than what the kernel chooses. Between hosts its choice is better.
+#: Kernel buffers of a socket on one host, bytes: messages in flight stay in the processor's cache, which is a fifth
+#: faster than with the kernel's default. Between hosts the default is better.
 LOCAL_KERNEL_BYTES = 256 * 1024
-#: What a socket has open: itself or its first connection, and what wakes it.
+#: How many descriptors a socket has open: its own or its first connection's, and those that wake it.
 SOCKET_DESCRIPTORS = 4
-#: How often a listener on one host looks whether there are descriptors for connections, seconds; and how often one that
-#: takes none says so.
+#: How often an ipc listener checks that there are descriptors for new connections, and how often it logs that there are
+#: none, seconds.
 LOOK_S, COMPLAIN_S = 0.002, 10.0
-#: How long a new listener waits for an address that is taken, seconds: libzmq closes in its own time.
+#: How long a new listener waits for an address in use, seconds: libzmq's thread closes sockets asynchronously.
 REBIND_S = 0.2
-#: Added to the path of a listener that takes no connections for now.
+#: Added to the path of a listener that accepts no connections for now.
 _ASIDE = "~"
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class _SocketEndpoint:
-    """What a ROUTER and a DEALER have in common: a socket, a way to wake it, frames in and out."""
+    """The base of both sides: a socket, a way to wake it, frames in and out."""
 
     def __init__(
         self, kind: int, address: str, options: TransportOptions, context: zmq.SyncContext | None = None
@@ -63,7 +62,7 @@ class _SocketEndpoint:
         self._closed = False
         self._foreign = False
         self._wake_lock = threading.Lock()
-        #: A context of its own, or None for the shared one.
+        #: None: it uses the shared one.
         self._own_context = context
         descriptors.require(SOCKET_DESCRIPTORS, f"a socket for {address}")
         self._context = context or contexts.shared.take()
@@ -110,7 +109,7 @@ class _SocketEndpoint:
             raise PeerLostError(f"the socket of {self.address} is closed")
 
     def _await_input(self, timeout_s: float | None) -> bool:
-        """Whether a message is there; False on a timeout, after `wake` and for a watched descriptor."""
+        """Whether a message has come; False on a timeout, after `wake` and for a watched descriptor."""
         timeout_ms = -1 if timeout_s is None else math.ceil(timeout_s * 1000)
         woken = False
         for item, _ in zmq.zmq_poll(self._poll_set, timeout_ms):
@@ -122,12 +121,12 @@ class _SocketEndpoint:
         return False
 
     def _receive(self, timeout_s: float | None) -> list[memoryview] | None:
-        """One message that keeps the limits; messages that do not are dropped and counted."""
+        """One message within the limits; others are dropped and counted."""
         if self._closed or self._foreign:
             self._check_usable()
         deadline = None
         while True:
-            # Asking first: an exception for a message that is not there takes three times as long.
+            # Check first: raising zmq.Again where no message is there takes three times as long.
             if not int(self._socket.get(_EVENTS)) & _POLLIN:
                 if timeout_s is not None:
                     deadline = deadline or time.monotonic() + timeout_s
@@ -137,7 +136,7 @@ class _SocketEndpoint:
                 continue
             try:
                 first = self._socket.recv(_NOBLOCK, copy=False)
-            except zmq.Again:  # it went with its peer meanwhile
+            except zmq.Again:  # its peer has disconnected meanwhile
                 continue
             frames = self._collect(first)
             if frames is not None:
@@ -156,7 +155,7 @@ class _SocketEndpoint:
         return frames
 
     def _send(self, frames: Sequence[Frame]) -> None:
-        """Queue a message; zmq.Again where there is no room, which only the first frame can find."""
+        """Queue a message. Raises zmq.Again where there is no room, which only the first frame does."""
         socket = self._socket
         last = len(frames) - 1
         for position, frame in enumerate(frames):
@@ -181,7 +180,7 @@ class _SocketEndpoint:
                 self._own_context.term()
 
     def disown(self) -> list[object]:
-        """In a forked child: leave the parent's socket alone."""
+        """In a forked child: become unusable, without a call into the parent's socket."""
         self._foreign = True
         self._wake_lock = threading.Lock()
         return [self._socket, self._own_context]
@@ -198,11 +197,11 @@ class ZeroMQListener(_SocketEndpoint):
         context = None
         if address.startswith("tcp://") and isinstance(options.keys, ServerKeys):
             context = contexts.guarded_context(options.keys)
-        #: Whether it takes no connections, for lack of descriptors, and when to look again, seconds; over tcp libzmq
-        #: waits by itself.
+        #: Whether it accepts no connections, for lack of descriptors.
         self._refuses = False
         super().__init__(zmq.ROUTER, address, options, context)
         self._complain_at = 0.0
+        # Over tcp libzmq itself waits for a descriptor.
         self._look_at = 0.0 if address.startswith("ipc://") else math.inf
         try:
             self._bind()
@@ -214,8 +213,8 @@ class ZeroMQListener(_SocketEndpoint):
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _bind(self) -> None:
-        # A listener of this process that was closed just now holds its address until libzmq's thread has
-        # closed it too, and would then take away the file of a new one.
+        # A listener of this process that was just closed holds its address until libzmq's thread has closed it too, and
+        # that would remove the file of a new listener.
         deadline = time.monotonic() + REBIND_S
         while True:
             last = time.monotonic() > deadline
@@ -231,8 +230,8 @@ class ZeroMQListener(_SocketEndpoint):
 
     def _configure(self) -> None:
         super()._configure()
-        # A send to a peer that is not there must say so, and a peer that comes back under its identity is the
-        # same.
+        # A send to an unknown peer has to fail, and a peer that reconnects under its identity replaces its old
+        # connection.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.BACKLOG, 1024)
@@ -266,7 +265,7 @@ class ZeroMQListener(_SocketEndpoint):
                 return None
             if len(frames) > 1:
                 return bytes(frames[0]), frames[1:]
-            self.dropped += 1  # an identity and nothing else: no connection of ours sends that
+            self.dropped += 1  # an identity without frames, which no connection of ours sends
 
     def _look_after_descriptors(self) -> None:
         self._look_at = time.monotonic() + LOOK_S
@@ -276,13 +275,13 @@ class ZeroMQListener(_SocketEndpoint):
                 os.replace(path + _ASIDE, path)
                 self._refuses = False
         elif not self._refuses:
-            # libzmq aborts the process where there is none for a connection. Who is connected stays so, which an
-            # unbinding would end; others try again.
+            # libzmq aborts the process where it has no descriptor for a connection. With the file renamed, new peers
+            # fail and retry; unbinding would disconnect the others too.
             os.replace(path, path + _ASIDE)
             self._refuses = True
             if self._look_at >= self._complain_at:
                 self._complain_at = self._look_at + COMPLAIN_S
-                TRANSPORT.error("%s", descriptors.exhausted(f"{path} takes no more connections for now"))
+                TRANSPORT.error("%s", descriptors.exhausted(f"{path} accepts no connections for now"))
 
     def close(self) -> None:
         super().close()
@@ -307,7 +306,7 @@ class ZeroMQConnection(_SocketEndpoint):
     """A connected DEALER."""
 
     def __init__(self, address: str, identity: bytes | None, options: TransportOptions) -> None:
-        # A chosen identity outlives a reconnect, so that the listener knows the peer again.
+        # With an identity of its own, the listener recognises the peer after a reconnect.
         self.identity = b"\x01" + secrets.token_bytes(15) if identity is None else identity
         check_identity(self.identity)
         super().__init__(zmq.DEALER, address, options)
@@ -352,9 +351,9 @@ class ZeroMQConnection(_SocketEndpoint):
 
 
 def _check_path(path: str, *, take_leftover: bool) -> None:
-    """Raise OSError where somebody listens at an ipc path: libzmq would take it away without a word.
+    """Raise OSError where another process listens at an ipc path: libzmq would silently replace its socket.
 
-    A file without a listener is what a killed process has left, or what a closing one is about to remove.
+    A file without a listener was left by a killed process, or is about to be removed by one that closes.
     """
     try:
         mode = os.stat(path).st_mode

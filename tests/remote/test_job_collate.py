@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from torch_dpflow.remote.job.assemble import assemble, assembler
+from torch_dpflow.remote.job.collate import collate_function, collate_samples
 
 Pair = namedtuple("Pair", "image label")
 BIG = 40_000
@@ -37,8 +37,8 @@ def image(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     ids=["tuple", "dict", "named", "bool", "complex", "transposed", "numpy", "small", "empty"],
 )
 def test_batches_equal_torchs(samples: list[Any]) -> None:
-    torch.testing.assert_close(assemble(samples), default_collate(samples), rtol=0, atol=0)
-    assert type(assemble(samples)) is type(default_collate(samples))
+    torch.testing.assert_close(collate_samples(samples), default_collate(samples), rtol=0, atol=0)
+    assert type(collate_samples(samples)) is type(default_collate(samples))
 
 
 def test_errors_are_torchs() -> None:
@@ -46,13 +46,13 @@ def test_errors_are_torchs() -> None:
     with pytest.raises(RuntimeError) as theirs:
         default_collate(samples)
     with pytest.raises(RuntimeError) as ours:
-        assemble(samples)
+        collate_samples(samples)
     assert str(ours.value) == str(theirs.value)
 
 
 def test_a_function_of_the_users_is_left_alone() -> None:
-    assert assembler(len) is len
-    assert assembler(None) is assembler(default_collate) is assemble
+    assert collate_function(len) is len
+    assert collate_function(None) is collate_function(default_collate) is collate_samples
 
 
 def in_a_row(count: int, dtype: torch.dtype = torch.uint8) -> list[torch.Tensor]:
@@ -64,7 +64,7 @@ def in_a_row(count: int, dtype: torch.dtype = torch.uint8) -> list[torch.Tensor]
 def test_tensors_in_a_row_become_the_batch_without_a_copy(dtype: torch.dtype) -> None:
     samples = in_a_row(3, dtype)
     expected, address = default_collate(samples), samples[0].data_ptr()
-    batch = assemble(samples)
+    batch = collate_samples(samples)
     assert torch.equal(batch, expected)
     assert (batch.dtype, batch.shape, batch.data_ptr()) == (dtype, (3, BIG), address)
     assert batch.untyped_storage().nbytes() == batch.nbytes
@@ -73,7 +73,7 @@ def test_tensors_in_a_row_become_the_batch_without_a_copy(dtype: torch.dtype) ->
 def test_the_batch_keeps_the_memory_of_its_samples() -> None:
     memory = np.arange(2 * BIG, dtype=np.uint8)
     watched = weakref.ref(memory)
-    batch = assemble([torch.from_numpy(memory[:BIG]), torch.from_numpy(memory[BIG:])])
+    batch = collate_samples([torch.from_numpy(memory[:BIG]), torch.from_numpy(memory[BIG:])])
     del memory
     assert watched() is not None
     assert int(batch[1, 7]) == (BIG + 7) % 256
@@ -82,7 +82,7 @@ def test_the_batch_keeps_the_memory_of_its_samples() -> None:
 
 
 def test_a_tensor_that_a_sample_holds_twice_makes_two_batches() -> None:
-    first, second = assemble([(one, one) for one in in_a_row(2)])
+    first, second = collate_samples([(one, one) for one in in_a_row(2)])
     assert torch.equal(first, second)
     first.zero_()
     assert second.any()
@@ -92,6 +92,6 @@ def test_a_tensor_that_a_sample_holds_twice_makes_two_batches() -> None:
 def test_what_is_not_in_a_row_is_copied(order: list[int]) -> None:
     row = in_a_row(3)
     samples = [row[place] for place in order]
-    batch = assemble(samples)
+    batch = collate_samples(samples)
     assert torch.equal(batch, default_collate(samples))
     assert batch.data_ptr() != samples[0].data_ptr()

@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from torch_dpflow import DPFlowDataLoader
-from torch_dpflow.remote.worker.time_slices import take_long_slices
+from torch_dpflow.remote.worker.sched_batch import use_sched_batch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="time slices are Linux's")
 
@@ -40,7 +40,7 @@ def policy_of_batch_work() -> int:
 
 def test_a_thread_keeps_its_share_and_others_stay_as_they_are() -> None:
     def act() -> tuple[bool, int, int]:
-        agreed = take_long_slices()
+        agreed = use_sched_batch()
         return agreed, os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)
 
     before = os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)
@@ -54,7 +54,7 @@ def test_a_thread_keeps_its_share_and_others_stay_as_they_are() -> None:
 def test_a_policy_that_somebody_has_chosen_stays() -> None:
     def act() -> tuple[bool, int]:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        return take_long_slices(), os.sched_getscheduler(0)
+        return use_sched_batch(), os.sched_getscheduler(0)
 
     assert in_a_thread(act) == (False, os.SCHED_IDLE)
 
@@ -64,7 +64,7 @@ def test_a_system_that_does_not_tell_is_left_alone(monkeypatch: pytest.MonkeyPat
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(os, "sched_getscheduler", unknown)
-    assert take_long_slices() is False
+    assert use_sched_batch() is False
 
 
 def test_a_loaders_workers_take_them() -> None:

@@ -1,11 +1,12 @@
-"""A batch put together in the training process, by one thread.
+"""Collates the batches of a shared flow in the job, with one thread.
 
-torch's default collate stacks large tensors with all threads of the process. In a training process that wakes
-threads which the training loop uses itself: on a busy machine it was measured to take thirty times as long as one
-thread takes.
+The private loader's batches are collated in its workers, by `worker/collate`.
 
-Tensors that lie one behind the other already, as a shard hands over those of one answer, are not copied at all: the
-batch is the memory in which they came.
+torch's default collate stacks large tensors with all threads of the process. In a training process that wakes threads
+which the training loop uses itself: on a busy machine it took thirty times as long as one thread takes.
+
+Tensors that are contiguous in memory, as are those of one answer of a shard, are not copied at all: the batch is the
+memory in which they were received.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from torch_dpflow.torch_private import collate, collate_tensor_fn, default_colla
 _SMALL_BYTES = 1 << 15
 
 
-def assembler(collate_fn: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any]:
-    """What makes a batch of samples as `collate_fn` does; None stands for torch's default."""
-    return assemble if collate_fn is None or collate_fn is default_collate else collate_fn
+def collate_function(collate_fn: Callable[[list[Any]], Any] | None) -> Callable[[list[Any]], Any]:
+    """`collate_fn`, or in place of torch's default (None too) `collate_samples`, which has the same results."""
+    return collate_samples if collate_fn is None or collate_fn is default_collate else collate_fn
 
 
-def assemble(samples: list[Any]) -> Any:
+def collate_samples(samples: list[Any]) -> Any:
     """As torch's `default_collate`, with the same results and errors.
 
-    The samples are given away: their memory may become the batch's.
+    The caller must not use the samples afterwards: their memory may become the batch's.
     """
     mapping: dict[Any, Callable[..., Any]] = {**default_collate_fn_map}
     if mapping.get(torch.Tensor) is collate_tensor_fn:
@@ -46,11 +47,11 @@ def assemble(samples: list[Any]) -> Any:
     return collate(samples, collate_fn_map=mapping)
 
 
-def assemble_parcels(parcels: Sequence[tuple[ParcelTable, Sequence[Frame]]]) -> Any | None:
-    """What `assemble` makes of the samples in these parcels, where all are alike; None where they are not.
+def collate_parcels(parcels: Sequence[tuple[ParcelTable, Sequence[Frame]]]) -> Any | None:
+    """What `collate_samples` makes of the samples in these parcels, without opening each; None unless all are alike.
 
-    All must be one large tensor of the same kind, or a tuple of such a one and numbers. None is opened by itself then,
-    which costs more than all else that a job does for a sample. The frames are given away, unless the result is None.
+    Each must be a large tensor, or a tuple of one and numbers, with the dtype and shape of the others. Opening a parcel
+    costs more than all else that a job does for a sample. The frames become the batch's, unless the result is None.
     """
     found = decode_heads(parcels)
     if not found or default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:
@@ -73,7 +74,7 @@ def assemble_parcels(parcels: Sequence[tuple[ParcelTable, Sequence[Frame]]]) -> 
 
 
 def _joined(buffers: list[memoryview], first: torch.Tensor) -> torch.Tensor:
-    """One tensor of buffers that each hold one like the first."""
+    """Stack tensors like `first`, of which each buffer holds one."""
     begin, nbytes = first.data_ptr(), first.nbytes
     shape = (len(buffers), *first.shape)
     if all(_address(buffer) == begin + place * nbytes for place, buffer in enumerate(buffers)):
@@ -96,12 +97,12 @@ def _stack(
     used: set[int],
     collate_fn_map: dict[Any, Callable[..., Any]] | None = None,
 ) -> Any:
-    """One tensor of all. used: where batches of these samples begin that were not copied."""
+    """Stack the tensors. used: the addresses of batches of these samples that were not copied."""
     first = batch[0]
     if first.nbytes < _SMALL_BYTES or not all(_is_alike(one, first) for one in batch):
         return collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
     if _are_in_a_row(batch) and first.data_ptr() not in used:
-        # Once: a sample may hold the same tensor twice, and what torch makes of them are two batches.
+        # Once: where a sample holds the same tensor twice, torch makes two batches, which must not share memory.
         used.add(first.data_ptr())
         memory = np.asarray(_Row(first.data_ptr(), len(batch) * first.nbytes, batch))
         return tensor_over(storage_over(memory), first.dtype, (len(batch), *first.shape))
@@ -113,7 +114,7 @@ def _stack(
 
 
 class _Row:
-    """Memory of pieces that lie one behind the other, to numpy; what numpy makes of it keeps the pieces alive."""
+    """Contiguous pieces of memory as one array for numpy, which keeps the pieces alive."""
 
     def __init__(self, address: int, nbytes: int, pieces: Sequence[Any]) -> None:
         self._pieces = pieces
@@ -126,7 +127,7 @@ class _Row:
 
 
 def _are_in_a_row(batch: list[torch.Tensor]) -> bool:
-    """Whether each begins where the one before ends. A single one may overlap with others of its sample."""
+    """Whether each begins where the one before ends. A single tensor may overlap with others of its sample."""
     begin, nbytes = batch[0].data_ptr(), batch[0].nbytes
     return len(batch) > 1 and all(one.data_ptr() == begin + place * nbytes for place, one in enumerate(batch))
 

@@ -1,4 +1,4 @@
-"""What a job asks for beside its data."""
+"""The options of a job that reads a shared flow."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.remote.wire.flow_spec import MAX_SHARDS, MAX_SIZE, MIN_IDLE_S, MIN_MEMORY, check_algorithms
 from torch_dpflow.remote.wire.limits import MAX_RANKS, UNNAMED
 
-#: Room for samples where nothing says how much, bytes.
+#: Memory for samples by default, bytes.
 DEFAULT_MEMORY_BYTES = 1 << 30
-#: Most bytes that an option may name.
+#: Most bytes of an option.
 MAX_BYTES = 2**53
 #: Longest name of a job, characters.
 MAX_NAME = 100
 
 
 def draw_name() -> str:
-    """A name for a job that was given none."""
+    """A random name for a job without one."""
     return UNNAMED + secrets.token_hex(8)
 
 

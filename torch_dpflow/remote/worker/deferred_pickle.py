@@ -1,16 +1,16 @@
-"""An object on its way into a new process, opened only where its failure to open can be told."""
+"""Unpickles an object in a new process only where an error of that can be reported."""
 
 import pickle
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 
-class Sealed:
+class DeferredPickle:
     """Carries `value` to a process that multiprocessing starts.
 
-    Under fork it stays the object that it is. Where a process is started afresh, multiprocessing pickles it, and
-    unpickles it before any code of ours runs there: an import that fails would end the process with a
-    traceback that nobody catches. So the value is pickled inside, and `open` unpickles it.
+    A forked process gets the object itself. For any other start method multiprocessing pickles the target's arguments
+    and unpickles them before any code of ours runs, where a failing import would end the process with a traceback that
+    nobody catches. So this class pickles the value by itself, and `open` unpickles it.
     """
 
     def __init__(self, value: Any) -> None:
@@ -24,7 +24,7 @@ class Sealed:
         return self._value
 
     def __getstate__(self) -> bytes:
-        # During the start of a process: locks and file descriptors may be pickled only then.
+        # ForkingPickler, while a process is being started: locks and file descriptors can be pickled only then.
         return bytes(ForkingPickler.dumps(self._value))
 
     def __setstate__(self, pickled: bytes) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from torch_dpflow.remote.job.assemble import assemble, assemble_parcels
+from torch_dpflow.remote.job.collate import collate_parcels, collate_samples
 from torch_dpflow.remote.parcel.codec import decode
 from torch_dpflow.remote.parcel.fast_path import encode_sample
 from torch_dpflow.remote.shard.detached_parcel import settle
@@ -62,7 +62,7 @@ def parcels_of(samples: list[Any], *, in_a_row: bool) -> list[tuple[ParcelTable,
 
 
 def opened(samples: list[Any]) -> Any:
-    return assemble([decode(*parcel) for parcel in parcels_of(samples, in_a_row=False)])
+    return collate_samples([decode(*parcel) for parcel in parcels_of(samples, in_a_row=False)])
 
 
 @pytest.mark.parametrize("in_a_row", [True, False])
@@ -72,7 +72,7 @@ def test_what_is_alike_is_put_together_as_torch_does(
     in_a_row: bool, numbers: list[tuple[Any, ...]], dtype: torch.dtype, beside: int
 ) -> None:
     samples = [(image(place, dtype), *row[:beside]) for place, row in enumerate(numbers)]
-    made = assemble_parcels(parcels_of(samples, in_a_row=in_a_row))
+    made = collate_parcels(parcels_of(samples, in_a_row=in_a_row))
     expected = default_collate(samples)
     assert type(made) is list
     for ours, theirs in zip(made, expected, strict=True):
@@ -83,7 +83,7 @@ def test_what_is_alike_is_put_together_as_torch_does(
 @pytest.mark.parametrize("in_a_row", [True, False])
 def test_tensors_alone_and_channels_last(in_a_row: bool) -> None:
     samples = [image(value).permute(1, 2, 0).contiguous().permute(2, 0, 1) for value in range(4)]
-    made = assemble_parcels(parcels_of(samples, in_a_row=in_a_row))
+    made = collate_parcels(parcels_of(samples, in_a_row=in_a_row))
     assert made is not None
     assert torch.equal(made, default_collate(samples))
     assert made.is_contiguous()
@@ -114,12 +114,12 @@ def test_tensors_alone_and_channels_last(in_a_row: bool) -> None:
     ],
 )
 def test_all_else_is_left_to_where_each_is_opened(samples: list[Any]) -> None:
-    assert assemble_parcels(parcels_of(samples, in_a_row=False)) is None
+    assert collate_parcels(parcels_of(samples, in_a_row=False)) is None
 
 
 def test_kinds_that_torch_widens_come_as_torch_makes_them() -> None:
     samples = [(image(0), 1), (image(1), 2.5), (image(2), True)]
-    made = assemble_parcels(parcels_of(samples, in_a_row=True))
+    made = collate_parcels(parcels_of(samples, in_a_row=True))
     assert made is not None
     assert made[1].tolist() == opened(samples)[1].tolist() == default_collate(samples)[1].tolist()
     assert made[1].dtype == default_collate(samples)[1].dtype
@@ -127,7 +127,7 @@ def test_kinds_that_torch_widens_come_as_torch_makes_them() -> None:
 
 def test_a_rule_of_the_users_for_tensors_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, **_: len(batch))
-    assert assemble_parcels(parcels_of([image(1), image(2)], in_a_row=True)) is None
+    assert collate_parcels(parcels_of([image(1), image(2)], in_a_row=True)) is None
 
 
 @pytest.mark.parametrize("cut", ["head", "buffer"])
@@ -135,4 +135,4 @@ def test_frames_that_do_not_fit_are_not_believed(cut: str) -> None:
     parcels = parcels_of([image(1), image(2)], in_a_row=False)
     table, (head, buffer) = parcels[1]
     short = [head[:-1], buffer] if cut == "head" else [head, buffer[:-64]]
-    assert assemble_parcels([parcels[0], (table, short)]) is None
+    assert collate_parcels([parcels[0], (table, short)]) is None

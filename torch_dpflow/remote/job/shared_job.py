@@ -1,0 +1,307 @@
+"""A job that reads a shared flow: it gives out epochs, and a thread of its own renews its leases."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+from torch_dpflow.checks import check_int
+from torch_dpflow.errors import (
+    DeadlineError,
+    DPFlowError,
+    ErrorKind,
+    OptionError,
+    PeerLostError,
+    RemoteCallError,
+    UsageError,
+)
+from torch_dpflow.log import LOADER
+from torch_dpflow.metrics import LoaderMeter
+from torch_dpflow.remote.access.cluster_address import Cluster
+from torch_dpflow.remote.job.description import Failover, JobDescription
+from torch_dpflow.remote.job.epoch_cursor import EpochCursor
+from torch_dpflow.remote.job.epoch_reader import CLOSE_S, EpochReader, Pipeline
+from torch_dpflow.remote.job.options import JobOptions
+from torch_dpflow.remote.job.router_link import RouterLink
+from torch_dpflow.remote.job.shard_link import EpochDraw, ShardLinks
+from torch_dpflow.remote.job.stop_signal import StopSignal
+from torch_dpflow.remote.observe.sharing import Sharing, sharing_of
+from torch_dpflow.remote.wire.body import MAX_SAMPLES
+from torch_dpflow.remote.wire.router import JobFigures
+from torch_dpflow.remote.wire.shard import POISON_LIMIT
+
+#: How often a job sends its heartbeat, seconds.
+BEAT_S = 2.0
+#: How long `close` waits for the heartbeat's thread after it has interrupted it, before it does so again, seconds.
+JOIN_S = 0.05
+
+
+class SharedJob:
+    """One job that reads a flow. It has one epoch reader at a time: a new one closes the one before.
+
+    Not to be used after a fork; `close` does nothing in a child, which has neither its threads nor its connections.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        job: JobDescription,
+        collate: Callable[[list[Any]], Any],
+        options: JobOptions,
+        failover: Failover | None = None,
+    ) -> None:
+        self._pid = os.getpid()
+        self._job = job
+        self._collate = collate
+        self._options = options
+        self._router = RouterLink(cluster, job, patience_s=options.patience_s, failover=failover)
+        self._links = ShardLinks(self._router)
+        self._meter = LoaderMeter()
+        #: The latest; never reset to None, as another thread may close the job meanwhile.
+        self._reader: EpochReader | None = None
+        self._cursor = self._cursor_at_start(0)
+        self._closed = StopSignal()
+        #: Whether the heartbeat's thread is past its last heartbeat, and leaves the flow.
+        self._leaving = False
+        self._heartbeat = threading.Thread(target=self._beat_and_leave, name="dpflow-beat", daemon=True)
+        self._heartbeat.start()
+
+    @property
+    def length(self) -> int:
+        """Samples of one epoch, of this rank's part of it where the job has several."""
+        return self._router.length
+
+    @property
+    def seed(self) -> int:
+        """What decides the job's own order."""
+        return self._job.seed
+
+    @property
+    def sharing(self) -> Sharing:
+        """What its flow's shards have loaded and given out, by their latest answers."""
+        tallies = list(self._links.tallies.values())
+        served, decodes = (sum(tally[place] for tally in tallies) for place in (0, 1))
+        return sharing_of(served, decodes, size=self._job.size, keeps=self._job.caches)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether an epoch has begun that is neither complete nor closed."""
+        return self._reader is not None and not self._reader.is_over
+
+    def traverse(
+        self, epoch: int, *, done: dict[str, Any] | None = None, draw_seed: int | None = None
+    ) -> EpochReader:
+        """Read an epoch in the order that the flow's router draws: each sample once, every order equally likely.
+
+        A rank of several waits for the others before its first batch, and again where it resumes from a state that
+        differs from what the others know of it.
+
+        done: a `state`; the samples that were delivered by then are not read again.
+        draw_seed: decides, with the epoch, the random draws; None: the job's seed.
+        Raises StateError for a state of another flow, epoch or rank.
+        """
+        cursor = self._cursor_at_start(epoch)
+        if done is not None:
+            cursor.resume(epoch, done)
+        self._begin(cursor)
+        self._router.start_epoch(epoch, cursor.marks.copy(), cursor.position)
+        closed = StopSignal()
+        batches = self._drawn_batches(self.length - cursor.position, closed)
+        return self._read(batches, epoch, draw_seed, closed)
+
+    def read(
+        self,
+        plan: Iterable[Sequence[int]],
+        epoch: int,
+        *,
+        draw_seed: int | None = None,
+        passed: Callable[[int, int], None] | None = None,
+    ) -> EpochReader:
+        """Read the batches of a plan, in its order.
+
+        draw_seed: as for `traverse`.
+        passed: called with the number of each batch that was delivered, from 0 on, and its samples; before the next
+            batch is delivered, or by the reader's `note_delivered`, and twice after an interrupt.
+        """
+        self._begin(self._cursor_at_start(epoch))
+        return self._read(map(self._checked, plan), epoch, draw_seed, StopSignal(), passed)
+
+    def state(self) -> dict[str, Any]:
+        """Which samples of the epoch have been delivered. O(size / 8)."""
+        if self._reader is not None:
+            self._reader.note_delivered()
+        return self._cursor.state()
+
+    def close_with(self, owner: object) -> None:
+        """Close the job when `owner` is collected, or when the interpreter exits."""
+        weakref.finalize(owner, self.abandon).atexit = False
+        atexit.register(self.close)
+
+    def abandon(self) -> None:
+        """Tell the job's own thread to leave the flow and end; waits for nothing and takes no lock.
+
+        A finalizer may call it: that runs in any thread, between any two of its steps, so that thread may hold a lock
+        that leaving takes, or be the one that leaving waits for.
+        """
+        self._closed.set()
+        self._router.outages.mute()
+        if self._reader is not None:
+            self._reader.abandon()
+
+    def close(self) -> None:
+        """Leave the flow and end the threads. Any thread may call, repeatedly; the job's own threads do not wait."""
+        if os.getpid() != self._pid:
+            return
+        self.abandon()
+        if threading.current_thread() is self._heartbeat:
+            return
+        if self._reader is not None and not self._reader.close():
+            return
+        self._heartbeat.join(0.0 if self._router.outages.is_out else CLOSE_S)
+        while self._heartbeat.is_alive() and not self._leaving:
+            self._router.interrupt()
+            self._links.interrupt()
+            self._heartbeat.join(JOIN_S)
+        self._heartbeat.join()
+
+    def __enter__(self) -> SharedJob:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- reading ---------------------------------------------------------------------------------------------
+
+    def _cursor_at_start(self, epoch: int) -> EpochCursor:
+        epoch = check_int("epoch", epoch, minimum=0)
+        return EpochCursor(self._job.size, self._job.seed, self._job.rank, epoch)
+
+    def _begin(self, cursor: EpochCursor) -> None:
+        if self._closed.is_set():
+            raise UsageError("the job has been closed; open another")
+        if self._reader is not None:
+            self._reader.close()
+        self._cursor = cursor
+
+    def _read(
+        self,
+        plan: Iterator[Sequence[int]],
+        epoch: int,
+        draw_seed: int | None,
+        closed: StopSignal,
+        passed: Callable[[int, int], None] | None = None,
+    ) -> EpochReader:
+        options, seed = self._options, self._job.seed if draw_seed is None else draw_seed
+        cursor, before = self._cursor, self._cursor.position
+
+        def note(number: int, keys: list[int], end: int) -> None:
+            cursor.add(keys, before + end)
+            if passed is not None:
+                passed(number, len(keys))
+
+        self._reader = EpochReader(
+            self._links,
+            plan,
+            EpochDraw(epoch, None if self._job.cacheable_only else _draw_of(seed, epoch)),
+            collate=self._collate,
+            delivered=note,
+            meter=self._meter,
+            pipeline=Pipeline(
+                ready=options.ready,
+                fetched=options.ready,
+                asked=options.asked,
+                budget_bytes=options.budget_bytes,
+                patience_s=options.patience_s,
+                # A sample that hangs is tried by POISON_LIMIT workers before its shard gives it up.
+                loading_s=POISON_LIMIT * (options.task_timeout_s or 0.0),
+            ),
+            closed=closed,
+        )
+        if self._closed.is_set():
+            self._reader.close()  # another thread may have closed the job before the reader was there to be closed
+        return self._reader
+
+    def _drawn_batches(self, left: int, given_up: StopSignal) -> Iterator[list[int]]:
+        """Batches as the router draws them. Each call draws half of what is requested ahead."""
+        size = self._job.batch_size
+        if self._job.drop_last:
+            left -= left % size
+        waiting: list[int] = []
+        ahead = max(1, self._options.asked // 2) * size
+        while left:
+            while len(waiting) < min(size, left):
+                count = min(ahead, left - len(waiting), MAX_SAMPLES)
+                waiting += self._router.draw(count, given_up).tolist()
+            batch, waiting = waiting[:size], waiting[size:]
+            left -= len(batch)
+            yield batch
+
+    def _checked(self, keys: Sequence[int]) -> list[int]:
+        size = self._job.size
+        for key in keys:
+            if not 0 <= key < size:
+                raise OptionError(f"the plan has sample {key}: the flow has samples 0 to {size - 1}")
+        return [int(key) for key in keys]
+
+    # -- the heartbeat's thread ------------------------------------------------------------------------------
+
+    def _beat_and_leave(self) -> None:
+        self._beat()
+        self._leaving = True
+        if self._reader is not None:
+            self._reader.close()
+        self._links.close(self._router.id)
+        self._router.close()
+        atexit.unregister(self.close)
+
+    def _beat(self) -> None:
+        while not self._closed.wait(BEAT_S):
+            generation = self._router.id.generation
+            try:
+                self._beat_once()
+            except RemoteCallError as error:
+                if error.kind is ErrorKind.STALE_JOB:
+                    self._recover(partial(self._router.rejoin, generation, self._closed))
+                elif error.kind in (ErrorKind.INTERNAL, ErrorKind.USAGE):
+                    LOADER.warning("flow %r, job %r: %s", self._job.flow, self._job.name, error)
+            except DPFlowError:
+                self._recover(partial(self._router.refresh_routes, self._closed))
+            except Exception:
+                LOADER.exception("flow %r, job %r: its heartbeat failed", self._job.flow, self._job.name)
+
+    def _beat_once(self) -> None:
+        self._router.beat(self._figures())
+        self._links.forget(self._router.id)
+        self._links.beat(self._router.id)
+
+    def _figures(self) -> JobFigures:
+        meter = self._meter
+        return JobFigures(meter.stall_s, meter.iterating_s, meter.batches, meter.samples, meter.bytes)
+
+    def _recover(self, mend: Callable[[], None]) -> None:
+        try:
+            mend()
+        except (DeadlineError, PeerLostError):
+            return  # already logged; the next heartbeat tries again
+        except DPFlowError as error:
+            LOADER.warning("flow %r, job %r: %s", self._job.flow, self._job.name, error)
+
+
+def _draw_of(seed: int, epoch: int) -> int:
+    """What decides, with a sample's key, its random draws: another number for each seed and epoch.
+
+    Jobs with the same seed draw alike, as they would under torch's loader.
+    """
+    packed = struct.pack("<QQ", seed & (1 << 64) - 1, epoch)
+    digest = hashlib.blake2b(packed, digest_size=8, person=b"dpflow-draw").digest()
+    return int.from_bytes(digest, "little") >> 1
