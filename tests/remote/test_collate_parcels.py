@@ -16,7 +16,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from torch_dpflow.remote.job.collate import collate_parcels, collate_samples
 from torch_dpflow.remote.parcel.codec import decode
 from torch_dpflow.remote.parcel.fast_path import encode_sample
-from torch_dpflow.remote.shard.detached_parcel import settle
+from torch_dpflow.remote.shard.detached_parcel import detach
 from torch_dpflow.remote.shm.arena import Arena, ArenaReader
 from torch_dpflow.remote.wire.parcel_table import Frame, ParcelTable
 from torch_dpflow.remote.wire.shard import SAMPLE
@@ -41,7 +41,7 @@ def parcels_of(samples: list[Any], *, in_a_row: bool) -> list[tuple[ParcelTable,
     settled = []
     for sample in samples:
         table, frames = encode_sample(sample, arena=arena)
-        settled.append(settle(SAMPLE, table, [memoryview(bytearray(frame)) for frame in frames], reader))
+        settled.append(detach(SAMPLE, table, [memoryview(bytearray(frame)) for frame in frames], reader))
     arena.close()
     reader.close()
     room = memoryview(bytearray(sum(one.nbytes for one in settled)))
