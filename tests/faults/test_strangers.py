@@ -83,7 +83,7 @@ def test_a_worker_that_was_replaced_is_told_so_and_ends(OurLoader: Any) -> None:
             name="late",
             incarnation=9,
             target=main,
-            arguments=(shard._assignment, worker_spec),
+            arguments=(shard.processes._load_spec, worker_spec),
             report_file=report_file,
         )
         late = platform.launch(spec)
