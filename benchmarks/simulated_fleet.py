@@ -25,6 +25,9 @@ from torch_dpflow.remote.scheduler import (
     WorkerId,
 )
 
+#: How long a finished result waits for company, at most, seconds.
+_LONGEST_HOLD_S = 1.0
+
 
 class SimulatedFleet:
     """Runs a scheduler against workers whose loading costs simulated time. Deterministic.
@@ -126,6 +129,9 @@ class SimulatedFleet:
             self._take_down(number)
         elif cost_s < math.inf:
             self.after(cost_s, lambda: self._finish(number, worker))
+        else:
+            # A worker's outbox sends results that have waited for long, also beside user code that hangs.
+            self.after(_LONGEST_HOLD_S, lambda: self._hand_in(number, worker))
 
     def _take_down(self, number: WorkerId) -> None:
         self._workers[number].dead = True
@@ -139,6 +145,10 @@ class SimulatedFleet:
         self._start_next(number)
         full = len(worker.finished) >= self._results_per_exchange
         if not worker.dead and (full or worker.running is None):
+            self._exchange(number)
+
+    def _hand_in(self, number: WorkerId, worker: _SimulatedWorker) -> None:
+        if not worker.dead and worker.finished:
             self._exchange(number)
 
     def _replace(self, number: WorkerId) -> None:

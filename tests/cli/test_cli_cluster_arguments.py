@@ -71,7 +71,7 @@ def test_up_refuses_what_is_no_value(arguments: list[str], message: str) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--memory", "1kB"], "memory_bytes=1000: 1048576 to"),
+        (["--memory", "1kB"], "memory_bytes=1000 is out of range; give an int from 1048576 to"),
         (["--listen", "nonsense"], "must be tcp://ADDRESS:PORT"),
         (["--listen", "tcp://127.0.0.1"], "must be tcp://ADDRESS:PORT"),
         (["--listen", "tcp://127.0.0.1:0"], "must be tcp://ADDRESS:PORT"),

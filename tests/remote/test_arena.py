@@ -235,7 +235,7 @@ def test_what_is_mapped_outlives_a_killed_writer() -> None:
         assert bool(np.all(view == 5))
         assert again.segment == released.segment
         assert bool(np.all(reader.view(again) == 8))
-        with pytest.raises(SegmentLostError, match="has to be loaded again"):
+        with pytest.raises(SegmentLostError, match="have to be loaded again"):
             reader.view(reused)
         del view
     reader.close()

@@ -69,7 +69,9 @@ def test_call_when_the_server_is_killed_and_restarted(
         assert answer.body == [second.pid, "task"]
         assert bytes(answer.frames[0]) == b"payload" * 10_000
         stats = client.stats()
-        assert (stats.repeats, stats.server_restarts) == (1, 1)
+        # The first server may have been killed before the client had heard of it.
+        assert stats.repeats == 1
+        assert stats.server_restarts <= 1
     finally:
         kill(second)
         pipe.close()

@@ -30,7 +30,7 @@ def rows_of(batch: pyarrow.RecordBatch, name: str) -> list[dict[str, Any]]:
 
 def _values(column: pyarrow.Array, name: str) -> list[Any]:
     try:
-        found: list[Any] = column.to_pylist()
+        found: list[Any] = _in_microseconds(column).to_pylist()
         return found
     except (ValueError, OverflowError) as error:
         if pyarrow.types.is_timestamp(column.type):
@@ -43,6 +43,18 @@ def _values(column: pyarrow.Array, name: str) -> list[Any]:
         raise SourceError(
             f"{name} of type {column.type}: {error}; store it as text or as integers"
         ) from error
+
+
+def _in_microseconds(column: pyarrow.Array) -> pyarrow.Array:
+    """Times in nanoseconds as Python's types hold them: with pandas installed Arrow makes pandas' values of them.
+
+    Raises ValueError where one has nanoseconds.
+    """
+    if column.type == pyarrow.duration("ns"):
+        return column.cast(pyarrow.duration("us"))
+    if pyarrow.types.is_timestamp(column.type) and column.type.unit == "ns":
+        return column.cast(pyarrow.timestamp("us", column.type.tz))
+    return column
 
 
 def _timestamps(column: pyarrow.Array) -> list[Any]:

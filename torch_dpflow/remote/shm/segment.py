@@ -16,6 +16,7 @@ import fcntl
 import os
 import stat
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 from weakref import ref as weakref
@@ -83,11 +84,12 @@ class Segment:
         # Not a view of an array: numpy makes views of views refer to the innermost array.
         return np.frombuffer(self.memory, np.uint8, nbytes, HEADER_BYTES)
 
-    def close(self) -> None:
+    # Bound when it is defined: at the interpreter's end `os` may be gone before the last segment.
+    def close(self, _close: Callable[[int], None] = os.close) -> None:
         """Close the descriptor; the memory is unmapped with its last user."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            os.close(fd)
+            _close(fd)
 
     def __del__(self) -> None:
         self.close()
