@@ -50,11 +50,23 @@ def _in_microseconds(column: pyarrow.Array) -> pyarrow.Array:
 
     Raises ValueError where one has nanoseconds.
     """
-    if column.type == pyarrow.duration("ns"):
-        return column.cast(pyarrow.duration("us"))
-    if pyarrow.types.is_timestamp(column.type) and column.type.unit == "ns":
-        return column.cast(pyarrow.timestamp("us", column.type.tz))
-    return column
+    wanted = _coarser(column.type)
+    return column if wanted == column.type else column.cast(wanted)
+
+
+def _coarser(kind: pyarrow.DataType) -> pyarrow.DataType:
+    types = pyarrow.types
+    if types.is_timestamp(kind) and kind.unit == "ns":
+        return pyarrow.timestamp("us", kind.tz)
+    if kind == pyarrow.duration("ns"):
+        return pyarrow.duration("us")
+    if kind == pyarrow.time64("ns"):
+        return pyarrow.time64("us")
+    if types.is_list(kind):
+        return pyarrow.list_(_coarser(kind.value_type))
+    if types.is_struct(kind):
+        return pyarrow.struct([field.with_type(_coarser(field.type)) for field in kind])
+    return kind
 
 
 def _timestamps(column: pyarrow.Array) -> list[Any]:
