@@ -10,17 +10,20 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.new_process import interpreter
 from tests.remote.driven_workers import Workers
-from tests.shared_cluster import TestCluster, open_job
+from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Hanging
+from torch_dpflow._version import __version__
 from torch_dpflow.errors import MessageError, PoisonTaskError
 from torch_dpflow.remote.job.client import JobOptions
 from torch_dpflow.remote.pool.objects import Load
-from torch_dpflow.remote.shm.arena import ArenaReader
-from torch_dpflow.remote.transport import connect
+from torch_dpflow.remote.rpc import RpcServer
+from torch_dpflow.remote.shm.arena import Arena, ArenaReader
+from torch_dpflow.remote.transport import connect, listen
 from torch_dpflow.remote.wire.headers import (
     PROTOCOL_VERSION,
     Stranger,
@@ -35,9 +38,9 @@ from torch_dpflow.remote.wire.shared_blocks import BlockRef
 from torch_dpflow.remote.worker.sample_source import SampleAssignment, TwoStageDataset
 
 
-@pytest.fixture
-def workers(tmp_path: Path) -> Iterator[Workers]:
-    driven = Workers(f"ipc://{tmp_path}/shard")
+@pytest.fixture(params=["ipc"])
+def workers(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Workers]:
+    driven = Workers("tcp://127.0.0.1:0" if request.param == "tcp" else f"ipc://{tmp_path}/shard")
     with closing(driven.listener):
         yield driven
 
@@ -62,7 +65,9 @@ def test_a_number_that_is_not_proved_is_neither_watched_nor_killed(workers: Work
     assert workers.shard.figures()["workers"] == 0
 
 
-def test_a_worker_that_does_not_belong_is_told_so_and_ends(workers: Workers) -> None:
+def test_a_worker_that_does_not_belong_is_told_so_and_ends(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
     def answer(hello: WorkerHello, own: bytes = b"hello") -> Any:
         identity = f"{hello.worker}/{hello.incarnation}/token".encode()
         with closing(connect(workers.listener.address, identity=identity)) as connection:
@@ -78,14 +83,23 @@ def test_a_worker_that_does_not_belong_is_told_so_and_ends(workers: Workers) -> 
     older = answer(hello(1, PROTOCOL_VERSION + 1))
     assert isinstance(older, WorkerRefused)
     assert f"version {PROTOCOL_VERSION + 1}" in older.reason
+    *known, _ = msgspec.msgpack.decode(encode(hello(1)))
+    longer = answer(
+        hello(1), msgspec.msgpack.encode([*known, PROTOCOL_VERSION + 1, {"of": "a later release"}])
+    )
+    assert isinstance(longer, WorkerRefused)
+    assert f"version {PROTOCOL_VERSION + 1}" in longer.reason
+    assert f"torch_dpflow {__version__}" in longer.reason
     assert isinstance(answer(hello(1), b"a message of the next century"), WorkerRefused)
+    assert "b'0/1' dropped" in caplog.text
+    assert "tok" not in caplog.text
     assert isinstance(answer(hello(3)), WorkerWelcome)
     late = answer(hello(2))
     assert isinstance(late, WorkerRefused)
     assert "incarnation 3 has replaced it" in late.reason
     assert workers.shard.unwatched == {0: 3}
     # A real one: started long ago, and here only now.
-    with interpreter(ELSEWHERE, workers.listener.address, "1", "nowhere") as worker:
+    with interpreter(ELSEWHERE, workers.listener.address, "1", "nowhere", "60") as worker:
         workers.until(lambda: worker.poll() is not None)
         assert worker.returncode == 0, worker.communicate()
         worker.communicate()
@@ -110,13 +124,14 @@ from functools import partial
 from torch_dpflow.remote.worker import sample_worker
 from torch_dpflow.remote.worker.sample_worker import SampleWorker
 from torch_dpflow.remote.transport import connect
-sample_worker.IDLE_S = 0.2
+sample_worker.IDLE_S, sample_worker.SILENCE_S = 0.2, float(sys.argv[4])
 number, incarnation = 0, int(sys.argv[2])
 connection = connect(sys.argv[1], identity=f"{number}/{incarnation}/token".encode())
 SampleWorker(connection, number, incarnation, lambda digest, going_on: open(sys.argv[3], "rb")).work()
 """
 
 
+@pytest.mark.parametrize("workers", ["ipc", "tcp"], indirect=True)
 def test_a_worker_in_another_pid_namespace_loads_and_is_replaced(workers: Workers, tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-fp", "true"], check=False, capture_output=True).returncode:
         pytest.skip("no namespace for processes can be made here")
@@ -126,7 +141,7 @@ def test_a_worker_in_another_pid_namespace_loads_and_is_replaced(workers: Worker
     )
 
     def start(incarnation: int) -> subprocess.Popen[str]:
-        command = (workers.listener.address, str(incarnation), str(packed))
+        command = (workers.listener.address, str(incarnation), str(packed), "60")
         return interpreter(ELSEWHERE, *command, prefix=("unshare", "-fp", "--kill-child"))
 
     def end(worker: subprocess.Popen[str]) -> None:
@@ -161,6 +176,42 @@ def test_a_worker_in_another_pid_namespace_loads_and_is_replaced(workers: Worker
         assert second.returncode == 0
     finally:
         end(second)
+
+
+def test_a_worker_ends_where_no_shard_of_its_node_answers(tmp_path: Path) -> None:
+    server = RpcServer(
+        listen(f"ipc://{tmp_path}/other")
+    )  # as a shard of another node, to which it is a stranger
+    with (
+        interpreter(ELSEWHERE, server.address, "1", "nowhere", "60") as stranger,
+        interpreter(ELSEWHERE, f"ipc://{tmp_path}/nobody", "1", "nowhere", "2") as lonely,
+    ):
+        wait(lambda: [server.step(0.02), stranger.poll(), lonely.poll()][1:] == [0, 0])
+        assert "another node" in stranger.communicate()[1]
+        assert "has not answered for 2 s" in lonely.communicate()[1]
+    server.close()
+
+
+#: Reads shared memory in a namespace of its own, with the /proc of the one around it.
+BELOW = """
+import sys
+import msgspec
+from torch_dpflow.remote.shm.arena import ArenaReader
+from torch_dpflow.remote.wire.shared_blocks import ProbeRef
+print(ArenaReader(int(sys.argv[1])).probe(msgspec.json.decode(sys.argv[2], type=ProbeRef)))
+"""
+
+
+@pytest.mark.parametrize(("prefix", "proves"), [((), True), (("unshare", "-fp"), False)])
+def test_memory_proves_no_number_to_a_process_whose_numbers_are_others(
+    prefix: tuple[str, ...], proves: bool
+) -> None:
+    if prefix and subprocess.run([*prefix, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no namespace for processes can be made here")
+    arena = Arena(budget_bytes=1 << 20)
+    probe = arena.probe_ref()
+    with interpreter(BELOW, str(os.getpid()), msgspec.json.encode(probe).decode(), prefix=prefix) as reader:
+        assert reader.communicate() == (f"{proves}\n", "")
 
 
 def test_a_cluster_whose_kernel_has_no_descriptors_of_processes_loses_nothing(tmp_path: Path) -> None:

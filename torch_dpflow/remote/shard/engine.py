@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from torch_dpflow._version import __version__
 from torch_dpflow.errors import DescriptorLimitError, MessageError, SegmentLostError
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.remote.scheduler import (
@@ -46,6 +47,7 @@ from torch_dpflow.remote.wire.headers import (
     WorkerWelcome,
     decode,
     encode,
+    hello_version,
 )
 
 #: Most malformed messages that are logged, since a peer can send any number; all are counted.
@@ -195,10 +197,10 @@ class Shard:
         except MessageError as error:
             self._malformed += 1
             if self._malformed <= MALFORMED_LOGGED:
-                TRANSPORT.warning("message from connection %r dropped: %s", peer[:8], error)
-            self._reject(peer, str(error))
+                TRANSPORT.warning("message from connection %r dropped: %s", _shown(peer), error)
+            self._reject(peer, _other_release(frames[0]) or str(error))
         except DescriptorLimitError as error:
-            TRANSPORT.error("message from connection %r dropped: %s", peer[:8], error)
+            TRANSPORT.error("message from connection %r dropped: %s", _shown(peer), error)
 
     def _reject(self, peer: bytes, reason: str) -> None:
         """Have the sender of a malformed message replaced if it is a worker, or else tell it why it is refused."""
@@ -210,10 +212,7 @@ class Shard:
 
     def _on_hello(self, peer: bytes, hello: WorkerHello) -> None:
         if hello.version != PROTOCOL_VERSION:
-            raise MessageError(
-                f"worker {hello.worker} speaks version {hello.version} of the protocol, its shard {PROTOCOL_VERSION}: "
-                "install the same release of torch_dpflow for both"
-            )
+            raise MessageError(f"version {hello.version} of the protocol")
         reason = self._requester.refusal(hello)
         if hello.worker != _worker_of(peer) or reason:
             who = f"worker {hello.worker}, incarnation {hello.incarnation}"
@@ -292,6 +291,22 @@ class Shard:
         if peer is not None:
             # If the peer is unreachable it will be reported as lost, and its window requeued.
             self._listener.send(peer, [encode(window), *(self._payloads[task] for task in window.tasks)])
+
+
+def _other_release(frame: memoryview) -> str:
+    """Why a message is refused if it is the hello of another release, which may have other fields than ours."""
+    version = hello_version(frame)
+    if version is None or version == PROTOCOL_VERSION:
+        return ""
+    return (
+        f"the worker speaks version {version} of the protocol, its shard version {PROTOCOL_VERSION}: install "
+        f"torch_dpflow {__version__}, the shard's release, where the worker runs"
+    )
+
+
+def _shown(peer: bytes) -> bytes:
+    """What logs may say of a connection: a worker's number and incarnation, without its node's token."""
+    return b"/".join(peer.split(b"/")[:2])[:20]
 
 
 def _worker_of(peer: bytes) -> int:

@@ -140,7 +140,10 @@ MAX_TASKS = 1 << 16
 
 
 class WorkerHello(_Header, tag=30):
-    """Worker to shard, its first message: I am ready to work."""
+    """Worker to shard, its first message: I am ready to work.
+
+    No release changes what comes before `version`, and each adds behind it only: `hello_version` reads it.
+    """
 
     worker: Count
     #: Counts the processes that have had this number.
@@ -151,6 +154,17 @@ class WorkerHello(_Header, tag=30):
     #: Where the worker writes which task it runs (`RunningTask`); None where it does not.
     running: BlockRef | None = None
     version: Count = PROTOCOL_VERSION
+
+
+class _AnyHello(msgspec.Struct, array_like=True, tag=30):
+    """What the `WorkerHello`s of all releases begin with."""
+
+    worker: Any
+    incarnation: Any
+    pid: Any
+    probe: Any
+    running: Any
+    version: Count
 
 
 class WorkerWelcome(_Header, tag=31):
@@ -238,6 +252,7 @@ Header: TypeAlias = (
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Header] = msgspec.msgpack.Decoder(Header)
+_hello_decoder = msgspec.msgpack.Decoder(_AnyHello)
 
 T = TypeVar("T")
 
@@ -256,6 +271,14 @@ def encode(header: Header) -> bytes:
 def decode(frame: bytes | bytearray | memoryview) -> Header:
     """The header in `frame`, which may hold anything. Raises MessageError unless it is a valid header."""
     return _decode(_decoder, frame)
+
+
+def hello_version(frame: bytes | bytearray | memoryview) -> int | None:
+    """The version that a worker of any release speaks, by its hello; None if that is none."""
+    try:
+        return _decode(_hello_decoder, frame).version
+    except MessageError:
+        return None
 
 
 def encode_body(body: object) -> msgspec.Raw:

@@ -29,6 +29,7 @@ from torch_dpflow.remote.wire.headers import (
     Exchange,
     Finished,
     Stop,
+    Stranger,
     Window,
     WorkerHello,
     WorkerReady,
@@ -54,6 +55,9 @@ LOOK_S = 0.03
 #: How long a worker that cannot watch its shard's process is idle before it repeats its hello, to learn whether its
 #: shard was replaced, seconds.
 IDLE_S = 10.0
+#: A worker whose hellos have not been answered for so long ends, seconds: its shard may listen elsewhere by now, and
+#: the worker that is started in its place asks where.
+SILENCE_S = 120.0
 
 
 class SampleWorker:
@@ -84,13 +88,15 @@ class SampleWorker:
         self._tasks: deque[tuple[int, memoryview]] = deque()
         self._looked_at = 0.0
         self._stopped = False
+        #: For how long hellos have not been answered, seconds.
+        self._unanswered_s = 0.0
         self._shard = b""
         #: Whether this process watches the shard's, and ends with it.
         self._watches = False
 
     def work(self) -> None:
         """Load samples until told to stop."""
-        self._say_hello()
+        self._await_welcome()
         while not self._stopped:
             for frames in self._received():
                 self._handle(decode(frames[0]), frames[1:])
@@ -104,7 +110,7 @@ class SampleWorker:
         if not self._tasks:
             frames = self._connection.receive(None if self._watches else IDLE_S)
             if frames is None:
-                self._connection.send([encode(self._hello())])
+                self._say_hello(IDLE_S)
             else:
                 received.append(frames)
         now = time.monotonic()
@@ -115,18 +121,28 @@ class SampleWorker:
                     received.append(frames)
         return received
 
-    def _say_hello(self) -> None:
+    def _await_welcome(self) -> None:
         """Repeat the hello until it is answered: the shard may have died, and another have taken its place."""
         while self._source is None and not self._stopped:
-            self._connection.send([encode(self._hello())])
+            self._say_hello(HELLO_S)
             frames = self._connection.receive(HELLO_S)
             if frames is not None:
                 self._handle(decode(frames[0]), frames[1:])
 
-    def _hello(self) -> WorkerHello:
+    def _say_hello(self, every_s: float) -> None:
+        """every_s: how often that is done, seconds."""
+        if self._unanswered_s >= SILENCE_S:
+            self._end(f"its shard has not answered for {SILENCE_S:g} s")
+            return
+        self._unanswered_s += every_s
         probe = self._arena.probe_ref() if self._arena is not None else None
         self._running = RunningTask(self._arena)  # a new one: a reference to shared memory can be opened once
-        return WorkerHello(self._number, self._incarnation, os.getpid(), probe, self._running.ref)
+        hello = WorkerHello(self._number, self._incarnation, os.getpid(), probe, self._running.ref)
+        self._connection.send([encode(hello)])
+
+    def _end(self, reason: str) -> None:
+        SERVICE.error("worker ends: %s", reason)
+        self._stopped = True
 
     def _handle(self, header: Any, frames: list[memoryview]) -> None:
         match header:
@@ -140,14 +156,16 @@ class SampleWorker:
                     # The shard cannot know whether a task had begun when it was revoked.
                     self._outbox.flush()
             case WorkerWelcome(shared_memory=shared_memory):
+                self._unanswered_s = 0.0
                 if self._source is None:
                     self._begin(shared_memory, frames[0])
                 elif self._shard != GREETING.unpack_from(frames[0])[0]:
                     # Another shard, whose tasks have the numbers of the old one's: no result may reach it.
                     self._stopped = True
             case WorkerRefused(reason=reason):
-                SERVICE.error("worker ends, its shard refuses it: %s", reason)
-                self._stopped = True
+                self._end(f"its shard refuses it: {reason}")
+            case Stranger():
+                self._end("a service of another node listens where its shard did")
             case Stop():
                 self._stopped = True
 
