@@ -205,7 +205,7 @@ def test_a_connection_file_that_is_none_is_told(
 
 def test_a_connection_file_that_others_may_read_is_not_used(gone: str) -> None:
     os.chmod(gone, 0o644)
-    refused(run("status", "--address", gone), "closed to others (chmod 600)")
+    refused(run("status", "--address", gone), "closed to others (chmod 600;")
 
 
 @pytest.mark.parametrize(

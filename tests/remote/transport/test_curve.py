@@ -157,7 +157,7 @@ def test_connection_file_that_others_may_read_is_refused(tmp_path: Path) -> None
     path = tmp_path / "cluster.json"
     write_connection_file(path, CLUSTER)
     path.chmod(0o640)
-    with pytest.raises(OptionError, match="chmod 600"):
+    with pytest.raises(OptionError, match=r"chmod 600;.* defaultMode: 0400"):
         read_connection_file(path)
 
 

@@ -121,7 +121,8 @@ def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) 
     if mode & 0o077 or status.st_uid not in (os.getuid(), 0):
         raise OptionError(
             f"{name}: mode {mode:o}, owner {status.st_uid}; "
-            "it holds keys, so it must be yours and closed to others (chmod 600)"
+            "it holds keys, so it must be yours and closed to others (chmod 600; the volume of a Kubernetes secret: "
+            "defaultMode: 0400)"
         )
     try:
         connection = msgspec.json.decode(content, type=ConnectionFile)
