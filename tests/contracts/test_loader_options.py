@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import pickle
 import threading
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from tests.loader_cases import Batched, Counted, Indices, Rows, assert_same, epochs
-from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.errors import LoaderTimeoutError, OptionError, OptionTypeError
+from torch_dpflow.loader import worker_iterator
 from torch_dpflow.options import LoaderOptions
 
 
@@ -171,6 +173,42 @@ def test_the_window_grows_no_further_than_allowed(OurLoader: Any, growth: float,
     for taken in range(1, 50):
         next(iterator)
         assert len(dataset.loaded()) <= taken + growth * 6 + 2
+
+
+class Late(Counted):
+    """Sample 0 comes when it is let through; all are of a megabyte."""
+
+    def __init__(self, size: int, log: str) -> None:
+        super().__init__(size, log)
+        self.gate = multiprocessing.get_context("fork").Event()
+
+    def __getitem__(self, index: int) -> Any:
+        super().__getitem__(index)
+        if index == 0:
+            self.gate.wait()
+        return torch.full((1 << 18,), index)
+
+
+@pytest.mark.parametrize(("fraction", "most"), [(4, 12), (1 << 60, 4)])
+def test_the_window_does_not_grow_where_memory_is_short(
+    OurLoader: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, fraction: int, most: int
+) -> None:
+    monkeypatch.setattr(worker_iterator, "GROWTH_BYTES", 1 << 20)
+    monkeypatch.setattr(worker_iterator, "GROWTH_FRACTION", fraction)
+    log = tmp_path / "log"
+    log.touch()
+    dataset = Late(30, str(log))
+    options = LoaderOptions(window_growth=3)
+    loader = OurLoader(dataset, batch_size=None, num_workers=2, prefetch_factor=2, timeout=1, options=options)
+    iterator = iter(loader)
+    begun = 0
+    while begun < most or len(dataset.loaded()) > begun:  # until nothing more comes within the timeout
+        begun = len(dataset.loaded())
+        with pytest.raises(LoaderTimeoutError):
+            next(iterator)
+    assert begun == most
+    dataset.gate.set()
+    assert [int(sample[0]) for sample in iterator] == list(range(30))
 
 
 @pytest.mark.parametrize("seeding", ["batch", "worker", "auto"])

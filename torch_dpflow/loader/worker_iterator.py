@@ -23,10 +23,15 @@ from torch_dpflow.options import LoaderOptions
 from torch_dpflow.platforms.base import Handle
 from torch_dpflow.platforms.fork_server import local_platform
 from torch_dpflow.platforms.local import LocalHandle
+from torch_dpflow.remote.shm.headroom import Headroom
 from torch_dpflow.remote.wire.headers import END, FAILURE
 from torch_dpflow.remote.worker.batch_worker import POSITION_BITS, POSITION_MASK
 from torch_dpflow.remote.worker.batches import Begun, EpochSpec
 from torch_dpflow.torch_private import BaseDataLoaderIter, ExceptionWrapper
+
+#: So many bytes of batches beyond torch's number are always allowed; more while they are less than this part of the
+#: available memory.
+GROWTH_BYTES, GROWTH_FRACTION = 64 << 20, 4
 
 
 class WorkerIterator(BaseDataLoaderIter):
@@ -129,6 +134,8 @@ class WorkerIterator(BaseDataLoaderIter):
         self._planner = BatchPlanner(progress, rotation)
         self._has_idle_worker = False
         grows = self._in_order and not self._own_stream and is_drawn_at_start(loader._index_sampler)
+        #: Bytes of the largest batch that has come.
+        self._largest = 0
         self._limit = int(self._most * self._options.window_growth) if grows else self._most
         self._runtime.meter.begin_epoch()
 
@@ -272,7 +279,7 @@ class WorkerIterator(BaseDataLoaderIter):
     def _await_event(self) -> None:
         """Wait for an event, and handle it."""
         assert self._shard is not None
-        if self._has_idle_worker and len(self._flights) < self._limit:
+        if self._has_idle_worker and self._may_grow():
             # A worker is idle because the due batch is late: the others need not wait for it.
             self._plan_one()
         event = self._shard.wait(self._timeout or None)
@@ -284,10 +291,25 @@ class WorkerIterator(BaseDataLoaderIter):
             raise LoaderTimeoutError(f"DataLoader timed out after {self._timeout} seconds{late}")
         self._handle(event)
 
+    def _may_grow(self) -> bool:
+        """Whether one more batch may be in flight than torch's loader would have."""
+        flights = len(self._flights) + 1
+        more: int = (flights - self._most) * self._largest
+        if flights > self._limit:
+            return False
+        if more < GROWTH_BYTES:
+            return True
+        try:
+            return more < Headroom().available() // GROWTH_FRACTION
+        except OSError:  # no descriptor is left to read it by
+            return False
+
     def _handle(self, event: Event) -> None:
         match event:
             case Arrived() | Poisoned():
                 self._restarts.note_result()
+                if isinstance(event, Arrived):
+                    self._largest = max(self._largest, event.size)
                 if event.task >> POSITION_BITS == self._generation:
                     self._flights.arrive(event.task & POSITION_MASK, event)
             case Started(worker, begun):
