@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import platform
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from tests.flows.flow_cases import Numbers, label_of, numbers_flow
 from tests.new_process import run_interpreter
 from torch_dpflow.datasets.checksums import sha256_of
+from torch_dpflow.datasets.files import Files
+from torch_dpflow.datasets.storage import ObjectReader
 from torch_dpflow.errors import (
     DamagedStoreError,
     NewerFormatError,
@@ -330,6 +333,24 @@ def test_what_cannot_be_loaded_is_told_with_its_file(tmp_path: Path) -> None:
         load_flow(str(path))
     with pytest.raises(OptionTypeError, match="flow=5"):
         save_flow(5, str(path))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("holder", "name"),
+    [
+        (ObjectReader({"key": "k", "secret": "hidden", "endpoint": "http://127.0.0.1:9"}), "secret"),
+        (Files("memory://flows", {"client_kwargs": {"session_token": "hidden"}}), "session_token"),
+    ],
+)
+def test_keys_of_a_storage_are_not_saved_with_a_flow(tmp_path: Path, holder: Any, name: str) -> None:
+    flow = numbers_flow(Numbers()).map_data("fetch", partial(getattr, holder))
+    with pytest.raises(
+        UsageError, match=rf"cannot be saved: storage_options \['{name}'\].* environment"
+    ) as caught:
+        save_flow(flow, str(tmp_path / "x.flow"))
+    assert "hidden" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+    assert b"hidden" in pickle.dumps(holder)  # workers get what they are to load with
 
 
 def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage.credentials import check_kept_out
 from torch_dpflow.datasets.storage.deadlines import ask, turn
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system
@@ -271,6 +272,7 @@ class Files:
         return f"{self._root.rstrip('/')}/{path}"
 
     def __getstate__(self) -> dict[str, Any]:
+        check_kept_out(self.options)
         return {"url": self.url, "options": self.options, "read_options": self.read_options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

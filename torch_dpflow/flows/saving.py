@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from torch_dpflow.checks import check_type
 from torch_dpflow.datasets.checksums import sha256_of
 from torch_dpflow.datasets.files import Files
+from torch_dpflow.datasets.storage.credentials import kept_out
 from torch_dpflow.datasets.urls import without_login
 from torch_dpflow.errors import DamagedStoreError, NewerFormatError, OptionTypeError, UsageError
 from torch_dpflow.flows.flow import DataLoadFlow
@@ -44,11 +45,14 @@ def save_flow(flow: DataLoadFlow, url: str | os.PathLike[str], **storage_options
     Its functions are kept as code, those of installed modules by name.
 
     Raises:
-        UsageError: it is no flow, or something of it cannot be pickled.
+        UsageError: it is no flow, something of it cannot be pickled, or holds keys of a storage.
     """
     check_type("flow", flow, DataLoadFlow, "a DataLoadFlow")
     try:
-        code = cloudpickle.dumps(flow)
+        with kept_out():
+            code = cloudpickle.dumps(flow)
+    except UsageError as error:
+        raise UsageError(f"{flow!r} cannot be saved: {error}") from error
     except Exception as error:
         raise UsageError(
             f"{flow!r} cannot be saved: {type(error).__name__}: {error}; its stages and its dataset "

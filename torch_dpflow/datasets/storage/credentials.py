@@ -7,10 +7,12 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torch_dpflow.errors import AccessDeniedError
+from torch_dpflow.errors import AccessDeniedError, UsageError
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,38 @@ class Credentials:
     key_id: str
     secret: str = field(repr=False)
     token: str | None = field(default=None, repr=False)
+
+
+#: What names of options for secrets have in them, for all file systems that fsspec knows.
+_SECRET = ("secret", "token", "pass", "_key", "pkey", "credential", "connection_string", "auth", "cookie")
+_keeps_out: ContextVar[bool] = ContextVar("keeps_out", default=False)
+
+
+@contextmanager
+def kept_out() -> Iterator[None]:
+    """Have objects that hold keys of a storage refuse to be pickled: others may read what is written meanwhile."""
+    before = _keeps_out.set(True)
+    try:
+        yield
+    finally:
+        _keeps_out.reset(before)
+
+
+def check_kept_out(options: Mapping[str, Any]) -> None:
+    """Raise UsageError in `kept_out` if there are keys among these storage options."""
+    if _keeps_out.get() and (names := sorted(_secrets(options))):
+        raise UsageError(
+            f"storage_options {names} would be written with it; leave them out, and give keys by the environment of "
+            "whoever reads it (AWS_ACCESS_KEY_ID, OSS_ACCESS_KEY_ID and so on) or by the vendor's own files"
+        )
+
+
+def _secrets(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _secrets(value)
+        elif value and any(part in str(name).lower() for part in _SECRET):
+            yield str(name)
 
 
 class CredentialChain(Protocol):
