@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -50,6 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell without job control starts what runs in the background with SIGINT ignored, and so do all its children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # How long a machine takes says nothing of the code: hypothesis would fail tests for it while others work.
     settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("untimed")

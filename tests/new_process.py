@@ -43,19 +43,28 @@ def _call(there: Connection, function: Callable[..., Any], arguments: tuple[Any,
     there.send(result)
 
 
+class Interpreter(subprocess.Popen[str]):
+    """A fresh Python, killed where the `with` block that it is for ends by an exception, and awaited otherwise."""
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        if kind is not None:
+            self.kill()
+        super().__exit__(kind, *rest)
+
+
 def interpreter(
     program: str,
     *arguments: str,
     env: Mapping[str, str] | None = None,
     prefix: Sequence[str] = (),
     **options: Any,
-) -> subprocess.Popen[str]:
+) -> Interpreter:
     """Start a fresh Python on `program`, which can import the library and the tests' modules.
 
     prefix: a command that runs it, such as `ip netns exec NAME`.
     """
     path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    return subprocess.Popen(
+    return Interpreter(
         [*prefix, sys.executable, "-c", program, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
