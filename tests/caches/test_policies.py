@@ -22,7 +22,7 @@ from torch_dpflow.caches.registry import POLICIES, make_policy
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.testing.exact_policies import ExactALSD, ExactPolicy, ExactRefCnt
-from torch_dpflow.testing.policies import PolicyContract
+from torch_dpflow.testing.policies import DefinedPolicyContract, PolicyContract
 
 
 class ByName(PolicyContract):
@@ -45,14 +45,14 @@ class TestMinIOContract(ByName):
     policy = "minio"
 
 
-class TestRefCntContract(ByName):
+class TestRefCntContract(ByName, DefinedPolicyContract):
     policy = "refcnt"
 
     def make_definition(self, **options: Any) -> ExactPolicy:
         return ExactRefCnt(**options)
 
 
-class TestUseDistanceContract(ByName):
+class TestUseDistanceContract(ByName, DefinedPolicyContract):
     policy = "use-distance"
 
     def make_definition(self, **options: Any) -> ExactPolicy:
@@ -64,14 +64,14 @@ class TestOPTContract(PolicyContract):
         return OPT(stream=stream, keys=keys, **budgets)
 
 
-class TestALSDMinContract(ByName):
+class TestALSDMinContract(ByName, DefinedPolicyContract):
     policy = "alsd"
 
     def make_definition(self, **options: Any) -> ExactPolicy:
         return ExactALSD(aggregate="min", **options)
 
 
-class TestALSDMeanContract(ByName):
+class TestALSDMeanContract(ByName, DefinedPolicyContract):
     policy = "alsd"
     options: ClassVar[dict[str, Any]] = {"aggregate": "mean"}
 
@@ -83,7 +83,7 @@ class TestALSDMeanContract(ByName):
     "contract", [TestRefCntContract, TestUseDistanceContract, TestALSDMinContract, TestALSDMeanContract]
 )
 def test_a_queue_in_slabs_gives_up_what_the_definition_says(
-    contract: type[ByName], monkeypatch: pytest.MonkeyPatch
+    contract: type[DefinedPolicyContract], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RankedPolicy, "front", 2)  # else a handful of keys fills no bucket
     contract().test_evicts_what_its_definition_says()

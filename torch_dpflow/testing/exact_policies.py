@@ -1,6 +1,6 @@
 """Policies as the papers define them: each eviction computes every distance of every resident key.
 
-A policy that claims to be one of these names it to `PolicyContract`, which compares them key for key.
+A policy that claims to be one of these names it to `DefinedPolicyContract`, which compares them key for key.
 """
 
 from __future__ import annotations
