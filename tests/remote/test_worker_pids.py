@@ -179,9 +179,8 @@ def test_a_worker_in_another_pid_namespace_loads_and_is_replaced(workers: Worker
 
 
 def test_a_worker_ends_where_no_shard_of_its_node_answers(tmp_path: Path) -> None:
-    server = RpcServer(
-        listen(f"ipc://{tmp_path}/other")
-    )  # as a shard of another node, to which it is a stranger
+    # As a shard of another node, to which it is a stranger.
+    server = RpcServer(listen(f"ipc://{tmp_path}/other"))
     with (
         interpreter(ELSEWHERE, server.address, "1", "nowhere", "60") as stranger,
         interpreter(ELSEWHERE, f"ipc://{tmp_path}/nobody", "1", "nowhere", "2") as lonely,

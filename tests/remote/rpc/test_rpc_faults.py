@@ -10,12 +10,13 @@ from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from torch_dpflow.errors import DeadlineError, MessageError
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcClient, RpcServer
-from torch_dpflow.remote.transport import listen
-from torch_dpflow.remote.wire.headers import Reach, Welcome, encode
+from torch_dpflow.remote.transport import connect, listen
+from torch_dpflow.remote.wire.headers import PROTOCOL_VERSION, Header, Hello, Reach, Welcome, decode, encode
 
 StartServer = Callable[..., RpcServer]
 OpenClient = Callable[..., RpcClient]
@@ -93,31 +94,37 @@ def test_stopped_server_answers_once_it_goes_on(tmp_path: Path, open_client: Ope
         pipe.close()
 
 
-def test_release_that_speaks_another_version_is_refused(ipc_address: str, open_client: OpenClient) -> None:
+@pytest.fixture(params=["as ours", "with more fields"])
+def later(request: pytest.FixtureRequest) -> Callable[[Header], bytes]:
+    """Encodes a greeting as a later release may."""
+    more = ["what this release does not know"] if request.param == "with more fields" else []
+    return lambda header: msgspec.msgpack.encode([*msgspec.msgpack.decode(encode(header)), *more])
+
+
+def test_release_that_speaks_another_version_is_refused(
+    ipc_address: str, open_client: OpenClient, later: Callable[[Header], bytes]
+) -> None:
     listener = listen(ipc_address)
     client = open_client(ipc_address)
     call = client.begin("anything")
     message = listener.receive(20)
     assert message is not None
-    assert listener.send(message[0], [encode(Welcome(99, bytes(16), Reach(1)))])
+    assert listener.send(message[0], [later(Welcome(99, bytes(16), Reach(1)))])
     with pytest.raises(MessageError, match="speaks version 99 of the protocol"):
         call.result()
     listener.close()
 
 
 def test_client_of_another_version_is_told_and_not_admitted(
-    ipc_address: str, start_server: StartServer
+    ipc_address: str, start_server: StartServer, later: Callable[[Header], bytes]
 ) -> None:
-    from torch_dpflow.remote.transport import connect
-    from torch_dpflow.remote.wire.headers import Hello, decode
-
     server = start_server(ipc_address, lambda server: None)
     other = connect(server.address)
-    other.send([encode(Hello(99, Reach(os.getpid())))])
+    other.send([later(Hello(99, Reach(os.getpid())))])
     answer = other.receive(20)
     assert answer is not None
     header = decode(answer[0])
     assert isinstance(header, Welcome)
-    assert header.version == 1
+    assert header.version == PROTOCOL_VERSION
     other.close()
     assert server.stats().clients == 0

@@ -166,15 +166,10 @@ class ClientSession:
             handler(self, header, frames[1:], now)
         except TransportError:  # malformed, or it refers to the shared memory of a server that has died
             self.stats.malformed += 1
+            self._check_version(messages.version_of(frames[0]))
 
     def _on_welcome(self, header: messages.Welcome, _: list[memoryview], now: float) -> None:
-        if header.version != messages.PROTOCOL_VERSION:
-            self.fail_all(
-                MessageError(
-                    f"{self.address} speaks version {header.version} of the protocol and this side "
-                    f"{messages.PROTOCOL_VERSION}; install the same release of torch_dpflow on both"
-                )
-            )
+        if not self._check_version(header.version):
             return
         before, self._incarnation = self._incarnation, header.incarnation
         self._greeted = True
@@ -185,6 +180,16 @@ class ClientSession:
         if before != header.incarnation:
             self.stats.server_restarts += 1
         self.send(messages.Inquiry(list(self.waiting)))
+
+    def _check_version(self, version: int) -> bool:
+        """Whether the server speaks this side's version; all calls fail where it does not."""
+        if version != messages.PROTOCOL_VERSION:
+            text = (
+                f"{self.address} speaks version {version} of the protocol and this side "
+                f"{messages.PROTOCOL_VERSION}; install the same release of torch_dpflow on both"
+            )
+            self.fail_all(MessageError(text))
+        return version == messages.PROTOCOL_VERSION
 
     def _on_stranger(self, *_: object) -> None:
         if self._greeted:

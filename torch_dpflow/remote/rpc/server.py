@@ -175,6 +175,9 @@ class RpcServer:
                 raise MessageError(f"a client does not send {type(header).__name__}")
         except TransportError:  # malformed, or it refers to the shared memory of a client that has died
             self._stats.malformed += 1
+            if messages.version_of(frames[0]) != messages.PROTOCOL_VERSION:
+                welcome = messages.Welcome(messages.PROTOCOL_VERSION, self._incarnation, messages.Reach(0))
+                self._listener.send(client, [encode(welcome)])  # the client reports our version
         except OSError as error:
             if not is_exhausted(error):
                 raise

@@ -47,7 +47,7 @@ from torch_dpflow.remote.wire.headers import (
     WorkerWelcome,
     decode,
     encode,
-    hello_version,
+    version_of,
 )
 
 #: Most malformed messages that are logged, since a peer can send any number; all are counted.
@@ -295,8 +295,8 @@ class Shard:
 
 def _other_release(frame: memoryview) -> str:
     """Why a message is refused if it is the hello of another release, which may have other fields than ours."""
-    version = hello_version(frame)
-    if version is None or version == PROTOCOL_VERSION:
+    version = version_of(frame)
+    if version == PROTOCOL_VERSION:
         return ""
     return (
         f"the worker speaks version {version} of the protocol, its shard version {PROTOCOL_VERSION}: install "

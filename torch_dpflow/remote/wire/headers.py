@@ -59,7 +59,10 @@ class Reach(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=Fals
 
 
 class Hello(_Header, tag=1):
-    """Client to server, first on every connection and again after `Stranger`."""
+    """Client to server, first on every connection and again after `Stranger`.
+
+    In all releases its first field is the version, as that of `Welcome`: `version_of` reads it.
+    """
 
     version: Count
     #: How the server's payload may travel.
@@ -142,7 +145,7 @@ MAX_TASKS = 1 << 16
 class WorkerHello(_Header, tag=30):
     """Worker to shard, its first message: I am ready to work.
 
-    No release changes what comes before `version`, and each adds behind it only: `hello_version` reads it.
+    No release changes what comes before `version`, and each adds behind it only: `version_of` reads it.
     """
 
     worker: Count
@@ -154,17 +157,6 @@ class WorkerHello(_Header, tag=30):
     #: Where the worker writes which task it runs (`RunningTask`); None where it does not.
     running: BlockRef | None = None
     version: Count = PROTOCOL_VERSION
-
-
-class _AnyHello(msgspec.Struct, array_like=True, tag=30):
-    """What the `WorkerHello`s of all releases begin with."""
-
-    worker: Any
-    incarnation: Any
-    pid: Any
-    probe: Any
-    running: Any
-    version: Count
 
 
 class WorkerWelcome(_Header, tag=31):
@@ -229,6 +221,26 @@ class Stop(_Header, tag=35):
 
 # --- all of them --------------------------------------------------------------------------------------------
 
+
+class _AnyHello(msgspec.Struct, array_like=True, tag=1):
+    """What the `Hello`s of all releases begin with."""
+
+    version: Count
+
+
+class _AnyWelcome(msgspec.Struct, array_like=True, tag=2):
+    version: Count
+
+
+class _AnyWorkerHello(msgspec.Struct, array_like=True, tag=30):
+    worker: Any
+    incarnation: Any
+    pid: Any
+    probe: Any
+    running: Any
+    version: Count
+
+
 Header: TypeAlias = (
     Hello
     | Welcome
@@ -252,7 +264,9 @@ Header: TypeAlias = (
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Header] = msgspec.msgpack.Decoder(Header)
-_hello_decoder = msgspec.msgpack.Decoder(_AnyHello)
+_greetings: msgspec.msgpack.Decoder[_AnyHello | _AnyWelcome | _AnyWorkerHello] = msgspec.msgpack.Decoder(
+    _AnyHello | _AnyWelcome | _AnyWorkerHello
+)
 
 T = TypeVar("T")
 
@@ -273,12 +287,12 @@ def decode(frame: bytes | bytearray | memoryview) -> Header:
     return _decode(_decoder, frame)
 
 
-def hello_version(frame: bytes | bytearray | memoryview) -> int | None:
-    """The version that a worker of any release speaks, by its hello; None if that is none."""
+def version_of(frame: bytes | bytearray | memoryview) -> int:
+    """The version that a sender of any release speaks, by its greeting; this one's if that is none."""
     try:
-        return _decode(_hello_decoder, frame).version
+        return _decode(_greetings, frame).version
     except MessageError:
-        return None
+        return PROTOCOL_VERSION
 
 
 def encode_body(body: object) -> msgspec.Raw:
