@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
@@ -151,3 +152,36 @@ def test_a_killed_fork_server_is_replaced_before_the_next_launch(fork_server: Fo
     second = fork_server.launch(ProcessSpec(name="second", incarnation=0, target=sleep, arguments=(60.0,)))
     assert fork_server_of(second.pid) == begun
     assert not has_ended(first.pid)
+
+
+def test_a_fork_server_that_has_closed_its_socket_is_replaced_at_once(
+    fork_server: ForkServerPlatform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state: Any = forkserver._forkserver
+    if state._forkserver_pid is not None:
+        os.kill(state._forkserver_pid, signal.SIGKILL)
+        wait(lambda: has_ended(state._forkserver_pid), what="the end of the one before")
+    (tmp_path / "long_end.py").write_text("import atexit, time\natexit.register(time.sleep, 60)\n")
+    spec = ProcessSpec(name="one", incarnation=0, target=sleep, arguments=(60.0,))
+    with monkeypatch.context() as while_it_starts:
+        while_it_starts.setenv("PYTHONPATH", str(tmp_path))
+        while_it_starts.setattr(state, "_preload_modules", ["long_end"])
+        first = fork_server.launch(spec)
+    server = fork_server_of(first.pid)
+    assert not is_refused(state._forkserver_address, b"GET / HTTP/1.1\r\n\r\n")
+    wait(lambda: is_refused(state._forkserver_address, b""), what="the end of the fork server's loop")
+    assert not has_ended(server)
+    second = fork_server.launch(spec)
+    assert has_ended(server)
+    assert fork_server_of(second.pid) == state._forkserver_pid
+    assert not has_ended(first.pid)
+
+
+def is_refused(address: str, sent: bytes) -> bool:
+    with socket.socket(socket.AF_UNIX) as stranger:
+        try:
+            stranger.connect(address)
+        except ConnectionRefusedError:
+            return True
+        stranger.sendall(sent)
+        return False

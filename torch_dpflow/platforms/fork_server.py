@@ -55,6 +55,14 @@ class ForkServerPlatform(LocalPlatform):
         return super().take_ended()
 
     def _start(self, process: BaseProcess) -> None:
+        try:
+            self._fork(process)
+        except ConnectionError as error:
+            # Anything that its user sends to its socket ends it, which takes seconds with much imported.
+            _kill_fork_server(f"has closed its socket ({error})", wait=True)
+            self._fork(process)
+
+    def _fork(self, process: BaseProcess) -> None:
         # SIGINT stays unblocked here: the fork server would inherit the mask and pass it on to all its processes.
         if self._patience_s is None:
             process.start()
@@ -63,7 +71,7 @@ class ForkServerPlatform(LocalPlatform):
 
         def watch() -> None:
             if not made.wait(fork_s) and (known == _fork_server() or not made.wait(begin_s)):
-                _kill_fork_server()
+                _kill_fork_server("does not fork a process")
 
         threading.Thread(target=watch, name="dpflow-fork", daemon=True).start()
         try:
@@ -86,9 +94,12 @@ def _fork_server() -> int | None:
     return pid
 
 
-def _kill_fork_server() -> None:
+def _kill_fork_server(why: str, *, wait: bool = False) -> None:
     pid = _fork_server()
     if pid is not None:
-        SERVICE.warning("fork server (pid %d) does not fork a process; killed, it will be restarted", pid)
+        SERVICE.warning("fork server (pid %d) %s; killed, it will be restarted", pid, why)
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+        if wait:  # it stays a zombie, from which multiprocessing will learn its end
+            with suppress(ChildProcessError):
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
