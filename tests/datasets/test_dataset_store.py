@@ -261,3 +261,23 @@ def test_a_path_names_a_store(tmp_path: Path) -> None:
     assert DatasetStore(tmp_path / "datasets").url == made.url
     flow = DataLoadFlow("a/b", 1).dataset(made.ids()[0])
     assert len(flow.prepare_read(LocalDataLoadFlowReader(tmp_path / "datasets"))) == 3
+
+
+def test_writers_outlive_whoever_removes_empty_directories(tmp_path: Path) -> None:
+    files, over = Files(tmp_path), threading.Event()
+
+    def remove() -> None:
+        while not over.is_set():
+            files.remove_empty("a/b")
+            files.remove_empty("a")
+
+    remover = threading.Thread(target=remove)
+    remover.start()
+    try:
+        for _ in range(200):
+            files.write("a/b/file", b"whole")
+            assert files.read("a/b/file") == b"whole"
+            files.remove("a/b/file")
+    finally:
+        over.set()
+        remover.join()

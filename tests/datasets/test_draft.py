@@ -292,3 +292,8 @@ def test_variants_that_nothing_is_added_to_stay(store: DatasetStore) -> None:
 def test_a_parent_must_be_published(store: DatasetStore) -> None:
     with pytest.raises(DatasetNotFoundError):
         Draft(store, "core/numbers", "v2", parent="v1")
+
+
+def test_discarding_leaves_no_directory(local_store: DatasetStore) -> None:
+    _add(local_store, Numbered(3)).discard()
+    assert [path.name for path in Path(local_store.url.removeprefix("file://")).iterdir()] == ["store.json"]

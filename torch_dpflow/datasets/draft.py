@@ -13,6 +13,7 @@ from torch_dpflow.datasets.import_progress import DraftRecord, ImportProgress
 from torch_dpflow.datasets.importers.base import Importer
 from torch_dpflow.datasets.names import DatasetRef
 from torch_dpflow.datasets.packing import packs_of
+from torch_dpflow.datasets.removal import remove_empty, tidy_up
 from torch_dpflow.datasets.spec import Dataset, Variant, encode_file, sealed
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset, now
 from torch_dpflow.datasets.urls import without_login
@@ -66,6 +67,7 @@ class Draft:
             raise OptionTypeError(f"store={store!r:.80}: give a DatasetStore")
         self._ref = DatasetRef(dataset_id, version)
         check_type("version", version, str, "a name, such as 'v1'")
+        self._store = store
         self._files = store.files.at(self._ref.id)
         self._parent = None if parent is None else store.load(dataset_id, parent)
         self._description = description
@@ -201,8 +203,10 @@ class Draft:
         for variant in self._files.children(f"data/{self._version}"):
             for pack in packs_of(self._files, f"data/{self._version}/{variant.name}"):
                 self._files.remove(pack)
+            tidy_up(self._files, self._version, variant.name)
         self._files.remove(f"meta/{self._version}")
         self._files.remove(self._folder)
+        remove_empty(self._store, self._ref.id)
 
     @property
     def _folder(self) -> str:

@@ -280,6 +280,8 @@ class Files:
 
 
 _UNFINISHED = ".unfinished"
+#: How often a directory is made before a file is written into it.
+_MAKINGS = 100
 
 
 def _trimmed(url: str) -> str:
@@ -296,13 +298,9 @@ def _is_directory(fs: Any, entry: Mapping[str, Any]) -> bool:
 
 def _written_beside(path: str, data: bytes) -> str:
     folder, name = os.path.split(path)
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except FileExistsError as error:
-        raise NotADirectoryError(f"{error.filename} is a file, where a directory should be") from error
     beside = os.path.join(folder, f".{name}.{secrets.token_hex(4)}{_UNFINISHED}")
     try:
-        with open(beside, "xb") as file:
+        with _opened_new(beside) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -311,6 +309,23 @@ def _written_beside(path: str, data: bytes) -> str:
             os.unlink(beside)
         raise
     return beside
+
+
+def _opened_new(path: str) -> IO[bytes]:
+    """A new file to write, in a directory that is made for it."""
+    for more in reversed(range(_MAKINGS)):
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            return open(path, "xb")
+        except (FileExistsError, FileNotFoundError) as error:
+            blocked = isinstance(error, FileExistsError) and os.path.lexists(error.filename)
+            if blocked and not os.path.isdir(error.filename):
+                raise NotADirectoryError(
+                    f"{error.filename} is a file, where a directory should be"
+                ) from error
+            if not more:
+                raise  # else somebody who removes empty directories came in between
+    raise AssertionError
 
 
 def _link_into_place(beside: str, path: str) -> None:

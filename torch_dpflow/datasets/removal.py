@@ -88,17 +88,24 @@ def _clean(store: DatasetStore, dataset_id: str, discarded: Collection[str]) -> 
         list(threads.map(files.remove, unnamed))
     for version, variant in folders:
         if version not in drafts:
-            _tidy_up(files, version, variant)
-    for folder in ("data", "meta", "drafts", "versions", ""):
-        files.remove_empty(folder)
+            tidy_up(files, version, variant)
+    remove_empty(store, dataset_id)
     return len(unnamed)
 
 
-def _tidy_up(files: Files, version: str, variant: str) -> None:
+def tidy_up(files: Files, version: str, variant: str) -> None:
+    """Remove what killed writers left of a variant, and its directories if they hold nothing."""
     for folder in (f"{kind}/{version}" for kind in ("data", "meta")):
         files.sweep(f"{folder}/{variant}")
         files.remove_empty(f"{folder}/{variant}")
         files.remove_empty(folder)
+
+
+def remove_empty(store: DatasetStore, dataset_id: str) -> None:
+    """Remove a dataset's directories, and its namespace's, that hold nothing."""
+    for folder in ("data", "meta", "drafts", "versions", ""):
+        store.files.remove_empty(f"{dataset_id}/{folder}".rstrip("/"))
+    store.files.remove_empty(dataset_id.partition("/")[0])
 
 
 def _folders(files: Files) -> Iterator[tuple[str, str]]:
