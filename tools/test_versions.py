@@ -25,7 +25,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "versions"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-TESTS = ("tests/contracts", "tests/remote/test_sample_parcel.py", "tests/remote/test_plain_pickles.py")
+TESTS = (
+    "tests/contracts",
+    "tests/remote/parcel/test_sample_parcel.py",
+    "tests/remote/parcel/test_plain_pickles.py",
+)
 TOOLS = ("pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "pillow")
 #: Python says so, from 3.12 on, wherever a process with threads forks; torch's loader does that as well.
 NO_WARNING = "ignore:This process .* is multi-threaded:DeprecationWarning"

@@ -18,7 +18,7 @@ from torch_dpflow.remote.rpc import IncomingCall, Result, RpcClient, RpcServer
 from torch_dpflow.remote.transport import Connection, connect, listen
 from torch_dpflow.remote.wire.headers import EMPTY_BODY, Hello, Packing, Reach, Request, encode, encode_body
 
-FILES = sorted((Path(__file__).parents[1] / "corpus" / "headers").glob("*.bin"))
+FILES = sorted((Path(__file__).parents[1] / "wire" / "corpus").glob("*.bin"))
 CORPUS = [path.read_bytes() for path in FILES]
 BAD = [path for path in FILES if path.name.startswith("bad-")]
 StartServer = Callable[..., RpcServer]

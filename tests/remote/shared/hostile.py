@@ -33,9 +33,7 @@ from torch_dpflow.remote.wire.router import (
 from torch_dpflow.remote.wire.shard import Ask
 
 _pack = msgspec.msgpack.Encoder().encode
-CORPUS = [
-    path.read_bytes() for path in sorted((Path(__file__).parents[1] / "corpus" / "headers").glob("*.bin"))
-]
+CORPUS = [path.read_bytes() for path in sorted((Path(__file__).parents[1] / "wire" / "corpus").glob("*.bin"))]
 #: In place of any field of any message.
 VALUES: list[Any] = [
     *(-1, 0, 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1, -(2**63)),

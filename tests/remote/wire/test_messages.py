@@ -15,7 +15,7 @@ from torch_dpflow.errors import MessageError
 from torch_dpflow.remote.wire import headers as messages
 from torch_dpflow.remote.wire.headers import Header, body_decoder, decode, decode_body, encode, encode_body
 
-CORPUS = sorted((Path(__file__).parent / "corpus" / "headers").glob("*.bin"))
+CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.bin"))
 VALID = [path for path in CORPUS if path.name.startswith("valid-")]
 BAD = [path for path in CORPUS if path.name.startswith("bad-")]
 TAGS = sorted(kind.__struct_config__.tag for kind in get_args(Header))

@@ -29,7 +29,7 @@ pickle.{broken}
 import logging, sys
 logging.basicConfig(level="WARNING", format="%(name)s: %(message)s", stream=sys.stdout)
 from pathlib import Path
-from tests.remote.test_plain_pickles import parcels, opened_like_the_originals
+from tests.remote.parcel.test_plain_pickles import parcels, opened_like_the_originals
 there, here = Path(sys.argv[1]), Path(sys.argv[2])
 opened_like_the_originals(there)
 parcels(here)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.remote.parcel_corpus import Seed, load
+from tests.remote.parcel.parcel_corpus import Seed, load
 from torch_dpflow.errors import MessageError, TransportError
 from torch_dpflow.remote.parcel.codec import decode, discard
 from torch_dpflow.remote.shm.arena import Arena, ArenaReader

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.new_process import interpreter
-from tests.remote.driven_workers import Workers
+from tests.remote.shard.driven_workers import Workers
 from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Hanging
 from torch_dpflow._version import __version__

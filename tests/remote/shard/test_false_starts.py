@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.remote.driven_workers import Workers
+from tests.remote.shard.driven_workers import Workers
 from torch_dpflow.remote.pool.objects import Load
 from torch_dpflow.remote.wire.headers import Exchange, WorkerHello, WorkerReady, encode
 from torch_dpflow.remote.wire.shard import POISONED

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.remote.arena_writer import writer
+from tests.remote.shm.arena_writer import writer
 from torch_dpflow.errors import MessageError, OptionError, SegmentLostError
 from torch_dpflow.remote.shm.arena import MAX_SEGMENTS, Arena, ArenaReader
 from torch_dpflow.remote.shm.headroom import Headroom
