@@ -16,14 +16,14 @@ from itertools import islice
 
 from benchmarks import report
 from benchmarks.simulated_fleet import OrderedConsumer, SimulatedFleet
-from torch_dpflow.remote.scheduler import (
+from torch_dpflow.remote.scheduler.events import (
     AddWorker,
     Assign,
     Exchanged,
-    Scheduler,
     SchedulerInstruction,
     Submit,
 )
+from torch_dpflow.remote.scheduler.machine import Scheduler
 from torch_dpflow.remote.scheduler.tasks import Task
 from torch_dpflow.remote.scheduler.windows import Windows
 

@@ -1,9 +1,9 @@
 """torch_dpflow: a drop-in replacement for torch.utils.data.DataLoader on elastic workers."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch_dpflow._version import __version__
+from torch_dpflow.lazy import lazy_names
 
 if TYPE_CHECKING:
     from torch_dpflow.caches import ALSDCache
@@ -29,28 +29,17 @@ __all__ = [
     "__version__",
 ]
 
-# Imported when they are first asked for: a command line that only prints should not wait for torch.
-_HOMES = {
-    "ALSDCache": "caches",
-    "DPFlowDataLoader": "loader",
-    "DPFlowError": "errors",
-    "DataLoadFlow": "flows",
-    "DatasetStore": "datasets",
-    "DynaGCSSampler": "samplers",
-    "JobOptions": "remote.job.options",
-    "LoaderOptions": "options",
-    "LoaderStats": "metrics",
-}
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "caches": ["ALSDCache"],
+        "datasets": ["DatasetStore"],
+        "errors": ["DPFlowError"],
+        "flows": ["DataLoadFlow"],
+        "loader": ["DPFlowDataLoader"],
+        "metrics": ["LoaderStats"],
+        "options": ["LoaderOptions"],
+        "remote.job.options": ["JobOptions"],
+        "samplers": ["DynaGCSSampler"],
+    },
+)

@@ -15,7 +15,7 @@ import torch_dpflow
 ROOT = Path(__file__).resolve().parents[2]
 HALVES = ("caches", "remote", "samplers")
 #: What the package imports for itself.
-ITS_OWN_IMPORTS = {"Any", "TYPE_CHECKING", "import_module"}
+ITS_OWN_IMPORTS = {"TYPE_CHECKING", "lazy_names"}
 #: None of these may be imported by users who did not ask for it.
 UNASKED = (
     "torchvision",

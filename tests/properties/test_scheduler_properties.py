@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from benchmarks.simulated_fleet import OrderedConsumer, SimulatedFleet
-from torch_dpflow.remote.scheduler import (
+from torch_dpflow.remote.scheduler.events import (
     AddWorker,
     Assign,
     CancelTasks,
@@ -22,10 +22,10 @@ from torch_dpflow.remote.scheduler import (
     Lose,
     Poison,
     Revoke,
-    Scheduler,
     Submit,
     Tick,
 )
+from torch_dpflow.remote.scheduler.machine import Scheduler
 
 WORKERS = st.integers(0, 3)
 

@@ -1,13 +1,8 @@
 """Which samples stay in memory: the cache policies, and `ALSDCache`."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if __name__ != "torch_dpflow.caches":
-    raise ImportError(
-        f"{__name__!r} was imported from the repository's root; import 'torch_dpflow.caches' instead "
-        "(a second copy of its classes would unpickle nowhere)"
-    )
+from torch_dpflow.lazy import lazy_names
 
 if TYPE_CHECKING:
     from torch_dpflow.caches.dataset import ALSDCache
@@ -24,19 +19,12 @@ __all__ = [
     "make_policy",
 ]
 
-# Imported when they are first asked for: services choose by name, and do without torch.
-_HOMES = {
-    "ALSDCache": "dataset",
-    "CacheStatistics": "store",
-    "POLICIES": "registry",
-    "Policy": "policy",
-    "PolicyStatistics": "policy",
-    "make_policy": "registry",
-}
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "dataset": ["ALSDCache"],
+        "policy": ["Policy", "PolicyStatistics"],
+        "registry": ["POLICIES", "make_policy"],
+        "store": ["CacheStatistics"],
+    },
+)

@@ -28,7 +28,7 @@ from torch_dpflow.loader.worker_processes import WorkerProcesses, require_descri
 from torch_dpflow.platforms.base import Handle, Platform, require_same_host
 from torch_dpflow.remote.parcel.codec import decode
 from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
-from torch_dpflow.remote.scheduler import Scheduler
+from torch_dpflow.remote.scheduler.machine import Scheduler
 from torch_dpflow.remote.shard.engine import Shard
 from torch_dpflow.remote.shm.arena import ArenaReader
 from torch_dpflow.remote.shm.running_task import RunningTaskReader

@@ -3,8 +3,6 @@
 ARCHITECTURE.md lists the rooms, lowest first.
 """
 
-if __name__ != "torch_dpflow.remote":
-    raise ImportError(
-        f"{__name__!r} was imported from the repository's root; import 'torch_dpflow.remote' instead "
-        "(a second copy of its classes would unpickle nowhere)"
-    )
+from torch_dpflow.lazy import refuse_copy
+
+refuse_copy(__name__)

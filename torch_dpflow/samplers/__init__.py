@@ -1,13 +1,8 @@
 """Samplers: which samples a job reads, in which order, and how jobs come to read the same ones. Pure."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if __name__ != "torch_dpflow.samplers":
-    raise ImportError(
-        f"{__name__!r} was imported from the repository's root; import 'torch_dpflow.samplers' instead "
-        "(a second copy of its classes would unpickle nowhere)"
-    )
+from torch_dpflow.lazy import lazy_names
 
 if TYPE_CHECKING:
     from torch_dpflow.samplers.group import Draw, SamplingGroup
@@ -26,21 +21,12 @@ __all__ = [
     "sampling_group",
 ]
 
-# Imported when they are first asked for: services choose by name, and do without torch.
-_HOMES = {
-    "Draw": "group",
-    "DynaGCSSampler": "sampler",
-    "GlobalBatches": "ranks",
-    "RankShares": "ranks",
-    "RankSlices": "ranks",
-    "STRATEGIES": "registry",
-    "SamplingGroup": "group",
-    "sampling_group": "registry",
-}
-
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "group": ["Draw", "SamplingGroup"],
+        "ranks": ["GlobalBatches", "RankShares", "RankSlices"],
+        "registry": ["STRATEGIES", "sampling_group"],
+        "sampler": ["DynaGCSSampler"],
+    },
+)

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from torch_dpflow.errors import OptionError, OptionTypeError
-from torch_dpflow.remote.scheduler import (
+from torch_dpflow.remote.scheduler.events import (
     AddWorker,
     Assign,
     CancelTasks,
@@ -17,10 +17,10 @@ from torch_dpflow.remote.scheduler import (
     Lose,
     Poison,
     Revoke,
-    Scheduler,
     Submit,
     Tick,
 )
+from torch_dpflow.remote.scheduler.machine import Scheduler
 
 
 def told(scheduler, *events):

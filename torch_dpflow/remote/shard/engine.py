@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch_dpflow._version import __version__
 from torch_dpflow.errors import DescriptorLimitError, MessageError, SegmentLostError
 from torch_dpflow.log import TRANSPORT
-from torch_dpflow.remote.scheduler import (
+from torch_dpflow.remote.scheduler.events import (
     AddWorker,
     Assign,
     CancelTasks,
@@ -26,11 +26,11 @@ from torch_dpflow.remote.scheduler import (
     Lose,
     Poison,
     Revoke,
-    Scheduler,
     SchedulerInstruction,
     Submit,
     Tick,
 )
+from torch_dpflow.remote.scheduler.machine import Scheduler
 from torch_dpflow.remote.transport import Frame, Listener
 from torch_dpflow.remote.wire.fields import MAX_TEXT
 from torch_dpflow.remote.wire.headers import (

@@ -11,7 +11,7 @@ from torch_dpflow.errors import DescriptorLimitError, MessageError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.parcel.fast_path import encode_sample
 from torch_dpflow.remote.pool.objects import Load
-from torch_dpflow.remote.scheduler import Scheduler
+from torch_dpflow.remote.scheduler.machine import Scheduler
 from torch_dpflow.remote.shard.detached_parcel import DetachedParcel, detach, text_parcel
 from torch_dpflow.remote.shard.engine import Shard
 from torch_dpflow.remote.shm.arena import ArenaReader

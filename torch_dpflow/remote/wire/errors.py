@@ -12,56 +12,41 @@ class RecoverableError(UsageError):
 
     kind: ClassVar[ErrorKind]
 
+    def __init_subclass__(cls, *, kind: ErrorKind) -> None:
+        cls.kind = kind
 
-class StaleJobError(RecoverableError):
+
+class StaleJobError(RecoverableError, kind=ErrorKind.STALE_JOB):
     """The job's lease has expired, or another process has its name; it has to join again."""
 
-    kind = ErrorKind.STALE_JOB
 
-
-class MisdirectedError(RecoverableError):
+class MisdirectedError(RecoverableError, kind=ErrorKind.MISDIRECTED):
     """The job has called another flow's service, which listens at the address of its own; it has to locate that."""
 
-    kind = ErrorKind.MISDIRECTED
 
-
-class UnknownFlowError(RecoverableError):
+class UnknownFlowError(RecoverableError, kind=ErrorKind.UNKNOWN_FLOW):
     """The coordinator does not know the flow, or has not its content; the job has to register it again."""
 
-    kind = ErrorKind.UNKNOWN_FLOW
 
-
-class StaleRoutingError(RecoverableError):
+class StaleRoutingError(RecoverableError, kind=ErrorKind.STALE_ROUTING):
     """The job has chosen a shard by an old routing table; it has to get the present one from the router."""
 
-    kind = ErrorKind.STALE_ROUTING
 
-
-class StaleShardError(RecoverableError):
+class StaleShardError(RecoverableError, kind=ErrorKind.STALE_SHARD):
     """Another process has replaced the shard; its node will end this one."""
 
-    kind = ErrorKind.STALE_SHARD
 
-
-class OutOfStepError(RecoverableError):
+class OutOfStepError(RecoverableError, kind=ErrorKind.OUT_OF_STEP):
     """The job and its router disagree on what it has drawn; it has to tell the router where it is in its epoch."""
 
-    kind = ErrorKind.OUT_OF_STEP
 
-
-class OverloadedError(RecoverableError):
+class OverloadedError(RecoverableError, kind=ErrorKind.OVERLOADED):
     """The job requests more at once than a service keeps track of; it has to fetch what it has requested first."""
 
-    kind = ErrorKind.OVERLOADED
 
-
-class NameBusyError(RecoverableError):
+class NameBusyError(RecoverableError, kind=ErrorKind.NAME_BUSY):
     """Another process has the job's name, perhaps until its lease expires; the job has to try again."""
 
-    kind = ErrorKind.NAME_BUSY
 
-
-class AwaitedRanksError(RecoverableError):
+class AwaitedRanksError(RecoverableError, kind=ErrorKind.RANKS_AWAITED):
     """Ranks of the job have not reported what they have read of its epoch; the others have to wait for them."""
-
-    kind = ErrorKind.RANKS_AWAITED
