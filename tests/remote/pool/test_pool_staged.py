@@ -18,7 +18,7 @@ from torch_dpflow.remote.pool.staged import StagedPool
 
 @dataclass(frozen=True)
 class Value:
-    """A first part of a key, or a sample: what was made of one by a draw."""
+    """An output of the cacheable stage, or a sample that a draw made of one."""
 
     key: int
     draw: int | None = None
@@ -137,7 +137,7 @@ class Readers(RuleBasedStateMachine):
         self.pool = make_pool(capacity=capacity, concurrency=concurrency, policy=policy)
         self.pool.join("c")
         self.loads: dict[int, Load] = {}
-        #: By job, its tickets with the key and draw of each; "c" reads first parts.
+        #: By job, its tickets with the key and draw of each; "c" reads outputs of the cacheable stage.
         self.wants: dict[str, dict[int, tuple[int, int | None]]] = {job: {} for job in self.JOBS}
         self.requests: dict[int, tuple[str, list[int]]] = {}
         self.tickets = self.numbers = 0

@@ -1,4 +1,4 @@
-"""What a pool keeps: objects, the jobs that want them, their fetches, and what it tells its owner to do."""
+"""The parts of a pool: objects, the jobs that want them, open requests, and instructions to the pool's owner."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import msgspec
 from torch_dpflow.errors import UsageError
 from torch_dpflow.lazy_heap import LazyHeap
 
-#: Names one want of one job; a job counts upwards in the order of its plan and never uses one twice.
+#: Identifies one want of one job; a job numbers its wants in the order of its plan and never reuses a number.
 Ticket: TypeAlias = int
-#: Names one fetch; the owner's choice.
+#: Identifies one fetch; chosen by the owner.
 RequestId: TypeAlias = Hashable
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
     """Have this sample loaded, then call `Pool.loaded`."""
 
-    #: Names this load from here to the worker and back; no other has it, not even where a sample is loaded again.
+    #: Identifies this load on its way to the worker and back; loading the sample again gets another number.
     load: int
     key: int
-    #: Decides, with the key, what is drawn by chance.
+    #: Determines, with the key, the random draws.
     draw: int
-    #: What the first part of the work gave, where only the rest is to be done; None: all of it is.
+    #: The output of the cacheable stage, where only the per-draw stage is to run; None: everything is to run.
     input: Any = None
 
 
 class Cancel(msgspec.Struct, frozen=True, gc=False):
-    """Nobody wants these any more; they were told to be loaded and have not come."""
+    """Nobody wants the samples of these running loads any more."""
 
     loads: list[int]
 
 
 class Serve(msgspec.Struct, frozen=True):
-    """Answer this request with these samples, each with its ticket; what it asked for besides, ask anew."""
+    """Answer this request with these samples, each with its ticket; its job has to fetch the missing ones again."""
 
     request: RequestId
     samples: list[tuple[Ticket, Any]]
@@ -46,38 +46,38 @@ PoolInstruction: TypeAlias = Load | Cancel | Serve
 
 
 class Arrival(NamedTuple):
-    """What a load has come to."""
+    """The outcome of a load."""
 
     load: int
     value: Any
-    #: Bytes that it takes.
+    #: Bytes of `value`.
     size: int
-    #: Whether the cache may have it; not where the load failed.
+    #: Whether the cache may keep it; False for a failed load.
     keep: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolStatistics:
-    """A snapshot of what a pool has counted since it was made, and of what it holds."""
+    """A snapshot of a pool's contents and of its counts since it was made."""
 
-    #: Samples that jobs have asked for.
+    #: Samples that jobs have wanted.
     wants: int
-    #: Of these, those that were here or on their way.
+    #: Of these, those that were ready or loading already.
     shared: int
     #: Loads begun.
     loads: int
-    #: Bytes held now, and expected of loads under way.
+    #: Bytes of samples held now, and expected from running loads.
     held_bytes: int
     reserved_bytes: int
     capacity_bytes: int
-    #: Samples held, samples on their way, and samples that wait to be loaded.
+    #: Samples held, being loaded, and waiting to be loaded.
     ready: int
     loading: int
     queued: int
     #: Samples held in the cache, read or not.
     cached: int
     jobs: int
-    #: Samples drawn by chance from what is kept; see `pool_staged`.
+    #: Runs of the per-draw stage; see `StagedPool`.
     drawn: int = 0
 
 
@@ -85,38 +85,38 @@ class PoolStatistics:
 class PoolObject:
     """One loading of one sample.
 
-    It waits to be loaded, is loading, and is ready; from there it may have to wait again::
+    It waits to be loaded, is loading, and is ready; then it may be queued again::
 
         waiting -- begin --> loading -- store --> ready -- requeue --> waiting
                                  `-- cancel --> gone  `-- drop --> gone
 
-    Its methods alone change it; who calls them keeps the pool's sums and indexes in step.
+    Only its methods change it; their callers keep the pool's sums and indexes consistent with it.
     """
 
-    #: Counts the objects of a pool: a smaller one is older.
+    #: In the order of creation within the pool.
     number: int
     key: int
     draw: int
-    #: How soon it is wanted: 0 where a request waits for it, else samples ahead of the job that is nearest.
+    #: 0 where a request waits for it, else how many samples the nearest job reads before it.
     distance: int
     #: The tickets that refer to it, by job.
     tickets: dict[str, set[Ticket]]
-    #: Jobs that have been given it or are to be; a sample drawn by chance goes to each once.
+    #: Jobs that have got it or will; a random sample is served to each job once.
     claimed: set[str]
-    #: The load that is to bring it; 0 where there is none.
+    #: The number of its running load; 0: none.
     loading: int = 0
-    #: Whether `value` is here.
+    #: Whether `value` is loaded.
     ready: bool = False
     value: Any = None
-    #: Bytes of `value`; what is expected of the load before it is here.
+    #: Bytes of `value`, or the bytes expected from its load.
     size: int = 0
     #: Whether the cache holds it.
     cached: bool = False
-    #: How often it has been told to be loaded.
+    #: How often it has been loaded.
     loads: int = 0
-    #: Requests that have it among theirs and are not answered, with its ticket in each, in the order of their coming.
+    #: Open requests for it, with its ticket in each, oldest first.
     requests: dict[tuple[RequestId, Ticket], None] = field(default_factory=dict)
-    #: Jobs and their tickets that have been answered with it and are not released.
+    #: Jobs and tickets under which it was served and that are not released.
     served: set[tuple[str, Ticket]] = field(default_factory=set)
 
     @property
@@ -126,7 +126,7 @@ class PoolObject:
 
     @property
     def is_spare(self) -> bool:
-        """Whether it is ready for jobs of which none has been given it or waits for it."""
+        """Whether it is ready and wanted, but neither served nor requested."""
         return self.ready and bool(self.tickets) and not self.served and not self.requests
 
     # -- who wants it ----------------------------------------------------------------------------------------
@@ -141,59 +141,59 @@ class PoolObject:
         self.claimed.add(job)
 
     def detach(self, job: str, ticket: Ticket) -> None:
-        """`job` has it, or gives it up."""
+        """`job` releases a ticket."""
         own = self.tickets[job]
         own.discard(ticket)
         self.served.discard((job, ticket))
         if not own:
             del self.tickets[job]
 
-    def approach(self, distance: int) -> None:
-        """A job wants it so soon, which is sooner than before."""
+    def advance(self, distance: int) -> None:
+        """A job wants it sooner than before."""
         self.distance = distance
 
-    def wait(self, request: RequestId, ticket: Ticket) -> None:
-        """A request has it among its own."""
+    def add_request(self, request: RequestId, ticket: Ticket) -> None:
+        """A request waits for it."""
         self.requests[request, ticket] = None
         self.distance = 0
 
-    def forgo(self, request: RequestId, ticket: Ticket) -> bool:
-        """A request has it among its own no more; whether it was the last one."""
+    def drop_request(self, request: RequestId, ticket: Ticket) -> bool:
+        """A request no longer waits for it; returns whether that was the last one."""
         del self.requests[request, ticket]
         if self.requests:
             return False
-        self.distance = 1  # near still, but behind what a job waits for
+        self.distance = 1  # still near, but behind what a job waits for
         return True
 
-    def answer(self, request: RequestId, ticket: Ticket, job: str) -> Any:
-        """A request of `job` is answered with it, and has it among its own no more."""
+    def serve(self, request: RequestId, ticket: Ticket, job: str) -> Any:
+        """Its value, as the answer to a request of `job`."""
         del self.requests[request, ticket]
         if not self.requests:
             self.distance = 1
         self.served.add((job, ticket))
         return self.value
 
-    # -- whether it is here ----------------------------------------------------------------------------------
+    # -- loading and caching ---------------------------------------------------------------------------------
 
     def begin(self, load: int, size: int) -> None:
-        """This load is to bring it, and so many bytes are expected."""
+        """Its load begins; `size` bytes are expected."""
         self.loading, self.size = load, size
         self.loads += 1
 
     def store(self, value: Any, size: int) -> None:
-        """It has come."""
+        """Its load has ended."""
         self.loading, self.ready, self.value, self.size = 0, True, value, size
 
     def cancel(self) -> None:
-        """Its load is given up."""
+        """Its load is cancelled."""
         self.loading = 0
 
     def drop(self) -> None:
-        """Give up what has come, for good or to be loaded again. The cache must not hold it."""
+        """Drop its value, which the cache must not hold."""
         self.ready, self.value = False, None
 
     def cache(self, held: bool) -> None:
-        """The cache holds it from now on, or does not."""
+        """The cache holds it from now on, or no longer does."""
         self.cached = held
 
     def validate(self) -> None:
@@ -215,16 +215,16 @@ class PoolJob:
     """One job that reads from a pool."""
 
     name: str
-    #: Whether the cache's policy is to hear of what it reads.
+    #: Whether its wants are reported to the cache's policy as reads.
     counts: bool = True
-    #: What it wants and has not released, in the order in which it asked.
+    #: What it wants and has not released, oldest first.
     wants: dict[Ticket, PoolObject] = field(default_factory=dict)
     #: Its open requests.
     requests: set[RequestId] = field(default_factory=set)
 
     @property
     def oldest(self) -> Ticket | None:
-        """The ticket that it has held longest."""
+        """Its oldest ticket."""
         return next(iter(self.wants), None)
 
 
@@ -240,12 +240,12 @@ class PoolRequest:
 
 
 class LoadQueue(LazyHeap[PoolObject]):
-    """The objects that wait to be loaded, by distance, then by age."""
+    """Objects that wait to be loaded, by distance, then by age."""
 
     __slots__ = ()
 
     def add(self, wanted: PoolObject) -> None:
-        """It waits, at its distance; one that waits already moves there."""
+        """Add or move it to the place that its distance gives it."""
         self.push(wanted, wanted.distance, wanted.number)
 
     def validate(self) -> None:
@@ -257,14 +257,14 @@ class LoadQueue(LazyHeap[PoolObject]):
 
 
 class RequestTable:
-    """Who waits for what. An object that somebody waits for goes to the head of `queue`."""
+    """Open requests. An object that a request waits for moves to the head of `queue`."""
 
     def __init__(self, queue: LoadQueue) -> None:
         self._queue = queue
         self._open: dict[RequestId, PoolRequest] = {}
 
     def open(self, number: RequestId, job: PoolJob, tickets: Sequence[Ticket]) -> list[Serve]:
-        """`job` waits for these. UsageError where it does not want one of them, or the number is in use."""
+        """`job` waits for these. Raises UsageError if it does not want one of them, or the number is in use."""
         if number in self._open:
             raise UsageError(f"request {number!r} is open; give each fetch a number of its own")
         unknown = next((ticket for ticket in tickets if ticket not in job.wants), None)
@@ -276,7 +276,7 @@ class RequestTable:
         job.requests.add(number)
         for ticket in request.tickets:
             wanted = job.wants[ticket]
-            wanted.wait(number, ticket)
+            wanted.add_request(number, ticket)
             if not wanted.ready:
                 request.missing += 1
                 if not wanted.loading:
@@ -284,7 +284,7 @@ class RequestTable:
         return [] if request.missing else [self._serve(request)]
 
     def arrived(self, wanted: PoolObject) -> list[Serve]:
-        """It has come: answer the requests that lacked nothing else."""
+        """It is loaded: answer the requests that are now complete."""
         complete: list[Serve] = []
         for number, _ in list(wanted.requests):
             request = self._open[number]
@@ -294,31 +294,31 @@ class RequestTable:
         return complete
 
     def shorten(self, job: PoolJob, ticket: Ticket) -> list[Serve]:
-        """`job` gives this ticket up; a request that lacked nothing else is answered."""
+        """`job` releases this ticket: answer the requests that are complete without it."""
         wanted = job.wants[ticket]
         complete: list[Serve] = []
         for number in [number for number, asked in wanted.requests if asked == ticket]:
             request = self._open[number]
             if request.job is job:
                 request.tickets.remove(ticket)
-                self._forgo(wanted, number, ticket)
+                self._drop_request(wanted, number, ticket)
                 request.missing -= not wanted.ready
                 if not request.missing:
                     complete.append(self._serve(request))
         return complete
 
     def flush(self) -> list[Serve]:
-        """Answer every request that has something with what it has."""
+        """Answer every request for which some samples are ready with these."""
         partly = [request for request in self._open.values() if request.missing < len(request.tickets)]
         return [self._serve(request) for request in partly]
 
     def abandon(self, job: PoolJob) -> list[Serve]:
-        """`job` is gone: answer its requests with nothing."""
+        """`job` has left: answer its requests with nothing."""
         numbers = list(job.requests)
         job.requests.clear()
         for number in numbers:
             for ticket in self._open.pop(number).tickets:
-                self._forgo(job.wants[ticket], number, ticket)
+                self._drop_request(job.wants[ticket], number, ticket)
         return [Serve(number, []) for number in numbers]
 
     def _serve(self, request: PoolRequest) -> Serve:
@@ -329,13 +329,13 @@ class RequestTable:
         for ticket in request.tickets:
             wanted = job.wants[ticket]
             if wanted.ready:
-                samples.append((ticket, wanted.answer(number, ticket, job.name)))
+                samples.append((ticket, wanted.serve(number, ticket, job.name)))
             else:
-                self._forgo(wanted, number, ticket)
+                self._drop_request(wanted, number, ticket)
         return Serve(number, samples)
 
-    def _forgo(self, wanted: PoolObject, request: RequestId, ticket: Ticket) -> None:
-        if wanted.forgo(request, ticket) and wanted.is_waiting:
+    def _drop_request(self, wanted: PoolObject, request: RequestId, ticket: Ticket) -> None:
+        if wanted.drop_request(request, ticket) and wanted.is_waiting:
             self._queue.add(wanted)
 
     def validate(self) -> None:
@@ -345,4 +345,4 @@ class RequestTable:
             assert number in request.job.requests
             assert all((number, ticket) in entry.requests for ticket, entry in zip(request.tickets, wanted))
             assert request.missing == sum(not entry.ready for entry in wanted)
-            assert request.missing > 0, "a complete request was not answered"
+            assert request.missing > 0, "a complete request is unanswered"

@@ -1,19 +1,19 @@
 """A shard's pool: prefetch buffer and cache over one set of objects (thesis 3.4.2, 3.4.3, figure 4-12).
 
-A pure state machine: each call returns what to do, in order; there is no socket, thread or clock inside.
+A pure state machine: each call returns instructions, in order; there is no socket, thread or clock inside.
 
-**References.** A job wants samples ahead of its need, each under a ticket, and releases a ticket when it has
+**References.** A job wants samples ahead of its need, each under a ticket, and releases a ticket once it has
 the sample. An object stays while a ticket refers to it or the cache holds it; a sample that two jobs want is
 loaded once.
 
-**Freshness.** What a repeatable flow loads may be served for ever. A sample that is drawn by chance is served
-at most once to each job: a job that wants the key again gets another draw. It is kept for the jobs that have
-not had it, as the policy allows, and goes when every job has.
+**Freshness.** A sample of a repeatable flow may be served any number of times. A random sample is served at most
+once to each job: a job that wants the key again gets another draw. The policy may keep it for jobs that have not
+had it; it is dropped when every job has.
 
-**Room.** A load begins when there is room for it: what is held, what is expected of loads under way, and it.
-For a sample that is wanted ahead of need the cache gives up at most half of all room. For one that a job
-waits for, everything makes room: first the cache, then what is wanted farthest ahead, which is loaded again
-later. Where even that does not do, requests are answered with what they have, so that their jobs release it.
+**Capacity.** A load begins when its expected bytes fit beside those that are held and those that running loads are
+expected to bring. To prefetch a sample the cache evicts at most half of the capacity. For a sample that a job waits
+for, the cache evicts everything if need be; then ready samples that are wanted farthest ahead are dropped and queued
+again. If that is not enough, requests are answered with the samples that are ready, so that their jobs release them.
 So no job waits for another that holds samples and does not read: the sample that a job waits for can always
 be loaded.
 """
@@ -27,6 +27,7 @@ from torch_dpflow.caches.policy import Policy
 from torch_dpflow.checks import check_int
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.lookahead import Lookahead
+from torch_dpflow.remote.pool.object_table import ObjectTable
 from torch_dpflow.remote.pool.objects import (
     Arrival,
     Cancel,
@@ -40,27 +41,25 @@ from torch_dpflow.remote.pool.objects import (
     RequestTable,
     Ticket,
 )
-from torch_dpflow.remote.pool.shelf import Shelf
 
-#: The part of its room that a cache gives up for samples that are wanted ahead of need.
+#: The share of the capacity that the cache evicts at most for samples that no request waits for.
 AHEAD_SHARE = 0.5
 
 
 class Pool:
     """Decides what is loaded, kept and served. Not thread-safe: one thread owns it.
 
-    Every call costs O(log n) for each sample that it names, amortised, but for `leave`, which for samples
-    drawn by chance costs O(cached).
+    Every call costs amortised O(log n) for each sample in it, except `leave`, which costs O(cached) for random
+    samples.
 
     Args:
-        capacity_bytes: most bytes of samples that are held or on their way. One sample alone may be larger,
-            and while samples come in larger than those before, so may be what is on its way.
-        concurrency: most loads under way.
+        capacity_bytes: most bytes of samples that are held or being loaded. It is exceeded by a single sample that is
+            larger, and while samples turn out larger than those before.
+        concurrency: most running loads.
         repeatable: whether loading a sample twice gives the same, with the same draw where it is `by_draw`.
-        by_draw: whether who asks for another draw of a sample is to be given another. Then nothing is kept beyond the
-            jobs' wants.
+        by_draw: whether another draw of a sample is another object. Then nothing is kept beyond the jobs' wants.
         policy: makes the cache's policy for a budget of bytes; None keeps nothing beyond the jobs' wants.
-        numbers: those of its loads, each given once; pools of one owner may share them.
+        numbers: the source of load numbers; pools of one owner may share it.
 
     Raises:
         OptionError: a number is below 1, or there is a policy for samples by draw.
@@ -80,65 +79,65 @@ class Pool:
         check_int("concurrency", concurrency, minimum=1)
         if by_draw and policy is not None:
             raise OptionError(
-                "by_draw=True with a policy: one for each sample is kept; leave out one of the two"
+                "by_draw=True with a policy: a policy keeps one object for each sample; leave out one of the two"
             )
         self._jobs: dict[str, PoolJob] = {}
         kept = None if policy is None else policy(capacity_bytes)
-        self._shelf = Shelf(capacity_bytes, kept, repeatable=repeatable, by_draw=by_draw)
+        self._objects = ObjectTable(capacity_bytes, kept, repeatable=repeatable, by_draw=by_draw)
         self._queue = LoadQueue()
         self._requests = RequestTable(self._queue)
         self._numbers = itertools.count(1) if numbers is None else numbers
-        #: Told to be loaded, by number.
+        #: By the number of the running load.
         self._loading: dict[int, PoolObject] = {}
-        #: Most loads under way; may be changed at any time.
+        #: Most running loads; may be changed at any time.
         self.concurrency = concurrency
         self._wants = self._shared = self._loads = 0
-        #: Whether everything that could make room has, and a sample that is waited for has none.
-        self._pressed = False
+        #: Whether a requested sample does not fit although everything that can be evicted has been.
+        self._must_flush = False
 
     # -- jobs ------------------------------------------------------------------------------------------------
 
     def join(self, job: str, *, counts: bool = True) -> None:
-        """A job begins to read; one that is there already is left as it is.
+        """A job begins to read; nothing changes for one that has joined already.
 
-        counts: whether its wants are reads to the cache's policy; where not, `note_read` tells what is read.
+        counts: whether its wants are reported to the cache's policy as reads; if not, call `note_read`.
         """
         if job not in self._jobs:
             self._jobs[job] = PoolJob(job, counts)
             if counts:
-                self._shelf.join(job)
+                self._objects.join(job)
 
     def leave(self, job: str) -> list[PoolInstruction]:
-        """A job has ended or died: everything that it wants is released. An unknown one is ignored."""
+        """A job has ended or died: release everything that it wants. An unknown one is ignored."""
         gone = self._jobs.pop(job, None)
         if gone is None:
             return []
         out: list[PoolInstruction] = [*self._requests.abandon(gone)]
         out += self._release(gone, list(gone.wants))
-        self._shelf.leave(job, self._jobs)
+        self._objects.leave(job, self._jobs)
         return self._admit(out)
 
     def foresee(self, job: str, lookahead: Lookahead) -> None:
-        """Tell the cache what is known of a job's future. UsageError for a job that has not joined."""
+        """Pass a job's lookahead to the cache's policy. Raises UsageError for a job that has not joined."""
         self._job(job)
-        self._shelf.foresee(job, lookahead)
+        self._objects.foresee(job, lookahead)
 
     def note_read(self, job: str, key: int) -> None:
-        """Tell the cache that a job reads this sample, on whose behalf another job wants it."""
+        """Report a read of `job` to the cache's policy, on whose behalf another job wants the sample."""
         self._job(job)
-        self._shelf.read([key], job)
+        self._objects.read([key], job)
 
-    # -- room ------------------------------------------------------------------------------------------------
+    # -- capacity --------------------------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
-        """Most bytes that are held or on their way."""
-        return self._shelf.capacity
+        """Most bytes that are held or being loaded."""
+        return self._objects.capacity
 
     @property
     def used(self) -> int:
-        """Bytes that are held or on their way."""
-        return self._shelf.held + self._shelf.reserved
+        """Bytes that are held or being loaded."""
+        return self._objects.held + self._objects.reserved
 
     # -- reading ---------------------------------------------------------------------------------------------
 
@@ -149,8 +148,7 @@ class Pool:
     def want(self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int) -> list[PoolInstruction]:
         """`job` will fetch these: (ticket, key), nearest first. A ticket that it holds already is ignored.
 
-        draw: for samples that have to be loaded, decides what is drawn by chance; another one for each job
-            and epoch.
+        draw: determines the random draws of samples that have to be loaded; differs between jobs and epochs.
 
         Raises:
             UsageError: the job has not joined.
@@ -158,15 +156,15 @@ class Pool:
         reader = self._job(job)
         new = {ticket: key for ticket, key in wants if ticket not in reader.wants}
         if reader.counts:
-            self._shelf.read(list(new.values()), job)
+            self._objects.read(list(new.values()), job)
         oldest = next(iter(new), 0) if reader.oldest is None else reader.oldest
         for ticket, key in new.items():
-            # How many samples the job reads before this one, at least 1: 0 is for what it waits for.
+            # At least 1, because 0 is the distance of requested samples.
             self._want(reader, ticket, key, draw, max(1, 1 + ticket - oldest))
         return self._admit([])
 
     def fetch(self, job: str, request: RequestId, tickets: Sequence[Ticket]) -> list[PoolInstruction]:
-        """`job` waits for these, which it wants; answered by one `Serve` with all of them, or with some.
+        """`job` waits for these, which it wants; one `Serve` answers with all of them, or with some.
 
         Raises:
             UsageError: the job has not joined, a ticket is not wanted, or the request's number is in use.
@@ -174,7 +172,7 @@ class Pool:
         return self._admit([*self._requests.open(request, self._job(job), tickets)])
 
     def release(self, job: str, tickets: Iterable[Ticket]) -> list[PoolInstruction]:
-        """`job` has these, or does not want them any more. Unknown ones are ignored.
+        """`job` has these, or no longer wants them. Unknown ones are ignored.
 
         Raises:
             UsageError: the job has not joined.
@@ -182,55 +180,55 @@ class Pool:
         return self._admit(self._release(self._job(job), tickets))
 
     def tickets_outside(self, job: str, first: int, end: int) -> list[Ticket]:
-        """The tickets of `job` for keys that are not from `first` to before `end`."""
+        """The tickets of `job` for keys outside `range(first, end)`."""
         return [ticket for ticket, wanted in self._job(job).wants.items() if not first <= wanted.key < end]
 
     @property
-    def room(self) -> int:
-        """How many samples the cache can hold, by the size of the latest; 0 where that is not known yet."""
-        return self._shelf.room
+    def cache_samples(self) -> int:
+        """How many samples the cache can hold, by the size of the latest; 0 before the first."""
+        return self._objects.cache_samples
 
     def resize(self, capacity_bytes: int) -> list[PoolInstruction]:
-        """There is room for so many bytes from now on; what is beyond goes as soon as nobody waits for it.
+        """Change the capacity; bytes beyond it are dropped as soon as no request waits for them.
 
         Raises:
             OptionError: it is below 1.
         """
         check_int("capacity_bytes", capacity_bytes, minimum=1)
-        self._shelf.resize(capacity_bytes)
+        self._objects.resize(capacity_bytes)
         self._trim()
         return self._admit([])
 
     # -- loading ---------------------------------------------------------------------------------------------
 
     def loaded(self, arrivals: Iterable[Arrival]) -> list[PoolInstruction]:
-        """These samples that were told to be loaded are here; one that was cancelled is ignored."""
+        """These loads have ended; cancelled ones are ignored."""
         out: list[PoolInstruction] = []
         for load, value, size, keep in arrivals:
             arrived = self._loading.pop(load, None)
             if arrived is None:
                 continue
-            self._shelf.store(arrived, value, size)
+            self._objects.store(arrived, value, size)
             if arrived.requests:
                 out += self._requests.arrived(arrived)
             if keep:
-                self._shelf.offer(arrived, self._jobs)
+                self._objects.offer(arrived, self._jobs)
         self._trim()
         return self._admit(out)
 
     def statistics(self) -> PoolStatistics:
-        """What was counted until now."""
+        """Present contents, and counts until now."""
         return PoolStatistics(
             wants=self._wants,
             shared=self._shared,
             loads=self._loads,
-            held_bytes=self._shelf.held,
-            reserved_bytes=self._shelf.reserved,
-            capacity_bytes=self._shelf.capacity,
-            ready=self._shelf.ready,
+            held_bytes=self._objects.held,
+            reserved_bytes=self._objects.reserved,
+            capacity_bytes=self._objects.capacity,
+            ready=self._objects.ready,
             loading=len(self._loading),
             queued=len(self._queue),
-            cached=self._shelf.cached,
+            cached=self._objects.cached,
             jobs=len(self._jobs),
         )
 
@@ -244,16 +242,16 @@ class Pool:
 
     def _want(self, reader: PoolJob, ticket: Ticket, key: int, draw: int, distance: int) -> None:
         self._wants += 1
-        wanted = self._shelf.find(key, reader.name, draw)
+        wanted = self._objects.find(key, reader.name, draw)
         if wanted is not None:
             self._shared += 1
             if distance < wanted.distance:
-                wanted.approach(distance)
+                wanted.advance(distance)
                 if wanted.is_waiting:
                     self._queue.add(wanted)
-            self._shelf.attach(wanted, reader.name, ticket, self._jobs)
+            self._objects.attach(wanted, reader.name, ticket, self._jobs)
         else:
-            wanted = self._shelf.add(key, draw, distance, reader.name, ticket)
+            wanted = self._objects.add(key, draw, distance, reader.name, ticket)
             self._queue.push(wanted, distance, wanted.number)
         reader.wants[ticket] = wanted
 
@@ -267,61 +265,61 @@ class Pool:
             if wanted.requests:
                 out += self._requests.shorten(reader, ticket)
             del reader.wants[ticket]
-            if not self._shelf.detach(wanted, reader.name, ticket):
+            if not self._objects.detach(wanted, reader.name, ticket):
                 continue
             if wanted.loading:
                 del self._loading[wanted.loading]
                 cancelled.append(wanted.loading)
             elif not wanted.ready:
                 self._queue.discard(wanted)
-            self._shelf.release(wanted)
+            self._objects.release(wanted)
         return [*out, Cancel(cancelled)] if cancelled else out
 
     # -- admission -------------------------------------------------------------------------------------------
 
     def _admit(self, out: list[PoolInstruction]) -> list[PoolInstruction]:
-        """Begin loads while there is room, the nearest first; ends every call."""
-        self._pressed = False
-        queue, loading, shelf = self._queue, self._loading, self._shelf
+        """Begin loads while they fit, the nearest first; every call ends with this."""
+        self._must_flush = False
+        queue, loading, objects = self._queue, self._loading, self._objects
         while queue and len(loading) < self.concurrency:
             first = queue.first()
-            size = shelf.expected_size(first)
-            if not (shelf.has_room(size) or self._make_room(first, size)):
+            size = objects.expected_size(first)
+            if not (objects.has_room(size) or self._make_room(first, size)):
                 break
             queue.discard(first)
             self._loads += 1
             load = next(self._numbers)
-            shelf.begin(first, load, size)
+            objects.begin(first, load, size)
             loading[load] = first
             out.append(Load(load, first.key, first.draw))
-        if self._pressed:
+        if self._must_flush:
             out += self._requests.flush()
         return out
 
     def _make_room(self, wanted: PoolObject, size: int) -> bool:
-        """Whether there is room for it, after what may go has gone."""
+        """Evict what may be evicted for it; whether it fits then."""
         if not wanted.requests:
-            return self._shelf.make_room(size, share=AHEAD_SHARE)
-        if self._shelf.make_room(size, share=1.0):
+            return self._objects.make_room(size, share=AHEAD_SHARE)
+        if self._objects.make_room(size, share=1.0):
             return True
         while self._requeue_farthest():
-            if self._shelf.has_room(size):
+            if self._objects.has_room(size):
                 return True
-        # Whatever is left is on its way to a job, waited for, or being loaded. Nothing of it: then go ahead.
-        self._pressed = True
-        return not self._loading and not self._shelf.held
+        # Everything left is requested, served or being loaded. A sample larger than the capacity is loaded alone.
+        self._must_flush = True
+        return not self._loading and not self._objects.held
 
     def _trim(self) -> None:
-        """More came than was expected: what is not needed now goes."""
-        while self._shelf.is_over and (self._shelf.evict() or self._requeue_farthest()):
+        """Samples were larger than expected, or the capacity shrank: drop what is not needed now."""
+        while self._objects.is_over and (self._objects.evict() or self._requeue_farthest()):
             pass
 
     def _requeue_farthest(self) -> bool:
-        """Give up the sample that is wanted last, to be loaded again; whether there was any."""
-        farthest = self._shelf.farthest_spare()
+        """Drop the ready sample that is wanted last and queue it again; whether there was any."""
+        farthest = self._objects.farthest_spare()
         if farthest is None:
             return False
-        self._shelf.requeue(farthest)
+        self._objects.requeue(farthest)
         self._queue.add(farthest)
         return True
 
@@ -332,4 +330,4 @@ class Pool:
         assert all(entry.loading == load for load, entry in self._loading.items())
         self._requests.validate()
         self._queue.validate()
-        self._shelf.validate(self._jobs)
+        self._objects.validate(self._jobs)

@@ -1,15 +1,15 @@
-"""A pool for samples of two parts: a deterministic one that is kept, and a rest drawn by chance for each job.
+"""A pool for datasets with two stages: a cacheable one, and a per-draw one that is run for each job and epoch.
 
-Two pools, one behind the other, over one budget of bytes. The *kept* pool has what the first part gives, one object
-for each sample, under the cache's policy. The *drawn* pool has what the rest makes of it, one object for each sample
-and draw, for as long as a job wants it. What is to be drawn waits for its first part, which goes to a worker as the
-task's input; it stays in the kept pool until the rest is done.
+Two pools, one behind the other, over one budget of bytes. The *kept* pool has the outputs of the cacheable stage, one
+object for each sample, under the cache's policy. The *drawn* pool has the outputs of the per-draw stage, one object for
+each sample and draw, while a job wants it. A load of the drawn pool waits for the kept pool's output, which a worker
+gets as the task's input and which stays in the kept pool until the per-draw stage has run.
 
 A pure state machine like `pool`, with the same calls.
 
-**Room.** The drawn pool may take half of it; the kept pool has what the drawn one does not use. As many rests are
-under way as loads may be, so few first parts are held for them, and the first part that a rest waits for makes room
-for itself as what a job waits for does. Hence neither pool can keep the other waiting for ever.
+**Capacity.** The drawn pool may take half of it; the kept pool has what the drawn one does not use. There are at most
+`concurrency` loads of the drawn pool, so few inputs are held for them, and the kept pool makes room for an input that
+such a load waits for as for a sample that a job waits for. Hence neither pool blocks the other for ever.
 """
 
 from __future__ import annotations
@@ -36,44 +36,44 @@ from torch_dpflow.remote.pool.objects import (
 )
 from torch_dpflow.remote.pool.pool import Pool
 
-#: In whose name the kept pool is asked for inputs; no job has it.
-_REST = ""
-#: The part of all room that the drawn pool may take.
+#: The job of the kept pool that wants inputs; no other job has this name.
+_INPUTS = ""
+#: The share of the capacity that the drawn pool may take.
 _DRAWN_SHARE = 0.5
-#: The kept pool's room is changed in steps of this part of all room.
+#: The kept pool is resized in steps of this share of the capacity.
 _STEP = 1 / 32
 
 
 class Loaded(Protocol):
-    """What a load came to."""
+    """The outcome of a load."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """Its bytes."""
 
     @property
     def is_sample(self) -> bool:
-        """Whether it is a sample, and not why there is none."""
+        """Whether it is a sample, and not an error."""
 
 
 @dataclass(eq=False, slots=True)
-class _Rest:
+class _DrawnLoad:
     """A load of the drawn pool. It is its own request for its input, under a ticket that is its number."""
 
     load: Load
-    #: Whether it has its input, and is at a worker or done.
-    under_way: bool = False
+    #: Whether it has its input.
+    started: bool = False
 
 
 class StagedPool:
     """Decides what is loaded, kept, drawn and served. Not thread-safe: one thread owns it.
 
-    A job asks either for samples or, with a draw of None, for what the first part gives.
+    A job wants either samples or, with a draw of None, outputs of the cacheable stage.
 
     Args:
         capacity_bytes: as for `Pool`, of both pools together.
-        concurrency: most loads under way, and most rests.
-        policy: of what is kept; None keeps nothing.
+        concurrency: most running loads of each pool.
+        policy: makes the kept pool's policy; None keeps nothing.
     """
 
     def __init__(
@@ -95,17 +95,17 @@ class StagedPool:
             by_draw=True,
             numbers=numbers,
         )
-        self._kept.join(_REST, counts=False)
+        self._kept.join(_INPUTS, counts=False)
         #: The drawn pool's loads, by number.
-        self._rests: dict[int, _Rest] = {}
-        #: By job, whether it asks for the first part alone, once it has asked.
-        self._first_only: dict[str, bool] = {}
+        self._draws: dict[int, _DrawnLoad] = {}
+        #: By job, whether it wants outputs of the cacheable stage, once it has wanted anything.
+        self._cacheable_only: dict[str, bool] = {}
 
-    # -- room ------------------------------------------------------------------------------------------------
+    # -- capacity --------------------------------------------------------------------------------------------
 
     @property
     def concurrency(self) -> int:
-        """Most loads under way, and most rests; may be changed at any time."""
+        """Most running loads of each pool; may be changed at any time."""
         return self._kept.concurrency
 
     @concurrency.setter
@@ -113,9 +113,9 @@ class StagedPool:
         self._kept.concurrency = self._drawn.concurrency = most
 
     @property
-    def room(self) -> int:
-        """As `Pool.room`, of first parts."""
-        return self._kept.room
+    def cache_samples(self) -> int:
+        """As `Pool.cache_samples`, of the cacheable stage's outputs."""
+        return self._kept.cache_samples
 
     def resize(self, capacity_bytes: int) -> list[PoolInstruction]:
         """As `Pool.resize`."""
@@ -132,7 +132,7 @@ class StagedPool:
 
     def leave(self, job: str) -> list[PoolInstruction]:
         """As `Pool.leave`."""
-        self._first_only.pop(job, None)
+        self._cacheable_only.pop(job, None)
         out = self._of_drawn(self._drawn.leave(job))
         return self._balanced(out + self._of_kept(self._kept.leave(job)))
 
@@ -145,12 +145,14 @@ class StagedPool:
     def want(self, job: str, wants: Iterable[tuple[Ticket, int]], draw: int | None) -> list[PoolInstruction]:
         """As `Pool.want`.
 
-        draw: decides what is drawn by chance; None: the first part is wanted.
-        Raises UsageError too where the job has asked for the other.
+        draw: determines the random draws; None: outputs of the cacheable stage are wanted.
+        Raises UsageError too if the job has wanted the other kind.
         """
         wanted = list(wants)
-        if wanted and self._first_only.setdefault(job, draw is None) != (draw is None):
-            raise UsageError(f"job {job!r} asks for samples and for their first part; join as two jobs")
+        if wanted and self._cacheable_only.setdefault(job, draw is None) != (draw is None):
+            raise UsageError(
+                f"job {job!r} wants samples and outputs of the cacheable stage; join as two jobs"
+            )
         if draw is None:
             return self._balanced(self._of_kept(self._kept.want(job, wanted, 0)))
         for ticket, key in wanted:
@@ -160,13 +162,13 @@ class StagedPool:
 
     def fetch(self, job: str, request: RequestId, tickets: Sequence[Ticket]) -> list[PoolInstruction]:
         """As `Pool.fetch`."""
-        if self._first_only.get(job):
+        if self._cacheable_only.get(job):
             return self._balanced(self._of_kept(self._kept.fetch(job, request, tickets)))
         return self._balanced(self._of_drawn(self._drawn.fetch(job, request, tickets)))
 
     def release(self, job: str, tickets: Iterable[Ticket]) -> list[PoolInstruction]:
         """As `Pool.release`."""
-        if self._first_only.get(job):
+        if self._cacheable_only.get(job):
             return self._balanced(self._of_kept(self._kept.release(job, tickets)))
         return self._balanced(self._of_drawn(self._drawn.release(job, tickets)))
 
@@ -181,20 +183,20 @@ class StagedPool:
 
     def loaded(self, arrivals: Iterable[Arrival]) -> list[PoolInstruction]:
         """As `Pool.loaded`."""
-        firsts: list[Arrival] = []
+        outputs: list[Arrival] = []
         out: list[PoolInstruction] = []
         for arrival in arrivals:
-            rest = self._rests.get(arrival.load)
-            if rest is None:
-                firsts.append(arrival)
+            drawn = self._draws.get(arrival.load)
+            if drawn is None:
+                outputs.append(arrival)
             else:
-                out += self._finish(rest, arrival.value, arrival.size)
-        if firsts:
-            out += self._of_kept(self._kept.loaded(firsts))
+                out += self._finish(drawn, arrival.value, arrival.size)
+        if outputs:
+            out += self._of_kept(self._kept.loaded(outputs))
         return self._balanced(out)
 
     def statistics(self) -> PoolStatistics:
-        """What was counted of the first part, what both pools hold together, and how many rests were drawn."""
+        """The kept pool's counts, the bytes and samples of both pools, and how often the per-draw stage was run."""
         kept, drawn = self._kept.statistics(), self._drawn.statistics()
         return replace(
             kept,
@@ -202,7 +204,7 @@ class StagedPool:
             reserved_bytes=kept.reserved_bytes + drawn.reserved_bytes,
             capacity_bytes=self._capacity,
             ready=kept.ready + drawn.ready,
-            loading=kept.loading + sum(rest.under_way for rest in self._rests.values()),
+            loading=kept.loading + sum(load.started for load in self._draws.values()),
             queued=kept.queued + drawn.queued,
             jobs=drawn.jobs,
             drawn=drawn.loads,
@@ -211,12 +213,12 @@ class StagedPool:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _of_drawn(self, instructions: list[PoolInstruction]) -> list[PoolInstruction]:
-        """What the drawn pool says, in terms of tasks: what it has loaded needs its input first."""
+        """The drawn pool's instructions in terms of tasks: its loads need their inputs first."""
         out: list[PoolInstruction] = []
         for instruction in instructions:
             match instruction:
                 case Load():
-                    out += self._ask_for_input(instruction)
+                    out += self._fetch_input(instruction)
                 case Cancel(loads):
                     for load in loads:
                         out += self._abandon(load)
@@ -225,54 +227,54 @@ class StagedPool:
         return out
 
     def _of_kept(self, instructions: list[PoolInstruction]) -> list[PoolInstruction]:
-        """What the kept pool says, in terms of tasks: what it serves to `_REST` is input."""
+        """The kept pool's instructions in terms of tasks: what it serves to `_INPUTS` is an input."""
         out: list[PoolInstruction] = []
         for instruction in instructions:
             match instruction:
-                case Serve(_Rest() as rest, samples):
+                case Serve(_DrawnLoad() as drawn, samples):
                     if samples:
-                        out += self._take_input(rest, samples[0][1])
+                        out += self._start(drawn, samples[0][1])
                 case _:
                     out.append(instruction)
         return out
 
-    def _ask_for_input(self, load: Load) -> list[PoolInstruction]:
-        rest = self._rests[load.load] = _Rest(load)
-        out = self._kept.want(_REST, [(load.load, load.key)], 0)
-        return self._of_kept(out + self._kept.fetch(_REST, rest, [load.load]))
+    def _fetch_input(self, load: Load) -> list[PoolInstruction]:
+        drawn = self._draws[load.load] = _DrawnLoad(load)
+        out = self._kept.want(_INPUTS, [(load.load, load.key)], 0)
+        return self._of_kept(out + self._kept.fetch(_INPUTS, drawn, [load.load]))
 
-    def _take_input(self, rest: _Rest, value: Loaded) -> list[PoolInstruction]:
-        if rest.load.load not in self._rests:
+    def _start(self, drawn: _DrawnLoad, value: Loaded) -> list[PoolInstruction]:
+        if drawn.load.load not in self._draws:
             return []
-        rest.under_way = True
+        drawn.started = True
         if value.is_sample:
-            return [msgspec.structs.replace(rest.load, input=value)]
-        return self._finish(rest, value, value.nbytes)
+            return [msgspec.structs.replace(drawn.load, input=value)]
+        return self._finish(drawn, value, value.nbytes)
 
-    def _finish(self, rest: _Rest, value: Loaded, size: int) -> list[PoolInstruction]:
-        """The rest is done, or cannot be for want of a first part."""
-        number = rest.load.load
-        del self._rests[number]
-        out = self._of_kept(self._kept.release(_REST, [number]))
+    def _finish(self, drawn: _DrawnLoad, value: Loaded, size: int) -> list[PoolInstruction]:
+        """The per-draw stage has run, or its input has failed."""
+        number = drawn.load.load
+        del self._draws[number]
+        out = self._of_kept(self._kept.release(_INPUTS, [number]))
         return out + self._of_drawn(self._drawn.loaded([Arrival(number, value, size)]))
 
     def _abandon(self, number: int) -> list[PoolInstruction]:
-        """Nobody wants this any more."""
-        out: list[PoolInstruction] = [Cancel([number])] if self._rests.pop(number).under_way else []
-        return out + self._of_kept(self._kept.release(_REST, [number]))
+        """No job wants this draw any more."""
+        out: list[PoolInstruction] = [Cancel([number])] if self._draws.pop(number).started else []
+        return out + self._of_kept(self._kept.release(_INPUTS, [number]))
 
     def _balanced(self, out: list[PoolInstruction]) -> list[PoolInstruction]:
-        """Give the kept pool what the drawn one does not use; ends every call."""
-        room = max(1, self._capacity - self._drawn.used)
-        if abs(room - self._kept.capacity) > self._capacity * _STEP:
-            out += self._of_kept(self._kept.resize(room))
+        """Give the kept pool the capacity that the drawn one does not use; every call ends with this."""
+        capacity = max(1, self._capacity - self._drawn.used)
+        if abs(capacity - self._kept.capacity) > self._capacity * _STEP:
+            out += self._of_kept(self._kept.resize(capacity))
         return out
 
     def validate(self) -> None:
         """Check every invariant; O(n), for tests. Raises AssertionError."""
         self._kept.validate()
         self._drawn.validate()
-        assert all(self._kept.is_wanted(_REST, number) for number in self._rests)
+        assert all(self._kept.is_wanted(_INPUTS, number) for number in self._draws)
 
 
 def _drawn_bytes(capacity: int) -> int:

@@ -125,7 +125,7 @@ class SampleShard:
     @property
     def cache_samples(self) -> int:
         """How many samples its cache can hold; 0 until that is known. Any thread may call."""
-        return self._pool.room
+        return self._pool.cache_samples
 
     def assign(self, range_: RangeAssignment) -> None:
         """Own these keys from now on, by order of the router. In the server's thread.

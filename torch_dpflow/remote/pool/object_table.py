@@ -1,4 +1,4 @@
-"""The objects of a pool: by key, in the cache or wanted, and how many bytes they take together."""
+"""The objects of a pool by key, cached or wanted, and the bytes that they take."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch_dpflow.lazy_heap import LazyHeap
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.remote.pool.objects import PoolObject, Ticket
 
-#: What a sample is expected to take before the first has come, bytes.
+#: Expected bytes of a sample before any has been loaded.
 _FIRST_GUESS = 1 << 16
-#: The part of all room that a cache can count on; the rest is for what is on its way.
+#: The share of the capacity that a cache can count on; running loads take the rest.
 _KEPT_SHARE = 0.9
-#: From so many keys on a policy is told of them together.
+#: At least so many reads are reported to a policy in one call.
 _MANY_KEYS = 8
 #: Weight of the latest sample in the expected size.
 _SIZE_WEIGHT = 0.1
 
 
-class Shelf:
-    """Keeps the books of a pool. Decides nothing but what the cache's policy decides.
+class ObjectTable:
+    """A pool's objects, and sums over them. Only the cache's policy decides here.
 
-    An object is here while a ticket refers to it or the cache holds it.
+    It holds an object while a ticket refers to it or the cache holds it.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class Shelf:
         self._repeatable = repeatable
         self._by_draw = by_draw
         self._numbers = itertools.count(1)
-        #: By key, the oldest first; more than one where a draw has been served to some.
+        #: By key, the oldest first; more than one where a draw has been served to some jobs.
         self._by_key: dict[int, list[PoolObject]] = {}
-        #: What the policy keeps: one object for each key.
+        #: What the policy keeps: at most one object for each key.
         self._cached: dict[int, PoolObject] = {}
-        #: Every spare object, the farthest first; and ready ones that have not been found out to be spare no more.
+        #: Every spare object, the farthest first, and ready objects that were spare before.
         self._spare: LazyHeap[PoolObject] = LazyHeap()
         #: Mean size of the latest samples; None before the first.
         self._mean: float | None = None
-        #: Bytes of ready objects; of those with tickets; expected of loads under way.
+        #: Bytes of ready objects, of those with tickets, and expected from running loads.
         self.held = self.pinned = self.reserved = 0
         #: Ready objects.
         self.ready = 0
@@ -56,19 +56,19 @@ class Shelf:
         return len(self._cached)
 
     @property
-    def room(self) -> int:
-        """How many samples as large as the latest the cache can hold; 0 without a cache, and before the first."""
+    def cache_samples(self) -> int:
+        """How many samples the cache can hold, by the size of the latest; 0 without a cache, and before the first."""
         if self._policy is None or self._mean is None:
             return 0
         return max(1, int(_KEPT_SHARE * self.capacity / max(1.0, self._mean)))
 
     @property
     def is_over(self) -> bool:
-        """Whether more is held or on its way than there is room for."""
+        """Whether more bytes are held or being loaded than the capacity."""
         return self.held + self.reserved > self.capacity
 
     def resize(self, capacity: int) -> None:
-        """There is room for so many bytes from now on; nothing goes yet."""
+        """Change the capacity; evicts nothing."""
         self.capacity = capacity
         if self._policy is not None:
             self._policy.max_bytes = capacity
@@ -81,7 +81,7 @@ class Shelf:
             self._policy.join(job)
 
     def leave(self, job: str, left: Collection[str]) -> None:
-        """A job has gone; `left` are still there. What was drawn for it alone goes."""
+        """A job has left, `left` remain. Drop random samples that all of those have had."""
         if self._policy is None:
             return
         self._policy.forget(job)
@@ -90,14 +90,14 @@ class Shelf:
                 self._drop_if_spent(entry, left)
 
     def foresee(self, job: str, lookahead: Lookahead) -> None:
-        """Tell the policy of a job's future."""
+        """Pass a job's lookahead to the policy."""
         if self._policy is not None:
             self._policy.foresee(job, lookahead)
 
     # -- objects ---------------------------------------------------------------------------------------------
 
     def read(self, keys: Sequence[int], job: str) -> None:
-        """Tell the policy that `job` reads these now."""
+        """Report to the policy that `job` reads these now."""
         if self._policy is None:
             return
         if len(keys) >= _MANY_KEYS:
@@ -107,8 +107,8 @@ class Shelf:
                 self._policy.access(key, job)
 
     def find(self, key: int, job: str, draw: int) -> PoolObject | None:
-        """What `job`, which asks for this draw of `key`, may be given; None where it has to be loaded."""
-        # Not by generators: this runs for every sample of every job.
+        """An object of `key` that this draw of `job` may be served with; None if there is none."""
+        # Plain loops, because this runs for every sample of every job.
         for entry in self._by_key.get(key, ()):
             if self._by_draw:
                 if entry.draw == draw:
@@ -118,7 +118,7 @@ class Shelf:
         return None
 
     def add(self, key: int, draw: int, distance: int, job: str, ticket: Ticket) -> PoolObject:
-        """A new object, to be loaded, which `job` wants."""
+        """A new object that `job` wants."""
         added = PoolObject(next(self._numbers), key, draw, distance, {job: {ticket}}, {job})
         same = self._by_key.get(key)
         if same is None:
@@ -128,7 +128,7 @@ class Shelf:
         return added
 
     def attach(self, entry: PoolObject, job: str, ticket: Ticket, jobs: Collection[str]) -> None:
-        """`job`, one of `jobs`, wants this object, which is here already."""
+        """`job`, one of `jobs`, wants this existing object."""
         if entry.ready and not entry.tickets:
             self.pinned += entry.size
             self._note_spare(entry)
@@ -137,7 +137,7 @@ class Shelf:
             self._drop_if_spent(entry, jobs)
 
     def detach(self, entry: PoolObject, job: str, ticket: Ticket) -> bool:
-        """`job` has it, or gives it up; whether nobody wants it any more. Then `release` is to follow."""
+        """`job` releases a ticket; returns whether it was the last one. Then call `release`."""
         entry.detach(job, ticket)
         if not entry.tickets:
             return True
@@ -156,12 +156,12 @@ class Shelf:
             self._remove(entry)
 
     def begin(self, entry: PoolObject, load: int, size: int) -> None:
-        """It is being loaded, and so many bytes are expected."""
+        """Its load begins; `size` bytes are expected."""
         entry.begin(load, size)
         self.reserved += size
 
     def store(self, entry: PoolObject, value: Any, size: int) -> None:
-        """It has come; tickets refer to it."""
+        """Its load has ended; tickets refer to it."""
         self.reserved -= entry.size
         entry.store(value, size)
         self.held += size
@@ -172,14 +172,14 @@ class Shelf:
             self._note_spare(entry)
 
     def requeue(self, entry: PoolObject) -> None:
-        """Give up what has come; tickets refer to it, and it will be loaded again."""
+        """Drop its value; tickets refer to it, and it will be loaded again."""
         if entry.cached:
             self._discard(entry)
         self.pinned -= entry.size
         self._drop(entry)
 
     def farthest_spare(self) -> PoolObject | None:
-        """The ready object wanted farthest ahead, of those that no job waits for or has been given."""
+        """The spare object that is wanted farthest ahead."""
         while self._spare:
             entry = self._spare.first()
             if entry.is_spare:
@@ -187,22 +187,23 @@ class Shelf:
             self._spare.discard(entry)
         return None
 
-    # -- room ------------------------------------------------------------------------------------------------
+    # -- capacity --------------------------------------------------------------------------------------------
 
     def expected_size(self, entry: PoolObject) -> int:
-        """What it is expected to take when it has come, bytes."""
+        """Bytes that it is expected to take once it is loaded."""
         if entry.loads:
             return entry.size
         return min(_FIRST_GUESS, self.capacity) if self._mean is None else max(1, int(self._mean))
 
     def has_room(self, size: int) -> bool:
-        """Whether so many bytes may be loaded."""
+        """Whether `size` more bytes fit."""
         return self.held + self.reserved + size <= self.capacity
 
     def make_room(self, size: int, *, share: float) -> bool:
-        """Whether so many bytes may be loaded, for which the cache gives up `share` of all room if it must.
+        """Whether `size` more bytes fit once the cache has evicted what it must.
 
-        With a share of 1 the cache gives up everything, even where that does not do.
+        It evicts only while wanted samples take at most `share` of the capacity; with a share of 1 always, even if
+        that is not enough.
         """
         if share < 1 and self.pinned + self.reserved + size > share * self.capacity:
             return self.has_room(size)
@@ -212,14 +213,14 @@ class Shelf:
         return True
 
     def evict(self) -> bool:
-        """Have the policy give up one object; whether it had any."""
+        """Evict the policy's next object; whether there was any."""
         key = None if self._policy is None else self._policy.evict()
         if key is not None:
             self._uncache(self._cached[key])
         return key is not None
 
     def offer(self, entry: PoolObject, jobs: Collection[str]) -> None:
-        """Let the policy keep what has come, if it is of use to anybody of `jobs` but those who have it."""
+        """Offer a loaded object to the policy, unless it is a random sample that all of `jobs` have had."""
         if self._policy is None or (not self._repeatable and entry.claimed.issuperset(jobs)):
             return
         earlier = self._cached.get(entry.key)
