@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from examples import natural_images
-from examples.arguments import address, positive, require_answer
+from examples.option_values import address, positive, require_answer
 from examples.train_classifier import build_dataset, seed_everything
 from torch_dpflow import DPFlowDataLoader
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from examples import natural_images
-from examples.arguments import positive
+from examples.option_values import positive
 
 LOADERS = ("torch", "dpflow")
 CLASSES = 4

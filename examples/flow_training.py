@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from examples.arguments import address, not_negative, positive, rate, require_answer, seed
+from examples.option_values import address, not_negative, positive, rate, require_answer, seed
 from examples.stopwatch import Stopwatch
 from examples.train_classifier import seed_everything
 from torch_dpflow.datasets import DatasetStore, Draft

@@ -24,8 +24,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from examples import natural_images
-from examples.arguments import address_or_new, positive, rate, require_answer
 from examples.cluster import found_or_started, loads
+from examples.option_values import address_or_new, positive, rate, require_answer
 from examples.stopwatch import Stopwatch
 from examples.train_classifier import build_dataset, seed_everything
 from torch_dpflow import DPFlowDataLoader

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision import datasets, transforms
 
-from examples.arguments import not_negative, positive, rate, seed, share, weight
+from examples.option_values import not_negative, positive, rate, seed, share, weight
 from examples.training import Training
 from torch_dpflow import DPFlowDataLoader
 

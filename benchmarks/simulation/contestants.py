@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from benchmarks.simulation.dynagcs_letter import DynaGCSLetterGroup
-from torch_dpflow.caches import registry
+from torch_dpflow.caches import policy_registry
 from torch_dpflow.caches.policy import Policy
 from torch_dpflow.samplers.group import SamplingGroup
-from torch_dpflow.samplers.registry import STRATEGIES
+from torch_dpflow.samplers.strategy_registry import STRATEGIES
 
 #: not a policy: the sampler's own directory decides what stays
 DIRECTORY = "directory"
@@ -18,7 +18,7 @@ GROUPS: Mapping[str, type[SamplingGroup]] = {
 }
 SAMPLER_NAMES = tuple(GROUPS)
 #: OPT is not among them: it has to be told the whole stream, and stands beside every result anyway
-POLICY_NAMES = (DIRECTORY, *registry.POLICIES)
+POLICY_NAMES = (DIRECTORY, *policy_registry.POLICIES)
 
 
 def make_group(sampler: str, samples: int, *, capacity: int, seed: int) -> SamplingGroup:
@@ -33,4 +33,4 @@ def has_directory(sampler: str) -> bool:
 
 def make_policy(policy: str, slots: int, samples: int) -> Policy:
     """A new policy for a cache of `slots` samples out of `samples`."""
-    return registry.make_policy(policy, max_items=slots, keys=samples)
+    return policy_registry.make_policy(policy, max_items=slots, keys=samples)

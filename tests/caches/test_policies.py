@@ -16,9 +16,9 @@ from torch_dpflow.caches.lfu import LFU
 from torch_dpflow.caches.lru import LRU
 from torch_dpflow.caches.minio import MinIO
 from torch_dpflow.caches.policy import Policy
+from torch_dpflow.caches.policy_registry import POLICIES, make_policy
 from torch_dpflow.caches.ranked import RankedPolicy
 from torch_dpflow.caches.refcnt import RefCnt
-from torch_dpflow.caches.registry import POLICIES, make_policy
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.testing.exact_policies import ExactALSD, ExactPolicy, ExactRefCnt

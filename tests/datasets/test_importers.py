@@ -14,9 +14,9 @@ from torch_dpflow.datasets import DatasetStore, Draft, verify
 from torch_dpflow.datasets.importers import IMPORTERS, Item, importer_class
 from torch_dpflow.datasets.importers.coco import CocoImporter
 from torch_dpflow.datasets.importers.image_folder import ImageFolderImporter
+from torch_dpflow.datasets.importers.importer_registry import make_importer
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.importers.listing import ListingImporter
-from torch_dpflow.datasets.importers.registry import make_importer
 from torch_dpflow.datasets.importers.speech import SpeechImporter
 from torch_dpflow.errors import OptionError, SourceError, StorageError
 

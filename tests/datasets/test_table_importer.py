@@ -12,8 +12,8 @@ from pyarrow import csv, parquet
 
 from tests.datasets.samples_source import check_starts
 from torch_dpflow.datasets import DatasetStore, Draft
+from torch_dpflow.datasets.importers.importer_registry import make_importer
 from torch_dpflow.datasets.importers.listing import ListingImporter
-from torch_dpflow.datasets.importers.registry import make_importer
 from torch_dpflow.errors import MissingExtraError, OptionError, SourceError
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from examples import natural_images, search
-from examples.arguments import require_answer
 from examples.cluster import found_or_started, loads
+from examples.option_values import require_answer
 from tests.shared_cluster import TestCluster
 
 IMAGES = natural_images.Specification(classes=search.CLASSES, train=32, val=8)

@@ -14,7 +14,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from torch_dpflow.datasets import DatasetStore, Draft
-from torch_dpflow.datasets.importers.registry import make_importer
+from torch_dpflow.datasets.importers.importer_registry import make_importer
 from torch_dpflow.flows import DataLoadFlow, ImagePilDecode, TargetTransform
 
 

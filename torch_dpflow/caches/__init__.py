@@ -7,7 +7,7 @@ from torch_dpflow.lazy import lazy_names
 if TYPE_CHECKING:
     from torch_dpflow.caches.dataset import ALSDCache
     from torch_dpflow.caches.policy import Policy, PolicyStatistics
-    from torch_dpflow.caches.registry import POLICIES, make_policy
+    from torch_dpflow.caches.policy_registry import POLICIES, make_policy
     from torch_dpflow.caches.store import CacheStatistics
 
 __all__ = [
@@ -24,7 +24,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "dataset": ["ALSDCache"],
         "policy": ["Policy", "PolicyStatistics"],
-        "registry": ["POLICIES", "make_policy"],
+        "policy_registry": ["POLICIES", "make_policy"],
         "store": ["CacheStatistics"],
     },
 )

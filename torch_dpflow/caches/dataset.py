@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from torch_dpflow.caches.announcer import Announcer, Foreseeing
 from torch_dpflow.caches.capacity import parse_capacity
-from torch_dpflow.caches.registry import POLICIES, make_policy
+from torch_dpflow.caches.policy_registry import POLICIES, make_policy
 from torch_dpflow.caches.store import CacheStatistics, SampleStore
 from torch_dpflow.checks import check_type
 from torch_dpflow.errors import OptionError, OptionTypeError

@@ -20,7 +20,7 @@ from torch_dpflow.cli.dataset_printing import (
 )
 from torch_dpflow.cli.dataset_upkeep import copy_, delete_, discard, prune_
 from torch_dpflow.datasets.draft import SHARD_SIZE, Draft
-from torch_dpflow.datasets.importers.registry import IMPORTERS, make_importer
+from torch_dpflow.datasets.importers.importer_registry import IMPORTERS, make_importer
 from torch_dpflow.datasets.names import DatasetRef, next_version
 from torch_dpflow.datasets.spec import Dataset
 from torch_dpflow.datasets.store import DatasetStore

@@ -16,9 +16,9 @@ from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.epoch.streams import at_rest
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.loader.accelerate_support import keep_class_under_accelerate
-from torch_dpflow.loader.arguments import check_types, has_processes
 from torch_dpflow.loader.flow_iterator import SharedLoaderIterator, check_shareable
 from torch_dpflow.loader.inline_iterator import SingleProcessIterator
+from torch_dpflow.loader.loader_arguments import check_types, has_processes
 from torch_dpflow.loader.runtime import LoaderRuntime
 from torch_dpflow.loader.worker_iterator import WorkerIterator
 from torch_dpflow.metrics import LoaderStats

@@ -7,8 +7,8 @@ from torch_dpflow.lazy import lazy_names
 if TYPE_CHECKING:
     from torch_dpflow.samplers.group import Draw, SamplingGroup
     from torch_dpflow.samplers.ranks import GlobalBatches, RankShares, RankSlices
-    from torch_dpflow.samplers.registry import STRATEGIES, sampling_group
     from torch_dpflow.samplers.sampler import DynaGCSSampler
+    from torch_dpflow.samplers.strategy_registry import STRATEGIES, sampling_group
 
 __all__ = [
     "Draw",
@@ -26,7 +26,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "group": ["Draw", "SamplingGroup"],
         "ranks": ["GlobalBatches", "RankShares", "RankSlices"],
-        "registry": ["STRATEGIES", "sampling_group"],
+        "strategy_registry": ["STRATEGIES", "sampling_group"],
         "sampler": ["DynaGCSSampler"],
     },
 )

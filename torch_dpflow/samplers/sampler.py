@@ -10,7 +10,6 @@ from torch.utils.data import Sampler, get_worker_info
 from torch_dpflow.checks import check_flag, check_int, check_number
 from torch_dpflow.errors import OptionError, StateError, UsageError
 from torch_dpflow.lookahead import Lookahead
-from torch_dpflow.samplers.arguments import check_group, given_indices, length_of, own_rank
 from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.indices import (
     MAX_SEED,
@@ -20,7 +19,8 @@ from torch_dpflow.samplers.indices import (
 )
 from torch_dpflow.samplers.passes import Pass, PrivatePass, SharedPass
 from torch_dpflow.samplers.ranks import RankShares
-from torch_dpflow.samplers.registry import check_strategy
+from torch_dpflow.samplers.sampler_arguments import check_group, given_indices, length_of, own_rank
+from torch_dpflow.samplers.strategy_registry import check_strategy
 
 STATE_VERSION = 1
 #: Samples that are drawn from a group at once where the batch size is not told.

@@ -104,8 +104,8 @@ class FlowSpec(
 def check_algorithms(policy: str, strategy: str) -> None:
     """Raise OptionError unless these name a cache policy, or "none", and a sampling strategy."""
     # Imported here: the private loader imports this module and needs neither samplers nor caches.
-    from torch_dpflow.caches.registry import POLICIES
-    from torch_dpflow.samplers.registry import check_strategy
+    from torch_dpflow.caches.policy_registry import POLICIES
+    from torch_dpflow.samplers.strategy_registry import check_strategy
 
     if policy not in (*POLICIES, "none"):
         raise OptionError(f"policy={policy!r} is not one of {[*sorted(POLICIES), 'none']}")
