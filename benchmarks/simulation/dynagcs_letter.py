@@ -14,6 +14,6 @@ class DynaGCSLetterGroup(DynaGCSGroup):
     strategy = "dynagcs-letter"
 
     def _fill(self, member: Member, n: int) -> None:
-        group = group_size(self._hungry(member))
+        group = group_size(self._to_fill(member))
         for node in list(self._tree.with_job(self._bits[member.name])):
             self._give(node, group)

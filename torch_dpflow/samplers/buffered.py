@@ -1,4 +1,4 @@
-"""Groups that draw for several jobs at once and keep each one's samples in a buffer until it asks."""
+"""Groups that draw for several jobs at once and buffer each one's samples until it draws them."""
 
 from abc import abstractmethod
 from collections import deque
@@ -14,9 +14,9 @@ from torch_dpflow.samplers.member import Member
 
 
 class BufferedGroup(SamplingGroup):
-    """Every job has a set of the samples that it still has to draw, in `cells`, and a buffer of drawn samples.
+    """Every job has a set of samples that are still to be picked for it, in cells, and a buffer of picked ones.
 
-    Lookaheads give the buffer as certain and the rest as likely, weighted by how many jobs need a sample: the more
+    In lookaheads the buffer is certain and the rest likely, weighted by how many jobs need a sample: the more
     jobs need it, the sooner one of their draws may pick it.
     """
 
@@ -26,12 +26,12 @@ class BufferedGroup(SamplingGroup):
         self._rng = np.random.default_rng(self.seed)
         #: By job: its number in the cells' masks.
         self._bits: dict[str, int] = {}
-        #: By job in an epoch: drawn but not asked for yet, in order.
+        #: By job in an epoch: picked but not drawn yet, in order.
         self._buffers: dict[str, deque[int]] = {}
 
     @abstractmethod
     def _fill(self, member: Member, n: int) -> None:
-        """Put at least one sample into the member's buffer, which is to hold n; others may be served too."""
+        """Add at least one sample to the member's buffer, which needs n; others' buffers may be filled too."""
 
     def _joined(self, member: Member) -> None:
         try:
@@ -59,16 +59,16 @@ class BufferedGroup(SamplingGroup):
             self._fill(member, n)
         return Draw(np.array([buffer.popleft() for _ in range(n)], np.int64))
 
-    def _left_to_give(self, member: Member) -> int:
+    def _unpicked(self, member: Member) -> int:
         """Samples that the member needs beyond its buffer; 0 between epochs."""
         return self._cells.needed[self._bits[member.name]]
 
-    def _hungry(self, member: Member) -> list[Member]:
-        """Jobs to be served along with this one, itself first: those whose buffer holds less than a batch."""
+    def _to_fill(self, member: Member) -> list[Member]:
+        """This member, then the others whose buffers hold less than a batch."""
         others = (
             m
             for m in self._members.values()
-            if m is not member and self._left_to_give(m) and len(self._buffers[m.name]) < m.batch_size
+            if m is not member and self._unpicked(m) and len(self._buffers[m.name]) < m.batch_size
         )
         return [member, *others]
 
@@ -95,7 +95,7 @@ class BufferedGroup(SamplingGroup):
         for name, buffer in self._buffers.items():
             member = self._members[name]
             left = member.length - member.position
-            assert len(buffer) + self._left_to_give(member) == left, name
+            assert len(buffer) + self._unpicked(member) == left, name
 
     def _details(self) -> dict[str, Any]:
         return {
@@ -105,7 +105,7 @@ class BufferedGroup(SamplingGroup):
             "buffers": {name: list(buffer) for name, buffer in self._buffers.items()},
         }
 
-    def _take_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
+    def _restore_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
         cells, rng = Cells(self.size), np.random.default_rng()
         cells.load_state_dict(details["cells"])
         rng.bit_generator.state = details["rng"]

@@ -11,26 +11,26 @@ from torch_dpflow.samplers.indices import BoolArray, CompactArray, compact
 
 #: Most jobs of a group: the bits of a mask.
 MAX_MEMBERS = 64
-#: So many cells are searched as plain numbers, because a call of numpy costs as much as looking at them.
+#: Up to so many cells are searched in plain Python, because a call of numpy costs as much.
 _FEW_CELLS = 64
-#: Where a sample is: its cell and its slot there. Holds until the next sample of the cell is taken.
+#: A sample's cell and its slot there. Valid until the next sample of the cell is taken.
 CellSlot: TypeAlias = tuple[int, int]
 
 
 class Cells:
-    """The sets of what each job still needs, stored as the partition that they make of the samples.
+    """The sets of samples that jobs still need, stored as the partition of the samples that they define.
 
     Any intersection, union or difference of the jobs' sets is a union of cells, so its size is a sum over
     cells and a uniform draw from it takes two steps: a cell by its size, then a sample of the cell. A
-    cell is an array in no order, from which a sample is taken in O(1). There are never more cells than
+    cell is an unordered array, from which a sample is taken in O(1). There are never more cells than
     samples, nor than 2^jobs.
 
-    Jobs are bits: a mask with bit j set means that job j needs the cell's samples.
+    Jobs are bits: bit j of a cell's mask is set if job j needs the cell's samples.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        #: Of each cell, who needs it. Empty cells linger until the next insertion or deletion.
+        #: Of each cell, the jobs that need it. Empty cells stay until the next insertion or deletion.
         self.masks: list[int] = []
         #: Of each cell, the number of its samples.
         self.sizes: list[int] = []
@@ -42,7 +42,7 @@ class Cells:
         self._mask_array: NDArray[np.uint64] = np.empty(0, np.uint64)
 
     def insert(self, job: int, members: BoolArray) -> None:
-        """Job number `job`, which needs nothing so far, needs the samples of this mask of shape (size,)."""
+        """Job `job`, which needs nothing so far, needs the samples of this mask of shape (size,)."""
         bit = 1 << job
         rest = members.copy()
         parts: list[tuple[int, CompactArray]] = []
@@ -55,7 +55,7 @@ class Cells:
         self.needed[job] = int(np.count_nonzero(members))
 
     def delete(self, job: int) -> None:
-        """Job number `job` needs nothing any more; the cells that only its need kept apart become one."""
+        """Job `job` needs nothing any more; cells that differed only in this job are merged."""
         merged: dict[int, list[CompactArray]] = {}
         for mask, samples in self.items():
             merged.setdefault(mask & ~(1 << job), []).append(samples)
@@ -90,7 +90,7 @@ class Cells:
         return sum([sizes[cell] for cell in cells])
 
     def pick(self, cells: Iterable[int], rng: np.random.Generator) -> CellSlot:
-        """Where a sample is that is uniform over the union of these cells, which holds at least one."""
+        """The slot of a sample drawn uniformly from the union of these cells, which holds at least one."""
         sizes = self.sizes
         slot = int(rng.random() * self.samples_in(cells))
         for cell in cells:
@@ -100,7 +100,7 @@ class Cells:
         raise AssertionError("a uniform number reached 1")
 
     def pick_many(self, cells: list[int], rng: np.random.Generator, count: int) -> list[CellSlot]:
-        """`count` distinct samples, uniform over the union of these cells, which holds at least as many."""
+        """The slots of `count` distinct samples, drawn as `pick` does."""
         if count == 1:
             return [self.pick(cells, rng)]
         sizes = np.array([self.sizes[cell] for cell in cells])
@@ -111,7 +111,7 @@ class Cells:
         return [(cells[k], slot) for k, slot in zip(found.tolist(), slots.tolist())]
 
     def take(self, place: CellSlot, jobs: int) -> int:
-        """The sample in this place, which the jobs of the mask `jobs` have needed and need no more."""
+        """The sample in this slot; the jobs of the mask `jobs` no longer need it."""
         cell, slot = place
         samples = self._samples[cell]
         sample = int(samples[slot])
@@ -155,7 +155,7 @@ class Cells:
         self._mask_array = np.empty(0, np.uint64)
 
     def validate(self) -> None:
-        """AssertionError unless the cells are disjoint and the counts of what each job needs are theirs."""
+        """AssertionError unless the cells are disjoint and each job's count matches them."""
         samples = np.concatenate([np.empty(0, np.int64), *(samples for _, samples in self.items())])
         assert len(np.unique(samples)) == len(samples)
         assert 0 not in self._place
@@ -163,14 +163,14 @@ class Cells:
             assert self.needed[job] == self.samples_in(self.needed_by(1 << job)), job
 
     def state_dict(self) -> dict[str, Any]:
-        """All cells, empty ones too, because their order decides what a draw finds; as arrays of its own."""
+        """All cells in copies, empty ones too, because the order of cells determines later draws."""
         cells = [
             (mask, self._samples[place][: self.sizes[place]].copy()) for mask, place in self._place.items()
         ]
         return {"cells": cells, "needed": list(self.needed)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` of cells of the same size gave."""
+        """Restore the state of cells of the same size."""
         self.masks = [mask for mask, _ in state["cells"]]
         self.sizes = [len(samples) for _, samples in state["cells"]]
         self._place = {mask: place for place, mask in enumerate(self.masks)}

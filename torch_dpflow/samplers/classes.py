@@ -9,23 +9,20 @@ from torch_dpflow.samplers.indices import BoolArray, CompactArray
 
 
 class Partition:
-    """Which class each of `size` samples is in, for the sets that are registered.
-
-    Between them the sets' classes never mix: the set of any job is a union of classes.
-    """
+    """The class of each of `size` samples; every registered set is a union of classes."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        #: Number of classes; 1 while every registered set is the whole.
+        #: Number of classes; 1 while every registered set has all samples.
         self.count = 1
         #: Class of each sample, 0 … count-1, of the narrowest type (radix sort is for two bytes at most);
         #: None while there is one class.
         self.labels: CompactArray | None = None
-        #: Registered sets, as bitmaps, and how many jobs read each. The whole is not among them.
+        #: How many jobs read each registered set, by its bitmap; without the set of all samples.
         self._readers: dict[bytes, int] = {}
 
     def register(self, members: BoolArray | None) -> bool:
-        """Count one more reader of a set, given as a mask of shape (size,); None is the whole.
+        """Count one more reader of a set, given as a mask of shape (size,); None: all samples.
 
         Returns whether the classes changed.
         """
@@ -42,7 +39,7 @@ class Partition:
         return True
 
     def unregister(self, members: BoolArray | None) -> None:
-        """Count one reader of a set less. The classes stay until the next new set comes."""
+        """Count one reader of a set less. The classes change with the next new set only."""
         if members is not None and not members.all():
             self._readers[np.packbits(members).tobytes()] -= 1
 
@@ -66,11 +63,11 @@ class Partition:
             yield np.unpackbits(np.frombuffer(key, np.uint8), count=self.size).astype(np.bool_)
 
     def state_dict(self) -> dict[str, Any]:
-        """Sets and classes, as arrays of its own."""
+        """Sets and classes, in copies."""
         labels = None if self.labels is None else self.labels.copy()
         return {"count": self.count, "labels": labels, "readers": dict(self._readers)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` of a partition of the same size gave."""
+        """Restore the state of a partition of the same size."""
         self.count, self._readers = state["count"], dict(state["readers"])
         self.labels = None if state["labels"] is None else state["labels"].copy()

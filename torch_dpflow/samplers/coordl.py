@@ -8,11 +8,10 @@ from torch_dpflow.samplers.member import Member
 
 
 class CoorDLGroup(FixedOrderGroup):
-    """Jobs in the same epoch read the same order, which the group's seed decides; the jobs' own seeds do not.
+    """Jobs in the same epoch read the same order, which depends on the group's seed and not on the jobs' seeds.
 
     Jobs share while they are in step: same start, same speed. A job with a set of its own reads the common
-    order without the samples that it does not have, so its epoch is uniform too; CoorDL itself knows one set
-    only.
+    order without the other samples, so its epoch is uniform too; the original CoorDL has one set only.
     """
 
     strategy = "coordl"

@@ -24,7 +24,7 @@ class Directory:
         self.capacity = capacity
         #: How many of the latest loads are protected while a job needs them; set by the owner.
         self.protected = 0
-        #: For each sample, how many jobs still need it in their epochs; the owner counts.
+        #: For each sample, how many jobs still need it in their epochs; counted by the owner.
         self.needed = np.zeros(size, np.uint16)
         self._held = np.zeros(size, np.bool_)
         self._residents = 0
@@ -32,7 +32,7 @@ class Directory:
         self._loaded = np.zeros(size, np.int64)
         #: Loads so far.
         self._loads = 0
-        #: Loads in order, samples and numbers side by side; those that are not resident any more linger.
+        #: Samples and numbers of loads, in order; those of evicted samples stay until `_compact`.
         self._samples = np.empty(0, compact(size))
         self._numbers = np.empty(0, np.int64)
         self._length = 0
@@ -47,9 +47,9 @@ class Directory:
         return self._held[samples]
 
     def load(self, samples: CompactArray) -> BoolArray:
-        """Record that these distinct samples are read anew, in this order; all count as the latest loads.
+        """Record that these distinct samples are read, in this order; all count as the latest loads.
 
-        Returns which of them were not resident, so have to be loaded. `shrink` is to follow.
+        Returns which of them are not resident, so have to be loaded. Call `shrink` next.
         """
         absent = ~self._held[samples]
         numbers = np.arange(self._loads, self._loads + len(samples))
@@ -61,18 +61,18 @@ class Directory:
         return absent
 
     def finished(self, samples: CompactArray) -> None:
-        """Among these distinct samples, which somebody just read, find those that nobody needs any more."""
+        """Of these distinct samples, which were just read, note the residents that no job needs any more."""
         done = samples[(self.needed[samples] == 0) & self._held[samples]]
         if len(done):
             self._finished.append(done)
 
     def needs_changed(self) -> None:
-        """Call when `needed` grew, as when an epoch starts: victims are selected anew."""
+        """`needed` has grown, as when an epoch starts: select victims anew."""
         self._finished = []
         self._victims, self._chosen_as = self._victims[:0], self._chosen_as[:0]
 
     def shrink(self) -> CompactArray:
-        """Evict what is beyond the capacity, and return it."""
+        """Evict the samples beyond the capacity and return them."""
         gone = [self._samples[:0]]
         while (excess := self._residents - self.capacity) > 0:
             if self._finished:
@@ -134,7 +134,7 @@ class Directory:
         self._length = kept
 
     def validate(self) -> None:
-        """AssertionError unless the residents are those of the load order, and there is room for them."""
+        """AssertionError unless the residents match the load order and fit the capacity."""
         self._compact()
         listed = self._samples[: self._length]
         assert np.array_equal(np.sort(listed), np.flatnonzero(self._held))
@@ -142,7 +142,7 @@ class Directory:
         assert (np.diff(self._numbers[: self._length]) > 0).all()
 
     def state_dict(self) -> dict[str, Any]:
-        """Residents, counts and who goes next, as arrays of their own."""
+        """Residents, counts and the next victims, in copies."""
         self._compact()
         return {
             "protected": self.protected,
@@ -156,7 +156,7 @@ class Directory:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` of a directory of the same size and capacity gave."""
+        """Restore the state of a directory of the same size and capacity."""
         self.protected, self._loads = state["protected"], state["loads"]
         self.needed = state["needed"].copy()
         self._samples, self._numbers = state["samples"].copy(), state["numbers"].copy()

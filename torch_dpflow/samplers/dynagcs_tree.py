@@ -1,6 +1,6 @@
-"""DynaGCS as the thesis has it (3.4.4): top-down sampling from an intersection tree.
+"""DynaGCS of the thesis (3.4.4): top-down sampling from an intersection tree.
 
-It shares well, but is not uniform where sets overlap in part: what is shared comes first. The shared log does
+It shares well, but is not uniform where sets overlap in part: shared samples come first. The shared log does
 the same work without that fault.
 """
 
@@ -13,13 +13,13 @@ from torch_dpflow.samplers.member import Member
 
 
 class DynaGCSGroup(BufferedGroup):
-    """Algorithm 3.11 in the reading that serves its purpose: a round ends with the batch. At most 64 jobs.
+    """Algorithm 3.11, interpreted so that a round ends with the batch. At most 64 jobs.
 
-    Only nodes all of whose jobs can take samples are sampled from, and only until the asking job's buffer
-    holds what it asks for. Taken word for word (`benchmarks/simulation/dynagcs_letter.py`), buffers grow, jobs that
-    are served by turns drift apart, and much is loaded for few.
+    It samples only from nodes of which every job has room in its buffer, and only until the drawing job's buffer
+    holds its batch. In the literal interpretation (`benchmarks/simulation/dynagcs_letter.py`) buffers grow, jobs that
+    are served in turns diverge, and many samples are loaded for few jobs.
 
-    Cost: O(jobs² * cells) for a round, which gives the job that asks at least one sample; O(size) for the
+    Cost: O(jobs² * cells) for a round, which gives the drawing job at least one sample; O(size) for the
     start of an epoch.
     """
 
@@ -50,17 +50,17 @@ class DynaGCSGroup(BufferedGroup):
         self._speeds.update((self._bits[name], member.speed) for name, member in self._members.items())
 
     def _fill(self, member: Member, n: int) -> None:
-        hungry = self._hungry(member)
-        group, room = group_size(hungry), sum(1 << self._bits[m.name] for m in hungry)
+        served = self._to_fill(member)
+        group, can_take = group_size(served), sum(1 << self._bits[m.name] for m in served)
         buffer = self._buffers[member.name]
         for node in list(self._tree.with_job(self._bits[member.name])):
             if len(buffer) >= n:
                 return
-            if not node & ~room:
-                self._give(node, min(group, n - len(buffer)))
+            if not node & ~can_take:
+                self._sample(node, min(group, n - len(buffer)))
 
-    def _give(self, node: int, count: int) -> None:
-        """Sample up to `count` of what all jobs of the node need into their buffers."""
+    def _sample(self, node: int, count: int) -> None:
+        """Sample up to `count` of the samples that all jobs of the node need into their buffers."""
         cells = self._cells.needed_by(node)
         count = min(count, self._cells.samples_in(cells))
         if not count:
@@ -79,13 +79,13 @@ class DynaGCSGroup(BufferedGroup):
             "nodes": {count: list(level) for count, level in self._tree.nodes.items()}
         }
 
-    def _take_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
+    def _restore_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
         nodes = {count: list(level) for count, level in details["nodes"].items()}
-        super()._take_details(members, details)
+        super()._restore_details(members, details)
         self._tree = IntersectionTree(self._cells, self._speeds)
         self._tree.nodes = nodes
 
 
-def group_size(hungry: list[Member]) -> int:
+def group_size(served: list[Member]) -> int:
     """How many samples a round takes from a node: half of the smallest batch (eq. 3-8), at least one."""
-    return max(1, min(member.batch_size for member in hungry) // 2)
+    return max(1, min(member.batch_size for member in served) // 2)

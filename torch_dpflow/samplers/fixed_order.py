@@ -12,13 +12,13 @@ from torch_dpflow.samplers.member import Member
 
 
 class FixedOrderGroup(SamplingGroup):
-    """A subclass defines the order; this draws from it, and gives caches all of it and of the next epoch's."""
+    """A subclass defines the order; lookaheads have all of it, and the next epoch's."""
 
     def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
         super().__init__(size, capacity=capacity, seed=seed)
-        #: By job: the order of its epoch, what it had read before a resume in front.
+        #: By job: the order of its epoch, beginning with what it had read before a resume.
         self._orders: dict[str, CompactArray] = {}
-        #: By job: an epoch's number and its order, drawn for a lookahead and kept for when that epoch begins.
+        #: By job: an epoch's number and its order, drawn for a lookahead and kept until that epoch begins.
         self._next_orders: dict[str, tuple[int, CompactArray]] = {}
 
     @abstractmethod
@@ -55,7 +55,7 @@ class FixedOrderGroup(SamplingGroup):
     def _details(self) -> dict[str, Any]:
         return {"orders": {name: order.copy() for name, order in self._orders.items()}}
 
-    def _take_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
+    def _restore_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
         self._orders = {name: order.copy() for name, order in details["orders"].items()}
         self._next_orders = {}
 

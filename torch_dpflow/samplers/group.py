@@ -1,7 +1,7 @@
 """The contract of a sampling group: jobs that read overlapping samples and get one order each.
 
-A group is pure: no clock, thread or socket. Time enters as an argument, chance as a seed; the same calls give
-the same draws. It is not thread-safe: one thread at a time may call it.
+A group is pure: no clock, thread or socket. Time is an argument, and random numbers come from seeds, so the same
+calls give the same draws. It is not thread-safe: one thread at a time may call it.
 """
 
 from abc import ABC, abstractmethod
@@ -30,25 +30,25 @@ _NOTHING: IndexArray = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class Draw:
-    """What one call of `SamplingGroup.draw` decided for one job.
+    """The result of `SamplingGroup.draw` for one job.
 
-    A directory says what is resident once all draws so far are loaded. Whoever draws ahead of delivery
-    keeps what it has drawn until it is delivered, also if another draw gives it up meanwhile.
+    A directory lists what is resident once all draws so far are loaded. A caller that draws ahead of delivery
+    has to keep drawn samples until they are delivered, even if another draw evicts them meanwhile.
     """
 
     #: Sample numbers in the order in which the job reads them; shape (n,).
     indices: IndexArray
-    #: True where the sample has to be loaded, False where it is resident; shape (n,). None where the strategy
-    #: keeps no directory of residents, so that the cache policy decides.
+    #: True where the sample has to be loaded, False where it is resident; shape (n,). None if the strategy
+    #: has no directory of residents, so that the cache policy decides.
     led: BoolArray | None = None
     #: Samples that the directory evicts once this draw is loaded; shape (m,).
     evicted: IndexArray = field(default_factory=lambda: _NOTHING)
 
 
 class SamplingGroup(ABC):
-    """Jobs over the samples 0 … size-1, and who reads what next.
+    """Decides which of the samples 0 … size-1 each of several jobs reads next.
 
-    A job's life is ``join``, then for every epoch ``start_epoch`` and ``draw`` until nothing is left, then
+    A job calls ``join``, then for every epoch ``start_epoch`` and ``draw`` until nothing is left, then
     ``leave``. Every epoch that is drawn to its end is a permutation of the job's set, whatever the other jobs
     do meanwhile. A call that raises leaves the group as it was.
 
@@ -56,10 +56,10 @@ class SamplingGroup(ABC):
         size: number of samples that the jobs choose from; at least 1.
         capacity: number of samples that the caches together may hold, at least 1; None: a tenth of them. Only
             strategies with a directory use it.
-        seed: decides whatever the group itself draws by chance.
+        seed: of the group's own random numbers.
     """
 
-    #: The name in the registry.
+    #: Its name in `STRATEGIES`.
     strategy: ClassVar[str]
 
     def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
@@ -91,11 +91,11 @@ class SamplingGroup(ABC):
         """Register a job and its set; None means every sample. It draws nothing before `start_epoch`.
 
         Args:
-            seed: with the epoch it decides the job's private permutation, as torch's DistributedSampler does.
+            seed: determines, with the epoch, the job's private permutation, as in torch's DistributedSampler.
             batch_size: samples that the job consumes at once.
             speed: samples per second, where known; see `set_speed`.
             independence: share of the picks, 0 to 1, that ignore what others have loaded.
-            named: whether the name says who the job is; False where it was drawn, and its set says it.
+            named: whether the name identifies the job; False for a random name: its set identifies the job then.
 
         Raises:
             UsageError: the job is a member already.
@@ -121,7 +121,7 @@ class SamplingGroup(ABC):
         self._joined(member)
 
     def leave(self, job: str) -> None:
-        """Forget a job that ended or died, at any time; nobody else's epoch is touched.
+        """Forget a job that ended or died, at any time; other jobs' epochs do not change.
 
         Raises:
             UsageError: the job is no member.
@@ -134,7 +134,7 @@ class SamplingGroup(ABC):
         """Begin the job's epoch, dropping what was left of the one that it was in.
 
         Args:
-            epoch: its number, which with the job's seed decides the private permutation.
+            epoch: its number, which with the job's seed determines the private permutation.
             done: samples that the job has read in this epoch already (a resume); they are not drawn again.
 
         Raises:
@@ -151,7 +151,7 @@ class SamplingGroup(ABC):
     # -- drawing ---------------------------------------------------------------------------------------------
 
     def draw(self, job: str, n: int, now: float | None = None) -> Draw:
-        """Decide the job's next `n` samples; fewer, finally none, at the end of its epoch.
+        """The job's next `n` samples; fewer, finally none, at the end of its epoch.
 
         Args:
             now: seconds on any steady clock, from which the job's speed is measured.
@@ -174,7 +174,7 @@ class SamplingGroup(ABC):
         return drawn
 
     def next(self, job: str, n: int, now: float | None = None) -> IndexArray:
-        """The indices of `draw`, for callers without use for the rest."""
+        """The indices of `draw` alone."""
         return self.draw(job, n, now).indices
 
     def remaining(self, job: str) -> int:
@@ -218,7 +218,7 @@ class SamplingGroup(ABC):
     # -- state -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on exactly here, as plain data and arrays of its own. No side effect."""
+        """Everything needed to continue exactly from here, as plain data and copies of arrays. No side effect."""
         return {
             "version": STATE_VERSION,
             "strategy": self.strategy,
@@ -230,7 +230,7 @@ class SamplingGroup(ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up the state of a group of the same strategy, size and capacity, members included.
+        """Restore the state of a group of the same strategy, size and capacity, members included.
 
         Raises:
             StateError: it is another strategy's or another group's, or it is damaged.
@@ -241,7 +241,7 @@ class SamplingGroup(ABC):
                 Member(**{f.name: entry[f.name] for f in fields(Member)}) for entry in state["members"]
             ]
             restored = {member.name: member for member in members}
-            self._take_details(restored, state["details"])
+            self._restore_details(restored, state["details"])
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise StateError(f"the state of the sampling group is damaged: {error!r}") from error
         self._members, self.seed = restored, state["seed"]
@@ -263,7 +263,7 @@ class SamplingGroup(ABC):
 
     @abstractmethod
     def _left(self, member: Member) -> None:
-        """`member` is about to be forgotten."""
+        """`member` is about to be removed."""
 
     @abstractmethod
     def _started(self, member: Member, epoch: int, done: IndexArray) -> None:
@@ -271,14 +271,14 @@ class SamplingGroup(ABC):
 
     @abstractmethod
     def _draw(self, member: Member, n: int) -> Draw:
-        """Exactly `n` of the samples that are left, n >= 1; the caller moves `member.position`."""
+        """Exactly `n` of the samples that are left, n >= 1; the caller advances `member.position`."""
 
     @abstractmethod
     def _lookahead(self, member: Member, epoch: int) -> Lookahead:
         """See `lookahead`."""
 
     def _resized(self) -> IndexArray:
-        """See `resize`; `capacity` has changed, which is nothing to strategies without a directory."""
+        """See `resize`; `capacity` has changed, which strategies without a directory ignore."""
         return _NOTHING
 
     @abstractmethod
@@ -290,8 +290,8 @@ class SamplingGroup(ABC):
         """The strategy's part of `state_dict`, sharing no array with the group."""
 
     @abstractmethod
-    def _take_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
-        """Take up what `_details` gave, for these members; changes nothing if it raises."""
+    def _restore_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
+        """Restore what `_details` returned, for these members; changes nothing if it raises."""
 
     # -- checks ----------------------------------------------------------------------------------------------
 

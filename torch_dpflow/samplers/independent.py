@@ -1,4 +1,4 @@
-"""Every job for itself: torch's own orders, side by side."""
+"""Jobs that share nothing: each reads torch's own order."""
 
 from torch_dpflow.samplers.fixed_order import FixedOrderGroup
 from torch_dpflow.samplers.indices import CompactArray

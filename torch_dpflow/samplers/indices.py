@@ -51,7 +51,7 @@ def check_indices(
 
 
 def _is_tensor(indices: object) -> TypeGuard[torch.Tensor]:
-    # Who has a tensor has torch; a service has neither.
+    # A caller with a tensor has imported torch; services must not import it for this check.
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(indices, torch.Tensor)
 
@@ -84,7 +84,7 @@ def compact(size: int) -> type[np.signedinteger[Any]]:
 
 def permutation(length: int, seed: int, epoch: int) -> CompactArray:
     """What torch's RandomSampler and DistributedSampler draw for a generator seeded with `seed + epoch`."""
-    import torch  # a router that has no job yet does without
+    import torch  # here, because a router that has no job yet does not need it
 
     generator = torch.Generator()
     generator.manual_seed(seed + epoch)

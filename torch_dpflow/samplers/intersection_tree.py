@@ -8,14 +8,14 @@ from torch_dpflow.samplers.cells import Cells, bits_of
 
 
 class IntersectionTree:
-    """Sets of jobs, by level: on level l are nodes of l + 1 jobs, each standing for what all of them need.
+    """Sets of jobs, by level: on level l are nodes of l + 1 jobs; a node stands for the samples that all of them need.
 
     Every level keeps at most as many nodes as there are jobs, those of the highest contribution, so the tree
     has O(jobs²) nodes instead of 2^jobs. A node is a mask of job numbers, as in `Cells`.
 
     Args:
-        cells: what the jobs need; read only.
-        speeds: samples per second of each job number, None where not known. Read whenever nodes are weighed.
+        cells: the samples that jobs need; read only.
+        speeds: samples per second of each job number, None where not known; read for each contribution.
     """
 
     def __init__(self, cells: Cells, speeds: Mapping[int, float | None]) -> None:
@@ -30,12 +30,12 @@ class IntersectionTree:
         return tuple(job for leaf in self.nodes.get(1, ()) for job in bits_of(leaf))
 
     def insert(self, job: int) -> None:
-        """A job starts an epoch: it joins every node anew, and the nodes of least contribution go."""
+        """A job starts an epoch: add it to a copy of every node, and drop the nodes of least contribution."""
         bit = 1 << job
         self._regroup([bit, *self._all(), *(node | bit for node in self._all())])
 
     def remove(self, job: int) -> None:
-        """A job ends its epoch or leaves: its nodes go on without it, unless only one job would be left."""
+        """A job ends its epoch or leaves: remove it from its nodes, and drop those that would have one job left."""
         bit = 1 << job
         self._regroup(node & ~bit for node in self._all() if not node & bit or (node & ~bit).bit_count() > 1)
 
@@ -45,7 +45,7 @@ class IntersectionTree:
             yield from [node for node in self.nodes[count] if node >> job & 1]
 
     def contribution(self, node: int) -> float:
-        """How much a node is worth: the size of what is shared over the sizes of the sets, times the
+        """A node's contribution: the size of the shared set over the sum of the sets' sizes, times the
         likeness of the speeds (eq. 3-6)."""
         jobs = list(bits_of(node))
         total = sum(self._cells.needed[job] for job in jobs)
@@ -70,7 +70,7 @@ class IntersectionTree:
 def speed_likeness(speeds: Sequence[float | None]) -> float:
     """exp(-s), with s the standard deviation of the speeds over their mean: 1 for equal speeds (eq. 3-7).
 
-    A speed that is not known counts as the mean of those that are.
+    An unknown speed counts as the mean of the known ones.
     """
     known = np.array([speed for speed in speeds if speed is not None])
     if not len(known):

@@ -6,7 +6,7 @@ from torch_dpflow.samplers.sampling_tree import sample_round
 
 
 class JoaderGroup(BufferedGroup):
-    """When a job runs dry, rounds of the sampling tree serve it and all jobs that have room for more.
+    """When a job's buffer is short, rounds of the sampling tree fill it and those that hold less than a batch.
 
     Jobs share while they have about equally many samples left, because the ratio of what two jobs have
     left is the probability that the second follows the first. Each epoch of each job is uniform. At most
@@ -18,6 +18,6 @@ class JoaderGroup(BufferedGroup):
     strategy = "joader"
 
     def _fill(self, member: Member, n: int) -> None:
-        served = {self._bits[m.name]: self._buffers[m.name] for m in self._hungry(member)}
+        served = {self._bits[m.name]: self._buffers[m.name] for m in self._to_fill(member)}
         for bit, sample in sample_round(self._cells, list(served), self._rng).items():
             served[bit].append(sample)

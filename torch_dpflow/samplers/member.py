@@ -1,4 +1,4 @@
-"""What a sampling group knows of one job, whatever the strategy."""
+"""A sampling group's record of one job, for every strategy."""
 
 import hashlib
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _SPEED_WEIGHT = 0.2
 
 @dataclass(kw_only=True)
 class Member:
-    """One job: what it asked for when it joined, and where it is."""
+    """One job: its arguments of `join`, and its position."""
 
     name: str
     #: Its set in the order given; None: every sample of the group.
@@ -23,20 +23,20 @@ class Member:
     seed: int
     batch_size: int
     independence: float
-    #: Whether `name` says who the job is; else its set does.
+    #: Whether `name` identifies the job; else its set does.
     named: bool = True
-    #: Samples per second as told or measured; None until then.
+    #: Samples per second, set or measured; None until then.
     speed: float | None = None
     #: None before the first epoch.
     epoch: int | None = None
     #: Samples of this epoch that were drawn; `length` when it is over.
     position: int = 0
-    #: When it drew last, on the caller's clock, and how many samples.
+    #: The time of its latest draw, by the caller's clock, and how many samples it drew then.
     drew_at: float | None = None
     drew: int = 0
 
     def measure(self, n: int, now: float) -> None:
-        """Measure its speed: it draws `n` samples at `now`, and has consumed what it drew before."""
+        """Measure its speed: it draws `n` samples at `now`, and has consumed those drawn before."""
         if self.drew_at is None or now > self.drew_at:
             if self.drew_at is not None:
                 latest = self.drew / (now - self.drew_at)
@@ -54,16 +54,16 @@ class Member:
         return self._taken(permutation(self.length, self.seed, epoch))
 
     def own_order(self, epoch: int) -> CompactArray:
-        """A private permutation that no other job has, whatever its seed: who it is decides it too."""
-        return self._taken(self.own_chance(epoch).permutation(self.length).astype(compact(self.length)))
+        """A private permutation that no other job has, not even one of the same seed."""
+        return self._taken(self.own_rng(epoch).permutation(self.length).astype(compact(self.length)))
 
-    def own_chance(self, *what: int) -> np.random.Generator:
-        """A generator of the job's own: decided by its seed, who it is, and `what` it draws for."""
+    def own_rng(self, *what: int) -> np.random.Generator:
+        """The job's own generator, seeded with its seed, its identity and `what` it draws for."""
         key = hashlib.blake2b(repr((self.seed, self._identity(), *what)).encode(), digest_size=16).digest()
         return np.random.default_rng(int.from_bytes(key, "little"))
 
     def reads_as(self, other: "Member") -> bool:
-        """Whether both read one set in one order given."""
+        """Whether both have the same samples, given in the same order."""
         if self.indices is None or other.indices is None:
             return self.indices is other.indices
         return np.array_equal(self.indices, other.indices)

@@ -1,4 +1,4 @@
-"""Passes of a sampler: one iteration over an epoch, alone or in a group, and where it stands."""
+"""Passes of a sampler: iterations over one epoch, alone or in a group, and their position."""
 
 from abc import ABC, abstractmethod
 from base64 import b64decode, b64encode
@@ -14,13 +14,13 @@ from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.indices import CompactArray, IndexArray
 from torch_dpflow.samplers.ranks import GlobalBatches, RankShares, rank_slice
 
-#: Indices that become Python integers at once: enough to make that cheap, few enough to keep memory low.
+#: Indices that are converted to Python integers at once: many, which is cheap, but not all, which takes memory.
 _CHUNK = 4096
 _NOTHING: IndexArray = np.empty(0, np.int64)
 
 
 class Pass(ABC):
-    """One rank's way through one epoch; `position` counts what it has yielded, from the epoch's beginning."""
+    """One rank's iteration over one epoch; `position` counts the samples yielded since the epoch's beginning."""
 
     def __init__(self, epoch: int, position: int) -> None:
         self.epoch = epoch
@@ -34,15 +34,15 @@ class Pass(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[int]:
-        """What is left, from `position` on."""
+        """The samples from `position` on."""
 
     @abstractmethod
     def shared_state(self, consumed: int) -> dict[str, Any] | None:
-        """What it takes besides the position to go on after `consumed` samples; None: nothing."""
+        """What is needed besides the position to continue after `consumed` samples; None: nothing."""
 
     @abstractmethod
     def lookahead(self) -> Lookahead:
-        """What is known of the samples that it has not yielded yet."""
+        """The lookahead from `position` on."""
 
 
 class PrivatePass(Pass):
@@ -67,9 +67,9 @@ class PrivatePass(Pass):
 
 
 class SharedPass(Pass):
-    """A pass over what a group draws, one global batch after another.
+    """A pass over the global batches that a group draws.
 
-    Every rank has the group at hand and draws all of a global batch; it yields its own slice.
+    Every rank has a copy of the group and draws each global batch as a whole; it yields its own slice.
     """
 
     def __init__(
@@ -93,16 +93,16 @@ class SharedPass(Pass):
             group, job, shares, batch_size, position=resumed.drawn, head=resumed.head
         )
         self._done = resumed.done
-        #: Where this rank's record begins, and what it was given since, in order.
+        #: The position at which this rank's record begins, and its slices since then, in order.
         self._recorded_from = position
         self._record: list[IndexArray] = [resumed.pending]
-        #: What all ranks were given since.
+        #: The global batches since then.
         self._drawn: list[IndexArray] = []
-        #: Why it was ended; None while it was not.
+        #: Why the pass was ended; None if it was not.
         self._ended: str | None = None
 
     def end(self, why: str) -> None:
-        """End this pass; whoever goes on iterating gets a UsageError that says `why`."""
+        """End this pass: iterating it further raises UsageError with the text `why`."""
         self._ended = why
 
     def __iter__(self) -> Iterator[int]:
@@ -121,7 +121,7 @@ class SharedPass(Pass):
             self._record.append(part)
 
     def shared_state(self, consumed: int) -> dict[str, Any] | None:
-        """What the job has drawn, and what of it this rank has not consumed."""
+        """The samples that the job has drawn, and those of them that this rank has not consumed."""
         if consumed < self._recorded_from:
             raise StateError(
                 f"consumed={consumed} is before sample {self._recorded_from}, at which this pass was resumed"
@@ -139,21 +139,21 @@ class SharedPass(Pass):
         }
 
     def lookahead(self) -> Lookahead:
-        """What was drawn but not yielded, then what the group tells; of one rank of several, where it is.
+        """Samples drawn but not yielded, then the group's lookahead; for one of several ranks only the position.
 
-        Which rank gets what of a global batch is not known before it is drawn.
+        A rank's slice of a global batch is not known before the batch is drawn.
         """
         if self._replicas > 1:
             return Lookahead(epoch=self.epoch, length=self._length, position=self.position)
-        told = self._group.lookahead(self._job)
+        ahead = self._group.lookahead(self._job)
         pending = np.concatenate(self._record)[self.position - self._recorded_from :]
         return replace(
-            told, position=told.position - len(pending), certain=np.concatenate([pending, told.certain])
+            ahead, position=ahead.position - len(pending), certain=np.concatenate([pending, ahead.certain])
         )
 
 
 class _ResumedPass:
-    """A shared pass's state, checked: what was drawn, the epoch's first samples, what is to be yielded."""
+    """The checked state of a shared pass: samples drawn, the epoch's first samples, samples to be yielded."""
 
     def __init__(self, drawn: int, done: IndexArray, head: IndexArray, pending: IndexArray) -> None:
         self.drawn, self.done, self.head, self.pending = drawn, done, head, pending
@@ -177,7 +177,7 @@ class _ResumedPass:
 
 
 def _encode(samples: IndexArray, size: int) -> str:
-    """A set of samples as text: one bit for each that there could be."""
+    """A set of samples as text: one bit for each of the `size` samples."""
     mask = np.zeros(size, np.bool_)
     mask[samples] = True
     return b64encode(np.packbits(mask).tobytes()).decode("ascii")

@@ -1,4 +1,4 @@
-"""One epoch for several ranks (DDP): how long each rank's part is, and who gets what."""
+"""One epoch for several ranks (DDP): the length of each rank's part, and the samples in it."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _NOTHING: IndexArray = np.empty(0, np.int64)
 class RankShares:
     """How an epoch of `length` samples is made even for `replicas` ranks: DistributedSampler's rule.
 
-    With `drop_last` the tail goes; otherwise the order is repeated from its start until it is even.
+    With `drop_last` the tail is dropped; otherwise the order is repeated from its start until it is even.
     """
 
     length: int
@@ -34,7 +34,7 @@ class RankShares:
         return self.per_rank * self.replicas
 
     def of(self, order: CompactArray, rank: int) -> CompactArray:
-        """One rank's part of an order: every `replicas`-th sample, as DistributedSampler deals them."""
+        """One rank's part of an order: every `replicas`-th sample, as in DistributedSampler."""
         even = np.resize(order, self.total) if self.total > len(order) else order[: self.total]
         part: CompactArray = even[rank :: self.replicas]
         return part
@@ -45,8 +45,8 @@ class GlobalBatches:
 
     Args:
         batch_size: samples for each rank.
-        position: samples, of all ranks, that were drawn before; the group has been told of them.
-        head: the first of the epoch, as `head` gave them then; needed to fill up an uneven end.
+        position: samples, of all ranks, that were drawn before; the group's epoch was started with them.
+        head: the epoch's first samples, from `head` at that time; needed to fill up an uneven end.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class GlobalBatches:
         self._job = job
         self._shares = shares
         self._batch_size = batch_size
-        #: Samples of the epoch that were drawn, those that fill it up included.
+        #: Samples of the epoch that were drawn, including those that fill it up.
         self.position = position
         #: Its first samples, at most one for each rank.
         self.head = head
@@ -89,10 +89,7 @@ def rank_slice(batch: IndexArray, rank: int, replicas: int) -> IndexArray:
 
 
 class RankSlices:
-    """One draw for all ranks of a job: the first to ask draws a global batch, the others get their slices.
-
-    For whoever serves the ranks of a job from one place. Slices wait until their ranks ask.
-    """
+    """Slices for all ranks of a job from one place: a rank without slices causes a draw, which gives each rank one."""
 
     def __init__(self, batches: GlobalBatches, replicas: int) -> None:
         self._batches = batches

@@ -23,7 +23,7 @@ from torch_dpflow.samplers.sampler_arguments import check_group, given_indices, 
 from torch_dpflow.samplers.strategy_registry import check_strategy
 
 STATE_VERSION = 1
-#: Samples that are drawn from a group at once where the batch size is not told.
+#: Samples that are drawn from a group at once if no batch size is given.
 _DRAWN_AT_ONCE = 64
 _LEFT = "the sampler has left its group; make a new one to join again"
 _SUPERSEDED = (
@@ -36,12 +36,12 @@ class DynaGCSSampler(Sampler[int]):
     """Random order without repetition; in a group, one that reads what other jobs have just loaded.
 
     Alone it is torch's sampler: the order of an epoch is ``torch.randperm`` of a generator seeded with
-    ``seed + epoch``. With `num_replicas` or an initialised torch.distributed it has DistributedSampler's
-    contract to the letter: padding, `drop_last`, `set_epoch`. Without, it has RandomSampler's: every
-    iteration that is read is a new epoch, and `set_epoch` says which one is next.
+    ``seed + epoch``. With `num_replicas` or an initialised torch.distributed it follows DistributedSampler's
+    contract exactly: padding, `drop_last`, `set_epoch`. Otherwise it follows RandomSampler's: every
+    iteration that is read is a new epoch, and `set_epoch` sets the next one.
 
     In a group it is a job of its own. Its epochs are permutations of its set too, uniform ones under the
-    default strategy, but which one depends on what the other jobs do meanwhile. Ranks get consecutive
+    default strategy, but they depend on what the other jobs do meanwhile. Ranks get consecutive
     slices of each global batch; each rank's process has a copy of the group and draws the whole batch, so
     the ranks agree as long as they make the same calls.
 
@@ -53,9 +53,9 @@ class DynaGCSSampler(Sampler[int]):
         group: the jobs to share with, `sampling_group(...)`; None: alone.
         batch_size: samples that a rank takes at once; used in a group, where None draws 64 at a time.
         num_replicas: number of ranks; by default torch.distributed's, if it is initialised, else 1.
-        rank: which of them this is; by default torch.distributed's, if it is initialised, else 0.
+        rank: this rank; by default torch.distributed's, if it is initialised, else 0.
         shuffle: False reads the indices in the order given; not in a group.
-        seed: decides the order; in a group together with the job's name. Seeds of one group may be equal.
+        seed: determines the order; in a group together with the job's name. Seeds of one group may be equal.
         drop_last: leave out the tail that does not divide evenly among the ranks, instead of repeating
             samples.
         strategy: how the group shares; must be the group's. Without a group nothing is shared.
@@ -93,11 +93,11 @@ class DynaGCSSampler(Sampler[int]):
         self.independence = check_number("independence", independence, minimum=0, maximum=1)
         self.strategy = check_strategy(strategy)
         self._epoch = 0
-        #: The iteration that `state_dict` speaks of; None: the next one is to begin an epoch or to resume.
+        #: The iteration that `state_dict` describes; None: the next one begins an epoch or resumes one.
         self._latest: Pass | None = None
         #: Position and shared state that were loaded, until the next iteration.
         self._resume: tuple[int, dict[str, Any] | None] | None = None
-        #: What draws from the group; its iterator may live on after `_latest` is forgotten.
+        #: The pass that draws from the group; its iterator may still be in use after `_latest` is reset.
         self._running: SharedPass | None = None
         self.group = group
         self._job: str | None = None if group is None else self._join(group)
@@ -109,7 +109,7 @@ class DynaGCSSampler(Sampler[int]):
 
     @property
     def epoch(self) -> int:
-        """The epoch under way; before the first iteration, and after `set_epoch`, the next one."""
+        """The running epoch; before the first iteration, and after `set_epoch`, the next one."""
         return self._epoch
 
     @property
@@ -137,7 +137,7 @@ class DynaGCSSampler(Sampler[int]):
         return self._shares.per_rank
 
     def __iter__(self) -> Iterator[int]:
-        """Begin an epoch, or go on in the one whose state was loaded.
+        """Begin an epoch, or continue the one whose state was loaded.
 
         Raises:
             UsageError: the sampler has left its group.
@@ -149,7 +149,7 @@ class DynaGCSSampler(Sampler[int]):
         return self._from_first_draw()
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration reads this epoch. A position that was loaded stays if it is of the same epoch.
+        """Have the next iteration read this epoch. A loaded position stays if it is of the same epoch.
 
         Raises:
             OptionError: `epoch` is negative or too large.
@@ -160,30 +160,30 @@ class DynaGCSSampler(Sampler[int]):
         self._epoch, self._latest = epoch, None
 
     def leave(self) -> None:
-        """Leave the group, which then reckons with this job no more. May be called twice."""
+        """Leave the group. May be called twice."""
         if self.group is not None and self._job is not None:
             self.group.leave(self._job)
             self._job = None
             self._end_running(_LEFT)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """Where the sampler is, as plain data; no side effect. O(1) alone, O(samples) in a group.
+        """The sampler's position as plain data; no side effect. O(1) alone, O(samples) in a group.
 
         Args:
-            consumed: how many of the epoch's samples this rank has used, where a loader draws ahead of
-                what it delivers; None: all that were yielded.
+            consumed: how many of the epoch's samples this rank has used, for a loader that draws ahead of
+                delivery; None: all that were yielded.
 
         Raises:
             OptionError: `consumed` is below 0, or more than were yielded.
         """
-        position, shared = self._standing(consumed)
+        position, shared = self._position(consumed)
         return self._identity() | {"epoch": self._epoch, "position": position, "shared": shared}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a sampler with the same arguments was: the next iteration yields the rest of its epoch.
+        """Restore the position of a sampler with the same arguments: the next iteration yields the rest of its epoch.
 
-        Where nothing is left of that epoch, the next iteration is a whole one. In a group, what was drawn
-        but not consumed comes first, then whatever the job has not read yet.
+        If nothing is left of that epoch, the next iteration is a whole one. In a group, samples drawn
+        but not consumed come first, then those that the job has not read yet.
 
         Raises:
             StateError: the state is of other data, or other arguments; or it is damaged.
@@ -195,16 +195,16 @@ class DynaGCSSampler(Sampler[int]):
     def lookahead(self) -> Lookahead | None:
         """What this rank reads next, for a cache in the process that draws. Draws nothing.
 
-        Alone, the whole order, and the next epoch's too unless `set_epoch` decides which that is. In a
-        group, what the group can tell; for one rank of several, only how much is left. None, which is
-        nothing: after `leave`, and in a worker, whose copy of the sampler draws nothing.
+        Alone, the whole order, and the next epoch's too unless `set_epoch` sets that. In a
+        group, the group's lookahead; for one of several ranks, only how much is left. None
+        after `leave`, and in a worker, whose copy of the sampler draws nothing.
         """
         if get_worker_info() is not None or (self.group is not None and self._job is None):
             return None
         if self.group is not None:
             return self._upcoming_in_group() if self._latest is None else self._latest.lookahead()
-        told = (self._latest or self._begin(*self._upcoming())).lookahead()
-        return told if self._is_distributed else replace(told, following=self._part(told.epoch + 1))
+        ahead = (self._latest or self._begin(*self._upcoming())).lookahead()
+        return ahead if self._is_distributed else replace(ahead, following=self._part(ahead.epoch + 1))
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -214,11 +214,11 @@ class DynaGCSSampler(Sampler[int]):
         return self._latest
 
     def _from_first_draw(self) -> Iterator[int]:
-        """An epoch that begins with its first sample, as RandomSampler's: torchdata makes iterators and reads none."""
+        """An epoch that begins with its first draw, as RandomSampler's: torchdata makes iterators and reads none."""
         yield from self._next_pass()
 
     def _upcoming(self) -> tuple[int, int, dict[str, Any] | None]:
-        """Epoch, position and shared state with which the next iteration is to begin."""
+        """Epoch, position and shared state with which the next iteration begins."""
         if self._latest is not None and not self._latest.begun:
             return self._epoch, self._latest.position, self._latest.shared_state(self._latest.position)
         position, shared = self._resume or (0, None)
@@ -260,13 +260,13 @@ class DynaGCSSampler(Sampler[int]):
         if self._running is not None:
             self._running.end(why)
 
-    def _standing(self, consumed: int | None) -> tuple[int, dict[str, Any] | None]:
+    def _position(self, consumed: int | None) -> tuple[int, dict[str, Any] | None]:
         latest = self._latest
         if latest is None:
             position, shared = self._resume or (0, None)
             if consumed is not None and consumed != position:
                 raise OptionError(
-                    f"consumed={consumed}, but the sampler stands at {position} and yielded none"
+                    f"consumed={consumed}, but the sampler is at {position} and has yielded nothing"
                 )
             return position, shared
         if consumed is None:
@@ -290,11 +290,11 @@ class DynaGCSSampler(Sampler[int]):
         except UsageError as error:
             raise StateError(f"the state is damaged: {error}") from error
         if self.group is not None and 0 < position < len(self) and shared is None:
-            raise StateError("the state is damaged: it does not say what was read of the epoch")
+            raise StateError("the state is damaged: it lacks the samples that were read of the epoch")
         return epoch, position
 
     def _identity(self) -> dict[str, Any]:
-        """What a state must have been taken with to fit this sampler."""
+        """What a state must agree with to fit this sampler."""
         return {
             "version": STATE_VERSION,
             "length": self._length,

@@ -1,4 +1,4 @@
-"""What a caller may pass to `DynaGCSSampler`, and what it means."""
+"""Checks of the arguments of `DynaGCSSampler`."""
 
 from collections.abc import Sized
 
@@ -13,7 +13,7 @@ from torch_dpflow.samplers.indices import IndexArray, check_indices
 
 
 def given_indices(data_source: object) -> IndexArray | None:
-    """The indices, if it is a sequence of whole numbers; None if it is a data set."""
+    """The indices, if `data_source` is a sequence of whole numbers; None if it is a data set."""
     if isinstance(data_source, range):
         return check_indices(data_source, name="data_source", allow_empty=True)
     if isinstance(data_source, torch.Tensor):

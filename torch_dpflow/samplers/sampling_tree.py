@@ -1,15 +1,15 @@
 """The dependent sampling tree of JOADER (sections 3 and 4): rounds of draws that coincide as often as can be.
 
-The jobs that take part in a round, in ascending order of what they have left, span a tree: its root is
-what all of them need, the smallest set's difference to it is a leaf, and the other child is the tree of
-the other sets' differences. A round walks down from the root. At each vertex the first job takes the
+The jobs that take part in a round, in ascending order of the sizes of their sets, span a tree: its root is the set
+that all of them need, the smallest set's difference to it is a leaf, and the other child is the tree of
+the other sets' differences. A round descends from the root. At each vertex the first job takes the
 intersection with the probability that its set gives it, each next one with the ratio of the two sets'
-sizes if the one before did; who takes it reads the same sample, the rest go on below. Each job for itself
+sizes if the one before did; the jobs that take it read the same sample, the others continue below. Each job by itself
 draws uniformly from its set (theorem 2), and two draws coincide with the highest probability that this
 allows (theorem 1).
 
-A vertex is a union of cells: inserting a set splits cells, deleting one merges them, and a job that sits
-out a round, because it has samples enough, costs nothing and leaves the tree of the others as it is.
+A vertex is a union of cells: inserting a set splits cells, deleting one merges them, and a job that takes no part
+in a round, because it has enough samples, costs nothing and does not change the tree of the others.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from torch_dpflow.samplers.cells import Cells, CellSlot, bits_of
 def sample_round(cells: Cells, jobs: Sequence[int], rng: np.random.Generator) -> dict[int, int]:
     """One round: for each of these jobs, all of which need something, the sample that it reads now.
 
-    O(jobs * cells), no matter how many samples there are.
+    O(jobs * cells), for any number of samples.
     """
     needed = cells.needed
     level = sorted(jobs, key=lambda job: (needed[job], job))
@@ -30,7 +30,7 @@ def sample_round(cells: Cells, jobs: Sequence[int], rng: np.random.Generator) ->
     above, everyone = 0, sum(1 << job for job in level)
     readers: dict[CellSlot, int] = {}
     while level:
-        # What more jobs need all fewer need too, so the vertex above stands for all those above.
+        # A sample that more jobs need, all fewer need too, so the vertex above stands for all those above.
         vertex = cells.needed_by(everyone, above)
         size = cells.samples_in(vertex)
         takers = _takers([left[job] for job in level], size, rng)
@@ -51,7 +51,7 @@ def _takers(left: Sequence[int], size: int, rng: np.random.Generator) -> int:
     if size == 0 or rng.random() * left[0] >= size:
         return 0
     takers = 1
-    # Equal sizes follow for certain; not to ask for chance there saves most of the draws of jobs in step.
+    # Of equal sizes the next always follows; no random number there saves most of them for jobs in step.
     while takers < len(left) and (
         left[takers] == left[takers - 1] or rng.random() * left[takers] < left[takers - 1]
     ):

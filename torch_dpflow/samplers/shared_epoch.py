@@ -1,4 +1,4 @@
-"""One job's epoch in a shared log: what it still needs, in which order it leads, and what it may follow."""
+"""One job's epoch in a shared log: the samples that it still needs, its own order, and what it may follow."""
 
 from typing import Any
 
@@ -13,23 +13,23 @@ from torch_dpflow.samplers.indices import CompactArray, IndexArray
 _READ, _NEEDED, _LISTED = 0, 1, 2
 #: Residents that are compared for each one due. More would find more that few jobs need, but take longer.
 _CHOICE = 4
-#: As many times that are looked through for a class that falls short among the latest residents.
+#: Up to so many times as many are searched for a class that is short among the latest residents.
 _DEPTH = 4
 
 
 class SharedEpoch:
     """The rest of one epoch of one job.
 
-    Position p of the epoch reads a sample of the class of the job's private permutation at p. Which sample of
-    the class is open until the position is drawn: a resident that the job *follows*, or the next one of the
-    permutation that it needs, by which it *leads*.
+    Position p of the epoch reads a sample of the class that the job's private permutation has at p. The sample is
+    chosen when the position is drawn: a resident, which the job *follows*, or the next needed one of the
+    permutation, with which it *leads*.
     """
 
     def __init__(self, order: CompactArray, partition: Partition, size: int) -> None:
         #: For each sample: read or not in the set, needed, or needed and in the backlog.
         self.need: NDArray[np.uint8] = np.zeros(size, np.uint8)
         self.need[order] = _NEEDED
-        #: Samples loaded by others since this epoch began, in load order; those read or given up linger.
+        #: Samples loaded by others since this epoch began, in load order; some have been read or evicted since.
         self._backlog: CompactArray = order[:0]
         self._backlog_length = 0
         self._split(order, partition)
@@ -44,14 +44,14 @@ class SharedEpoch:
         else:
             self._sequence, self._pile = labels, order[np.argsort(labels, kind="stable")]
             counts = np.bincount(labels, minlength=partition.count)
-        #: Of each class, where in the pile its next candidate to lead is, and where the class ends.
+        #: Of each class, the place in the pile of its next candidate to lead, and its end.
         self._ends: IndexArray = np.cumsum(counts)
         self._heads: IndexArray = self._ends - counts
         #: Of each class, how many samples are not read yet.
         self._unread: IndexArray = counts
 
     def unread(self) -> CompactArray:
-        """What is left, in the order in which the job would read it if it only led from here on."""
+        """The unread samples, in the order in which the job would read them if it only led from here on."""
         rest: CompactArray = self._pile[self.need[self._pile] != _READ]
         if self._sequence is None:
             return rest
@@ -60,7 +60,7 @@ class SharedEpoch:
         return order
 
     def relabel(self, partition: Partition) -> None:
-        """Go on under other classes: what is left keeps its class sequence under those that were."""
+        """Change to other classes; the unread samples keep the order that the old classes gave them."""
         self._split(self.unread(), partition)
 
     def due(self, n: int) -> IndexArray:
@@ -70,9 +70,9 @@ class SharedEpoch:
         return np.bincount(self._sequence[self._drawn : self._drawn + n], minlength=len(self._ends))
 
     def arrange(self, labels: CompactArray | None, n: int) -> tuple[IndexArray, IndexArray] | None:
-        """Move on by n picks of these classes: which of the next positions take which picks.
+        """Assign n picks of these classes to the next n positions.
 
-        Returns two arrays of shape (n,), places among the positions and among the picks; None: each its own.
+        Returns two arrays of shape (n,), places among the positions and among the picks; None: in order.
         """
         start, self._drawn = self._drawn, self._drawn + n
         if labels is None or self._sequence is None:
@@ -83,7 +83,7 @@ class SharedEpoch:
     # -- follow ----------------------------------------------------------------------------------------------
 
     def offer(self, samples: CompactArray) -> None:
-        """These samples were loaded: those that this job needs are candidates to follow."""
+        """These samples were loaded by others: those that this job needs are candidates to follow."""
         fresh = samples[self.need[samples] == _NEEDED]
         if not len(fresh):
             return
@@ -99,9 +99,9 @@ class SharedEpoch:
     def follow(self, due: IndexArray, directory: Directory, partition: Partition) -> CompactArray:
         """Take residents to follow, up to `due` of each class, and mark them as read.
 
-        Those that the fewest jobs need go first, so that samples are finished and their room is free (in the scenario
-        speed1 that raises the hit rate from 56.4 to 58.4, of at most 59.2); among equals the latest load, because that
-        is what jobs close by are reading.
+        Those that the fewest jobs need come first, so that they can be evicted soon (in the scenario speed1 that raises
+        the hit rate from 56.4 to 58.4, of at most 59.2); among equals the latest load, because nearby jobs are reading
+        that.
         """
         if not due.any():
             return self._backlog[:0]
@@ -126,7 +126,7 @@ class SharedEpoch:
     def _latest(
         self, due: IndexArray, directory: Directory, partition: Partition
     ) -> tuple[int, CompactArray]:
-        """Enough of the backlog's latest residents to choose from, in load order, and where they start."""
+        """Enough of the backlog's latest residents to choose from, in load order, and their start in the backlog."""
         window = _CHOICE * int(due.sum())
         start, found = self._backlog_length, 0
         short = due.copy()
@@ -140,7 +140,7 @@ class SharedEpoch:
         return start, np.concatenate(pieces[::-1]) if pieces else self._backlog[:0]
 
     def _current(self, listed: CompactArray, directory: Directory) -> CompactArray:
-        """Those of a piece of the backlog that are still needed and held; the others leave it."""
+        """Those of a piece of the backlog that are still needed and resident; removes the others."""
         listed = listed[self.need[listed] == _LISTED]
         held = directory.resident(listed)
         if held.all():
@@ -151,7 +151,7 @@ class SharedEpoch:
     # -- lead ------------------------------------------------------------------------------------------------
 
     def lead(self, due: IndexArray) -> CompactArray:
-        """Take the next of the job's own permutation that it needs, exactly `due` of each class."""
+        """Take the next needed samples of the job's own permutation, exactly `due` of each class."""
         due = due.copy()
         picks = [self._pile[:0]]
         short = np.flatnonzero(due)
@@ -164,7 +164,7 @@ class SharedEpoch:
         """One stretch of the pile for each of these classes; lowers `due` by what it yields."""
         starts = self._heads[classes]
         ahead = self._ends[classes] - starts
-        # As many as hold what is due if those that are read lie evenly, and a little more.
+        # If the read samples are spread evenly, so many contain what is due; and some more.
         expected = due[classes] * ahead // self._unread[classes]
         lengths = np.minimum(ahead, expected + expected // 8 + 16)
         places = _ranges(starts, lengths)
@@ -187,7 +187,7 @@ class SharedEpoch:
     # -- state -----------------------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """AssertionError unless what is left fits the positions left, and the backlog is in order."""
+        """AssertionError unless the unread samples fit the positions left and the backlog is in order."""
         needed = self.need[self._pile] != _READ
         before = np.concatenate([[0], np.cumsum(needed)])
         starts = np.concatenate([[0], self._ends[:-1]])
@@ -200,7 +200,7 @@ class SharedEpoch:
         assert np.array_equal(listed, np.flatnonzero(self.need == _LISTED))
 
     def state_dict(self) -> dict[str, Any]:
-        """Arrays of its own, from which `restored` makes an equal epoch."""
+        """Copies from which `restored` makes an equal epoch."""
         return {
             "need": self.need.copy(),
             "backlog": self._backlog[: self._backlog_length].copy(),

@@ -12,7 +12,7 @@ from torch_dpflow.samplers.indices import BoolArray, CompactArray, IndexArray
 from torch_dpflow.samplers.member import Member
 from torch_dpflow.samplers.shared_epoch import SharedEpoch
 
-#: Rounds of all jobs' batches for which a load is protected: whoever follows has had its turn by then.
+#: Rounds of all jobs' batches for which a load is protected: by then every follower has drawn.
 _PROTECTED_ROUNDS = 4
 
 
@@ -20,23 +20,23 @@ class SharedLogGroup(SamplingGroup):
     """The default strategy: it groups by intersection and adapts to start and speed, as the thesis's DynaGCS
     (3.4.4) aims to, and is uniform where that is not.
 
-    The thesis's intersection tree hands out first what partly overlapping sets share, so its positions are far from
+    The thesis's intersection tree draws first what partly overlapping sets share, so its positions are far from
     uniform. The shared log also shares more: 58.4 against 48.7 in the scenario speed1 at 5% of cache (the bound is
     59.2; benchmarks/SIMULATION.md).
 
-    Guarantee: if arrivals, sets and request times do not depend on which sample is which, each epoch of each
-    job is uniform over all orders of its set. For what is picked depends on classes, residence, need and load
-    order alone, and so is the same under any renaming of the samples within a class; and which class a
-    position reads is settled by the job's private permutation.
+    Guarantee: if arrivals, sets and request times are independent of the samples' identities, each epoch of each
+    job is uniform over all orders of its set. Picks depend on classes, residence, need and load order alone, so
+    they do not change when the samples of a class are renamed; and the class of a position depends on the job's
+    private permutation alone.
 
-    What follows from sharing: the order of a job depends on when others ask, so a run can be repeated only by
-    the same calls (or with ``independence=1``); the jobs' orders are correlated with each other, so
+    Consequences of sharing: the order of a job depends on the times of other jobs' draws, so only the same calls
+    repeat a run (or ``independence=1``); the jobs' orders are correlated with each other, so
     members of an ensemble whose variance matters should not share a group; and with a
     periodic stagger so are one job's epochs, the less the higher `independence` is.
 
-    A draw's `led` and `evicted` are the directory of what the caches hold. A job that is alone in the group
-    from the beginning of its epoch leads all the way: its order is then torch's for its seed. Beside others its
-    private permutation follows from its seed and who it is (its name or, where that was drawn, its set), so jobs
+    A draw's `led` and `evicted` come from the directory of what the caches hold. A job that is alone in the group
+    from the beginning of its epoch leads throughout: its order is then torch's for its seed. Beside others its
+    private permutation depends on its seed and its identity (its name or, if that is random, its set), so jobs
     may have equal seeds.
 
     Cost: O(n) for a draw of n, for any number of classes; O(size) for the start of an epoch and for a new
@@ -50,10 +50,10 @@ class SharedLogGroup(SamplingGroup):
         super().__init__(size, capacity=capacity, seed=seed)
         self._partition = Partition(self.size)
         self._directory = Directory(self.size, self.capacity)
-        #: By job: the epoch that it is in.
+        #: By job: its running epoch.
         self._epochs: dict[str, SharedEpoch] = {}
-        #: By job: decides which picks ignore the directory, where only some do.
-        self._chance: dict[str, np.random.Generator] = {}
+        #: By job: draws which picks ignore the directory.
+        self._rngs: dict[str, np.random.Generator] = {}
 
     def _joined(self, member: Member) -> None:
         if self._partition.register(self._mask(member)):
@@ -70,7 +70,7 @@ class SharedLogGroup(SamplingGroup):
         self._drop_epoch(member)
         begun = SharedEpoch(self._order(member, epoch, done), self._partition, self.size)
         self._epochs[member.name] = begun
-        self._chance[member.name] = member.own_chance(epoch, 0)
+        self._rngs[member.name] = member.own_rng(epoch, 0)
         self._directory.needed += begun.need != 0
         self._directory.needs_changed()
 
@@ -122,20 +122,20 @@ class SharedLogGroup(SamplingGroup):
         )
 
     def _ignoring(self, member: Member, due: IndexArray) -> IndexArray:
-        """How many of the picks due in each class ignore what others have loaded."""
+        """How many of the picks due in each class ignore the samples that others have loaded."""
         if member.independence == 0:
             return np.zeros_like(due)
-        return self._chance[member.name].binomial(due, member.independence)
+        return self._rngs[member.name].binomial(due, member.independence)
 
     def _order(self, member: Member, epoch: int, done: IndexArray) -> CompactArray:
-        """What is left of the job's private permutation after `done`.
+        """The rest of the job's private permutation after `done`.
 
-        A resumed job that has read just the head of its permutation goes on in it. Otherwise the rest is
-        shuffled anew: in the order of the permutation, what others made it skip would come first.
+        A resumed job that has read just the head of its permutation continues it. Otherwise the rest is
+        shuffled again: in the order of the permutation, the samples that it skipped to follow others would come first.
         """
-        # Beside others whose seed may be the same, or another's of an epoch before: orders that agree place by place
-        # put the same samples of partly overlapping sets side by side. Equal sets do no harm, and a job without a name
-        # repeats beside one that has been read and not yet been closed.
+        # Another job may have the same seed, or the sum of seed and epoch: orders that agree place by place
+        # put the same samples of partly overlapping sets side by side. Equal sets do no harm, and a job with a random
+        # name must repeat its order beside an earlier one that has been read and not yet been closed.
         alone = all(
             other is member or (not member.named and member.reads_as(other))
             for other in self._members.values()
@@ -148,10 +148,10 @@ class SharedLogGroup(SamplingGroup):
         if read[order[: len(done)]].all():
             return order[len(done) :]
         rest = order[~read[order]]
-        return member.own_chance(epoch, len(done)).permutation(rest)
+        return member.own_rng(epoch, len(done)).permutation(rest)
 
     def _drop_epoch(self, member: Member) -> None:
-        self._chance.pop(member.name, None)
+        self._rngs.pop(member.name, None)
         if (left := self._epochs.pop(member.name, None)) is not None:
             self._directory.needed -= left.need != 0
 
@@ -182,15 +182,15 @@ class SharedLogGroup(SamplingGroup):
             "partition": self._partition.state_dict(),
             "directory": self._directory.state_dict(),
             "epochs": {name: epoch.state_dict() for name, epoch in self._epochs.items()},
-            "chance": {name: rng.bit_generator.state for name, rng in self._chance.items()},
+            "chance": {name: rng.bit_generator.state for name, rng in self._rngs.items()},
         }
 
-    def _take_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
+    def _restore_details(self, members: dict[str, Member], details: dict[str, Any]) -> None:
         partition, directory = Partition(self.size), Directory(self.size, self.capacity)
         partition.load_state_dict(details["partition"])
         directory.load_state_dict(details["directory"])
         epochs = {name: SharedEpoch.restored(state) for name, state in details["epochs"].items()}
-        chance = {name: np.random.default_rng() for name in details["chance"]}
-        for name, rng in chance.items():
+        rngs = {name: np.random.default_rng() for name in details["chance"]}
+        for name, rng in rngs.items():
             rng.bit_generator.state = details["chance"][name]
-        self._partition, self._directory, self._epochs, self._chance = partition, directory, epochs, chance
+        self._partition, self._directory, self._epochs, self._rngs = partition, directory, epochs, rngs
