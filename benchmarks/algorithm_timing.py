@@ -121,7 +121,7 @@ def announce(policy: Policy, samples: int, jobs: int) -> list[NDArray[np.int64]]
     orders = [np.random.default_rng(job).permutation(samples) for job in range(jobs)]
     for job, order in enumerate(orders):
         policy.join(str(job))
-        policy.foresee(str(job), Lookahead.of_order(order, epoch=0))
+        policy.hint(str(job), Lookahead.of_order(order, epoch=0))
     return orders
 
 

@@ -1,8 +1,8 @@
-"""Lookahead: what a sampler can tell a cache of one job's future.
+"""Lookahead: what a sampler knows of one job's future reads, for caches.
 
-Samplers make it and caches read it, so it stands below both. The four parts are those of the thesis (3.4.3):
-of an epoch of `length` samples, `position` have been handed out (S_v); the next ones are `certain` (S_c); some
-of the rest are `likely` soon, with weights (S_uc); nothing is known of the others (S_uk).
+The four parts are those of the thesis (3.4.3):
+of an epoch of `length` samples, `position` have been drawn (S_v); the next ones are `certain` (S_c); some
+of the rest are `likely` soon, with weights (S_uc); the others are unknown (S_uk).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _NO_WEIGHTS: Weights = np.empty(0, dtype=np.float64)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lookahead:
-    """One job's future, from the moment that the sampler has handed out `position` samples of an epoch.
+    """One job's future, after the sampler has drawn `position` samples of an epoch.
 
     All arrays hold sample indices (keys, not negative), are one-dimensional and must not be written to
-    afterwards: they are kept without a copy. A later lookahead of the same `epoch` replaces what was said of
-    positions from its own `position` on; what was announced before that stays due until the job reads it. A
-    lookahead of another epoch starts the job afresh.
+    afterwards: they are kept without a copy. A later lookahead of the same `epoch` replaces earlier ones for
+    positions from its own `position` on; keys announced for earlier positions stay due until the job reads them. A
+    lookahead of another epoch starts a new epoch of the job.
 
     Raises OptionError for arrays of the wrong shape or type, and for parts that do not fit into `length`.
     """
 
     epoch: int
-    """Which epoch of the job this is about; only its being new or not matters."""
+    """The number of the epoch; policies only compare it with that of the job's last lookahead."""
     length: int
     """N: how many samples the job reads in this epoch, those already read included."""
     position: int = 0
-    """k: how many samples of the epoch the sampler has handed out already."""
+    """k: how many samples of the epoch the sampler has drawn."""
     certain: Keys = field(default_factory=lambda: _NO_KEYS)
     """S_c in reading order: `certain[i]` is read at absolute position `position + i` of the epoch."""
     likely: Keys = field(default_factory=lambda: _NO_KEYS)
@@ -50,7 +50,7 @@ class Lookahead:
     """Every key that the job reads in an epoch. None: the keys of `certain` if they are the whole rest of the
     epoch, else every key there is."""
     following: Keys | None = None
-    """The whole order of the next epoch, where the sampler knows it. The first one told in an epoch stands."""
+    """The whole order of the next epoch, if the sampler knows it. Of several in an epoch the first one counts."""
     speed: float | None = None
     """Samples per second that the job reads, as measured. None: not measured."""
 

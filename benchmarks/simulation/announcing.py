@@ -45,7 +45,7 @@ class Announcer:
     def _tell(self, job: str, lookahead: Lookahead) -> None:
         self._told[job] = lookahead
         if self._announce != "nothing":
-            self._policy.foresee(job, lookahead)
+            self._policy.hint(job, lookahead)
 
 
 def _is_faster_or_slower(speed: float | None, told: float | None) -> bool:

@@ -69,7 +69,7 @@ class OPT(RankedPolicy):
         check_weight(job, weight)
         self._jobs[job] = None
 
-    def foresee(self, job: Job, lookahead: Lookahead) -> None:
+    def hint(self, job: Job, lookahead: Lookahead) -> None:
         self._jobs[job] = None
 
     def forget(self, job: Job) -> None:

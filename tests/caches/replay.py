@@ -63,7 +63,7 @@ def hit_rate(
                     epoch=request.epoch,
                     following=following if announce == "both" else None,
                 )
-                policy.foresee(request.job, told)
+                policy.hint(request.job, told)
             held = policy.access_many(request.keys, request.job).tolist()
             for key, hit in zip(request.keys.tolist(), held):
                 hits += hit or key in loading

@@ -142,7 +142,7 @@ def test_minio_keeps_what_came_first() -> None:
 def test_refcnt_gives_up_what_the_fewest_jobs_need() -> None:
     policy = RefCnt(max_items=3, keys=6)
     for job, members in (("a", [0, 1, 2, 3]), ("b", [1, 2, 3, 4]), ("c", [2, 3, 4, 5])):
-        policy.foresee(job, Lookahead.of_order(np.array(members), epoch=0))
+        policy.hint(job, Lookahead.of_order(np.array(members), epoch=0))
     for key in (0, 1, 2):
         policy.admit(key)
     # Jobs that need them: 0: a; 1: a, b; 2: a, b, c; 3: a, b, c.
@@ -209,15 +209,15 @@ def test_alsd_weighs_jobs_in_the_mean() -> None:
         policy = ALSD(max_items=2, keys=3, aggregate="mean")
         policy.join("light")
         policy.join("heavy", weight=weight)
-        policy.foresee("light", Lookahead.of_order(np.array([2, 1, 0]), epoch=0))
-        policy.foresee("heavy", Lookahead.of_order(np.array([0, 1, 2]), epoch=0))
+        policy.hint("light", Lookahead.of_order(np.array([2, 1, 0]), epoch=0))
+        policy.hint("heavy", Lookahead.of_order(np.array([0, 1, 2]), epoch=0))
         assert policy.admit_many(np.array([0, 1, 2])).tolist() == [victim]
 
 
 def test_alsd_takes_the_job_that_is_sooner_by_its_speed() -> None:
     policy = ALSD(max_items=1, keys=10)
-    policy.foresee("fast", Lookahead.of_order(np.arange(9), epoch=0, speed=100.0))
-    policy.foresee("slow", Lookahead.of_order(np.array([9, *range(9)]), epoch=0, speed=1.0))
+    policy.hint("fast", Lookahead.of_order(np.arange(9), epoch=0, speed=100.0))
+    policy.hint("slow", Lookahead.of_order(np.array([9, *range(9)]), epoch=0, speed=1.0))
     policy.access(9, "slow")
     policy.admit(5)
     # 5 is due in 0.05 s, 9 not before the slow job's next epoch.
@@ -238,7 +238,7 @@ def test_refcnt_counts_as_one_does_by_hand(seed: int) -> None:
         if not orders[job]:
             orders[job] = rng.permutation(sets[job]).tolist()
             needed[job] = set(orders[job])
-            policy.foresee(job, Lookahead.of_order(np.array(orders[job]), epoch=epoch))
+            policy.hint(job, Lookahead.of_order(np.array(orders[job]), epoch=epoch))
         keys = [orders[job].pop(0) for _ in range(min(3, len(orders[job])))]
         needed[job] -= set(keys)
         hits = policy.access_many(np.array(keys), job).tolist()

@@ -55,7 +55,7 @@ def test_alsd_gives_up_the_farthest(aggregate: Aggregate, by_one: bool) -> None:
     policy = ALSD(max_items=9000, keys=SAMPLES, aggregate=aggregate)
     bench = Bench(orders, 9000)
     for job, order in enumerate(orders):
-        policy.foresee(job, Lookahead.of_order(order, epoch=0))
+        policy.hint(job, Lookahead.of_order(order, epoch=0))
     for first in range(0, SAMPLES, BATCH):
         for job, order in enumerate(orders):
             keys = order[first : first + BATCH]
@@ -90,7 +90,7 @@ def test_alsd_gives_up_the_farthest_where_few_of_many_keys_are_resident(aggregat
     order = np.random.default_rng(6).permutation(SAMPLES)
     policy, bench = BriefALSD(max_items=300, keys=SAMPLES, aggregate=aggregate), Bench([order] * JOBS, 300)
     for job in range(JOBS):
-        policy.foresee(job, Lookahead.of_order(order, epoch=0))
+        policy.hint(job, Lookahead.of_order(order, epoch=0))
     for first in range(0, 10_000, 40):
         for job in range(JOBS):
             behind = first - 80 * job

@@ -13,7 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 #: Who keeps values, asks users' code or is torch's sampler, among those that decide which samples are read and kept.
-SHELLS = {"caches": {"announcer", "dataset", "sizing", "store"}, "samplers": {"sampler_arguments", "sampler"}}
+SHELLS = {
+    "caches": {"lookahead_poller", "dataset", "sizing", "store"},
+    "samplers": {"sampler_arguments", "sampler"},
+}
 
 
 @pytest.fixture(scope="module")

@@ -12,20 +12,20 @@ Aggregate = Literal["min", "mean"]
 
 
 class ALSD(LookaheadPolicy):
-    """Evicts the key whose next use is farthest by what the samplers say; the oldest load among equals.
+    """Evicts the key whose next use is farthest according to lookaheads; the oldest load among equals.
 
-    Each job's order falls into the four parts of the thesis. A sample that the job has read (S_v) is N
-    samples away, unless the order of its next epoch is known; one of the certain order (S_c) is as far as
-    its position says; a likely one (S_uc) and any other (S_uk) are as far as eq. 3-2 and 3-3 estimate.
+    Each job's order has the four parts of the thesis. A sample that the job has read (S_v) is N
+    samples away, unless the order of its next epoch is known; the distance of one of the certain order (S_c)
+    is exact; those of a likely one (S_uc) and of any other (S_uk) are estimated by eq. 3-2 and 3-3.
 
-    A job without a lookahead is taken to read all `keys` keys once in an epoch, in an order that is not
-    known: what it has read goes before what it has not, first come first go. For one job that keeps as many
-    hits as never replacing anything. Where `keys` is not known either, what was loaded first goes first.
+    A job without a lookahead is assumed to read all `keys` keys once in an epoch, in an unknown order: samples that it
+    has read are evicted before the others, the oldest load first. For one job that gives as many
+    hits as never replacing anything. If `keys` is not known either, the oldest load is evicted first.
 
     Amortised, an access costs O(log n); when a job begins an epoch or leaves, O(keys).
 
     Args:
-        aggregate: how the jobs' distances are put together. "min": the time until the first job reads the
+        aggregate: how the jobs' distances are combined. "min": the time until the first job reads the
             sample, by the jobs' speeds; weights do not matter. "mean": the thesis's weighted mean (eq. 3-5).
         keys: how many keys there are, 0 to `keys` - 1. None: not known.
     """

@@ -1,4 +1,4 @@
-"""How much a cache may hold, as a user writes it."""
+"""A cache's capacity, as users write it."""
 
 from __future__ import annotations
 

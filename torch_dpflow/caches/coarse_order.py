@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torch_dpflow.lookahead import Keys
 
 #: Distance as real part, minus the load number as imaginary part: numpy orders complex numbers by the real
-#: part, then by the imaginary part, and that is the order in which keys go. It has no partition by two arrays, and
+#: part, then by the imaginary part, which is the order of eviction. It has no partition by two arrays, and
 #: sorting by two (lexsort) takes 17 times as long as a partition of these, for 200,000 keys.
 Ranks = npt.NDArray[np.complex128]
 
@@ -40,13 +40,13 @@ class CoarseOrder:
 
     Args:
         front: about how many keys `open` returns. More make each eviction slower, fewer make `open` more frequent.
-        living: filters an array of keys for resident ones.
+        resident: filters an array of keys for resident ones.
         ranks: the current ranks of an array of keys.
     """
 
-    def __init__(self, front: int, living: Callable[[Keys], Keys], ranks: Callable[[Keys], Ranks]) -> None:
+    def __init__(self, front: int, resident: Callable[[Keys], Keys], ranks: Callable[[Keys], Ranks]) -> None:
         self._front = front
-        self._living = living
+        self._resident = resident
         self._ranks = ranks
         self._stack: list[_Bucket] = []
         self._bounds: Ranks | None = None
@@ -70,7 +70,7 @@ class CoarseOrder:
         self.size += len(keys)
 
     def cover(self, keys: Keys, ranks: Ranks) -> None:
-        """Put keys that rank above the floor on top, and raise the floor to the highest of them."""
+        """Add keys that rank above the floor as the topmost bucket, and raise the floor to the highest of them."""
         top = complex(ranks.max())
         if self._stack and self._stack[-1].size < self._front * _FAN_OUT:
             self._stack[-1].add(keys)
@@ -86,7 +86,7 @@ class CoarseOrder:
             bucket = self._stack.pop()
             self.size -= bucket.size
             self._changed()
-            keys = self._living(np.concatenate(bucket.chunks))
+            keys = self._resident(np.concatenate(bucket.chunks))
             ranks = self._ranks(keys)
             high = ranks > self.floor
             if not high.all():
@@ -124,7 +124,7 @@ class CoarseOrder:
         return [chunk for bucket in self._stack for chunk in bucket.chunks]
 
     def restart(self, keys: Keys) -> None:
-        """Hold exactly `keys`, whose ranks are unknown."""
+        """Replace all entries by one for each of `keys`, whose ranks are unknown."""
         self._stack = [_Bucket(complex(np.inf, 0.0), keys)] if len(keys) else []
         self.size = len(keys)
         self._changed()

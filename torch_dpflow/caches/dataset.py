@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
-from torch_dpflow.caches.announcer import Announcer, Foreseeing
 from torch_dpflow.caches.capacity import parse_capacity
+from torch_dpflow.caches.lookahead_poller import LookaheadPoller, LookaheadSampler
 from torch_dpflow.caches.policy_registry import POLICIES, make_policy
 from torch_dpflow.caches.store import CacheStatistics, SampleStore
 from torch_dpflow.checks import check_type
@@ -21,33 +21,32 @@ from torch_dpflow.errors import OptionError, OptionTypeError
 class ALSDCache(Dataset[Any]):
     """A view of a map-style dataset that keeps the samples which are read again soonest.
 
-    Indexing gives what the dataset gives, then put through `transform`: so decoding goes before the cache
-    and random augmentation after it, drawn afresh each time. Samples are kept and handed out as copies, so
-    whoever writes to one changes nothing here. Any thread may call. While one thread loads a sample, others
-    that ask for it wait for that load; an error reaches all of them, and the next to ask tries again.
+    Indexing returns `transform` of the dataset's sample: do decoding in the dataset, before the cache,
+    and random augmentation in `transform`, which runs at each read. Samples are kept and returned as copies, so
+    writing to one does not change the cache. Any thread may call. While one thread loads a sample, others
+    that read it wait for that load; an error reaches all of them, and the next read tries again.
 
-    Each process has a cache of its own: a worker made by fork starts with what its parent had kept, one made
-    otherwise, or from a pickle, starts empty. Under torch's loader use `persistent_workers=True`, or the
+    Each process has a cache of its own: a forked worker starts with its parent's samples, any other worker, or a
+    copy from a pickle, starts empty. Under torch's loader use `persistent_workers=True`, or the
     workers' caches end with the epoch.
 
-    Without `sampler` the order is not known: "alsd" then takes every sample to be read once in an epoch and
-    keeps what has not been read in this one. With it, samples go whose next use is farthest. The sampler must
-    draw in the process that reads: a copy of it in a worker does not know where the epoch is, and
-    DynaGCSSampler's says nothing there.
+    Without `sampler` the order is not known: "alsd" then assumes that every sample is read once in an epoch and
+    keeps those that have not been read in this one. With it, samples whose next use is farthest are evicted. The
+    sampler must draw in the process that reads: a copy of it in a worker does not know the position in the epoch, and
+    DynaGCSSampler's has no lookahead there.
 
     An index counts from the end if it is negative and the dataset has a length. One that is no number is a
-    key of its own; one that cannot be hashed, such as a list, or lies outside the dataset, goes to the
-    dataset as it is and is not kept.
+    key of its own; one that cannot be hashed, such as a list, or is outside the dataset, is passed to the
+    dataset unchanged, and its sample is not kept.
 
     Args:
         dataset: a map-style dataset; its `__getitems__` is used if it has one.
         capacity: bytes as text, such as "16GiB" or "500MB", of the samples as measured; or as an int the
             number of samples.
         policy: "alsd", "alsd-mean", "use-distance", "refcnt", "lru", "lfu" or "minio".
-        transform: applied to each sample that is handed out; its result is not kept.
-        sampler: what draws the indices, if it has a method `lookahead()`.
-        copy: False keeps and hands out what the dataset returned itself, which nobody may then write to,
-            `transform` neither.
+        transform: applied to each sample that is returned; its result is not kept.
+        sampler: the sampler that draws the indices, if it has a method `lookahead()`.
+        copy: False keeps and returns the dataset's own objects, which nobody may then write to, nor `transform`.
 
     Raises:
         OptionError: `capacity` or `policy` is not one of those allowed.
@@ -61,7 +60,7 @@ class ALSDCache(Dataset[Any]):
         *,
         policy: str = "alsd",
         transform: Callable[[Any], Any] | None = None,
-        sampler: Foreseeing | None = None,
+        sampler: LookaheadSampler | None = None,
         copy: bool = True,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
@@ -95,7 +94,7 @@ class ALSDCache(Dataset[Any]):
         return self._transformed(self._store.get(key, partial(operator.getitem, self.dataset, place)))
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
-        """The samples of several indices, in order; what is missing is loaded together if the dataset can."""
+        """The samples of several indices, in order; missing ones are loaded together if the dataset can."""
         located = [self._locate(index) for index in indices]
         keys = [key for key, _ in located if key is not None]
         if len(keys) < len(located):
@@ -104,7 +103,7 @@ class ALSDCache(Dataset[Any]):
         return [self._transformed(sample) for sample in samples]
 
     def statistics(self) -> CacheStatistics:
-        """What this process has counted until now."""
+        """This process's counts until now."""
         return self._store.statistics()
 
     def clear(self) -> None:
@@ -116,10 +115,10 @@ class ALSDCache(Dataset[Any]):
     def _open(self) -> None:
         """Start empty."""
         self._length = _length_of(self.dataset)
-        #: keys of indices that are no positions
+        #: keys of indices that are not positions
         self._names: dict[Hashable, int] = {}
         self._numbers = itertools.count(self._length or 0)
-        announcer = None if self.sampler is None else Announcer(self.sampler)
+        poller = None if self.sampler is None else LookaheadPoller(self.sampler)
         self._store = SampleStore(
             partial(
                 make_policy,
@@ -129,11 +128,11 @@ class ALSDCache(Dataset[Any]):
                 keys=self._length,
             ),
             copies=self.copy,
-            before_read=None if announcer is None else announcer.ask,
+            before_read=None if poller is None else poller.poll,
         )
 
     def _locate(self, index: Any) -> tuple[int | None, Any]:
-        """The key of an index, and the index to load it by; no key for what is not kept."""
+        """The key of an index, and the index to load it by; key None: the sample is not kept."""
         try:
             position = operator.index(index)
         except TypeError:
@@ -170,12 +169,12 @@ class ALSDCache(Dataset[Any]):
         self._open()
 
 
-#: What a pickle leaves behind: the content.
+#: A pickle leaves the content out.
 _NOT_PICKLED = {"_store", "_names", "_numbers", "_length"}
 
 
 def _length_of(dataset: Dataset[Any]) -> int | None:
     try:
         return len(dataset)  # type: ignore[arg-type]
-    except Exception:  # whatever a dataset raises that cannot say
+    except Exception:  # some datasets have a __len__ that raises
         return None

@@ -1,4 +1,4 @@
-"""One job's place in its epoch, and estimated distances of the keys whose position is not certain."""
+"""One job's position in its epoch, and estimated distances of the keys whose position is not certain."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def _no_keys() -> Keys:
 
 @dataclass(slots=True, eq=False)
 class JobProgress:
-    """What a policy knows of a job besides its cells in the timetable."""
+    """A policy's record of a job, besides its cells in the timetable."""
 
-    #: where its cells are; which plane holds its codes, and at which of the places there
+    #: the column of its cells; the plane of its codes, and their place in it
     column: int
     plane: int
     place: int
@@ -29,16 +29,16 @@ class JobProgress:
     #: N, and k: how many samples of the epoch it has read
     length: int = 0
     position: int = 0
-    #: whether the epoch ends by itself after `length` reads; not where the length is a guess
+    #: whether the epoch ends after `length` reads; False if the length is a guess
     turns: bool = False
-    #: cell value of keys that no lookahead named
+    #: cell value of keys that are in no lookahead
     outsiders: int = -1
     #: the position after the last certain one
     certain_end: int = 0
     #: whether some of its cells may be estimates, which change as it reads
     estimates: bool = False
     #: announced positions that a later lookahead may revise: the first, and their keys in order.
-    #: None: too many to remember, look into the cells
+    #: None: not recorded, find them in the cells
     announced: tuple[int, Keys] | None = None
     #: S_uc as announced, how many of it are unread, and its mean rank by weight, as a share of its size
     likely: Keys = field(default_factory=_no_keys)
@@ -50,7 +50,7 @@ class JobProgress:
     #: time for one sample, and the time at which it read position 0, or would have
     pace: float = 1.0
     base: float = 0.0
-    #: the time at which the epoch began, and its reads since then: what its pace is measured by
+    #: the time at which the epoch began, and its reads since then, from which its pace is measured
     began: float = 0.0
     reads: int = 0
 
@@ -61,7 +61,7 @@ class JobProgress:
 
     @property
     def likely_distance(self) -> float:
-        """Eq. 3-2, in samples; the positions in it count from k, so there is nothing left to subtract."""
+        """Eq. 3-2, in samples; its positions count from k, so k is not subtracted."""
         certain = self.certain_left
         return certain + self.likely_rank * max(0, self.length - self.position - certain)
 
@@ -80,7 +80,7 @@ class JobProgress:
         self.likely_rank = _mean_rank(lookahead)
 
     def announced_from(self, start: int) -> Keys | None:
-        """The keys announced for positions from `start` on; None where that is not remembered."""
+        """The keys announced for positions from `start` on; None if that is not recorded."""
         if self.announced is None or start < self.announced[0]:
             return None
         first, keys = self.announced
@@ -93,7 +93,7 @@ class JobProgress:
 
 
 def _mean_rank(lookahead: Lookahead) -> float:
-    """The sum of w_i * i / m over the likely keys, i from 1: eq. 3-2 without what all have in common."""
+    """The sum of w_i * i / m over the likely keys, i from 1: eq. 3-2 without the common terms."""
     count = len(lookahead.likely)
     if count == 0:
         return 1.0

@@ -1,7 +1,7 @@
-"""Base class of the policies that judge by past reads: a mapping of resident keys, jobs only by name.
+"""Base class of the policies that decide by past reads.
 
-cachetools' caches do not serve here: they are mappings that hold values. A policy holds keys, names those to evict,
-refuses what is too large, and has bulk methods.
+cachetools' caches do not fit: they hold values. A policy holds keys, names those to evict,
+refuses keys that are too large, and has bulk methods.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch_dpflow.lookahead import Lookahead
 
 
 class KeyedPolicy(Policy):
-    """A policy over a dict of sizes; a subclass keeps the order. Every hook is O(1)."""
+    """A policy over a dict of sizes; a subclass keeps the order. Each of its methods is O(1)."""
 
     def __init__(
         self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None
@@ -58,7 +58,7 @@ class KeyedPolicy(Policy):
     def evict(self) -> int | None:
         if not self._sizes:
             return None
-        key = self._first_to_go()
+        key = self._next_victim()
         self._drop(key)
         self._evicted += 1
         return key
@@ -73,7 +73,7 @@ class KeyedPolicy(Policy):
     def join(self, job: Job, *, weight: float = 1.0) -> None:
         self._jobs[job] = check_weight(job, weight)
 
-    def foresee(self, job: Job, lookahead: Lookahead) -> None:
+    def hint(self, job: Job, lookahead: Lookahead) -> None:
         self._jobs.setdefault(job, 1.0)
 
     def forget(self, job: Job) -> None:
@@ -102,17 +102,17 @@ class KeyedPolicy(Policy):
 
     @abstractmethod
     def _left(self, key: int) -> None:
-        """`key` is resident no longer."""
+        """`key` is no longer resident."""
 
     @abstractmethod
-    def _first_to_go(self) -> int:
-        """The resident key worth least; something is resident."""
+    def _next_victim(self) -> int:
+        """The key to evict next; at least one is resident."""
 
     def _make_room(self, size: int) -> list[int] | None:
-        """Evict until one more key of `size` fits; returns the evicted. None: the policy refuses to."""
+        """Evict until one more key of `size` fits; returns the evicted keys. None: the policy refuses the key."""
         gone: list[int] = []
         while not self._fits(size):
-            key = self._first_to_go()
+            key = self._next_victim()
             self._drop(key)
             gone.append(key)
         self._evicted += len(gone)
@@ -135,7 +135,7 @@ class KeyedPolicy(Policy):
             self._drop(key)
             gone.append(key)
         while self._is_over():
-            victim = self._first_to_go()
+            victim = self._next_victim()
             self._drop(victim)
             gone.append(victim)
         self._evicted += len(gone)

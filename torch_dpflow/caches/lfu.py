@@ -8,24 +8,24 @@ from collections import OrderedDict
 from torch_dpflow.caches.keyed import KeyedPolicy
 
 
-class _Rung:
-    """The keys read `count` times, the one longest there first, between the next lower and higher counts."""
+class _Frequency:
+    """The keys read `count` times, the one longest at that count first; linked to the next lower and higher counts."""
 
     __slots__ = ("count", "higher", "keys", "lower")
 
     def __init__(self, count: int) -> None:
         self.count = count
-        # Not a dict: finding the first key of a dict that is emptied from the front skips over all deleted entries.
+        # Not a dict: finding its first key skips all entries that were deleted before it.
         self.keys: OrderedDict[int, None] = OrderedDict()
         self.lower = self
         self.higher = self
 
-    def insert_above(self, count: int) -> _Rung:
-        rung = _Rung(count)
-        rung.lower, rung.higher = self, self.higher
-        self.higher.lower = rung
-        self.higher = rung
-        return rung
+    def insert_above(self, count: int) -> _Frequency:
+        frequency = _Frequency(count)
+        frequency.lower, frequency.higher = self, self.higher
+        self.higher.lower = frequency
+        self.higher = frequency
+        return frequency
 
     def remove(self) -> None:
         self.lower.higher = self.higher
@@ -41,33 +41,33 @@ class LFU(KeyedPolicy):
         self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None
     ) -> None:
         super().__init__(max_items=max_items, max_bytes=max_bytes, keys=keys)
-        #: A ring through this keyless rung; `higher` of it is the lowest count in use.
-        self._ground = _Rung(0)
-        self._rung_of: dict[int, _Rung] = {}
+        #: The head of the ring, without keys; its `higher` is the lowest count in use.
+        self._head = _Frequency(0)
+        self._frequency_of: dict[int, _Frequency] = {}
 
     def _entered(self, key: int) -> None:
-        self._put(key, self._ground)
+        self._put(key, self._head)
 
     def _used(self, key: int) -> None:
-        rung = self._rung_of[key]
-        self._put(key, rung)
-        self._take(key, rung)
+        frequency = self._frequency_of[key]
+        self._put(key, frequency)
+        self._take(key, frequency)
 
     def _left(self, key: int) -> None:
-        self._take(key, self._rung_of.pop(key))
+        self._take(key, self._frequency_of.pop(key))
 
-    def _first_to_go(self) -> int:
-        return next(iter(self._ground.higher.keys))
+    def _next_victim(self) -> int:
+        return next(iter(self._head.higher.keys))
 
-    def _put(self, key: int, below: _Rung) -> None:
-        """Put `key` one count above the rung `below`."""
-        rung = below.higher
-        if rung.count != below.count + 1:
-            rung = below.insert_above(below.count + 1)
-        rung.keys[key] = None
-        self._rung_of[key] = rung
+    def _put(self, key: int, below: _Frequency) -> None:
+        """Put `key` one count above `below`."""
+        frequency = below.higher
+        if frequency.count != below.count + 1:
+            frequency = below.insert_above(below.count + 1)
+        frequency.keys[key] = None
+        self._frequency_of[key] = frequency
 
-    def _take(self, key: int, rung: _Rung) -> None:
-        del rung.keys[key]
-        if not rung.keys:
-            rung.remove()
+    def _take(self, key: int, frequency: _Frequency) -> None:
+        del frequency.keys[key]
+        if not frequency.keys:
+            frequency.remove()

@@ -1,4 +1,4 @@
-"""Base class of the policies that use the jobs' whole lookaheads."""
+"""Base class of the policies that use all parts of lookaheads."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class LookaheadPolicy(RankedPolicy):
         if self._timetable.remove(job) is not None:
             self._recompute_all()
 
-    def foresee(self, job: Job, lookahead: Lookahead) -> None:
+    def hint(self, job: Job, lookahead: Lookahead) -> None:
         for keys in (lookahead.certain, lookahead.likely, lookahead.members, lookahead.following):
             if keys is not None:
                 self._reach_many(keys)
         progress = self._timetable.progress_of.get(job) or self._timetable.add(job, 1.0)
-        goes_on = (progress.epoch, progress.length) == (lookahead.epoch, lookahead.length)
-        # A sampler has handed out at least what was read; one that has not is reading the epoch again.
-        if goes_on and lookahead.position >= progress.position:
+        is_same_epoch = (progress.epoch, progress.length) == (lookahead.epoch, lookahead.length)
+        # A sampler is at least as far as its job; if it is not, it is reading the epoch again.
+        if is_same_epoch and lookahead.position >= progress.position:
             self._revise(progress, lookahead)
         else:
             self._begin(progress, lookahead)
@@ -106,8 +106,9 @@ class LookaheadPolicy(RankedPolicy):
         """A job starts an epoch; None: without a lookahead."""
         speed = None if lookahead is None else lookahead.speed
         progress.pace = self._pace(progress) if speed is None else 1 / speed
-        told = lookahead or Lookahead.unknown(self._known_keys or self._span, epoch=0)
-        self._timetable.begin(progress, told)
+        self._timetable.begin(
+            progress, lookahead or Lookahead.unknown(self._known_keys or self._span, epoch=0)
+        )
         if lookahead is None:
             progress.epoch = None
             progress.turns = self._known_keys is not None
@@ -116,7 +117,7 @@ class LookaheadPolicy(RankedPolicy):
         self._recompute_all()
 
     def _pace(self, progress: JobProgress) -> float:
-        """Time for a sample, measured without a clock: by how much the other jobs read meanwhile."""
+        """Time for a sample, measured without a clock, by the reads of the other jobs meanwhile."""
         elapsed = self._ranking.now - progress.began
         if progress.reads and elapsed > 0:
             return elapsed / progress.reads
@@ -149,7 +150,7 @@ class LookaheadPolicy(RankedPolicy):
             self._residents.move_many(moved, self._ranking.renew_many(moved))
 
     def _recompute_all(self) -> None:
-        """Recompute all distances: jobs came, left or changed their pace or order."""
+        """Recompute all distances: jobs have joined, left or changed their pace or order."""
         self._ranking.recompute()
         if self._residents.count:
             keys = self._residents.keys()

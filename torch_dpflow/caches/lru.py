@@ -16,7 +16,7 @@ class LRU(KeyedPolicy):
         self, *, max_items: int | None = None, max_bytes: int | None = None, keys: int | None = None
     ) -> None:
         super().__init__(max_items=max_items, max_bytes=max_bytes, keys=keys)
-        # The mapping of sizes is the order of use too.
+        # One mapping holds sizes and order of use.
         self._order: OrderedDict[int, int] = OrderedDict()
         self._sizes = self._order
 
@@ -27,5 +27,5 @@ class LRU(KeyedPolicy):
 
     def _left(self, key: int) -> None: ...
 
-    def _first_to_go(self) -> int:
+    def _next_victim(self) -> int:
         return next(iter(self._order))

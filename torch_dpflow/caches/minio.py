@@ -1,4 +1,4 @@
-"""MinIO: keep what came first, for ever (CoorDL; "MinIO" in the thesis's comparison)."""
+"""MinIO: never replace anything (CoorDL; "MinIO" in the thesis's comparison)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from torch_dpflow.caches.keyed import KeyedPolicy
 
 
 class MinIO(KeyedPolicy):
-    """Fills up and replaces nothing: where each epoch reads each sample once, every replacement is a loss.
+    """Keeps the first samples that fit: if each epoch reads each sample once, replacing gains nothing.
 
-    `evict`, when the owner insists, gives up what was loaded last.
+    `evict` drops the sample that was loaded last.
     """
 
     name = "minio"
@@ -19,7 +19,7 @@ class MinIO(KeyedPolicy):
 
     def _left(self, key: int) -> None: ...
 
-    def _first_to_go(self) -> int:
+    def _next_victim(self) -> int:
         return next(reversed(self._sizes))
 
     def _make_room(self, size: int) -> list[int] | None:

@@ -27,10 +27,10 @@ class NextUseRanking(Ranking):
     256 possible bytes at once, so a distance costs hardly more with many jobs than with few.
     """
 
-    #: of a position, ABSENT, READ, LIKELY and UNKNOWN, as `Timetable` wants them
+    #: the argument of `Timetable`: codes of a position, ABSENT, READ, LIKELY and UNKNOWN
     codes: ClassVar[tuple[int, int, int, int, int]]
     #: combines values and anchors; and its neutral element
-    join: ClassVar[np.ufunc]
+    combine: ClassVar[np.ufunc]
     neutral: ClassVar[float]
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class NextUseRanking(Ranking):
         #: By plane and place, the values of the four codes.
         self._values: list[list[list[float]]] = []
         #: The same combined over places, by byte; None where values have changed since. As arrays and as lists.
-        self._joined: list[Distances | None] = []
-        self._joined_of: list[list[float] | None] = []
+        self._combined: list[Distances | None] = []
+        self._combined_of: list[list[float] | None] = []
         self.recompute()
 
     # -- for subclasses ----------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class NextUseRanking(Ranking):
 
     @abstractmethod
     def advance(self, progress: JobProgress) -> None:
-        """A job has read on."""
+        """A job's position has advanced."""
 
     # -- shared -------------------------------------------------------------------------------------
 
@@ -66,10 +66,10 @@ class NextUseRanking(Ranking):
         """The distances for these anchors, which are overwritten."""
         distances -= self.now
         for number, plane in enumerate(self.timetable.planes):
-            joined = self._joined[number]
-            if joined is None:
-                joined = self._join_plane(number)
-            self.join(distances, joined.take(plane.take(keys)), out=distances)
+            combined = self._combined[number]
+            if combined is None:
+                combined = self._combine_plane(number)
+            self.combine(distances, combined.take(plane.take(keys)), out=distances)
         return distances
 
     def grow(self, span: int) -> None:
@@ -79,24 +79,24 @@ class NextUseRanking(Ranking):
         self.timetable.grow(span)
 
     def recompute(self) -> None:
-        """Recompute what depends on jobs alone, not on keys: some came, left or began an epoch."""
+        """Recompute what depends on jobs alone: some have joined, left or begun an epoch."""
         planes = len(self.timetable.planes)
         self._values = [[[self.neutral] * 4 for _ in range(JOBS_PER_PLANE)] for _ in range(planes)]
-        self._joined = [None] * planes
+        self._combined = [None] * planes
         for progress in self.timetable:
             self._values[progress.plane][progress.place] = self.values(progress)
-        self._joined_of = [self._join_plane(number).tolist() for number in range(planes)]
+        self._combined_of = [self._combine_plane(number).tolist() for number in range(planes)]
 
     def update(self, progress: JobProgress) -> None:
         """A job's values have changed."""
         self._values[progress.plane][progress.place] = self.values(progress)
-        self._joined[progress.plane] = self._joined_of[progress.plane] = None
+        self._combined[progress.plane] = self._combined_of[progress.plane] = None
 
-    def _join_plane(self, number: int) -> Distances:
+    def _combine_plane(self, number: int) -> Distances:
         first, *others = (np.take(row, codes) for row, codes in zip(self._values[number], _CODE_AT))
         for values in others:
-            self.join(first, values, out=first)
-        self._joined[number] = first
+            self.combine(first, values, out=first)
+        self._combined[number] = first
         return first
 
     def _column_of(self, attribute: str, absent: float) -> npt.NDArray[np.float64]:
@@ -111,12 +111,12 @@ class EarliestUse(NextUseRanking):
     """The distance is the time until some job reads the key: the minimum over jobs.
 
     A job's time for a position is its `base` plus the position times its `pace`, so an anchor is a moment:
-    the earliest certain one. A key that a job has read comes back after N samples, as the thesis has it, if
+    the earliest certain one. A key that a job has read is read again after N samples, as in the thesis, if
     the job's next epoch is not known.
     """
 
     codes = (0, 0, 1, 2, 3)
-    join = np.minimum
+    combine = np.minimum
     neutral = _INFINITY
 
     def recompute(self) -> None:
@@ -157,12 +157,12 @@ class EarliestUse(NextUseRanking):
 
     def distance(self, key: int) -> float:
         least: float = self._anchor_of[key] - self.now
-        for codes, joined, values in zip(self.timetable.code_of, self._joined_of, self._values):
+        for codes, combined, values in zip(self.timetable.code_of, self._combined_of, self._values):
             code = codes[key]
-            if joined is None:
+            if combined is None:
                 value = min(row[(code >> shift) & 3] for row, shift in zip(values, (0, 2, 4, 6)))
             else:
-                value = joined[code]
+                value = combined[code]
             if value < least:
                 least = value
         return least
@@ -173,15 +173,15 @@ class EarliestUse(NextUseRanking):
 
 
 class WeightedMean(NextUseRanking):
-    """The distance is the weighted sum over jobs of the thesis's distances (eq. 3-5): its weights sum to
-    one, ours need not, which changes no comparison.
+    """The distance is the weighted sum over jobs of the thesis's distances (eq. 3-5). There weights sum to
+    one, here they need not, which changes no comparison.
 
-    A key that a job has read, or never reads, is N away for that job. The anchor sums up positions; what time
-    takes off, k for each job whose cell is certain, is that job's value.
+    A key that a job has read, or never reads, is N away for that job. The anchor is the weighted sum of positions; k,
+    which is subtracted for each job whose cell is certain, is in that job's value.
     """
 
     codes = (1, 0, 0, 2, 3)
-    join = np.add
+    combine = np.add
     neutral = 0.0
 
     def recompute(self) -> None:
@@ -194,7 +194,7 @@ class WeightedMean(NextUseRanking):
             self.update(progress)
         else:
             self._values[progress.plane][progress.place][1] = -progress.position * progress.weight
-            self._joined[progress.plane] = None
+            self._combined[progress.plane] = None
 
     def renew(self, key: int) -> float:
         width = self.timetable.width

@@ -1,13 +1,13 @@
 """The contract of a cache policy: which keys to keep. It holds no values, no lock and no clock.
 
-Whoever stores the values drives a policy like this::
+The owner, which stores the values, uses a policy like this::
 
     if not policy.access(key, job):          # the job reads; a miss
         values[key] = load(key)
-        for gone in policy.admit(key, size):  # may name `key` itself: do not keep it
+        for gone in policy.admit(key, size):  # may include `key` itself: do not keep it
             del values[gone]
 
-and passes on lookaheads of samplers (`foresee`) and jobs that leave (`forget`). Keys are sample
+and passes on lookaheads of samplers (`hint`) and jobs that leave (`forget`). Keys are sample
 indices from 0 to 2**31 - 2. Not thread-safe: the owner locks. A call that raises leaves the policy as it
 was.
 """
@@ -36,7 +36,7 @@ Sizes = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyStatistics:
-    """A snapshot of what a policy has counted since it was made.
+    """A snapshot of a policy's counts since it was made.
 
     Always `offered == admitted + bypassed + refused` and `items == admitted - evicted - discarded`.
     """
@@ -47,13 +47,13 @@ class PolicyStatistics:
     offered: int
     #: of these, those that were kept
     admitted: int
-    #: of these, those that would fit but were worth less than what is kept
+    #: of these, those that would fit but were worth less than the resident ones
     bypassed: int
     #: of these, those larger than the whole budget
     refused: int
     #: resident keys that were evicted for the budget or by `evict`
     evicted: int
-    #: resident keys that the owner took away by `discard`
+    #: resident keys that the owner removed by `discard`
     discarded: int
     #: resident now
     items: int
@@ -83,7 +83,7 @@ class Policy(ABC):
         OptionTypeError: a budget that is no int.
     """
 
-    #: what the registry knows it by
+    #: its name in `POLICIES`
     name: ClassVar[str]
 
     def __init__(
@@ -102,18 +102,18 @@ class Policy(ABC):
 
     @abstractmethod
     def access(self, key: int, job: Job) -> bool:
-        """`job` reads `key` now; returns whether it is resident. A job not known yet joins."""
+        """`job` reads `key` now; returns whether it is resident. An unknown job joins."""
 
     @abstractmethod
     def admit(self, key: int, size: int = 1) -> Sequence[int]:
-        """Offer a loaded key of `size` bytes; returns the keys that must go, `key` itself if it is not kept.
+        """Offer a loaded key of `size` bytes; returns the keys to drop, among them `key` itself if it is not kept.
 
-        A resident key takes the new size.
+        A resident key gets the new size.
         """
 
     @abstractmethod
     def evict(self) -> int | None:
-        """Choose the resident key worth least, drop it and return it; None if nothing is resident."""
+        """Evict the resident key worth least and return it; None if nothing is resident."""
 
     @abstractmethod
     def discard(self, key: int) -> bool:
@@ -127,12 +127,12 @@ class Policy(ABC):
         """
 
     @abstractmethod
-    def foresee(self, job: Job, lookahead: Lookahead) -> None:
-        """Take the lookahead of `job`'s sampler. Policies that judge by past reads only note the job."""
+    def hint(self, job: Job, lookahead: Lookahead) -> None:
+        """Use this lookahead of `job`'s sampler. Policies that decide by past reads only note the job."""
 
     @abstractmethod
     def forget(self, job: Job) -> None:
-        """The job is gone: drop all that is known of it. A job never seen is ignored."""
+        """The job has left: drop its records. An unknown job is ignored."""
 
     def access_many(self, keys: Keys, job: Job) -> Mask:
         """`job` reads `keys`, one after the other; returns which are resident, shape as `keys`."""
@@ -140,10 +140,9 @@ class Policy(ABC):
         return np.fromiter((self.access(key, job) for key in keys.tolist()), dtype=np.bool_, count=len(keys))
 
     def admit_many(self, keys: Keys, sizes: Sizes | None = None) -> npt.NDArray[np.int64]:
-        """Offer loaded keys together; returns those that must go, some of `keys` among them perhaps.
+        """Offer loaded keys together; returns the keys to drop, which may include some of `keys`.
 
-        `sizes`: bytes of each key, None for 1 each. A key that is there twice counts once, by the
-        size that came last.
+        `sizes`: bytes of each key, None for 1 each. A repeated key counts once, with its last size.
         """
         check_keys(keys)
         if sizes is not None:
@@ -153,7 +152,7 @@ class Policy(ABC):
         return np.array([key for key in gone if key not in self], dtype=np.int64)
 
     def statistics(self) -> PolicyStatistics:
-        """What was counted until now."""
+        """The counts until now."""
         return PolicyStatistics(
             hits=self._hits,
             misses=self._misses,
@@ -171,7 +170,7 @@ class Policy(ABC):
     @property
     @abstractmethod
     def jobs(self) -> tuple[Job, ...]:
-        """The jobs known now, in the order in which they joined."""
+        """The present jobs, in the order in which they joined."""
 
     @abstractmethod
     def __contains__(self, key: object) -> bool: ...
@@ -193,20 +192,20 @@ class Policy(ABC):
 
 
 def check_key(key: int) -> None:
-    """OptionError unless `key` may be one."""
+    """OptionError unless `key` is allowed."""
     if not 0 <= key <= LARGEST_KEY:
         raise OptionError(f"key {key}: keys from 0 to {LARGEST_KEY} are allowed")
 
 
 def check_keys(keys: Keys) -> None:
-    """OptionError unless all of `keys` may be some."""
+    """OptionError unless all of `keys` are allowed."""
     if len(keys):
         check_key(int(keys.min()))
         check_key(int(keys.max()))
 
 
 def check_sizes(keys: Keys, sizes: Sizes) -> None:
-    """OptionError unless `sizes` may be the sizes of `keys`."""
+    """OptionError unless `sizes` has an allowed size for each of `keys`."""
     if len(sizes) != len(keys):
         raise OptionError(f"{len(sizes)} sizes for {len(keys)} keys: give one for each, or None")
     if len(sizes):
@@ -214,11 +213,11 @@ def check_sizes(keys: Keys, sizes: Sizes) -> None:
 
 
 def check_size(size: int) -> None:
-    """OptionError unless `size` may be one."""
+    """OptionError unless `size` is allowed."""
     if size < 0:
         raise OptionError(f"size={size}: a number of bytes of at least 0 is required")
 
 
 def check_weight(job: Job, weight: float) -> float:
-    """`weight` if it is one; OptionError otherwise."""
+    """`weight` if it is allowed; OptionError otherwise."""
     return check_number(f"job {job!r}: weight", weight, exclusive=True)

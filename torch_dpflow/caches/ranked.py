@@ -1,4 +1,4 @@
-"""Common ground of the policies that judge by the future: a queue of keys by distance of next use."""
+"""Base class of the policies that evict by distance of next use."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from torch_dpflow.lookahead import Keys
 class RankedPolicy(Policy):
     """Evicts the key of the greatest distance, the oldest load among equals.
 
-    What is offered competes too, so a key worth less than all that is resident is not kept. Keys offered
-    together are admitted together before anything is evicted. A subclass says what the distances are.
+    Offered keys compete too, so a key of a greater distance than all resident ones is not kept. Keys offered
+    together are admitted together before anything is evicted.
 
     Args:
-        ranking: what the distances are.
-        keys: as for every policy; where it is not known, room is made as keys appear.
+        ranking: computes the distances.
+        keys: as for every policy; if it is not known, arrays grow as keys appear.
     """
 
     #: How many keys are kept in fine order; see `Residents`.
@@ -55,11 +55,11 @@ class RankedPolicy(Policy):
         if keys:
             self._reach(keys - 1)
 
-    # -- what a subclass does --------------------------------------------------------------------------------
+    # -- for subclasses --------------------------------------------------------------------------------------
 
     @abstractmethod
     def _read(self, key: int, job: Job) -> None:
-        """Take note of `job`'s reading `key`, which is below the span."""
+        """`job` reads `key`, which is below the span."""
 
     @abstractmethod
     def _read_many(self, keys: Keys, job: Job) -> None:
@@ -165,7 +165,7 @@ class RankedPolicy(Policy):
     # -- budget ----------------------------------------------------------------------------------------------
 
     def _expect_sizes(self, size: int = 1) -> None:
-        """From now on sizes differ; `size` is one of them."""
+        """Prepare for sizes other than 1; `size` is one of them."""
         check_size(size)
         if self._sizes is None:
             self._sizes = np.ones(self._span, dtype=np.int64)
@@ -184,7 +184,7 @@ class RankedPolicy(Policy):
         return key
 
     def _shrink(self, newcomer: int) -> list[int]:
-        """Make room, of which there is too little, where `newcomer` was just added."""
+        """Evict down to the budget, which `newcomer`, just added, has exceeded."""
         gone = [self._pop()]
         while self._is_over():
             gone.append(self._pop())
@@ -204,7 +204,7 @@ class RankedPolicy(Policy):
         return gone
 
     def _resize(self, key: int, size: int) -> list[int]:
-        """A resident key has another size now; returns it if it is too large to stay."""
+        """Set the size of a resident key; returns the key if it is too large to stay."""
         self._bytes += size - self._size_of(key)
         if self._sizes is not None:
             self._sizes[key] = size
@@ -218,7 +218,7 @@ class RankedPolicy(Policy):
     def _sort_out(
         self, keys: Keys, sizes: Sizes | None
     ) -> tuple[npt.NDArray[np.int64], Sizes | None, npt.NDArray[np.int64]]:
-        """Of keys offered together: those to add, each once, with their sizes; those that must go at once."""
+        """Split keys offered together: those to add, each once, with their sizes; those to drop at once."""
         if len(keys) > 1:
             keys, sizes = _once(keys, sizes)
         gone: list[int] = []
@@ -262,7 +262,7 @@ class RankedPolicy(Policy):
 
 
 def _once(keys: Keys, sizes: Sizes | None) -> tuple[Keys, Sizes | None]:
-    """Each key once, where it came first, with the size that came last."""
+    """Each key once, at its first place, with its last size."""
     ordered = np.sort(keys)
     if not (ordered[1:] == ordered[:-1]).any():
         return keys, sizes

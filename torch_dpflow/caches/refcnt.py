@@ -1,4 +1,4 @@
-"""RefCnt: evict what the fewest jobs still need (JOADER, section 3.2)."""
+"""RefCnt: evict the key that the fewest jobs still need (JOADER, section 3.2)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch_dpflow.lookahead import Keys, Lookahead
 
 @dataclass(slots=True, eq=False)
 class _Claim:
-    """What one job still needs in its epoch."""
+    """The keys that one job still needs in its epoch."""
 
     #: by key
     needs: npt.NDArray[np.bool_]
-    #: how many keys it reads in an epoch, and how many of this one it has read; a length of 0 is not known
+    #: how many keys it reads in an epoch, 0: unknown; and how many of this one it has read
     length: int
     position: int = 0
     #: the epoch of the last lookahead, or the one after it; None before the first
@@ -29,13 +29,13 @@ class _Claim:
 
 
 class _Counts(Ranking):
-    """How many jobs need each key; the fewer, the farther."""
+    """How many jobs need each key; fewer jobs are a greater distance."""
 
     def __init__(self) -> None:
         self.grow(np.zeros(0, dtype=np.int32))
 
     def grow(self, counts: npt.NDArray[np.int32]) -> None:
-        """Take up longer counts."""
+        """Replace the counts by longer ones."""
         self.counts = counts
         self.count_of = counts.data
 
@@ -52,7 +52,7 @@ class _Counts(Ranking):
 class RefCnt(RankedPolicy):
     """Counts, for every key, the jobs that have not read it in their epoch; evicts the lowest count.
 
-    Of lookaheads it takes which keys a job reads, not when. A job that has told nothing is taken to read
+    It uses the set of keys in lookaheads, not their order. A job without a lookahead is assumed to read
     every key once in an epoch.
 
     Amortised, an access costs O(log n); when a job begins an epoch or leaves, O(keys).
@@ -76,7 +76,7 @@ class RefCnt(RankedPolicy):
         if job not in self._claims:
             self._begin(self._claim(job), None)
 
-    def foresee(self, job: Job, lookahead: Lookahead) -> None:
+    def hint(self, job: Job, lookahead: Lookahead) -> None:
         for keys in (lookahead.certain, lookahead.members):
             if keys is not None:
                 self._reach_many(keys)

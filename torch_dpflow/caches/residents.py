@@ -68,7 +68,7 @@ class Residents:
         #: How many keys are resident.
         self.count = 0
         self._last_load = 0
-        self._coarse = CoarseOrder(front, self._living, self._ranks)
+        self._coarse = CoarseOrder(front, self._resident, self._ranks)
         #: Keys that ranked above the floor of the coarse order when they were added, in one of two forms: an array
         #: for bulk operations, or a heap of (-distance then, load, key) for single ones. One of the two is empty.
         self._front: Keys = _NO_KEYS
@@ -203,10 +203,10 @@ class Residents:
     def _sift_front(self) -> Ranks:
         """Keep only resident keys above the floor in the front; returns their ranks."""
         ranks = self._ranks(self._front)
-        living = ranks.imag < 0
-        high = (ranks > self._coarse.floor) & living
+        resident = ranks.imag < 0
+        high = (ranks > self._coarse.floor) & resident
         if not high.all():
-            low = living & ~high
+            low = resident & ~high
             if low.any():
                 self._coarse.put(self._front[low], ranks[low])
             self._front, ranks = self._front[high], ranks[high]
@@ -266,7 +266,7 @@ class Residents:
 
     # -- between front and coarse order ----------------------------------------------------------------------
 
-    def _living(self, keys: Keys) -> Keys:
+    def _resident(self, keys: Keys) -> Keys:
         return keys[self.loads.take(keys) > 0]
 
     def _ranks(self, keys: Keys) -> Ranks:
@@ -286,7 +286,7 @@ class Residents:
     def _file_strays(self) -> None:
         strays = np.concatenate([np.array(self._strays, dtype=np.int64), *self._stray_arrays])
         self._strays, self._stray_arrays, self._stray_count = [], [], 0
-        strays = self._living(strays)
+        strays = self._resident(strays)
         if len(strays):
             ranks = self._ranks(strays)
             # A key whose distance grew above the floor was added again by `move`, so it has an entry in the front.
@@ -302,7 +302,7 @@ class Residents:
             return
         if self._heap:
             self._to_front()
-        self._restart(np.unique(self._living(np.concatenate([self._front, *self._coarse.entries()]))))
+        self._restart(np.unique(self._resident(np.concatenate([self._front, *self._coarse.entries()]))))
 
     def _lower_front(self) -> None:
         """The front has grown too long: leave the highest keys and lay the others on the coarse."""
@@ -317,7 +317,7 @@ class Residents:
             self._front = self._front[order[cut:]]
 
     def _to_heap(self) -> None:
-        keys = self._living(self._front)
+        keys = self._resident(self._front)
         ranks = self._ranks(keys)
         loads = (-ranks.imag).astype(np.int64)
         self._heap += zip((-ranks.real).tolist(), loads.tolist(), keys.tolist())

@@ -1,7 +1,7 @@
 """The size of a sample in memory, and a deep copy of it.
 
-Both look into lists, tuples, dicts and sets, and know tensors, numpy arrays and Pillow images; of any other object
-they look at its attributes. An object that is referenced twice counts once, and is one object in the copy too.
+Both follow lists, tuples, dicts, sets and attributes of objects, and handle tensors, numpy arrays and Pillow images. An
+object that is referenced twice counts once, and is one object in the copy too.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _UNCHANGEABLE = frozenset(
     {int, float, complex, bool, str, bytes, range, type(None), type(...), torch.dtype, torch.device}
 )
 
-#: Objects that belong to the program, not to the sample that refers to them.
+#: Objects of the program that a sample may refer to, but that are not part of it.
 _PROGRAM = (type, FunctionType, BuiltinFunctionType, ModuleType)
 
 #: Bytes that Pillow takes for a pixel; in other modes 4, "RGB" among them.
 _BYTES_PER_PIXEL = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}
 
-#: The tensors that a sparse one consists of.
+#: The components of sparse tensors.
 _COMPONENTS = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -40,7 +40,7 @@ _COMPONENTS = {
 
 
 def measure(sample: object) -> int:
-    """Bytes that `sample` and all it refers to take in memory; a view of a tensor or array counts its own extent."""
+    """Bytes of `sample` and all it refers to; a view of a tensor or array counts its own extent."""
     total = 0
     seen: dict[int, object] = {}
     waiting = [sample]
@@ -54,7 +54,7 @@ def measure(sample: object) -> int:
 
 
 def duplicate(sample: Any) -> Any:
-    """A copy of `sample`; tensors keep their device and forget their graph.
+    """A deep copy of `sample`; tensors keep their device and are detached.
 
     Raises OptionTypeError where something in it cannot be copied.
     """
@@ -63,7 +63,7 @@ def duplicate(sample: Any) -> Any:
     except (TypeError, ValueError, RuntimeError, copy.Error) as error:
         raise OptionTypeError(
             f"a sample of type {type(sample).__name__} cannot be copied ({error}); "
-            "pass copy=False if nobody writes to the samples that are handed out"
+            "pass copy=False if nobody writes to the samples that the cache returns"
         ) from error
 
 
@@ -75,7 +75,7 @@ def _own_size(part: Any) -> int:
         tensors = [part] if components is None else [getattr(part, name)() for name in components]
         size += sum(tensor.nbytes for tensor in tensors)
     elif isinstance(part, memoryview) or (isinstance(part, np.ndarray) and part.base is not None):
-        size += part.nbytes  # sys.getsizeof leaves out what a view shows
+        size += part.nbytes  # sys.getsizeof leaves out the buffer of a view
     elif _is_image(part):
         size += part.width * part.height * _BYTES_PER_PIXEL.get(part.mode, 4)
     return size
@@ -127,6 +127,6 @@ def _duplicate(part: Any, memo: dict[int, Any]) -> Any:
 
 
 def _is_image(part: object) -> bool:
-    # Pillow is no requirement: where it was not imported, nothing is an image.
+    # Pillow is optional: if it was not imported, nothing is an image.
     pillow = sys.modules.get("PIL.Image")
     return pillow is not None and isinstance(part, pillow.Image)

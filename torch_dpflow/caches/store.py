@@ -25,21 +25,20 @@ _JOB: Job = "owner"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStatistics:
-    """A snapshot of what a cache has counted since it was made. Always `loads + errors == misses`, but for
-    loads under way."""
+    """A snapshot of a cache's counts since it was made. Without running loads, `loads + errors == misses`."""
 
     #: samples returned from memory, or from another thread's running load
     hits: int
     #: samples that had to be loaded
     misses: int
-    #: loads that ended well, and loads that raised
+    #: loads that succeeded, and loads that raised
     loads: int
     errors: int
-    #: samples that were evicted, that were not worth keeping, and that were larger than the whole cache
+    #: samples that were evicted, that were worth less than the kept ones, and that were larger than the whole cache
     evicted: int
     bypassed: int
     refused: int
-    #: what is held now: samples, and their measured bytes
+    #: samples held now, and their measured bytes
     items: int
     bytes: int
     #: the budget: samples or bytes, the other None
@@ -48,7 +47,7 @@ class CacheStatistics:
 
     @property
     def hit_rate(self) -> float:
-        """Hits per sample handed out; 0.0 before the first."""
+        """Hits per sample read; 0.0 before the first."""
         return self.hits / max(1, self.hits + self.misses)
 
 
@@ -56,15 +55,15 @@ class SampleStore:
     """Samples by key, as many as the policy keeps.
 
     Any thread may call. The lock is held while the policy decides, never while a sample is loaded, measured
-    or copied, or a sampler asked. Whoever loads may read samples here; one that is asked for by its own load,
-    in a circle of threads too, is loaded apart and not kept. A load that raises is not remembered: the error
-    reaches everybody who waited for that load, and the next reader tries again. After a fork the child has
-    its own store with what was in it; an empty one if another thread was changing it at that moment.
+    or copied, or a sampler is polled. A load may read samples from this store; a sample that its own load reads,
+    also through a cycle of threads, is loaded separately and not kept. If a load raises, the error
+    reaches every thread that waited for it, and the next reader tries again. After a fork the child has
+    its own store with the same samples, or an empty one if another thread was changing it at that moment.
 
     Args:
-        make_policy: makes the policy, a new one each time.
-        copies: whether to keep a copy of what was loaded and to hand out copies of that.
-        before_read: called with how many samples are about to be read; returns what is new for the policy.
+        make_policy: makes a new policy.
+        copies: whether to keep copies of loaded samples and to return copies of those.
+        before_read: called with the number of samples about to be read; returns a new lookahead for the policy.
     """
 
     def __init__(
@@ -78,16 +77,16 @@ class SampleStore:
         self._copies = copies
         self._before_read = before_read
         self._lock = threading.Lock()
-        #: by thread, the load that it waits for
+        #: the load that each thread waits for
         self._waits: dict[int, Flight] = {}
         self._empty()
         _STORES.add(self)
 
     def get(self, key: int, load: Callable[[], Any]) -> Any:
-        """The sample of `key`; `load` is called where it is not held and nobody else is loading it."""
-        told = self._ask(1)
+        """The sample of `key`; `load` is called if it is not held and no other thread is loading it."""
+        lookahead = self._poll(1)
         with self._lock:
-            self._tell(told)
+            self._hint(lookahead)
             if self._policy.access(key, _JOB):
                 sample, flight, joined = self._samples[key], None, False
             else:
@@ -99,13 +98,13 @@ class SampleStore:
         return self._load([key], [flight], lambda: [load()])[0]
 
     def get_many(self, keys: Sequence[int], load: Callable[[list[int]], Sequence[Any]]) -> list[Any]:
-        """The samples of `keys`, in order. `load` gets the places in `keys` of those that it has to load."""
+        """The samples of `keys`, in order. `load` gets the places in `keys` of the samples to load."""
         found: list[Any] = [None] * len(keys)
         own: list[int] = []
         flights: dict[int, Flight] = {}
-        told = self._ask(len(keys))
+        lookahead = self._poll(len(keys))
         with self._lock:
-            self._tell(told)
+            self._hint(lookahead)
             held = self._policy.access_many(np.asarray(keys, dtype=np.int64), _JOB).tolist()
             for place, (key, hit) in enumerate(zip(keys, held)):
                 if hit:
@@ -121,18 +120,18 @@ class SampleStore:
             loaded = self._load([keys[k] for k in own], [flights.pop(k) for k in own], lambda: load(own))
             for place, sample in zip(own, loaded):
                 found[place] = sample
-        # Only now: of two readers that wait for each other, both have finished their own loads.
+        # After its own loads, so that two readers of each other's loads do not wait for ever.
         for place, flight in flights.items():
             found[place] = self._wait(keys[place], flight, partial(_load_one, load, place))
         return found
 
     def clear(self) -> None:
-        """Forget all samples and counts; loads under way end without being kept."""
+        """Drop all samples and counts; samples of running loads are not kept."""
         with self._lock:
             self._empty()
 
     def statistics(self) -> CacheStatistics:
-        """What was counted until now."""
+        """The counts until now."""
         with self._lock:
             policy, counted = self._policy, self._policy.statistics()
             return CacheStatistics(
@@ -154,16 +153,16 @@ class SampleStore:
     def _empty(self) -> None:
         self._policy = self._make_policy()
         self._samples: dict[int, Any] = {}
-        #: loads under way
+        #: running loads
         self._flights = Flights()
         self._loads = self._errors = 0
         #: accesses that the policy counted as misses: those that joined a load, and those repeated because
         #: the load that they had joined was interrupted
         self._joined = self._abandoned = 0
 
-    def _tell(self, told: Lookahead | None) -> None:
-        if told is not None:
-            self._policy.foresee(_JOB, told)
+    def _hint(self, lookahead: Lookahead | None) -> None:
+        if lookahead is not None:
+            self._policy.hint(_JOB, lookahead)
 
     def _board(self, key: int) -> tuple[Flight, bool]:
         flight, joined = self._flights.board(key)
@@ -171,21 +170,21 @@ class SampleStore:
         return flight, joined
 
     def _waits_for(self, thread: int, flight: Flight) -> bool:
-        """Whether a load cannot end before `thread` goes on: the thread runs it, or somebody whom it waits for does."""
-        onward: Flight | None = flight
-        while onward is not None and not onward.done():
-            if onward.thread == thread:
+        """Whether a load waits for `thread`: the thread runs it, or runs a load that it waits for."""
+        awaited: Flight | None = flight
+        while awaited is not None and not awaited.done():
+            if awaited.thread == thread:
                 return True
-            onward = self._waits.get(onward.thread)
+            awaited = self._waits.get(awaited.thread)
         return False
 
     def _abandon(self) -> None:
-        """Let threads that joined a load go on without it."""
+        """A thread no longer waits for a load that it had joined."""
         self._joined -= 1
         self._abandoned += 1
 
     def _keep(self, keys: list[int], flights: list[Flight], kept: list[Any], sizes: list[int]) -> None:
-        """Offer loaded samples to the policy, unless they were loaded for a content that was cleared."""
+        """Offer loaded samples to the policy, unless the store was cleared meanwhile."""
         current = [self._flights.land(key, flight) for key, flight in zip(keys, flights)]
         if all(current):
             gone: Sequence[int]
@@ -200,7 +199,7 @@ class SampleStore:
 
     # -- without the lock ------------------------------------------------------------------------------------
 
-    def _ask(self, count: int) -> Lookahead | None:
+    def _poll(self, count: int) -> Lookahead | None:
         return None if self._before_read is None else self._before_read(count)
 
     def _copy(self, sample: Any) -> Any:
@@ -209,7 +208,7 @@ class SampleStore:
     def _load(
         self, keys: list[int], flights: list[Flight], load: Callable[[], Sequence[Any]]
     ) -> Sequence[Any]:
-        """Load samples that nobody else is loading, for everybody who waits for them."""
+        """Load samples for this thread and for all that wait for them."""
         try:
             loaded = load()
             if len(loaded) != len(keys):
@@ -236,12 +235,12 @@ class SampleStore:
     def _wait(self, key: int, flight: Flight, load: Callable[[], Any]) -> Any:
         thread = threading.get_ident()
         with self._lock:
-            in_a_circle = self._waits_for(thread, flight)
-            if in_a_circle:
+            is_cycle = self._waits_for(thread, flight)
+            if is_cycle:
                 self._abandon()
             else:
                 self._waits[thread] = flight
-        if in_a_circle:
+        if is_cycle:
             return self._copy(load())
         try:
             return self._copy(flight.result())

@@ -12,8 +12,8 @@ from torch_dpflow.caches.job_progress import JobProgress
 from torch_dpflow.caches.policy import Job
 from torch_dpflow.lookahead import Keys, Lookahead
 
-#: What a cell holds where it is no position: the job never reads the key; has read it in this epoch (S_v); is
-#: likely to read it soon (S_uc); reads it some time (S_uk).
+#: Values of a cell that are not positions: the job never reads the key; has read it in this epoch (S_v); is
+#: likely to read it soon (S_uc); reads it at an unknown time (S_uk).
 ABSENT, READ, LIKELY, UNKNOWN = -1, -2, -3, -4
 
 #: Jobs whose codes share one byte of a key, two bits each.
@@ -24,10 +24,10 @@ _CHUNK = 1 << 16
 
 
 class Timetable:
-    """A cell for each key and job: the position at which the job reads the key, or a state of the above.
+    """A cell for each key and job: the position at which the job reads the key, or one of the above values.
 
-    Positions count from the start of the job's epoch; those from its length on lie in the next epoch. Beside
-    the cells each key has, for each job, two bits that tell kinds of cells apart: the code.
+    Positions count from the start of the job's epoch; those from its length on are in the next epoch. Besides
+    its cells, each key has two bits for each job, the code, which distinguish kinds of cells.
 
     Args:
         codes: the codes of a position, and of ABSENT, READ, LIKELY and UNKNOWN.
@@ -40,7 +40,7 @@ class Timetable:
         #: By job, in the order in which they joined.
         self.progress_of: dict[Job, JobProgress] = {}
         self._free: list[int] = []
-        #: Shape (span, width). A row is a key's, so that one look into memory serves all jobs.
+        #: Shape (span, width). A row holds a key's cells, so that one memory access serves all jobs.
         self.cells: npt.NDArray[np.int32] = np.zeros((0, 0), dtype=np.int32)
         #: Number of columns, free ones included.
         self.width = 0
@@ -54,7 +54,7 @@ class Timetable:
     # -- adding and removing jobs and keys ---------------------------------------------------------------------------
 
     def add(self, job: Job, weight: float) -> JobProgress:
-        """A job joins; nothing is known of it."""
+        """A job joins; its keys are unknown."""
         if not self._free:
             self._widen()
         column = self._free.pop()
@@ -63,7 +63,7 @@ class Timetable:
         return progress
 
     def remove(self, job: Job) -> JobProgress | None:
-        """Forget a job; returns what was known of it."""
+        """Forget a job; returns its progress."""
         progress = self.progress_of.pop(job, None)
         if progress is not None:
             self._column(progress)[:] = ABSENT
@@ -134,12 +134,12 @@ class Timetable:
         column = self._column(progress)
         start = lookahead.position
         progress.estimates = True
-        told = progress.announced_from(start)
-        if told is None:
-            told = np.flatnonzero(column >= start)
-        told = told[(column[told] >= start) & (column[told] < progress.length)]
+        announced = progress.announced_from(start)
+        if announced is None:
+            announced = np.flatnonzero(column >= start)
+        announced = announced[(column[announced] >= start) & (column[announced] < progress.length)]
         once_likely = progress.likely[column[progress.likely] == LIKELY]
-        column[told] = UNKNOWN
+        column[announced] = UNKNOWN
         column[once_likely] = UNKNOWN
         cells = column[lookahead.certain]
         due = (cells != READ) & (cells < progress.length)
@@ -148,7 +148,7 @@ class Timetable:
         likely = lookahead.likely[(cells < 0) & (cells != READ)]
         column[likely] = LIKELY
         progress.note_lookahead(lookahead, likely)
-        touched = np.concatenate([told, once_likely, lookahead.certain, lookahead.likely])
+        touched = np.concatenate([announced, once_likely, lookahead.certain, lookahead.likely])
         self._encode(progress, touched)
         return touched
 
@@ -192,7 +192,7 @@ class Timetable:
         codes[key] = (codes[key] & ~(3 << shift)) | (code << shift)
 
     def read_many(self, progress: JobProgress, keys: Keys) -> int:
-        """A job reads keys one after the other; returns how many, for it stops where the job's epoch ends."""
+        """A job reads keys one after the other, up to the end of its epoch; returns how many."""
         at = keys * self.width
         at += progress.column
         flat = self.cells.reshape(-1)
@@ -217,9 +217,9 @@ class Timetable:
         return len(keys)
 
     def _read_unexpected(self, progress: JobProgress, keys: Keys, cells: npt.NDArray[np.int32]) -> int:
-        """Move a job on over keys some of which it had not announced; returns how many, up to its epoch's end.
+        """Advance a job over keys some of which it had not announced; returns how many, up to its epoch's end.
 
-        What was announced for place c moves it to c + 1 at least, anything else on by one.
+        A key announced for position c advances it to c + 1 at least, any other by one.
         """
         first = np.zeros(len(keys), dtype=np.bool_)
         first[np.unique(keys, return_index=True)[1]] = True
@@ -240,12 +240,12 @@ class Timetable:
         return self.cells[:, progress.column]
 
     def _encode_from(self, progress: JobProgress, first: int) -> None:
-        """Bring the codes of all keys from `first` on up to date with a job's cells."""
+        """Update the codes of all keys from `first` on from a job's cells."""
         for start in range(first, self._span, _CHUNK):
             self._encode(progress, slice(start, start + _CHUNK))
 
     def _encode(self, progress: JobProgress, keys: Any) -> None:
-        """Bring the codes of some keys up to date with a job's cells."""
+        """Update the codes of some keys from a job's cells."""
         plane = self.planes[progress.plane]
         cells = self.cells[keys, progress.column]
         code = self._codes.take(np.negative(np.minimum(cells, 0))) << 2 * progress.place
@@ -257,5 +257,5 @@ def _count(first: int, length: int) -> npt.NDArray[np.int32]:
 
 
 def _write(column: npt.NDArray[np.int32], keys: Keys, positions: npt.NDArray[np.integer[Any]]) -> None:
-    """Write positions into cells; a key that is there twice keeps the earlier one."""
+    """Write positions into cells; a repeated key keeps the earlier one."""
     column[keys[::-1]] = positions[::-1]

@@ -1,4 +1,4 @@
-"""Use distance: the thesis's yardstick for ALSD, which trusts certain orders only."""
+"""Use distance: the thesis's baseline for ALSD, which uses certain orders only."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class _CertainMean(WeightedMean):
 
 
 class UseDistance(LookaheadPolicy):
-    """Evicts the key of the greatest mean distance, where whatever is not certain counts N (thesis, 5.2.1).
+    """Evicts the key of the greatest mean distance; a key that is not certain counts N (thesis, 5.2.1).
 
-    With orders known in full it is ALSD's weighted mean; the difference is what ALSD's estimates are worth.
+    If orders are known in full it equals ALSD's weighted mean; the difference shows the value of ALSD's estimates.
     """
 
     name = "use-distance"

@@ -39,7 +39,7 @@ class ExactPolicy(ABC):
     def join(self, name: object, weight: float) -> None: ...
 
     @abstractmethod
-    def foresee(self, name: object, lookahead: Lookahead) -> None: ...
+    def hint(self, name: object, lookahead: Lookahead) -> None: ...
 
     @abstractmethod
     def forget(self, name: object) -> None: ...
@@ -184,7 +184,7 @@ class ExactALSD(ExactPolicy):
     def forget(self, name: object) -> None:
         self.jobs.pop(name, None)
 
-    def foresee(self, name: object, lookahead: Lookahead) -> None:
+    def hint(self, name: object, lookahead: Lookahead) -> None:
         job = self.jobs.setdefault(name, _ExactJob(1.0))
         goes_on = (job.epoch, job.length) == (
             lookahead.epoch,
@@ -271,7 +271,7 @@ class ExactRefCnt(ExactPolicy):
     def forget(self, name: object) -> None:
         self.jobs.pop(name, None)
 
-    def foresee(self, name: object, lookahead: Lookahead) -> None:
+    def hint(self, name: object, lookahead: Lookahead) -> None:
         old = self.jobs.get(name)
         if old is not None and old.epoch == lookahead.epoch and lookahead.position >= old.position:
             return

@@ -99,8 +99,8 @@ class ExactTrace:
 
     def _give_lookahead(self, job: int) -> None:
         lookahead = self._lookahead(job)
-        self._exact.foresee(job, lookahead)
-        self._policy.foresee(job, lookahead)
+        self._exact.hint(job, lookahead)
+        self._policy.hint(job, lookahead)
 
     def _lookahead(self, job: int) -> Lookahead:
         known, rng, keys = self._exact.jobs.get(job), self._rng, self._exact.keys

@@ -118,7 +118,7 @@ class PolicyContract:
         job = _HistoryJob()
         gone = weakref.ref(job)
         policy.join(job, weight=2.0)
-        policy.foresee(job, Lookahead.of_order(np.arange(_KEYS), epoch=0))
+        policy.hint(job, Lookahead.of_order(np.arange(_KEYS), epoch=0))
         policy.access(3, job)
         policy.admit(3)
         policy.forget(job)
@@ -265,7 +265,7 @@ class PolicyHistory(RuleBasedStateMachine):
         self.jobs.pop(job, None)
 
     @rule(job=_JOBS, seed=_SEEDS)
-    def foresee(self, job: str, seed: int) -> None:
+    def hint(self, job: str, seed: int) -> None:
         rng = np.random.default_rng(seed)
         order = rng.permutation(_KEYS)[: rng.integers(1, _KEYS + 1)]
         certain = int(rng.integers(len(order) + 1))
@@ -278,7 +278,7 @@ class PolicyHistory(RuleBasedStateMachine):
             following=rng.permutation(order) if rng.random() < 0.3 else None,
             speed=float(rng.uniform(0.1, 10)) if rng.random() < 0.3 else None,
         )
-        self.policy.foresee(job, lookahead)
+        self.policy.hint(job, lookahead)
         self.jobs.setdefault(job)
 
     # -- what holds always -----------------------------------------------------------------------------------

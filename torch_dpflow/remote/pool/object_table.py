@@ -89,10 +89,10 @@ class ObjectTable:
             for entry in list(self._cached.values()):
                 self._drop_if_spent(entry, left)
 
-    def foresee(self, job: str, lookahead: Lookahead) -> None:
+    def hint(self, job: str, lookahead: Lookahead) -> None:
         """Pass a job's lookahead to the policy."""
         if self._policy is not None:
-            self._policy.foresee(job, lookahead)
+            self._policy.hint(job, lookahead)
 
     # -- objects ---------------------------------------------------------------------------------------------
 

@@ -117,10 +117,10 @@ class Pool:
         self._objects.leave(job, self._jobs)
         return self._admit(out)
 
-    def foresee(self, job: str, lookahead: Lookahead) -> None:
+    def hint(self, job: str, lookahead: Lookahead) -> None:
         """Pass a job's lookahead to the cache's policy. Raises UsageError for a job that has not joined."""
         self._job(job)
-        self._objects.foresee(job, lookahead)
+        self._objects.hint(job, lookahead)
 
     def note_read(self, job: str, key: int) -> None:
         """Report a read of `job` to the cache's policy, on whose behalf another job wants the sample."""

@@ -136,9 +136,9 @@ class StagedPool:
         out = self._of_drawn(self._drawn.leave(job))
         return self._balanced(out + self._of_kept(self._kept.leave(job)))
 
-    def foresee(self, job: str, lookahead: Lookahead) -> None:
-        """As `Pool.foresee`."""
-        self._kept.foresee(job, lookahead)
+    def hint(self, job: str, lookahead: Lookahead) -> None:
+        """As `Pool.hint`."""
+        self._kept.hint(job, lookahead)
 
     # -- reading ---------------------------------------------------------------------------------------------
 

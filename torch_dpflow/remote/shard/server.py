@@ -220,7 +220,7 @@ class SampleShard:
         job = ask.job.name
         if self._epochs.get(job) != ask.epoch:
             self._epochs[job] = ask.epoch
-            self._pool.foresee(job, self._lookahead(ask.epoch))
+            self._pool.hint(job, self._lookahead(ask.epoch))
         wants = zip(ask.tickets, ask.keys)
         if isinstance(self._pool, StagedPool):
             out = self._pool.want(job, wants, ask.draw)
