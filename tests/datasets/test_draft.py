@@ -207,7 +207,7 @@ def test_what_a_source_misses_itself_is_told_as_its_own(store: DatasetStore) -> 
         yield Path("/no/such.bin").read_bytes(), {}
 
     with pytest.raises(
-        SourceError, match=r"name='numbered'.*cannot be read on: FileNotFoundError.*such\.bin"
+        SourceError, match=r"name='numbered'.*cannot be read further: FileNotFoundError.*such\.bin"
     ) as told:
         _add(store, source())
     assert "--restart" not in str(told.value)

@@ -1,4 +1,4 @@
-"""Annotations as JSON: whatever it can hold, numpy's and torch's values too, and nothing that it cannot."""
+"""Annotations as JSON; values of numpy and torch are converted."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch_dpflow.errors import SourceError
 
 
 def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:
-    """Annotations as a JSON object; `name` is what errors call the sample.
+    """Annotations as a JSON object; `name` names the sample in errors.
 
     Raises:
-        SourceError: they are no mapping, or hold what JSON cannot, such as NaN.
+        SourceError: they are no mapping, or have values that JSON cannot hold, such as NaN.
     """
     try:
         encoded = _ENCODER.encode(meta)
@@ -39,7 +39,7 @@ def encode_annotations(meta: Mapping[str, Any], name: str) -> msgspec.Raw:
 
 
 def _not_finite(value: Any, field: str) -> Iterator[tuple[str, float]]:
-    """Every number that is none, and where it stands."""
+    """Every number that is not finite, and its field."""
     if isinstance(value, float):
         if not math.isfinite(value):
             yield field, value

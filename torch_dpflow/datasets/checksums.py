@@ -26,11 +26,11 @@ assert _ALGORITHMS.keys() == set(get_args(ChecksumAlgorithm))
 
 
 def checksum_of(data: bytes | memoryview, algorithm: ChecksumAlgorithm) -> str:
-    """The checksum of a sample's bytes: "crc32" finds accidents cheaply, "sha256" forgeries too."""
+    """The checksum of a sample's bytes: "crc32" detects accidents cheaply, "sha256" forgeries too."""
     return f"{algorithm}:{_ALGORITHMS[algorithm](data)}"
 
 
 def matches(data: bytes | memoryview, checksum: str) -> bool:
-    """Whether the bytes have this checksum, of whichever algorithm it names."""
+    """Whether the bytes have this checksum, which names its algorithm."""
     algorithm, _, digest = checksum.partition(":")
     return _ALGORITHMS[algorithm](data) == digest

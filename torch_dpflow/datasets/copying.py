@@ -29,21 +29,21 @@ def copy(
     progress: CopyProgress = lambda variant, samples: None,
     compared: Compared | None = None,
 ) -> Dataset:
-    """Copy a version, None: the last one, under its own name, with the data that lies in the dataset's directory.
+    """Copy a version, None: the last one, under its own name, with the data in the dataset's directory.
 
-    Data that a URL names stays there, and the copy names it too. Before it is published, the copy is verified: all
-    metadata, and what was copied by checksums, or by sizes where there are none. A copy that was killed goes on
-    when it is called again.
+    Data that is named by URLs is not copied; the copy has the same URLs. Before it is published, the copy is verified:
+    all metadata, and the copied data by checksums, or by sizes if it has none. Calling it again continues a copy that
+    was killed.
 
     Args:
         progress: see `CopyProgress`.
-        compared: counts what was compared.
+        compared: counts the comparisons.
 
     Raises:
         DatasetNotFoundError: no such version is published.
         PublishedError: the target has another version of this name.
         OptionError: the target is the store itself, or has an unfinished import of the version or other files there.
-        OptionTypeError: no stores.
+        OptionTypeError: `store` or `target` is no DatasetStore.
         DamagedStoreError: the version, or the copy, is damaged; it is not published.
     """
     for name, given in (("store", store), ("target", target)):
@@ -83,7 +83,7 @@ def _already_there(target: DatasetStore, dataset: Dataset) -> Dataset:
 
 
 def _begin(files: Files, dataset: Dataset, name: str) -> None:
-    """Note what is written, as an import does: it is listed, discarded and pruned as one."""
+    """Record the copy as an import, so that it is listed, discarded and pruned as one."""
     variant = dataset.variants[name]
     record = DraftRecord(
         format=1,
@@ -109,13 +109,13 @@ def _copy_variant(stored: StoredDataset, files: Files, progress: CopyProgress) -
             for one in copies:
                 one.result()
             files.ensure(stored.dataset.shard_path(stored.variant_name, number), encode_file(shard))
-            before = paths  # an object's samples are mostly neighbours; copied again, it is compared only
+            before = paths  # an object's samples are mostly neighbours; another copy of it is compared only
             copied += len(shard.samples)
             progress(stored.variant_name, copied)
 
 
 def _check(copied: StoredDataset, compared: Compared) -> None:
-    """See that it is whole, and that nobody has discarded it meanwhile."""
+    """Verify the copy, and that it was not discarded meanwhile."""
     problem = next(verify(copied, data=True, own=True, compared=compared), None)
     if problem is not None:
         raise DamagedStoreError(

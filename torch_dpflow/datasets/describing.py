@@ -1,4 +1,4 @@
-"""Turns what an importer finds into the metadata of samples: paths, checksums, annotations as JSON."""
+"""Turns an importer's items into the metadata of samples: paths, checksums, annotations as JSON."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch_dpflow.errors import DatasetError, DPFlowError, SourceError
 
 
 class Describer:
-    """Describes the items of one importer, relative to the variant that they go into.
+    """Describes the items of one importer, for one variant.
 
     Args:
-        importer: whose items they are.
+        importer: the source of the items.
         dataset_url: the dataset's directory.
-        data: the variant's data root, to which paths are made relative where they can be.
-        pack_root: where packs go, relative to the dataset's directory.
-        checksum: taken of every sample, which reads all data; None: only of those that go into packs, whose
-            bytes pass by anyway.
+        data: the variant's data root, to which paths are made relative if possible.
+        pack_root: the directory of packs, relative to the dataset's directory.
+        checksum: computed of every sample, which reads all data; None: only of samples in packs, whose bytes are in
+            memory anyway.
     """
 
     def __init__(
@@ -44,16 +44,16 @@ class Describer:
         self._checksum = checksum
 
     def describe(self, items: Iterable[Item], packs: ShardPacks) -> list[SampleMeta]:
-        """The metadata of a shard's items. Those that bring bytes are added to the packs.
+        """The metadata of a shard's items. Items with data are added to the packs.
 
         Raises:
-            SourceError: an item has no object, leads out of its root, or has annotations that are no JSON.
+            SourceError: an item has no object, its path leads out of its root, or its annotations are no JSON.
         """
         samples = [self.found(item) if item.data is None else self._packed(item, packs) for item in items]
         return samples if self._checksum is None else self._checked(samples, self._checksum)
 
     def found(self, item: Item) -> SampleMeta:
-        """The metadata of an item that lies somewhere."""
+        """The metadata of an item with a path."""
         assert isinstance(item.path, str)
         try:
             url = data_url(self._dataset_url, self._own_root, item.path)
@@ -70,7 +70,7 @@ class Describer:
         )
 
     def checksum(self, data: bytes) -> str:
-        """The checksum of a sample that goes into a pack."""
+        """The checksum of a sample in a pack."""
         return checksum_of(data, self._checksum or "crc32")
 
     def _sample(
@@ -84,7 +84,7 @@ class Describer:
             raise SourceError(f"{path}: {error}") from error
 
     def _checked(self, samples: list[SampleMeta], algorithm: ChecksumAlgorithm) -> list[SampleMeta]:
-        """The samples with checksums, and the lengths that come with them."""
+        """The samples with checksums, and lengths."""
         unknown = [position for position, sample in enumerate(samples) if sample.checksum is None]
         places = [
             (data_url(self._dataset_url, self._root, samples[position].path), samples[position])

@@ -31,18 +31,18 @@ from torch_dpflow.errors import (
 #: shards of 40 MB one random sample would cost a second.
 SHARD_SIZE = 1000
 
-#: What is asked of an importer.
+#: The members that an importer must have.
 _IMPORTER = ("root", "options", "source", "extend", "items", "total", "info")
 
 
 class Draft:
-    """A version that is being written: add variants, then publish. Until then nobody can read it.
+    """A version that is being written: add variants, then publish. Until then it cannot be read.
 
-    Everything is kept in the store, so a draft that was killed goes on when the same variants are added
-    again, from any machine. Of two who publish the same version, one gets a PublishedError.
+    All progress is kept in the store, so a draft that was killed continues when the same variants are added
+    again, from any machine. If two processes publish the same version, one gets a PublishedError.
 
     Args:
-        store: where it goes.
+        store: the store to publish it in.
         dataset_id: "namespace/name".
         version: a version that is not published.
         parent: a published version that this one continues: it has all of its samples and those added.
@@ -51,7 +51,7 @@ class Draft:
     Raises:
         PublishedError: the version is published.
         DatasetNotFoundError: the parent is not.
-        OptionError, OptionTypeError: no dataset or version can be named so; no store.
+        OptionError, OptionTypeError: the name of the dataset or version is not allowed; `store` is no DatasetStore.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Draft:
         checksum: ChecksumAlgorithm | None = None,
         progress: ProgressCallback = lambda samples: None,
     ) -> Variant:
-        """Import a source into a variant; goes on where an earlier run was killed, and may be called again.
+        """Import a source into a variant; continues an earlier run that was killed, and may be called again.
 
         Args:
             variant: its name, such as "train".
@@ -135,7 +135,7 @@ class Draft:
         return written
 
     def check_variants(self, names: Iterable[str]) -> None:
-        """See that this version has no unfinished import but of these variants.
+        """Check that this version has unfinished imports of these variants only.
 
         Raises:
             OptionError: there is one, of an earlier run or of another that runs now.
@@ -151,7 +151,7 @@ class Draft:
         """Make the version readable, with the variants that were added to it here and those of the parent. Atomic.
 
         Raises:
-            PublishedError: somebody else has published it.
+            PublishedError: another process has published it.
             OptionError: nothing was added, the import of a variant has not ended or was discarded meanwhile, or
                 there is a variant that an earlier run or another one has added and this one has not.
             DatasetNotFoundError: the parent was deleted meanwhile.
@@ -179,12 +179,12 @@ class Draft:
             self._files.create(self._manifest, encode_file(dataset))
         except FileExistsError as error:
             raise self._published() from error
-        with suppress(OSError):  # what is left over harms nobody, and the version is published
+        with suppress(OSError):  # the version is published, and files left over do no harm
             self._tidy_up(added)
         return dataset
 
     def _check_parent(self) -> None:
-        """See that what this version names of its parent has not gone."""
+        """Check that the parent, whose files this version names, was not deleted."""
         if self._parent is not None and not self._files.exists(f"versions/{self._parent.version}.json"):
             raise DatasetNotFoundError(
                 f"{self._ref.id}:{self._parent.version}, which {self._ref} continues, was deleted meanwhile; discard "
@@ -197,7 +197,7 @@ class Draft:
         self._files.remove(self._folder)
 
     def discard(self) -> None:
-        """Remove everything that was written for this version. Data that was there before stays."""
+        """Remove everything that was written for this version, but no data that was there before."""
         if self._files.exists(self._manifest):
             raise self._published()
         for variant in self._files.children(f"data/{self._version}"):
@@ -246,14 +246,14 @@ class Draft:
             variant = ImportProgress(self._files, self._version, name).finished()
             if variant is None:
                 raise OptionError(
-                    f"the import of {self._ref}:{name} has not ended, or was discarded meanwhile; add it again to go "
-                    "on with it, or discard the draft"
+                    f"the import of {self._ref}:{name} has not ended, or was discarded meanwhile; add it again to "
+                    "continue it, or discard the draft"
                 )
             found[name] = variant
         return found
 
     def _overtaken(self, ref: DatasetRef, error: OSError) -> DatasetError:
-        """Why a file of this draft is gone, or is there already."""
+        """The error for a file of this draft that is missing or exists already."""
         if self._files.exists(self._manifest):
             return self._published()
         return SourceError(

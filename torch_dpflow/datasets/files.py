@@ -1,4 +1,4 @@
-"""The files of a dataset store: read whole and written whole, alike on every storage that fsspec knows."""
+"""The files of a dataset store, read and written as a whole, on every storage that fsspec supports."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fsspec.implementations.local import LocalFileSystem
 
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import check_kept_out
-from torch_dpflow.datasets.storage.deadlines import ask, turn
+from torch_dpflow.datasets.storage.deadlines import call_with_deadline, exclusive
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system
 from torch_dpflow.datasets.urls import join_url, split_chain, split_login
 from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, OptionTypeError, StorageError
 
-#: What makes a single put fail when the object exists already, by protocol.
+#: Options with which a put fails if the object exists, by protocol.
 _EXCLUSIVE_PUT: dict[str, dict[str, Any]] = {
     "s3": {"mode": "create"},
     "memory": {"mode": "create"},
@@ -34,29 +34,29 @@ class DirectoryEntry(NamedTuple):
 
     name: str
     is_directory: bool
-    #: bytes; None where the storage does not say
+    #: bytes; None if the storage does not report it
     size: int | None
 
 
 class Files:
     """A directory, by URL, and everything below it. Paths are relative to it, with "/" between parts.
 
-    A file appears with all its bytes or not at all, whoever is killed meanwhile: on a local disk or a mount
+    A file appears with all its bytes or not at all, even if the writer is killed: on a local disk or a mount
     it is written beside its place and renamed, on object stores it is a single put. Any thread may call; a
-    pickle or a fork opens its own connection. What a storage cannot do is told as a StorageError that names
-    the file, AccessDeniedError for one; a file that is missing as Python's FileNotFoundError. Reading and
-    listing end at a deadline, whatever the storage does; writing takes as long as it takes.
+    pickle or a fork opens its own connection. Failures of the storage are raised as StorageError, which names
+    the file, such as AccessDeniedError; a missing file as Python's FileNotFoundError. Reading and
+    listing have a deadline on every storage; writing has none.
 
     Args:
         url: a URL such as "s3://bucket/datasets", or a local path.
-        options: what fsspec needs to open it, such as credentials; for S3 and OSS alike `key`, `secret`, `token`,
-            `endpoint`, `region` and `anon`. They are never written anywhere.
+        options: fsspec's options for it, such as credentials; for S3 and OSS alike `key`, `secret`, `token`,
+            `endpoint`, `region` and `anon`. They are never stored.
         read_options: timeouts and retries of reading and listing.
 
     Raises:
-        OptionError: no directory is named, or there is no such protocol, or the package that speaks it is missing;
+        OptionError: `url` names no directory, its protocol is unknown, or the protocol's package is missing;
             S3 or OSS has no such option.
-        OptionTypeError: other `read_options`.
+        OptionTypeError: `read_options` is no ReadOptions.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Files:
         read_options: ReadOptions | None = None,
     ) -> None:
         address, login = split_login(str(url))
-        #: what opens the directory: those given, and the user and password that stood in the URL
+        #: fsspec's options: those given, and the user and password of the URL
         self.options = {**(options or {}), **login}
         if not isinstance(read_options, ReadOptions | None):
             raise OptionTypeError(f"read_options={read_options!r}: give ReadOptions(...) or None")
@@ -93,7 +93,7 @@ class Files:
 
     @property
     def filesystem(self) -> Any:
-        """The fsspec file system, opened anew in a forked child."""
+        """The fsspec file system; a forked child opens its own."""
         if self._pid != os.getpid():
             self._connect(self.url)
         return self._fs
@@ -109,14 +109,14 @@ class Files:
     @contextmanager
     def open(self, path: str) -> Iterator[IO[bytes]]:
         """A file to read as a stream. Raises FileNotFoundError."""
-        with self._told(path):
+        with self._storage_errors(path):
             self.check_regular(path)
             file = self.filesystem.open(self._full(path), "rb")
         with file:
             yield file
 
     def check_regular(self, path: str) -> None:
-        """Raise StorageError for what is no file on a local disk: opening a pipe waits for whoever writes to it."""
+        """Raise StorageError for a pipe, socket or device on a local disk: opening a pipe would wait for a writer."""
         if not isinstance(self.filesystem, LocalFileSystem):
             return
         full = self._full(path)
@@ -127,41 +127,41 @@ class Files:
         """Whether there is a file or a directory."""
         fs, full = self.filesystem, self._full(path)
         fs.invalidate_cache()
-        with suppress(FileNotFoundError), self._told(path):  # there is no such bucket
-            return bool(ask(fs, self.read_options.deadline_s, lambda: fs.exists(full)))
+        with suppress(FileNotFoundError), self._storage_errors(path):  # there is no such bucket
+            return bool(call_with_deadline(fs, self.read_options.deadline_s, lambda: fs.exists(full)))
         return False
 
     def write(self, path: str, data: bytes) -> None:
-        """Put a file in its place, over whatever is there."""
+        """Write a file, replacing one that exists."""
         self._check_writable(path)
         fs, full = self.filesystem, self._full(path)
-        with self._told(path), self._placed(path):
+        with self._storage_errors(path), self._missing_place(path):
             if isinstance(fs, LocalFileSystem):
                 os.replace(_written_beside(full, data), full)
             else:
                 self._put(path, data)
 
     def create(self, path: str, data: bytes) -> None:
-        """Put a file where there is none. Raises FileExistsError; of several writers one succeeds.
+        """Write a file that does not exist yet. Raises FileExistsError; of several writers one succeeds.
 
-        Local disks, memory, S3 and OSS decide that themselves; elsewhere two writers in the same instant can
-        both succeed, and the later one's file stays.
+        Local disks, memory, S3 and OSS guarantee that; elsewhere two simultaneous writers can both succeed, and the
+        later one's file stays.
         """
         self._check_writable(path)
         if self.exists(path):
             raise FileExistsError(f"{self._url(path)} exists already")
         fs, full = self.filesystem, self._full(path)
-        with self._told(path), self._placed(path):
+        with self._storage_errors(path), self._missing_place(path):
             if isinstance(fs, LocalFileSystem):
                 _link_into_place(_written_beside(full, data), full)
             else:
                 self._put_exclusively(path, data)
 
     def ensure(self, path: str, data: bytes) -> None:
-        """Have a file with these bytes there. One with the same bytes may be there already.
+        """Write a file, unless one with the same bytes exists.
 
         Raises:
-            FileExistsError: one with other bytes is there.
+            FileExistsError: one with other bytes exists.
         """
         try:
             self.create(path, data)
@@ -181,19 +181,19 @@ class Files:
 
     def _put(self, path: str, data: bytes, **options: Any) -> None:
         fs, full = self.filesystem, self._full(path)
-        with turn(fs):
+        with exclusive(fs):
             if needs_host(type(fs)):
                 fs.makedirs(full.rpartition("/")[0], exist_ok=True)
             fs.pipe_file(full, data, **options)
 
     def children(self, path: str = "") -> list[DirectoryEntry]:
-        """What a directory holds but hidden entries, sorted by name; nothing when there is none such."""
+        """The entries of a directory but hidden ones, sorted by name; none if there is no such directory."""
         fs, full = self.filesystem, self._full(path)
         fs.invalidate_cache()
         try:
-            with self._told(path):
+            with self._storage_errors(path):
                 longest = _LISTING_DEADLINES * self.read_options.deadline_s
-                entries = ask(fs, longest, lambda: fs.ls(full, detail=True))
+                entries = call_with_deadline(fs, longest, lambda: fs.ls(full, detail=True))
         except FileNotFoundError:
             return []
         found = []
@@ -204,18 +204,18 @@ class Files:
         return sorted(found)
 
     def real(self, path: str) -> str:
-        """What a directory is in truth: its path behind all links, on a local disk; elsewhere there are none."""
+        """The path of a directory with all links resolved, on a local disk; elsewhere the path itself."""
         full = self._full(path)
         return os.path.realpath(full) if isinstance(self.filesystem, LocalFileSystem) else full
 
     def remove(self, path: str) -> None:
-        """Remove a file or a directory with everything in it, if it is there."""
+        """Remove a file or a directory with everything in it, if it exists."""
         self._check_writable(path)
-        with suppress(FileNotFoundError), self._told(path), turn(self.filesystem):
+        with suppress(FileNotFoundError), self._storage_errors(path), exclusive(self.filesystem):
             self.filesystem.rm(self._full(path), recursive=True)
 
     def sweep(self, path: str) -> None:
-        """Remove what killed writers left beside the files of a directory."""
+        """Remove the unfinished files of killed writers from a directory."""
         fs, full = self.filesystem, self._full(path)
         if isinstance(fs, LocalFileSystem) and os.path.isdir(full):
             for name in os.listdir(full):
@@ -223,7 +223,7 @@ class Files:
                     os.unlink(os.path.join(full, name))
 
     def remove_empty(self, path: str) -> None:
-        """Remove a directory that holds nothing, on a local disk; object stores have none such."""
+        """Remove a directory if it is empty, on a local disk; object stores have no empty ones."""
         if isinstance(self.filesystem, LocalFileSystem):
             with suppress(OSError):
                 os.rmdir(self._full(path))
@@ -235,13 +235,13 @@ class Files:
     def _check_writable(self, path: str) -> None:
         if "::" in self.url and split_chain(self.url).outer:
             raise StorageError(
-                f"{self._url(path)}: what lies in an archive is read only; unpack it, or copy its datasets to another "
+                f"{self._url(path)}: archives are read only; unpack it, or copy its datasets to another "
                 "store (dpflow dataset copy)"
             )
 
     @contextmanager
-    def _told(self, path: str) -> Iterator[None]:
-        """Give errors of storages the file's name, and a type of ours."""
+    def _storage_errors(self, path: str) -> Iterator[None]:
+        """Turn errors of libraries into a StorageError with the file's URL."""
         try:
             yield
         except (FileNotFoundError, FileExistsError, DPFlowError):
@@ -253,8 +253,8 @@ class Files:
             raise storage_error(ByteRange(url), error) from error
 
     @contextmanager
-    def _placed(self, path: str) -> Iterator[None]:
-        """Tell a place where nothing can be written by a type of ours; a file in the way stays Python's error."""
+    def _missing_place(self, path: str) -> Iterator[None]:
+        """Turn the error for a missing bucket or directory into ObjectMissingError."""
         try:
             yield
         except FileNotFoundError as error:
@@ -292,7 +292,7 @@ def _trimmed(url: str) -> str:
 
 def _is_directory(fs: Any, entry: Mapping[str, Any]) -> bool:
     if entry["type"] == "other" and entry.get("islink"):
-        return bool(fs.isdir(entry["name"]))  # a local listing does not look behind links
+        return bool(fs.isdir(entry["name"]))  # a local listing does not follow links
     return bool(entry["type"] == "directory")
 
 

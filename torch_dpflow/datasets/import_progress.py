@@ -7,7 +7,7 @@
     done.json       ImportedVariant: all shards are; publishing needs nothing else
 
 They are small and each is written once, so a kill costs one shard of work and an import of any size writes in
-proportion to its samples. They go when the version is published.
+proportion to its samples. They are removed when the version is published.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from torch_dpflow.datasets.spec import (
 )
 from torch_dpflow.errors import DamagedStoreError, OptionError
 
-#: Notes that are read concurrently: there may be thousands, each with a round trip.
+#: Files that are read concurrently: there may be thousands, each with a round trip.
 _READ_THREADS = 16
 
 
 class DraftRecord(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-draft"):
-    """What is being imported, and how; an import goes on only where all of it is the same."""
+    """What is being imported, and how; an import is continued only if all of it is the same."""
 
     format: Literal[1]
     data: Location
@@ -47,7 +47,7 @@ class DraftRecord(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="
 
 
 class ImportedShard(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-draft-shard"):
-    """One shard is in its place."""
+    """One shard is written."""
 
     format: Literal[1]
     shard: WholeNumber
@@ -56,7 +56,7 @@ class ImportedShard(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag
 
 
 class ImportedVariant(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-draft-done"):
-    """A whole variant is in its place."""
+    """A whole variant is written."""
 
     format: Literal[1]
     variant: Variant
@@ -66,7 +66,7 @@ _Note = TypeVar("_Note", DraftRecord, ImportedShard, ImportedVariant)
 
 
 class ImportProgress:
-    """How far the import of one variant has come, kept in the store itself.
+    """The progress of the import of one variant, kept in the store itself.
 
     Args:
         files: the dataset's directory.
@@ -77,7 +77,7 @@ class ImportProgress:
         self._folder = f"drafts/{version}/{variant}"
 
     def begin(self, record: DraftRecord) -> None:
-        """Note what is being imported, or see that it is what was noted.
+        """Record what is being imported, or check it against the record.
 
         Raises:
             OptionError: an import of something else has begun and not ended.
@@ -92,7 +92,7 @@ class ImportProgress:
             if len(self._files.children(self._folder)) > 1:
                 raise OptionError(
                     f"an unfinished import is in the way: it has {_differences(noted, record)}; "
-                    "give the same to go on with it, or discard it (--restart)"
+                    "give the same to continue it, or discard it (--restart)"
                 ) from None
             self._files.write(path, encode_file(record))  # that import has written no shard
 
@@ -105,11 +105,11 @@ class ImportProgress:
             return [self._decode(note, ImportedShard, name) for name, note in zip(names, notes)]
 
     def note_shard(self, shard: ImportedShard) -> None:
-        """A shard is in its place."""
+        """A shard is written."""
         self._files.write(f"{self._folder}/ms-{shard.shard}.json", encode_file(shard))
 
     def record(self) -> DraftRecord | None:
-        """What is being imported; None: nothing, or it was discarded."""
+        """The record; None: nothing is being imported, or it was discarded."""
         return self._noted("draft.json", DraftRecord)
 
     def finished(self) -> Variant | None:
@@ -118,7 +118,7 @@ class ImportProgress:
         return None if done is None or self.record() is None else done.variant
 
     def finish(self, variant: Variant) -> None:
-        """The whole variant is in its place."""
+        """The whole variant is written."""
         self._files.write(
             f"{self._folder}/done.json", encode_file(ImportedVariant(format=1, variant=variant))
         )

@@ -1,4 +1,4 @@
-"""How datasets are named: `namespace/name:version:variant`."""
+"""Names of datasets: `namespace/name:version:variant`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch_dpflow.errors import OptionError, OptionTypeError
 
-#: One half of an id. No dots, so that no id can collide with a file of the store or climb out of it.
+#: One half of an id. No dots, so that no id can be the path of a file of the store or lead out of it.
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}"
 #: A version or a variant.
 LABEL = r"[A-Za-z0-9][A-Za-z0-9._+-]{0,127}"
@@ -25,7 +25,7 @@ class DatasetRef:
     """Names a dataset, or a version of it, or a variant of a version, as in `core/mscoco:v1:train2017`.
 
     Raises:
-        OptionError: a part holds characters that are not allowed; a variant is named without a version.
+        OptionError: a part has characters that are not allowed; a variant is named without a version.
         OptionTypeError: a part is no string.
     """
 
@@ -75,7 +75,7 @@ def version_order(version: str) -> tuple[tuple[int, int | str], ...]:
 
 
 def next_version(version: str) -> str:
-    """The name that follows: the last run of digits counted up (v9 → v10), or `.2` put behind."""
+    """The next version's name: the last run of digits incremented (v9 → v10), or `.2` appended."""
     found = re.search(r"\d+(?=\D*$)", version)
     if found is None:
         return f"{version}.2"

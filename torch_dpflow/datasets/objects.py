@@ -1,4 +1,4 @@
-"""Reads the samples' own objects: whether they exist, their sizes, their bytes."""
+"""Reads the samples' objects: whether they exist, their sizes, their bytes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader
-from torch_dpflow.datasets.storage.deadlines import ask
+from torch_dpflow.datasets.storage.deadlines import call_with_deadline
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.file_systems import open_file_system, path_of
 from torch_dpflow.datasets.urls import file_system_of, without_login
 from torch_dpflow.errors import DPFlowError, ObjectMissingError
 
-#: Samples whose bytes are in memory at a time, and sizes that are asked for at a time.
+#: Samples whose bytes are in memory at a time, and sizes that are requested at a time.
 _TOGETHER = 32
 
 
@@ -32,22 +32,22 @@ class Objects:
         self._file_systems: dict[str, Any] = {}
 
     def contents(self, places: Sequence[tuple[str, SampleMeta]]) -> Iterator[bytes | DPFlowError]:
-        """The bytes of each sample at its URL, or what went wrong; a few of them are in memory at a time."""
+        """The bytes of each sample at its URL, or its error; a few of them are in memory at a time."""
         for first in range(0, len(places), _TOGETHER):
             yield from self._reader.read_each(
                 [_span(url, sample) for url, sample in places[first : first + _TOGETHER]]
             )
 
     def sizes(self, urls: Sequence[str]) -> Iterator[int | DPFlowError | None]:
-        """The bytes of each object, None where the storage does not say, or what went wrong."""
+        """The size of each object, bytes; None if the storage does not report it; or its error."""
         for url in urls:
-            self._file_system(url)  # made before the threads start: each would make one of its own
+            self._file_system(url)  # before the threads start, each of which would make its own
         return self._threads.map(self._size, urls)
 
     def _size(self, url: str) -> int | DPFlowError | None:
         fs = self._file_system(url)
         try:
-            entry = ask(fs, self._reader.options.deadline_s, lambda: fs.info(path_of(fs, url)))
+            entry = call_with_deadline(fs, self._reader.options.deadline_s, lambda: fs.info(path_of(fs, url)))
         except FileNotFoundError:
             return ObjectMissingError(f"{without_login(url)}: there is no such object")
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Packs: samples that have no file of their own, put one behind the other into larger objects."""
+"""Packs: objects in which samples without a file of their own are concatenated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from torch_dpflow.datasets.files import Files
 
-#: Bytes that a pack holds at most, unless a single sample is larger: what an import keeps in memory.
+#: Most bytes of a pack, unless a single sample is larger; an import keeps them in memory.
 PACK_BYTES = 64 * 2**20
 _NAME = re.compile(r"pack-\d+-\d+\.bin")
 
@@ -16,7 +16,7 @@ class ShardPacks:
 
     Args:
         files: the dataset's directory.
-        folder: where the packs go, relative to it.
+        folder: the folder of the packs, relative to it.
     """
 
     def __init__(self, files: Files, folder: str, shard: int) -> None:
@@ -24,12 +24,12 @@ class ShardPacks:
         self._folder = folder
         self._shard = shard
         self._packs = 0
-        #: in the pack that is pending
+        #: in the pending pack
         self._samples = 0
         self._pending = bytearray()
 
     def add(self, data: bytes) -> tuple[str, int]:
-        """Put a sample's bytes behind the last; returns the pack's name and their offset in it."""
+        """Append a sample's bytes; returns the pack's name and their offset in it."""
         if self._pending and len(self._pending) + len(data) > PACK_BYTES:
             self.flush()
         place = (self._name(), len(self._pending))
@@ -38,7 +38,7 @@ class ShardPacks:
         return place
 
     def flush(self) -> None:
-        """Write what is pending. Before that, no sample of it can be read."""
+        """Write the pending pack, whose samples cannot be read before."""
         if self._samples:
             self._files.ensure(f"{self._folder}/{self._name()}", bytes(self._pending))
             self._packs += 1
@@ -50,10 +50,10 @@ class ShardPacks:
 
 
 def is_pack(path: str) -> bool:
-    """Whether a path or URL is named as packs are."""
+    """Whether a path or URL has the name of a pack."""
     return _NAME.fullmatch(path.rpartition("/")[2]) is not None
 
 
 def packs_of(files: Files, folder: str) -> list[str]:
-    """The paths of the packs in a folder; other files in it are not ours."""
+    """The paths of the packs in a folder; other files in it were not written by an import."""
     return [f"{folder}/{child.name}" for child in files.children(folder) if is_pack(child.name)]

@@ -41,21 +41,21 @@ _OF_PROCESS = ("_opened", "_compact")
 class DatasetReader(Dataset[Sample]):
     """A stored dataset as a map-style dataset of `(bytes, annotations)`.
 
-    Metadata shards are read when a sample of theirs is first asked for, and kept within a budget of bytes: those used
-    last as they are, and packed tight, a million samples in some 30 MB, for this process and those it forks together.
-    Ask for a batch (`__getitems__`, as loaders do) and its reads overlap. Thread-safe. A forked child opens
+    A metadata shard is read when one of its samples is first read, and kept within a budget of bytes: the latest
+    shards decoded, all others compressed, a million samples in some 30 MB, for this process and its forks together.
+    The reads of a batch (`__getitems__`, as loaders call it) overlap. Thread-safe. A forked child opens
     its own connections, threads and cache; a pickle carries none of them.
 
     Args:
-        stored: what to read, as `DatasetStore.open` gives it.
-        storage_options: what fsspec needs to open the data, where it is other than for the store.
+        stored: a variant from `DatasetStore.open`.
+        storage_options: fsspec's options for the data; None: those of the store.
         read_options: timeouts, retries, concurrency.
         metadata_cache: bytes of metadata that each process keeps, and that all forked from one keep together.
-        check: compare each sample with its checksum, where the dataset has one; None: those that do not come from
+        check: compare each sample with its checksum, if the dataset has one; None: only those that do not come from
             local files. Lengths are always compared.
         on_error: "skip" leaves samples that cannot be read out of a batch, logs them
-            (`torch_dpflow.datasets`) and counts them. A batch of which nothing is left raises its last error,
-            as does a sample that is asked for by itself.
+            (`torch_dpflow.datasets`) and counts them. A batch without any sample left raises its last error,
+            as does a sample that is read by itself.
 
     Raises:
         OptionError, OptionTypeError: an option is not allowed.
@@ -96,7 +96,7 @@ class DatasetReader(Dataset[Sample]):
         return self.read(index)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """The samples of a batch, in order; see `on_error` for those that cannot be read."""
+        """The samples of a batch, in order; for those that cannot be read see `on_error`."""
         samples: list[Sample] = []
         failure: DPFlowError | None = None
         for index, sample in zip(indices, self.read_each(indices), strict=True):
@@ -117,7 +117,7 @@ class DatasetReader(Dataset[Sample]):
         Raises:
             IndexError: there is no such sample.
             DatasetError: its metadata is damaged.
-            StorageError: its object cannot be read, or is not what the metadata says.
+            StorageError: its object cannot be read, or does not match the metadata.
         """
         (sample,) = self.read_each([index])
         if isinstance(sample, DPFlowError):
@@ -125,7 +125,7 @@ class DatasetReader(Dataset[Sample]):
         return sample
 
     def read_each(self, indices: Sequence[int]) -> list[Sample | DPFlowError]:
-        """Each sample, or the error that it cost. Raises IndexError."""
+        """Each sample, or its error. Raises IndexError."""
         opened = self._opened.get()
         described = self._describe(opened, self._wrapped(indices))
         spans = [what.span for what in described if isinstance(what, _Described)]
@@ -134,7 +134,7 @@ class DatasetReader(Dataset[Sample]):
 
     @property
     def skipped(self) -> dict[str, int]:
-        """How many samples this process has left out, by the name of the error."""
+        """How many samples this process has left out, by the error's class."""
         return dict(self._opened.get().skipped)
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class DatasetReader(Dataset[Sample]):
         return [number % count for number in numbers]
 
     def _describe(self, opened: _OpenedVariant, indices: Sequence[int]) -> list[_Described | DPFlowError]:
-        """Where each sample lies, from as few shards as hold them all."""
+        """The description of each sample; each shard is looked up once."""
         locate = self.stored.variant.locate
         places = [locate(index) for index in indices]
         described: list[_Described | DPFlowError | None] = [None] * len(indices)
@@ -166,7 +166,7 @@ class DatasetReader(Dataset[Sample]):
         try:
             span = _span(opened.data_url(meta), meta)
             # A CRC of 100 kB takes 35 µs: as long as reading them from a local file, whose file system has its own
-            # checks, and a fifth of what a GET takes, whose answer came through who knows what.
+            # checks, and a fifth of a GET, whose response may have been altered on its way.
             checksum = meta.checksum
             if checksum is not None and not self._check:
                 checksum = checksum if self._check is None and opened.data.is_remote(span.url) else None
@@ -182,7 +182,7 @@ class DatasetReader(Dataset[Sample]):
     def _prepare(self) -> None:
         self._opened = PerProcess(self._open)
         shards = self.stored.variant.shards
-        # Made here and not on first use, so that forked children share it.
+        # Here and not on first use, so that forked children share it.
         self._compact = CompactShards(
             len(shards), min(self._metadata_cache, sum(shard.bytes for shard in shards))
         )
@@ -200,7 +200,7 @@ class DatasetReader(Dataset[Sample]):
 
 @dataclass(slots=True)
 class _Described:
-    """Where a sample lies, what it must be, and its annotations; refers to no shard."""
+    """A sample's place, expected length and checksum, and annotations; refers to no shard."""
 
     span: ByteRange
     length: int | None
@@ -209,7 +209,7 @@ class _Described:
     fields: dict[str, Any]
 
     def sample(self, content: bytes | DPFlowError) -> Sample | DPFlowError:
-        """The sample with these bytes, or what is wrong with them."""
+        """The sample with these bytes, or the error in them."""
         if isinstance(content, DPFlowError):
             return content
         if self.length is not None and len(content) != self.length:
@@ -235,7 +235,7 @@ def _span(url: str, meta: SampleMeta) -> ByteRange:
 
 
 class _OpenedVariant:
-    """What one process has open for a reader."""
+    """A reader's connections and caches in one process."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class _OpenedVariant:
         self._root: str | None = None
 
     def metas(self, places: Sequence[SamplePlace]) -> Iterator[tuple[int, SampleMeta | DPFlowError]]:
-        """Which of the places, and what is known of the sample there."""
+        """The metadata of the sample at each place, with the place's position."""
         by_shard: dict[int, list[int]] = {}
         for position, place in enumerate(places):
             by_shard.setdefault(place.shard, []).append(position)
@@ -272,7 +272,7 @@ class _OpenedVariant:
                     yield position, _sample_of(shard, places[position].offset)
 
     def data_url(self, meta: SampleMeta) -> str:
-        """As the dataset's own, several times as fast. Raises DamagedStoreError."""
+        """As `StoredDataset.data_url`, several times as fast. Raises DamagedStoreError."""
         if self._root is None:
             self._root = url_below(self._stored.url, self._stored.variant.data)
         return url_below(self._root, meta.path)

@@ -1,4 +1,4 @@
-"""Removes versions, datasets, and files that no published version names."""
+"""Removes versions, datasets, and files that no published version refers to."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _SHARD = re.compile(r"ms-\d+\.json")
 
 
 def delete(store: DatasetStore, dataset_id: str, version: str | None = None) -> list[str]:
-    """Remove a published version, or all versions and unfinished imports of a dataset; which versions it removed.
+    """Remove a published version, or all versions and unfinished imports of a dataset; returns the removed versions.
 
-    First nobody finds it, then its metadata and packs go, but for those that other published versions name. Data
-    that no import has written stays. Who has it open finds its files missing. A delete that was killed leaves files
-    that `prune` removes.
+    It removes the versions' files first, then their metadata and packs, except those that other published versions
+    refer to. Data that no import has written stays. Open readers of the version find its files missing. A delete that
+    was killed leaves files that `prune` removes.
 
     Raises:
         DatasetNotFoundError: no such version is published; there is no such dataset.
         OptionError: an unfinished import continues it.
-        OptionTypeError: no store.
+        OptionTypeError: `store` is no DatasetStore.
         DamagedStoreError: it is deleted, but another version cannot be read, so nothing else is removed.
     """
     check_type("store", store, DatasetStore, "a DatasetStore")
@@ -43,19 +43,20 @@ def delete(store: DatasetStore, dataset_id: str, version: str | None = None) -> 
     if not versions and not drafts:
         raise store.not_found(ref)
     for name in versions:
-        files.remove(f"drafts/{name}")  # what publishing may have left there would go on as an import
+        files.remove(f"drafts/{name}")  # a file that publishing left there would count as an import
         files.remove(f"versions/{name}.json")
     _clean(store, ref.id, drafts)
     return versions
 
 
 def prune(store: DatasetStore, dataset_id: str) -> int:
-    """Remove unfinished imports of a dataset, and files of imports that no published version names; how many files.
+    """Remove unfinished imports of a dataset, and files of imports that no published version refers to.
 
-    An import that runs meanwhile is not published. What is still needed follows from reading all published versions:
-    counts of references would be a file that two writers have to change, and wrong after a kill.
+    Returns the number of removed files. An import that runs meanwhile is not published. The files in use are found by
+    reading all published versions: a file of reference counts would be changed by several writers, and wrong after a
+    kill.
 
-    Raises DamagedStoreError where a published version cannot be read; then files that it may name stay.
+    Raises DamagedStoreError if a published version cannot be read; then no files that it may refer to are removed.
     """
     check_type("store", store, DatasetStore, "a DatasetStore")
     ref = DatasetRef(dataset_id)
@@ -73,10 +74,10 @@ def _check_children(files: Files, ref: DatasetRef, drafts: Collection[str]) -> N
 
 
 def _clean(store: DatasetStore, dataset_id: str, discarded: Collection[str]) -> int:
-    """Remove these drafts and what nobody names; how many files of imports."""
+    """Remove these drafts and files that no version refers to; returns the number of files of imports."""
     files = store.files.at(dataset_id)
-    # The order matters: a concurrent import writes its note before anything else, and a concurrent publication is
-    # complete before its note is removed.
+    # The order matters: a concurrent import writes its record before anything else, and a concurrent publication is
+    # complete before its record is removed.
     folders = list(_folders(files))
     written = [(version, path) for version, variant in folders for path in _written(files, version, variant)]
     for draft in discarded:
@@ -109,7 +110,7 @@ def remove_empty(store: DatasetStore, dataset_id: str) -> None:
 
 
 def _folders(files: Files) -> Iterator[tuple[str, str]]:
-    """The versions and variants of which there is anything."""
+    """The versions and variants that have files."""
     for version in sorted({child.name for kind in ("meta", "drafts") for child in files.children(kind)}):
         for variant in sorted(
             {child.name for kind in ("meta", "drafts") for child in files.children(f"{kind}/{version}")}
@@ -118,14 +119,14 @@ def _folders(files: Files) -> Iterator[tuple[str, str]]:
 
 
 def _written(files: Files, version: str, variant: str) -> list[str]:
-    """What imports have written of a variant; packs first, for without metadata they are not found again."""
+    """The files of a variant that imports have written; packs first, because they are found by their metadata."""
     folder = f"meta/{version}/{variant}"
     shards = [f"{folder}/{child.name}" for child in files.children(folder) if _SHARD.fullmatch(child.name)]
     return packs_of(files, f"data/{version}/{variant}") + shards
 
 
 def _named(store: DatasetStore, dataset_id: str, *, with_packs: bool) -> set[str]:
-    """The metadata shards that published versions name, and the packs that these name, for which they are read."""
+    """The metadata shards that published versions refer to, and, if asked for, the packs that the shards refer to."""
     shards: set[str] = set()
     packs: set[str] = set()
     for version in store.versions(dataset_id):
@@ -142,5 +143,5 @@ def _named(store: DatasetStore, dataset_id: str, *, with_packs: bool) -> set[str
 
 
 def _end(url: str) -> str:
-    """The path of a pack in its dataset's directory, of which a store may have several URLs."""
+    """The path of a pack in its dataset's directory, which may have several URLs."""
     return "/".join(split_chain(url).inner.split("/")[-4:])

@@ -1,4 +1,4 @@
-"""The JSON schemas of a store's files, made from the structs that read and write them."""
+"""The JSON schemas of a store's files."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ _KINDS: tuple[type[SpecStruct], ...] = (
 
 
 def json_schemas() -> dict[str, dict[str, Any]]:
-    """The JSON schema (draft 2020-12) of each kind of file, by kind: what is published, then what imports note."""
+    """The JSON schema (draft 2020-12) of each kind of file, by kind: published files, then those of imports."""
     return {str(kind.__struct_config__.tag): msgspec.json.schema(kind) for kind in _KINDS}

@@ -11,27 +11,27 @@ from torch_dpflow.datasets.spec import DatasetShardMeta, Variant
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.single_flight import Flight, Flights, fail
 
-#: Bytes that a decoded sample takes beside the shard's own, which it refers to.
+#: Bytes of a decoded sample, besides the shard's bytes, to which it refers.
 _BYTES_PER_SAMPLE = 256
 
 LoadedShard = DatasetShardMeta | DPFlowError
 
 
 def shard_cost(variant: Variant, number: int) -> int:
-    """Bytes that a shard takes in memory, as far as is known before it is read."""
+    """Estimated bytes of a shard in memory."""
     return variant.shards[number].bytes + _BYTES_PER_SAMPLE * variant.shard_samples(number)
 
 
 class ShardCache:
-    """Keeps the shards that were used last, and loads those that are missing, each once at a time.
+    """Keeps the shards that were used last, and loads missing ones, each once at a time.
 
-    Thread-safe: who needs a shard that another thread loads waits for it; nobody waits for other shards. An
-    error goes to all who wait for it and is not kept.
+    Thread-safe: a thread that needs a shard that another thread is loading waits for that load, and for no other. An
+    error is raised in all threads that wait for it and is not kept.
 
     Args:
-        load: reads shards by number, an error in the place of those that it cannot read. Called unlocked.
-        cost: bytes that a shard takes.
-        capacity: bytes for all that is kept; one shard is always kept, however large.
+        load: reads shards by number; returns an error for each that it cannot read. Called without the lock.
+        cost: bytes of a shard.
+        capacity: bytes of all kept shards; one shard is always kept, however large.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class ShardCache:
         return number in self._shards
 
     def portions(self, numbers: Sequence[int]) -> Iterator[Mapping[int, LoadedShard]]:
-        """The shards `numbers`, in portions that take no more than the capacity together.
+        """The shards `numbers`, in portions that fit the capacity.
 
-        Whoever lets go of one portion before taking the next holds twice the capacity at most.
+        A caller that drops each portion before the next one holds at most twice the capacity.
         """
         if len(numbers) == 1:
             yield self._get(numbers)
@@ -94,7 +94,7 @@ class ShardCache:
         return found
 
     def _load_ours(self, ours: Mapping[int, Flight]) -> dict[int, LoadedShard]:
-        """Load what nobody else loads, and tell who has come to wait for it meanwhile."""
+        """Load shards that no other thread is loading, for all threads that wait for them."""
         try:
             loaded = dict(zip(ours, self._load(list(ours)), strict=True))
         except BaseException as error:

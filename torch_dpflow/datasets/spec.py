@@ -5,15 +5,15 @@
     <store>/store.json                                            StoreRecord
     <store>/<namespace>/<name>/versions/<version>.json            Dataset: one published version
     <store>/<namespace>/<name>/meta/<version>/<variant>/ms-<n>.json   DatasetShardMeta: metadata of samples
-    <store>/<namespace>/<name>/data/...                           the data, where it lies in the store at all
+    <store>/<namespace>/<name>/data/...                           the data, if it is in the store
     <store>/<namespace>/<name>/drafts/<version>/<variant>/...     progress of an unfinished import
 
-A version is published by writing its `Dataset` file, once and last; nothing that it names changes afterwards.
-Shards hold `shard_size` samples each, the last one of a variant what is left, so the shard of a sample is
-arithmetic. A later version may name shards that an earlier one wrote: appending writes only what is new.
+A version is published by writing its `Dataset` file, once and last; no file that it refers to changes afterwards.
+Shards have `shard_size` samples each, the last one of a variant the rest, so the shard of a sample is
+computed. A later version may refer to shards of an earlier one: appending writes only new samples.
 
-Every file carries its kind and the format's number; unknown fields are refused. So a file that is damaged,
-belongs elsewhere or was written by a later release is named in an error and never half understood.
+Every file has its kind and the format's number; unknown fields are refused. So a file that is damaged,
+misplaced or written by a later release causes an error that names it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch_dpflow.errors import DamagedStoreError, DatasetNotFoundError, NewerFo
 #: The format that this release writes, and the newest that it reads.
 FORMAT = 1
 
-#: What decoding bytes that are no JSON, or other JSON than expected, can raise.
+#: Errors of decoding bytes that are not the expected JSON.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _FIELDS = msgspec.json.Decoder(dict[str, Any])
 
@@ -39,26 +39,26 @@ DatasetId = Annotated[str, msgspec.Meta(pattern=ID_PATTERN, description="namespa
 Label = Annotated[str, msgspec.Meta(pattern=LABEL_PATTERN)]
 Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 Checksum = Annotated[str, msgspec.Meta(pattern=CHECKSUM_PATTERN, description="algorithm:hexadecimal digest")]
-# Kept encoded in memory: only the annotations of a sample that is asked for are decoded.
+# Encoded in memory: only the annotations of samples that are read are decoded.
 EncodedObject = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
 Location = Annotated[str, msgspec.Meta(min_length=1, description="relative to the data's root, or a URL")]
 
 
 class SpecStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What all structs of the specification have in common; `kw_only` is not inherited."""
+    """The base of all structs of the specification; `kw_only` is not inherited."""
 
 
 class StoreRecord(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="dataset-store"):
     """`store.json`: this is a dataset store. Datasets are found by listing, so importers do not contend."""
 
-    #: Written always: readers look at it before anything else.
+    #: Never omitted: readers check it first.
     format: Literal[1]
     #: When the store was made, ISO 8601, UTC.
     created: str
 
 
 class SampleMeta(SpecStruct, frozen=True, kw_only=True, gc=False):
-    """One sample: where its bytes lie, and what is known of it."""
+    """One sample: the place of its bytes, and its annotations."""
 
     #: Relative to the variant's data root, or a URL.
     path: Location
@@ -75,7 +75,7 @@ class SampleMeta(SpecStruct, frozen=True, kw_only=True, gc=False):
             raise ValueError("a sample with an offset needs a length")
 
     def fields(self) -> dict[str, Any]:
-        """The annotations, decoded anew each time: whoever writes to them changes nobody else's.
+        """The annotations, decoded at each call, so that writing to them changes nothing here.
 
         Raises:
             DamagedStoreError: they are no JSON object.
@@ -91,18 +91,18 @@ class DatasetShardMeta(SpecStruct, frozen=True, kw_only=True, tag_field="kind", 
 
     format: Literal[1]
     dataset: DatasetId
-    #: The version that wrote this shard; later ones may name it too.
+    #: The version that wrote this shard; later ones may refer to it too.
     version: Label
     variant: Label
-    #: Which shard of the variant, from 0.
+    #: Its number in the variant, from 0.
     shard: WholeNumber
     samples: list[SampleMeta]
 
 
 class ShardEntry(SpecStruct, frozen=True, kw_only=True, gc=False):
-    """What a version knows of a shard: enough to find it and to tell whether it is whole."""
+    """A version's reference to a shard, with which it is found and checked."""
 
-    #: Under which version's directory the shard lies.
+    #: The version in whose directory the shard is.
     version: Label
     #: Size of the file.
     bytes: WholeNumber
@@ -110,7 +110,7 @@ class ShardEntry(SpecStruct, frozen=True, kw_only=True, gc=False):
 
 
 class SamplePlace(NamedTuple):
-    """Where the metadata of a sample is: which shard, and which of its samples."""
+    """The place of a sample's metadata: the shard's number, and the sample's number in it."""
 
     shard: int
     offset: int
@@ -119,25 +119,25 @@ class SamplePlace(NamedTuple):
 class Variant(SpecStruct, frozen=True, kw_only=True):
     """A named part of a version, such as "train"."""
 
-    #: Where the samples' data lies: a path relative to the dataset's directory, or a URL.
+    #: The root of the samples' data: a path relative to the dataset's directory, or a URL.
     data: Location
     samples: WholeNumber
     #: Samples in every shard but the last.
     shard_size: Annotated[int, msgspec.Meta(ge=1)]
     shards: list[ShardEntry]
-    #: What holds for all samples, such as the names of classes.
+    #: Information for all samples, such as the names of classes.
     info: dict[str, Any] = {}
-    #: Where the samples came from: the importer and what it was given.
+    #: The source of the samples: the importer and its arguments.
     source: dict[str, Any] = {}
 
     def locate(self, index: int) -> SamplePlace:
-        """Where sample `index` (0 to samples - 1) is described. Raises IndexError outside."""
+        """The place of the metadata of sample `index` (0 to samples - 1). Raises IndexError."""
         if not 0 <= index < self.samples:
             raise IndexError(f"sample {index} is out of range; there are {self.samples}, from 0")
         return SamplePlace(*divmod(index, self.shard_size))
 
     def shard_samples(self, number: int) -> int:
-        """How many samples shard `number` holds."""
+        """The number of samples in shard `number`."""
         return min(self.shard_size, self.samples - number * self.shard_size)
 
 
@@ -153,7 +153,7 @@ class Dataset(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="data
     #: The version that this one was appended to.
     parent: Label | None = None
     description: str = ""
-    #: SHA-256 of this file with `digest` left out: a flipped bit anywhere is noticed.
+    #: SHA-256 of this file with `digest` left out.
     digest: Sha256 | Literal[""] = ""
 
     def variant(self, name: str | None = None) -> Variant:
@@ -174,10 +174,10 @@ class Dataset(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="data
     def decode_shard(
         self, variant: str, number: int, data: bytes, *, url: str | None = None
     ) -> DatasetShardMeta:
-        """Open the bytes of a shard, checked against what is known of it; `url` is what errors call it.
+        """Decode a shard and check it against this version; `url` names it in errors.
 
         Raises:
-            DamagedStoreError: it is not what this version names.
+            DamagedStoreError: it is not the shard that this version refers to.
         """
         entry = self.variants[variant].shards[number]
         samples = self.variants[variant].shard_samples(number)
@@ -186,7 +186,7 @@ class Dataset(SpecStruct, frozen=True, kw_only=True, tag_field="kind", tag="data
 
 
 class ShardIdentity(NamedTuple):
-    """What a shard says of itself."""
+    """The fields of a shard that identify it."""
 
     dataset: str
     version: str
@@ -196,7 +196,7 @@ class ShardIdentity(NamedTuple):
 
 
 def decode_shard(data: bytes, name: str, entry: ShardEntry, identity: ShardIdentity) -> DatasetShardMeta:
-    """Open a shard's bytes; `name` is what errors call it. Raises DamagedStoreError, NewerFormatError."""
+    """Decode and check a shard; `name` names it in errors. Raises DamagedStoreError, NewerFormatError."""
     if len(data) != entry.bytes:
         raise DamagedStoreError(
             f"{name} has {len(data)} bytes instead of {entry.bytes}; it was cut short or overwritten: "
@@ -217,22 +217,22 @@ def shard_path(version: str, variant: str, number: int) -> str:
 
 
 def data_url(dataset_url: str, root: str, path: str) -> str:
-    """Where a sample's object lies: `path` under the data's `root`, under the dataset's directory.
+    """The URL of a sample's object: `path` under the data's `root`, under the dataset's directory.
 
-    Each of them may be a URL; then what stands before it does not count.
+    Each of them may be a URL, which replaces what precedes it.
 
     Raises:
-        DamagedStoreError: a relative path climbs out of its root.
+        DamagedStoreError: a relative path leads out of its root.
     """
     return url_below(url_below(dataset_url, root), path)
 
 
 def url_below(url: str, path: str) -> str:
-    """The URL of `path` below `url`; or `path`, where it is a URL. Raises DamagedStoreError: it climbs out."""
+    """The URL of `path` below `url`; or `path`, if it is a URL. Raises DamagedStoreError if it leads out of `url`."""
     if "://" in path:
         return path
     if path.startswith("/") or (".." in path and ".." in path.split("/")):
-        raise DamagedStoreError(f"the path {path!r} leads out of {url}; only a URL may lie elsewhere")
+        raise DamagedStoreError(f"the path {path!r} leads out of {url}; only a URL may do so")
     return join_url(url, path)
 
 
@@ -245,7 +245,7 @@ _Kind = TypeVar("_Kind", bound=SpecStruct)
 
 
 def decode_file(data: bytes, kind: type[_Kind], name: str) -> _Kind:
-    """Open a file of the store; `name` is what errors call it.
+    """Decode a file of the store; `name` names it in errors.
 
     Raises:
         NewerFormatError: a later release of the library wrote it.
@@ -273,7 +273,7 @@ def sealed(dataset: Dataset) -> Dataset:
 
 
 def decode_dataset(data: bytes, name: str) -> Dataset:
-    """Open a version's file and check all that can be checked without reading another.
+    """Decode a version's file and check all that can be checked without reading another.
 
     Raises:
         NewerFormatError: a later release of the library wrote it.

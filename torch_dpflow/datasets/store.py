@@ -33,17 +33,17 @@ class DatasetStore:
     """Finds datasets by name under one directory, by convention called `datasets`.
 
     Opening reads one small file; opening a dataset reads one more, however many samples it has. Nothing is
-    cached, so what others publish is seen at once. Safe to use from any thread, to pickle, and after a fork.
+    cached, so newly published versions are seen at once. Safe to use from any thread, to pickle, and after a fork.
 
     Args:
         url: the directory: a local path or any URL of fsspec's, such as "oss://bucket/datasets".
-        read_options: timeouts and retries of reading what is known of datasets.
-        storage_options: what fsspec needs to open it; for S3 and OSS alike `key`, `secret`, `token`, `endpoint`.
+        read_options: timeouts and retries of reading metadata.
+        storage_options: fsspec's options for it; for S3 and OSS alike `key`, `secret`, `token`, `endpoint`.
 
     Raises:
         DatasetNotFoundError: there is no store; `DatasetStore.create` makes one.
         DamagedStoreError, NewerFormatError: there is one that cannot be read.
-        StorageError: the storage does not let us read it, or does not answer.
+        StorageError: access is denied, or the storage does not answer.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class DatasetStore:
         read_options: ReadOptions | None = None,
         **storage_options: Any,
     ) -> DatasetStore:
-        """Open a store, making an empty one where there is none."""
+        """Open a store, or make an empty one if there is none."""
         files = Files(_as_text(url), storage_options, read_options)
         if not files.exists(_RECORD):
-            with suppress(FileExistsError):  # somebody else may be faster
+            with suppress(FileExistsError):  # another process may be faster
                 files.create(_RECORD, encode_file(StoreRecord(format=1, created=now())))
         return cls(url, read_options=read_options, **storage_options)
 
@@ -86,14 +86,14 @@ class DatasetStore:
     def ids(self) -> list[str]:
         """The ids of all datasets, unfinished ones too, sorted. Lists the store and each namespace.
 
-        The thesis (figure 3-9) keeps a list of all datasets instead. Two importers would have to change that one file:
+        The thesis (figure 3-9) has a file that lists all datasets instead. Concurrent importers would change that file:
         object stores have no lock for it, and a lost update would lose a dataset.
 
         Raises:
             AccessDeniedError: these credentials may not list the store.
         """
         namespaces = self.files.children()
-        if not namespaces:  # not even the store's own file: some storages answer so who may not list them
+        if not namespaces:  # not even the store's own file: some storages answer so if listing is not allowed
             raise AccessDeniedError(
                 f"{self.url} cannot be listed, though {_RECORD} in it can be read; ask for the right to list it"
             )
@@ -116,12 +116,12 @@ class DatasetStore:
         return sorted(names, key=version_order)
 
     def drafts(self, dataset_id: str) -> list[str]:
-        """The versions whose import has begun and not ended, v2 before v10."""
+        """The versions whose import is unfinished, v2 before v10."""
         found = {file.name for file in self.files.children(f"{DatasetRef(dataset_id).id}/drafts")}
         return sorted(found - set(self.versions(dataset_id)), key=version_order)
 
     def load(self, dataset_id: str, version: str | None = None) -> Dataset:
-        """What is known of a version; None: the last one, which costs a listing.
+        """The description of a version; None: the last one, which costs a listing.
 
         Raises:
             DatasetNotFoundError: no such dataset or version is published.
@@ -147,7 +147,7 @@ class DatasetStore:
         Raises:
             DatasetNotFoundError: there is none; or the version has several variants and none is named.
             DamagedStoreError, NewerFormatError: its file cannot be read.
-            OptionError, OptionTypeError: no dataset can be named so.
+            OptionError, OptionTypeError: the name is not allowed.
         """
         ref = ref if isinstance(ref, DatasetRef) else DatasetRef.parse(ref)
         dataset = self.load(ref.id, ref.version)
@@ -163,13 +163,13 @@ class DatasetStore:
         return versions[-1]
 
     def not_found(self, ref: DatasetRef) -> DatasetNotFoundError:
-        """The error for a version that is not published, which says what there is instead."""
+        """The error for a version that is not published, with those that are."""
         versions, drafts = self.versions(ref.id), self.drafts(ref.id)
         if ref.version in drafts or (ref.version is None and drafts):
             which = ref.version or drafts[-1]
             return DatasetNotFoundError(
                 f"{ref.id}:{which} in {self.url} is unfinished: its import has begun and not ended; "
-                "run the same import again, it goes on where it stopped"
+                "run the same import again, which continues it"
             )
         if versions:
             return DatasetNotFoundError(f"there is no {ref} in {self.url}; {ref.id} has versions {versions}")
@@ -189,9 +189,9 @@ class DatasetStore:
 
 @dataclass(frozen=True)
 class StoredDataset:
-    """A variant of a published version, ready to be read: what is known of it, and where it lies.
+    """A variant of a published version, ready to be read.
 
-    Holds the version's own file and no metadata of samples. Picklable; safe to use from any thread.
+    It has the version's own file and no metadata of samples. Picklable; safe to use from any thread.
     """
 
     files: Files
@@ -205,7 +205,7 @@ class StoredDataset:
 
     @property
     def variant(self) -> Variant:
-        """What is known of the variant."""
+        """The description of the variant."""
         return self.dataset.variants[self.variant_name]
 
     @property
@@ -215,14 +215,14 @@ class StoredDataset:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What fsspec needs to open the store."""
+        """fsspec's options for the store."""
         return self.files.options
 
     def __len__(self) -> int:
         return self.variant.samples
 
     def shard(self, number: int) -> DatasetShardMeta:
-        """Read one metadata shard, anew each time. Raises DamagedStoreError when it is missing or altered."""
+        """Read one metadata shard; nothing is cached. Raises DamagedStoreError if it is missing or altered."""
         path = self.dataset.shard_path(self.variant_name, number)
         try:
             data = self.files.read(path)
@@ -233,7 +233,7 @@ class StoredDataset:
         return self.dataset.decode_shard(self.variant_name, number, data, url=join_url(self.url, path))
 
     def sample(self, index: int) -> SampleMeta:
-        """The metadata of one sample: reads its shard. Raises IndexError outside."""
+        """The metadata of one sample: reads its shard. Raises IndexError."""
         place = self.variant.locate(index)
         return self.shard(place.shard).samples[place.offset]
 
@@ -243,11 +243,11 @@ class StoredDataset:
             yield from self.shard(number).samples
 
     def data_url(self, sample: SampleMeta) -> str:
-        """Where a sample's object lies."""
+        """The URL of a sample's object."""
         return data_url(self.url, self.variant.data, sample.path)
 
     def own_path(self, sample: SampleMeta) -> str | None:
-        """Where a sample's object lies in the dataset's directory; None: it is named by a URL."""
+        """The path of a sample's object in the dataset's directory; None: it is named by a URL."""
         if "://" in self.variant.data or "://" in sample.path:
             return None
         return f"{self.variant.data}/{sample.path}"

@@ -1,4 +1,4 @@
-"""URLs as fsspec has them: joined, taken apart, and without the passwords in them. Pure."""
+"""Joins and splits fsspec's URLs, and removes passwords from them. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from urllib.parse import unquote
 
 from torch_dpflow.errors import OptionError
 
-#: Storages of which one file system serves all URLs, and in whose names "::" stands for nothing else.
+#: Schemes for which one file system serves all URLs, and in whose paths "::" has no special meaning.
 ONE_FILE_SYSTEM = frozenset({"file", "local", "memory", "s3", "s3a", "oss", "http", "https"})
-#: Where a user, and a password behind a colon, may stand before the host, and what fsspec calls them.
+#: fsspec's names for the user and the password that may precede the host, by scheme.
 _LOGINS = {
     **dict.fromkeys(("sftp", "ssh", "ftp", "smb", "http", "https"), ("username", "password")),
     **dict.fromkeys(("hdfs", "arrow_hdfs", "webhdfs"), ("user", "password")),
 }
-#: Where what stands before the "@" is none.
+#: Schemes whose URLs may have an "@" that follows no user.
 _NO_LOGINS = frozenset(
     {"file", "local", "memory", "abfs", "abfss", "az", "adl", "wasb", "wasbs", "github", "git", "hf"}
 )
@@ -26,26 +26,26 @@ _CACHE = re.compile(r"[a-z0-9]+::")
 
 
 class ChainedUrl(NamedTuple):
-    """A URL whose object lies inside another: `zip://folder/a.jpg::s3://bucket/data.zip`."""
+    """The URL of an object that may be inside another: `zip://folder/a.jpg::s3://bucket/data.zip`."""
 
     #: with its scheme: `zip://folder/a.jpg`
     inner: str
-    #: where that lies, with the colons: `::s3://bucket/data.zip`; "" where it is not inside another
+    #: the outer object, with the colons: `::s3://bucket/data.zip`; "" if there is none
     outer: str
 
 
 def split_chain(url: str) -> ChainedUrl:
-    """Take apart where an object lies inside another. Raises OptionError for fsspec's caches."""
+    """Split the URL of an object inside another. Raises OptionError for fsspec's caches."""
     if _CACHE.match(url):
         raise OptionError(
-            f"{without_login(url)}: fsspec's caches are not read through; give what stands behind the '::'"
+            f"{without_login(url)}: fsspec's caches are not supported; give the URL that follows the '::'"
         )
     link = None if url.partition("://")[0] in ONE_FILE_SYSTEM else _CHAIN.search(url)
     return ChainedUrl(url, "") if link is None else ChainedUrl(url[: link.start()], url[link.start() :])
 
 
 def file_system_of(url: str) -> str:
-    """What names the file system of a URL: its scheme, with the host or bucket where that counts.
+    """Identifies the file system of a URL: its scheme, with the host or bucket if each has its own.
 
     Raises OptionError for fsspec's caches.
     """
@@ -59,7 +59,7 @@ def file_system_of(url: str) -> str:
 
 
 def join_url(base: str, path: str) -> str:
-    """The URL of `path` below `base`, inside the same archive where `base` is in one."""
+    """The URL of `path` below `base`, inside the same archive if `base` is in one."""
     if "::" not in base:
         return (
             f"{base}/{path}" if base[-1:] not in ("", "/") and path[:1] != "/" else posixpath.join(base, path)
@@ -69,7 +69,7 @@ def join_url(base: str, path: str) -> str:
 
 
 def split_name(url: str) -> tuple[str, str]:
-    """The directory and the last part of a URL or path; "." where there is no directory."""
+    """The directory and the last part of a URL or path; "." if there is no directory."""
     inner, outer = split_chain(url)
     folder, _, name = inner.rstrip("/").rpartition("/")
     if outer and folder.endswith(":/"):
@@ -78,10 +78,10 @@ def split_name(url: str) -> tuple[str, str]:
 
 
 def split_login(url: str) -> tuple[str, dict[str, str]]:
-    """A URL without user and password, and the options that stand for them.
+    """A URL without user and password, and these as fsspec's options.
 
     Raises:
-        OptionError: its storage knows none.
+        OptionError: its storage has no such options.
     """
     found: dict[str, str] = {}
     for match in _LOGIN.finditer(url):
@@ -100,7 +100,7 @@ def split_login(url: str) -> tuple[str, dict[str, str]]:
 
 
 def without_login(url: str) -> str:
-    """The URL as it may be written and printed."""
+    """The URL without user and password, for files, logs and errors."""
     return _LOGIN.sub(_stripped, url) if "@" in url else url
 
 

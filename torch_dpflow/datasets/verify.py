@@ -1,4 +1,4 @@
-"""Checks that a stored dataset is whole: its metadata, and the data that this describes."""
+"""Checks a stored dataset: its metadata, and the data that this describes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import DatasetError, DPFlowError, OptionTypeError
 
-#: A sample's number, where its object lies, and what is known of it.
+#: A sample's number, the URL of its object, and its metadata.
 _Numbered = tuple[int, str, SampleMeta]
 
 
 @dataclass
 class Compared:
-    """How far samples were looked at, with `data=True`."""
+    """How samples were compared, with `data=True`."""
 
-    #: read, and found to match their checksums or not
+    #: by their checksum
     checksums: int = 0
-    #: without a checksum; the size of their object was looked at
+    #: without a checksum, by the size of their object
     sizes: int = 0
-    #: without either; their object is there
+    #: without either; their object exists
     presence: int = 0
 
 
 class Problem(NamedTuple):
-    """Something that is not as the dataset says."""
+    """A difference between the dataset's description and its files."""
 
-    #: The number of the sample that cannot be read, or of the first of them.
+    #: The number of the first sample that cannot be read because of it.
     sample: int
-    #: Samples that cannot be read because of it.
+    #: How many samples cannot be read because of it.
     samples: int
     what: str
 
@@ -48,18 +48,18 @@ def verify(
     progress: Callable[[int], None] = lambda samples: None,
     compared: Compared | None = None,
 ) -> Iterator[Problem]:
-    """What is wrong with a dataset, as it is found; nothing where all is well. Keeps one shard in memory.
+    """The problems of a dataset, as they are found. Keeps one shard in memory.
 
     Args:
-        stored: what to check. That it could be opened means that its version's own file is whole.
-        data: look at every sample's object too: that it is there, has its size, and, where a checksum is
-            known, has the right bytes, which reads it.
-        own: look only at objects in the dataset's directory, and not at what URLs name.
-        options: what fsspec needs to open the data; None: the same as for the store.
+        stored: the dataset to check; opening it has checked its version's own file.
+        data: check every sample's object too: its presence, its size and, if there is a checksum, its bytes, which
+            reads it.
+        own: check only objects in the dataset's directory, none that URLs name.
+        options: fsspec's options for the data; None: those of the store.
         progress: called with the number of samples that are checked, after every shard.
-        compared: counts what was compared of samples that are well.
+        compared: counts the samples without problems.
 
-    Raises OptionTypeError where `stored` is something else, or a switch neither True nor False.
+    Raises OptionTypeError if `stored` is no StoredDataset, or a switch neither True nor False.
     """
     if not isinstance(stored, StoredDataset):
         raise OptionTypeError(f"stored={stored!r:.80}: give what DatasetStore.open('namespace/name') returns")
@@ -84,14 +84,14 @@ def _problems(
             try:
                 samples = stored.shard(number).samples
             except (DatasetError, OSError) as error:
-                yield Problem(first, count, _told(error))
+                yield Problem(first, count, _text_of(error))
             else:
-                yield from _look(stored, objects if data else None, samples, first, own, compared)
+                yield from _check(stored, objects if data else None, samples, first, own, compared)
             first += count
             progress(first)
 
 
-def _look(
+def _check(
     stored: StoredDataset,
     objects: Objects | None,
     samples: Sequence[SampleMeta],
@@ -99,7 +99,7 @@ def _look(
     own: bool,
     compared: Compared,
 ) -> Iterator[Problem]:
-    """What is wrong with the samples of a shard, of which the first has number `first`."""
+    """The problems of the samples of a shard, whose first sample has number `first`."""
     numbered: list[_Numbered] = []
     for number, sample in enumerate(samples, first):
         try:
@@ -107,22 +107,20 @@ def _look(
             if not own or stored.own_path(sample) is not None:
                 numbered.append((number, stored.data_url(sample), sample))
         except DatasetError as error:
-            yield Problem(number, 1, _told(error))
+            yield Problem(number, 1, _text_of(error))
     if objects is not None:
-        yield from _look_at_bytes(
+        yield from _check_bytes(
             objects, [place for place in numbered if place[2].checksum is not None], compared
         )
-        yield from _look_at_sizes(
-            objects, [place for place in numbered if place[2].checksum is None], compared
-        )
+        yield from _check_sizes(objects, [place for place in numbered if place[2].checksum is None], compared)
 
 
-def _look_at_bytes(objects: Objects, numbered: Sequence[_Numbered], compared: Compared) -> Iterator[Problem]:
+def _check_bytes(objects: Objects, numbered: Sequence[_Numbered], compared: Compared) -> Iterator[Problem]:
     contents = objects.contents([(url, sample) for _, url, sample in numbered])
     for (number, url, sample), content in zip(numbered, contents):
         assert sample.checksum is not None
         if isinstance(content, DPFlowError):
-            yield Problem(number, 1, _told(content))
+            yield Problem(number, 1, _text_of(content))
         elif sample.length is not None and len(content) != sample.length:
             yield Problem(number, 1, f"{url} has {len(content)} bytes instead of {sample.length}")
         elif not matches(content, sample.checksum):
@@ -131,10 +129,10 @@ def _look_at_bytes(objects: Objects, numbered: Sequence[_Numbered], compared: Co
             compared.checksums += 1
 
 
-def _look_at_sizes(objects: Objects, numbered: Sequence[_Numbered], compared: Compared) -> Iterator[Problem]:
+def _check_sizes(objects: Objects, numbered: Sequence[_Numbered], compared: Compared) -> Iterator[Problem]:
     for (number, url, sample), size in zip(numbered, objects.sizes([url for _, url, _ in numbered])):
         if isinstance(size, DPFlowError):
-            yield Problem(number, 1, _told(size))
+            yield Problem(number, 1, _text_of(size))
         elif size is None or sample.length is None:
             compared.presence += 1
         elif sample.offset is None and size != sample.length:
@@ -146,5 +144,5 @@ def _look_at_sizes(objects: Objects, numbered: Sequence[_Numbered], compared: Co
             compared.sizes += 1
 
 
-def _told(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return str(error) if isinstance(error, DPFlowError) else f"{type(error).__name__}: {error}"

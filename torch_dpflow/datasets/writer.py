@@ -1,4 +1,4 @@
-"""Writes one variant of a version: metadata shards, packs, and the note of how far it has come."""
+"""Writes one variant of a version: metadata shards, packs, and the import's progress."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ ProgressCallback = Callable[[int], None]
 
 
 class VariantWriter:
-    """Imports one source into one variant, from where an earlier run was killed.
+    """Imports one source into one variant, continuing an earlier run that was killed.
 
-    A shard is written when its samples' data is, and noted when it is written itself; so at any moment a kill
-    leaves whole shards and at most one that nothing names, which the next run writes again.
+    A shard is written after its samples' data, and recorded after it is written; so a kill at any time
+    leaves complete shards and at most one that is not recorded, which the next run writes again.
 
     Args:
         files: the dataset's directory.
@@ -55,10 +55,10 @@ class VariantWriter:
         self._progress = ImportProgress(files, ref.version, ref.variant)
 
     def write(self, importer: Importer, describer: Describer, progress: ProgressCallback) -> Variant:
-        """Import whatever is still missing, and return the whole variant.
+        """Import the missing samples, and return the whole variant.
 
         Raises:
-            OptionError: an import of something else has begun and not ended.
+            OptionError: an import of something else is unfinished.
             SourceError: the source is not laid out as it should be, is empty, or has changed since.
         """
         self._progress.begin(self._record)
@@ -122,19 +122,19 @@ class VariantWriter:
     def _drawn(
         self, noted: list[ImportedShard], start: int, importer: Importer, describer: Describer
     ) -> Iterator[Item]:
-        """What is left of the source. That a file of its own is missing says nothing about the store's files."""
+        """The rest of the source. A missing file of the source is a SourceError, unlike one of the store."""
         try:
             yield from self._items_after(noted, start, importer, describer)
         except (FileNotFoundError, FileExistsError) as error:
             raise SourceError(
-                f"{describe_source(importer)} cannot be read on: {type(error).__name__}: {error}; mend the source and "
-                "import it again, which goes on where this stopped"
+                f"{describe_source(importer)} cannot be read further: {type(error).__name__}: {error}; repair the "
+                "source and import it again, which continues this import"
             ) from error
 
     def _items_after(
         self, noted: list[ImportedShard], start: int, importer: Importer, describer: Describer
     ) -> Iterator[Item]:
-        """The items that are not written yet; what was written last must come just before them."""
+        """The items that are not written yet; the last written sample must come just before them."""
         if not noted:
             return importer.items()
         items = importer.items(start - 1)
@@ -181,7 +181,7 @@ def describe_source(importer: Importer) -> str:
 
 
 def _is_same(item: Item, sample: SampleMeta, describer: Describer) -> bool:
-    """Whether an item is what was written as this sample."""
+    """Whether an item was written as this sample."""
     if encode_annotations(item.meta, sample.path) != sample.meta:
         return False
     if item.data is not None:

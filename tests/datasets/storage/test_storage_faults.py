@@ -12,7 +12,7 @@ import pytest
 from benchmarks.oss_server import Fault, OSSServer, StoredObject
 from tests.datasets.storage.servers import BUCKET
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.patience import Patience
+from torch_dpflow.datasets.storage.batch_deadline import BatchDeadline
 from torch_dpflow.errors import (
     AccessDeniedError,
     ObjectMissingError,
@@ -191,7 +191,7 @@ def test_what_waits_behind_reads_that_hang_is_not_asked_for(server: OSSServer) -
 
 def test_patience_begins_anew_with_every_read_that_brings_bytes() -> None:
     now = 100.0
-    patience = Patience(10.0, clock=lambda: now)
+    patience = BatchDeadline(10.0, clock=lambda: now)
     now = 109.0
     assert not patience.is_over
     patience.renew()

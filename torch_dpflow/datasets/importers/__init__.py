@@ -1,4 +1,4 @@
-"""Importers: what describes a source, sample by sample, so that a store can take it in."""
+"""Importers: describe a source sample by sample."""
 
 from torch_dpflow.datasets.importers.base import Importer, Item
 from torch_dpflow.datasets.importers.importer_registry import IMPORTERS, importer_class

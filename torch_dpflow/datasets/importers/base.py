@@ -13,23 +13,23 @@ from torch_dpflow.datasets.checksums import CHECKSUM_PATTERN
 from torch_dpflow.datasets.urls import without_login
 from torch_dpflow.errors import SourceError
 
-#: What 64 bits with a sign hold: more than any object has bytes.
+#: The largest signed integer of 64 bits.
 _LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """One sample as an importer finds it: `path`, where its bytes lie, or `data`, the bytes themselves.
+    """One sample of an importer: `path`, the place of its bytes, or `data`, the bytes themselves.
 
-    Raises SourceError, which names the field, for what a store could not hold.
+    Raises SourceError, which names the field, for values that a store cannot hold.
     """
 
-    #: Annotations. Whatever JSON can hold, numpy scalars and arrays too.
+    #: Annotations: values that JSON can hold, numpy scalars and arrays too.
     meta: Mapping[str, Any] = field(default_factory=dict)
-    #: Relative to the importer's root, or a URL; a path object is a local file if it is absolute. Kept as text.
+    #: Relative to the importer's root, or a URL; an absolute path object is a local file. Stored as text.
     path: str | os.PathLike[str] | None = None
     data: bytes | None = None
-    #: Where the sample begins inside the object; None: it is the whole object.
+    #: The sample's offset in the object; None: it is the whole object.
     offset: int | None = None
     #: Bytes; None: not known.
     length: int | None = None
@@ -55,7 +55,7 @@ class Item:
 
 
 def local_url(path: os.PathLike[str]) -> str:
-    """The URL of a path object, which is always of this machine."""
+    """The URL of a path object, which is a file of this machine."""
     return f"file://{os.path.abspath(path)}"
 
 
@@ -74,7 +74,7 @@ def _check_path(path: Any) -> None:
 
 
 def _bytes_count(name: str, value: Any) -> int | None:
-    """Plain `value`, which may be numpy's. A float is refused even where it is whole: it may have been rounded."""
+    """`value`, which may be numpy's, as an int. Whole floats are refused too: they may have been rounded."""
     if value is None:
         return None
     try:
@@ -100,29 +100,29 @@ def _checksum(value: Any) -> str | None:
 
 
 class Importer(Protocol):
-    """Reads one source, in a fixed order, so that an import that was killed goes on where it stopped."""
+    """Reads one source, in a fixed order, so that an import that was killed can be continued."""
 
-    #: The URL of the directory that paths are relative to; None: all items bring their own bytes.
+    #: The URL of the directory that paths are relative to; None: all items have data.
     root: str | None
-    #: What fsspec needs to open `root`. Never written anywhere.
+    #: fsspec's options for `root`. Never stored.
     options: dict[str, Any]
 
     @property
     def source(self) -> Mapping[str, Any]:
-        """The source, described in JSON. An unfinished import goes on only with an equal description."""
+        """The source, described in JSON. An unfinished import is continued only with an equal description."""
 
     def extend(self, info: Mapping[str, Any]) -> None:
-        """What is read will be put behind samples that have this `info`. Called before items are drawn."""
+        """The samples will be appended to others with this `info`. Called before `items`."""
 
     def items(self, start: int = 0) -> Iterator[Item]:
-        """The samples from number `start` on, with memory that does not grow with their number.
+        """The samples from number `start` on. Memory must not grow with their number.
 
         Raises:
-            SourceError: the source is not laid out as it should be.
+            SourceError: the source does not have the expected layout.
         """
 
     def total(self) -> int | None:
-        """How many samples there will be, if that is cheap to know; for a progress bar."""
+        """The number of samples, if it is cheap to know; for a progress bar."""
 
     def info(self) -> Mapping[str, Any]:
-        """What holds for all samples, such as the names of classes; complete once all items were drawn."""
+        """Information for all samples, such as the names of classes; complete after the last item."""

@@ -21,12 +21,12 @@ from torch_dpflow.datasets.importers.tree import check_folder
 from torch_dpflow.datasets.urls import join_url, split_name
 from torch_dpflow.errors import SourceError
 
-#: What is kept of an image and of an annotation; the rest of COCO's fields serve other tasks.
+#: The fields of images and annotations that are kept; COCO's other fields are for other tasks.
 _IMAGE_FIELDS = ("id", "file_name", "width", "height")
 _ANNOTATION_FIELDS = ("id", "category_id", "bbox", "area", "iscrowd")
 #: Pages that SQLite keeps in memory, KiB.
 _CACHE_KIB = 32 * 1024
-#: What SQLite and the stores of others hold of a number.
+#: SQLite's integers, and those of other JSON readers, have 64 bits.
 _ID_LIMIT = 2**63
 
 _TABLES = """
@@ -43,14 +43,14 @@ class CocoImporter:
 
     Annotations: `image_id`, `file_name`, `width`, `height` and `annotations`, a list of COCO's own records.
     `info` has `categories`. The file may be larger than memory and have its arrays in any order: it is read
-    once, as a stream, into a temporary SQLite file that joins images with their annotations and takes about
-    as much room as what is kept of it.
+    once, as a stream, into a temporary SQLite file, which joins images with their annotations and is about as large as
+    the fields that are kept.
 
     Args:
         annotations: the file; a path or a URL.
         images: the directory that `file_name` is relative to.
         segmentation: keep the outlines of objects too, which are most of the file.
-        options: what fsspec needs to open both.
+        options: fsspec's options for both.
     """
 
     def __init__(
@@ -180,14 +180,14 @@ class CocoImporter:
 
 
 def _check_image(record: dict[str, Any]) -> None:
-    """Raise KeyError or ValueError for an image that no sample can be made of."""
+    """Raise KeyError or ValueError for an invalid image."""
     _check_id(record, "id")
     if not isinstance(record["file_name"], str) or not record["file_name"]:
         raise ValueError(f"file_name is {record['file_name']!r:.80}; give a path")
 
 
 def _check_annotation(record: dict[str, Any]) -> None:
-    """Raise KeyError or ValueError for an annotation that is none of an object in an image."""
+    """Raise KeyError or ValueError for an invalid annotation."""
     _check_id(record, "image_id")
     _check_id(record, "category_id")
     box = record["bbox"]

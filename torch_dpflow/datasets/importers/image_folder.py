@@ -23,10 +23,10 @@ class ImageFolderImporter:
 
     Args:
         root: the directory that holds the classes; a path or a URL.
-        endings: of files that are images, in whatever case; others are passed over.
-        classes: names whose labels are fixed already, in order; others get the labels that follow. None:
+        endings: the endings of images, in any case; other files are ignored.
+        classes: names of the first labels, in order; other classes get the next labels. None:
             the directories' names, sorted.
-        options: what fsspec needs to open `root`.
+        options: fsspec's options for `root`.
     """
 
     def __init__(

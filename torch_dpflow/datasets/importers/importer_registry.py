@@ -1,4 +1,4 @@
-"""Importers by name; one is imported only when it is used."""
+"""Importers by name; a module is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IMPORTERS = {
 
 
 def importer_class(name: str) -> Any:
-    """The class of an importer. Raises OptionError for a name that there is not."""
+    """The class of an importer. Raises OptionError for an unknown name."""
     if name not in IMPORTERS:
         raise OptionError(f"there is no importer {name!r}; there are {sorted(IMPORTERS)}")
     module, attribute = IMPORTERS[name]
@@ -40,13 +40,13 @@ def make_importer(
     settings: Mapping[str, str],
     options: Mapping[str, Any] | None = None,
 ) -> Importer:
-    """An importer from text, as a command line or a configuration file has it.
+    """An importer from arguments as text, for command lines and configuration files.
 
     Args:
         name: one of `IMPORTERS`.
         source: its first argument.
-        settings: its other arguments by name; lists have commas between their parts.
-        options: what fsspec needs to open the source.
+        settings: its other arguments by name; the parts of a list are separated by commas.
+        options: fsspec's options for the source.
 
     Raises:
         OptionError: no such importer or setting, or a value of a wrong type.
@@ -66,7 +66,7 @@ def make_importer(
 
 
 def settings_of(name: str) -> dict[str, inspect.Parameter]:
-    """What an importer can be told by text besides its source."""
+    """The arguments of an importer that `make_importer` accepts as settings."""
     parameters = inspect.signature(importer_class(name).__init__).parameters
     return {
         setting: parameter

@@ -1,4 +1,4 @@
-"""Imports whatever Python can iterate over."""
+"""Imports any iterable."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch_dpflow.datasets.importers.base import Item, local_url
 from torch_dpflow.datasets.urls import split_login
 from torch_dpflow.errors import OptionError, OptionTypeError, SourceError
 
-#: What an iterable may give: the bytes of a sample and its annotations, or a whole Item.
+#: An element of an iterable: the bytes of a sample and its annotations, or an Item.
 IterableItem = Item | tuple[bytes, Mapping[str, Any]]
 
 
 class IterableImporter:
     """Reads any iterable, or any dataset that can be indexed and has a length, of `(bytes, annotations)`.
 
-    Bytes are packed into larger objects in the store. To go on after a kill, give an iterable that repeats
-    the same items in the same order; what can be indexed goes on at once, the rest skips what is there.
+    Bytes are packed into larger objects in the store. To continue after a kill, give an iterable that repeats
+    the same items in the same order; an indexable one continues at once, others are read from the start again.
 
     Args:
-        iterable: what to import.
-        name: says what it is; an unfinished import goes on only under the same name.
-        root: the URL that paths of items are relative to, if there are any; None: all bring their bytes.
-        info: what holds for all samples.
-        options: what fsspec needs to open `root`.
+        iterable: the samples to import.
+        name: identifies it; an unfinished import is continued only under the same name.
+        root: the URL that paths of items are relative to, if there are any; None: all items have data.
+        info: information for all samples.
+        options: fsspec's options for `root`.
 
     Raises:
         OptionTypeError: `iterable` is none.

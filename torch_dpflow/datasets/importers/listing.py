@@ -20,19 +20,19 @@ _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 class ListingImporter:
     """Reads a table with a column of paths; its other columns become annotations, null ones are left out.
 
-    The types of a CSV's columns are told from its first megabyte. The table may be larger than memory.
+    The types of a CSV's columns are inferred from its first megabyte. The table may be larger than memory.
 
     Args:
         listing: a path or URL that ends with .csv, .tsv or .parquet.
-        root: what the paths are relative to; None: the listing's directory.
+        root: the directory that paths are relative to; None: the listing's directory.
         path_column: the column of paths, or of URLs.
-        offset_column: where the samples begin inside their objects, bytes; with it goes `length_column`.
+        offset_column: the samples' offsets in their objects, bytes; needs `length_column`.
         length_column: the samples' sizes, bytes.
         checksum_column: "crc32:…" or "sha256:…".
-        options: what fsspec needs to open the listing and `root`.
+        options: fsspec's options for the listing and `root`.
 
     Raises:
-        OptionError: the listing ends otherwise.
+        OptionError: the listing has another ending.
         MissingExtraError: pyarrow is not installed.
     """
 
@@ -98,7 +98,7 @@ class ListingImporter:
 
     def _item(self, row: dict[str, Any], used: Mapping[str, str], number: int) -> Item:
         fields = {field: row.pop(column) for field, column in used.items()}
-        fields["checksum"] = fields.get("checksum") or None  # a CSV file has no other way to say null
+        fields["checksum"] = fields.get("checksum") or None  # null in a CSV file
         fields["path"] = fields["path"] or ""
         try:
             return Item(**fields, meta={name: value for name, value in row.items() if value is not None})
@@ -125,7 +125,7 @@ class ListingImporter:
                 else:
                     parse = csv.ParseOptions(delimiter=_SEPARATORS[self._ending])
                     read = csv.ReadOptions(block_size=_CSV_BLOCK)
-                    # Left to itself it takes paths and checksums of digits alone for numbers.
+                    # By default it converts paths and checksums of digits to numbers.
                     texts = (self._columns["path"], self._columns["checksum"])
                     convert = csv.ConvertOptions(
                         column_types={column: pyarrow.string() for column in texts if column is not None}
@@ -137,11 +137,11 @@ class ListingImporter:
             raise SourceError(f"there is no {self.source['listing']}") from error
         except StorageError:
             raise
-        except (pyarrow.ArrowException, OSError) as error:  # Arrow tells of damaged pages by an OSError
+        except (pyarrow.ArrowException, OSError) as error:  # Arrow raises OSError for damaged pages
             raise SourceError(f"{self.source['listing']} cannot be read: {error}") from error
 
 
 def _rows_of(batch: Any, name: str) -> list[dict[str, Any]]:
-    from torch_dpflow.datasets.importers.table_values import rows_of  # it needs pyarrow, which is an extra
+    from torch_dpflow.datasets.importers.table_values import rows_of  # here, because pyarrow is an extra
 
     return rows_of(batch, name)

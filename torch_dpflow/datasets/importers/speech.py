@@ -1,4 +1,4 @@
-"""Imports folders of utterances with their transcripts, laid out as LibriSpeech is."""
+"""Imports folders of utterances with their transcripts, in the layout of LibriSpeech."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class SpeechImporter:
     `chapter` and `text`. One chapter is in memory at a time.
 
     Args:
-        root: the directory that holds the speakers; a path or a URL.
-        endings: of files that are audio, in whatever case; others are passed over.
-        options: what fsspec needs to open `root`.
+        root: the directory of the speakers; a path or a URL.
+        endings: the endings of audio files, in any case; other files are ignored.
+        options: fsspec's options for `root`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The cells of a table as Python's values, without pandas."""
+"""The cells of a table as Python values, without pandas."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _NANOSECONDS = 10**9
 
 
 def rows_of(batch: pyarrow.RecordBatch, name: str) -> list[dict[str, Any]]:
-    """The rows of a batch. Times that Python's types do not hold, such as nanoseconds, become ISO 8601 text.
+    """The rows of a batch. Times that Python's types cannot represent, such as nanoseconds, become ISO 8601 text.
 
     Args:
         batch: some rows of a table.
-        name: what errors call the table.
+        name: names the table in errors.
 
     Raises:
-        SourceError: a column holds what has no value in Python; it is named.
+        SourceError: a column, which it names, has a value that Python cannot represent.
     """
     names = batch.schema.names
     columns = [
@@ -46,9 +46,9 @@ def _values(column: pyarrow.Array, name: str) -> list[Any]:
 
 
 def _in_microseconds(column: pyarrow.Array) -> pyarrow.Array:
-    """Times in nanoseconds as Python's types hold them: with pandas installed Arrow makes pandas' values of them.
+    """Times in nanoseconds as microseconds: if pandas is installed, Arrow would convert them to pandas' values.
 
-    Raises ValueError where one has nanoseconds.
+    Raises ValueError if one has nanoseconds.
     """
     wanted = _coarser(column.type)
     return column if wanted == column.type else column.cast(wanted)

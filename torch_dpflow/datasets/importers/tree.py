@@ -12,14 +12,14 @@ from torch_dpflow.errors import OptionError, SourceError
 class FoundFile(NamedTuple):
     """A file of a tree."""
 
-    #: Relative to the root that was listed.
+    #: Relative to the listed root.
     path: str
-    #: bytes; None where the storage does not say
+    #: bytes; None if the storage does not report it
     size: int | None
 
 
 def check_folder(files: Files) -> None:
-    """Raise SourceError unless there is such a folder; on object stores one that is empty does not exist."""
+    """Raise SourceError unless the folder exists; on object stores an empty one does not."""
     if not files.exists(""):
         raise SourceError(
             f"there is no folder {files.url}; check the source's path, and on object stores the right to list it"
@@ -29,7 +29,7 @@ def check_folder(files: Files) -> None:
 def files_below(files: Files, folder: str) -> list[FoundFile]:
     """All files below `folder` but hidden ones, sorted by directory and then by name, as torchvision does.
 
-    Links to directories are followed, but for those that lead back to a directory they are in.
+    Links to directories are followed, except those to a directory that contains them.
     """
     found: list[tuple[str, FoundFile]] = []
     pending = [(folder, frozenset({files.real(folder)}))]
@@ -45,7 +45,7 @@ def files_below(files: Files, folder: str) -> list[FoundFile]:
 
 
 def check_links(files: Files, found: Iterable[FoundFile]) -> None:
-    """Raise SourceError for a link that leads nowhere: what it stood for is lost, and to leave it out would hide it.
+    """Raise SourceError for a broken link: ignoring it would hide that its file is lost.
 
     Raises StorageError for a pipe, socket or device.
     """
@@ -59,7 +59,7 @@ def check_links(files: Files, found: Iterable[FoundFile]) -> None:
 
 
 def endings_of(endings: Sequence[str]) -> tuple[str, ...]:
-    """Endings of files in lower case, each with its dot. Raises OptionError where one is empty."""
+    """Endings of files in lower case, each with its dot. Raises OptionError if one is empty."""
     found = tuple(f".{ending.strip().lower().removeprefix('.')}" for ending in endings)
     if not found or "." in found:
         raise OptionError(f"endings={endings!r}: give endings such as .jpg,.png")

@@ -1,4 +1,4 @@
-"""Takes the bytes of a range out of a server's answer, and nothing that is not them."""
+"""Reads exactly the bytes of a range from a server's response."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch_dpflow.errors import StorageError, StorageUnavailableError, Truncated
 from torch_dpflow.log import DATASETS
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)")
-#: Bytes taken at a time from a body that does not say how long it is, or of which a part is passed over.
+#: Bytes read at a time from a body of unknown length, or of which a part is skipped.
 _PIECE = 1 << 20
 
 
 def read_object(response: Response, span: ByteRange, longest: int) -> bytes:
-    """The bytes of `span` from an answer with status 200 or 206.
+    """The bytes of `span` from a response with status 200 or 206.
 
     Raises:
         TruncatedObjectError: the object is shorter than the range.
-        StorageError: the answer is another range, or longer than `longest`.
+        StorageError: the response has another range, or is longer than `longest`.
         StorageUnavailableError, http.client.IncompleteRead: the connection ended before the body did.
     """
     if response.status == 206:
@@ -60,7 +60,7 @@ def _read_body(response: Response, span: ByteRange, longest: int) -> bytes:
 
 
 def _cut_out(response: Response, span: ByteRange, longest: int) -> bytes:
-    """The range from the whole object, which a server answers with that knows no ranges."""
+    """The range from the whole object, which a server without support for ranges sends."""
     size = response.left
     if size is not None and max(span.start, span.stop or 0) > size:
         raise TruncatedObjectError(f"{span}: the object has only {size} bytes")
@@ -70,7 +70,7 @@ def _cut_out(response: Response, span: ByteRange, longest: int) -> bytes:
             f"{span}: the server knows no ranges, and the range ends above the limit of {longest} bytes; "
             "serve the data by one that does"
         )
-    _tell_of_cost("/".join(str(ByteRange(span.url)).split("/")[:3]))
+    _warn_of_cost("/".join(str(ByteRange(span.url)).split("/")[:3]))
     skipped = 0
     while skipped < span.start:
         passed = len(response.read(min(span.start - skipped, _PIECE)))
@@ -86,21 +86,21 @@ def _cut_out(response: Response, span: ByteRange, longest: int) -> bytes:
 
 
 def _ended(span: ByteRange, count: int) -> StorageUnavailableError:
-    # Where no length was told a short object looks so too; that it is one is less likely.
+    # Without a length in the header a short object looks the same, but is less likely.
     return StorageUnavailableError(f"{span}: the connection ended after {count} bytes of the object")
 
 
 @functools.lru_cache(maxsize=64)
-def _tell_of_cost(server: str) -> None:
+def _warn_of_cost(server: str) -> None:
     DATASETS.warning(
-        "%s knows no ranges: for a part of an object everything before it is read too; serve data that lies in "
-        "packs by a server that knows them",
+        "%s knows no ranges: for a part of an object everything before it is read too; serve packs by a server that "
+        "knows them",
         server,
     )
 
 
 def _take(response: Response, count: int) -> bytes:
-    """The next `count` bytes of a body, fewer where it ends."""
+    """The next `count` bytes of a body, fewer if it ends."""
     parts: list[bytes] = []
     while count and (part := response.read(min(count, _PIECE))):
         parts.append(part)

@@ -11,7 +11,7 @@ from torch_dpflow.errors import OptionError
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """The bytes `start` to `stop` of the object at `url`, `stop` excluded; None: up to its end.
+    """The bytes `start` to `stop` of the object at `url`, `stop` excluded; None: to the end.
 
     Raises OptionError for a negative start or a stop before it.
     """
@@ -33,7 +33,7 @@ class ByteRange:
 
     @property
     def length(self) -> int | None:
-        """Bytes in it; None where only the storage knows."""
+        """Its bytes; None if only the storage knows."""
         return None if self.stop is None else self.stop - self.start
 
     def __str__(self) -> str:
@@ -50,18 +50,18 @@ class Storage(Protocol):
     locks do not survive a fork.
     """
 
-    #: Whether a read waits for something far away, so that overlapping several pays from the first one on.
+    #: Whether reads have a network latency, so that overlapping them always pays.
     is_remote: bool
 
     def fetch(self, span: ByteRange, deadline: float) -> bytes:
-        """The bytes of `span`, exactly as many as it asks for; gives up at `deadline` (`time.monotonic()`).
+        """Exactly the bytes of `span`; gives up at `deadline` (`time.monotonic()`).
 
         Raises:
-            StorageError: one of its subclasses where the cause is known; the message names the object.
+            StorageError: a subclass if the cause is known; the message names the object.
         """
 
     def node(self, url: str) -> str:
-        """Names the machine or mount that serves `url`: requests to different nodes share no queue."""
+        """Identifies the machine or mount that serves `url`: requests to different nodes share no queue."""
 
     def close(self) -> None:
-        """Close what is idle. The storage can still be used, at the price of new connections."""
+        """Close idle connections. The storage can still be used, with new ones."""

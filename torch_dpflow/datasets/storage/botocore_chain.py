@@ -1,4 +1,4 @@
-"""What botocore, where it is installed, finds: instance and container roles, SSO, web identities."""
+"""Credentials that botocore, if it is installed, finds: instance and container roles, SSO, web identities."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from torch_dpflow.datasets.storage.credentials import Credentials
 
-#: Seconds between two look-ups: each may ask servers that are not there, and an object that we may not read
-#: must not cost one each time it is asked for.
+#: Seconds between two look-ups: each may wait for servers that do not exist, and reading a forbidden object must not
+#: cause one each time.
 _LOOK_UP_AGAIN_S = 60.0
 
 
@@ -22,7 +22,7 @@ class BotocoreChain:
         self._looked_up: float | None = None
 
     def get(self) -> Credentials | None:
-        """Those that are good now. Raises ConnectionError where they cannot be renewed."""
+        """The valid credentials. Raises ConnectionError if they cannot be renewed."""
         if self._looked_up is None:
             with self._lock:
                 if self._looked_up is None:
@@ -36,7 +36,7 @@ class BotocoreChain:
         return Credentials(frozen.access_key, frozen.secret_key, frozen.token)
 
     def renew(self) -> None:
-        """Look everywhere again, unless that was done lately."""
+        """Look them up again, unless that was done lately."""
         with self._lock:
             if self._looked_up is None or time.monotonic() - self._looked_up >= _LOOK_UP_AGAIN_S:
                 self._look_up()

@@ -1,4 +1,4 @@
-"""HTTP connections that stay open between requests."""
+"""Persistent HTTP connections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST_IDLE_S = 30.0
 
 
 class Origin(NamedTuple):
-    """Where a connection leads."""
+    """The server of a connection."""
 
     is_tls: bool
     host: str
@@ -34,8 +34,8 @@ class Origin(NamedTuple):
 class Connections:
     """Idle connections of one process, the last used first. Thread-safe.
 
-    A stack, not one connection for each thread: threads come and go, and no more connections are in use at
-    once than reads overlap.
+    A stack, not one connection for each thread: threads are short-lived, and at most as many connections are used at
+    once as reads overlap.
 
     Args:
         tls: makes the context of TLS connections, when the first one is made.
@@ -49,7 +49,7 @@ class Connections:
         weakref.finalize(self, _close_all, self._idle)
 
     def take(self, origin: Origin) -> KeepAliveConnection | None:
-        """An open connection that was used lately, if there is one."""
+        """An open connection that was used recently, if there is one."""
         idle = self._idle.get(origin)
         while idle:
             try:
@@ -68,11 +68,11 @@ class Connections:
         return KeepAliveConnection(origin, self._context if origin.is_tls else None)
 
     def give_back(self, origin: Origin, connection: KeepAliveConnection) -> None:
-        """Keep it for the next request; its last answer has been read to the end."""
+        """Keep it for the next request; its last response has been read to the end."""
         self._idle.setdefault(origin, []).append((time.monotonic(), connection))
 
     def close(self) -> None:
-        """Close those that are idle."""
+        """Close all idle connections."""
         _close_all(self._idle)
 
 
@@ -83,7 +83,7 @@ def _close_all(idle: dict[Origin, list[tuple[float, KeepAliveConnection]]]) -> N
 
 
 class KeepAliveConnection:
-    """One connection, made by its first request; see `TimedSocket` for its waits."""
+    """One connection, made by its first request; for its time limits see `TimedSocket`."""
 
     def __init__(self, origin: Origin, context: ssl.SSLContext | None) -> None:
         self._origin = origin
@@ -91,7 +91,7 @@ class KeepAliveConnection:
         self._socket: TimedSocket | None = None
 
     def get(self, target: str, headers: Mapping[str, str], silence_s: float, deadline: float) -> Response:
-        """Send a GET, whose `target` is escaped already, and read the head of its answer."""
+        """Send a GET, whose `target` is escaped already, and read the head of its response."""
         head = _head(self._origin.host_header, target, headers)
         if self._socket is None:
             self._socket = self._connect(silence_s, deadline)
@@ -114,7 +114,7 @@ class KeepAliveConnection:
         return TimedSocket(raw)
 
     def close(self) -> None:
-        """Close it, and what is left of its last answer."""
+        """Close it; the rest of its last response is lost."""
         if self._socket is not None:
             self._socket.close()
 

@@ -1,4 +1,4 @@
-"""Access keys: from options, the environment or the vendors' own files, in this order."""
+"""Access keys from options, the environment or the vendors' own files, in this order."""
 
 from __future__ import annotations
 
@@ -57,21 +57,21 @@ def _secrets(options: Mapping[str, Any]) -> Iterator[str]:
 
 
 class CredentialChain(Protocol):
-    """A vendor's library that finds credentials where we do not look, and renews them in time."""
+    """A vendor's library that finds credentials in further places, and renews them before they expire."""
 
     def get(self) -> Credentials | None:
-        """Those that are good now."""
+        """The valid credentials."""
 
     def renew(self) -> None:
-        """Look everywhere again."""
+        """Look them up again."""
 
 
 class CredentialSource:
-    """Credentials that are looked up once, and again when the storage turns them down. Thread-safe.
+    """Credentials that are looked up once, and again when the storage refuses them. Thread-safe.
 
     Args:
-        find: looks where it is cheap; asked again whenever a key is refused.
-        chain: asked where `find` finds none.
+        find: looks them up cheaply; called again whenever a key is refused.
+        chain: used if `find` finds none.
     """
 
     def __init__(self, find: Callable[[], Credentials | None], chain: CredentialChain | None = None) -> None:
@@ -81,13 +81,13 @@ class CredentialSource:
         self._found = find()
 
     def get(self) -> Credentials | None:
-        """Those found last."""
+        """The credentials found last."""
         return self._found if self._found is not None or self._chain is None else self._chain.get()
 
     def renew(self, used: Credentials | None) -> Credentials | None:
         """Other credentials than `used`, which were refused; None: there are none.
 
-        Of many threads that were refused at once one looks them up, and all get what it finds.
+        If many threads were refused at once, one looks them up for all.
         """
         with self._lock:
             if self.get() == used:
@@ -101,7 +101,7 @@ class CredentialSource:
 def find_s3_credentials(
     options: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> Credentials | None:
-    """What `options` (`key`, `secret`, `token`), AWS_* variables or the shared files give."""
+    """The credentials in `options` (`key`, `secret`, `token`), AWS_* variables or the shared files."""
     return (
         _from(options, "key", "secret", "token")
         or _from(environ, "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
@@ -112,7 +112,7 @@ def find_s3_credentials(
 def find_oss_credentials(
     options: Mapping[str, Any], environ: Mapping[str, str] = os.environ
 ) -> Credentials | None:
-    """What `options` (as for S3), OSS_* variables, ALIBABA_CLOUD_* variables or ossutil's file give."""
+    """The credentials in `options` (as for S3), OSS_* variables, ALIBABA_CLOUD_* variables or ossutil's file."""
     return (
         _from(options, "key", "secret", "token")
         or _from(environ, "OSS_ACCESS_KEY_ID", "OSS_ACCESS_KEY_SECRET", "OSS_SESSION_TOKEN")
@@ -127,7 +127,7 @@ def find_oss_credentials(
 
 
 def no_credentials(url: str, how: str) -> AccessDeniedError:
-    """The error for a private object without any credentials; `how` names where they may be put."""
+    """The error for a private object without any credentials; `how` names the settings for them."""
     return AccessDeniedError(
         f"{url}: no credentials were found; set {how}, give storage_options with 'key' and 'secret', "
         "or with 'anon': True for a public bucket"
@@ -145,7 +145,7 @@ def aws_setting(name: str, environ: Mapping[str, str] = os.environ) -> str | Non
 
 
 def ossutil_settings(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
-    """What ossutil's configuration file says, by lower-case name; empty without one."""
+    """The settings of ossutil's configuration file, by lower-case name; empty without one."""
     path = os.path.join(environ.get("HOME", ""), ".ossutilconfig")
     parser = _read(path)
     return dict(parser["Credentials"]) if parser.has_section("Credentials") else {}
@@ -169,7 +169,7 @@ def _aws_files(environ: Mapping[str, str]) -> Iterator[configparser.RawConfigPar
 
 
 def _read(path: str) -> configparser.RawConfigParser:
-    """A configuration file; read again only when it has changed, for a refused key asks each time."""
+    """A configuration file; read again only if it has changed, because each refused key calls this."""
     try:
         found = os.stat(path)
     except OSError:
@@ -183,5 +183,5 @@ def _parsed(path: str, *_version: int) -> configparser.RawConfigParser:
     try:
         parser.read(path, encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError):
-        return configparser.RawConfigParser()  # another tool's file, which its own errors are about
+        return configparser.RawConfigParser()  # another tool's file, which reports its errors itself
     return parser

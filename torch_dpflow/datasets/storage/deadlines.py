@@ -1,4 +1,4 @@
-"""Deadlines for calls of libraries that have none."""
+"""Deadlines for calls of libraries without deadlines."""
 
 from __future__ import annotations
 
@@ -18,48 +18,48 @@ from torch_dpflow.datasets.storage.per_process import PerProcess
 T = TypeVar("T")
 
 
-#: Modules whose file systems are made for several threads. Others get one at a time: `tar` and `zip` would give
+#: Modules whose file systems are thread-safe. Calls of others are serialized: `tar` and `zip` would return
 #: each other's bytes (they share one position in one file), `sftp` hangs.
-_FOR_MANY_THREADS = (
+_THREAD_SAFE = (
     "fsspec.implementations.local",
     "fsspec.implementations.memory",
     "fsspec.implementations.arrow",
     "ossfs",
 )
-#: All of them together, since one may read through another. Held for single calls.
-_TURNS = PerProcess(threading.Lock)
+#: One for all of them, since one may read through another. Held for single calls.
+_SERIAL_LOCK = PerProcess(threading.Lock)
 
 
-def is_for_many_threads(file_system: Any) -> bool:
+def is_thread_safe(file_system: Any) -> bool:
     """Whether several threads may call a file system of fsspec at once; asynchronous ones run in one loop."""
     if isinstance(file_system, DirFileSystem):
-        return is_for_many_threads(file_system.fs)
+        return is_thread_safe(file_system.fs)
     module = type(file_system).__module__
     return isinstance(file_system, AsyncFileSystem) or any(
-        module == known or module.startswith(f"{known}.") for known in _FOR_MANY_THREADS
+        module == known or module.startswith(f"{known}.") for known in _THREAD_SAFE
     )
 
 
-def turn(file_system: Any) -> AbstractContextManager[Any]:
-    """Held around a call of a file system, without one of `ask` inside."""
-    return nullcontext() if is_for_many_threads(file_system) else _TURNS.get()
+def exclusive(file_system: Any) -> AbstractContextManager[Any]:
+    """Serializes calls of a file system that is not thread-safe. Do not use `call_with_deadline` inside."""
+    return nullcontext() if is_thread_safe(file_system) else _SERIAL_LOCK.get()
 
 
-def ask(file_system: Any, seconds: float, call: Callable[[], T]) -> T:
-    """What a file system of fsspec answers in so long: vendors' libraries may wait for hours, and then try again.
+def call_with_deadline(file_system: Any, seconds: float, call: Callable[[], T]) -> T:
+    """Call a file system of fsspec with a time limit: vendors' libraries may wait for hours, and then try again.
 
-    One call at a time where the file system bears no more. Raises what the call raises, and TimeoutError where it
-    has not ended in time. Disks are not timed.
+    Calls are serialized if the file system is not thread-safe. Raises what the call raises, and TimeoutError if it
+    has not ended in time. Calls of disks have no limit.
     """
     if isinstance(file_system, LocalFileSystem | MemoryFileSystem):
         return call()
-    if is_for_many_threads(file_system):
+    if is_thread_safe(file_system):
         return call_within(seconds, call)
-    return call_within(seconds, lambda: _in_turn(seconds, call))
+    return call_within(seconds, lambda: _serialized(seconds, call))
 
 
-def _in_turn(seconds: float, call: Callable[[], T]) -> T:
-    lock = _TURNS.get()
+def _serialized(seconds: float, call: Callable[[], T]) -> T:
+    lock = _SERIAL_LOCK.get()
     if not lock.acquire(timeout=max(seconds, 0.0)):
         raise TimeoutError(
             f"other reads took {seconds:.1f} s, and such file systems are read by one at a time"
@@ -71,9 +71,9 @@ def _in_turn(seconds: float, call: Callable[[], T]) -> T:
 
 
 def call_within(seconds: float, call: Callable[[], T]) -> T:
-    """Call it in a thread of its own and wait no longer than that; a call that hangs keeps its thread.
+    """Call it in a thread of its own and wait at most so long; a call that hangs keeps its thread.
 
-    Raises what the call raises, and TimeoutError where it has not ended in time.
+    Raises what the call raises, and TimeoutError if it has not ended in time.
     """
     answers: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
 

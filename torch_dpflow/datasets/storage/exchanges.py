@@ -1,4 +1,4 @@
-"""What goes to a server and what may come back: requests, refusals, and who knows what to make of them."""
+"""Requests to servers, their error responses, and the contract of a service."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class GetRequest:
     """A GET, ready to be sent."""
 
     origin: Origin
-    #: the path as it stands in the request line
+    #: the path in the request line
     target: str
     headers: Mapping[str, str] = field(repr=False)
-    #: what it is signed with
+    #: the credentials of its signature
     credentials: Credentials | None = None
     region: str = ""
 
 
 @dataclass(frozen=True)
 class ErrorResponse:
-    """An answer that brings no object; `body` is how it begins."""
+    """A response without an object; `body` is its beginning."""
 
     status: int
     reason: str
@@ -43,41 +43,41 @@ class ErrorResponse:
     body: bytes
 
     def element(self, name: str) -> str:
-        """The text of an element of the body, which is XML where S3 or OSS answers; "" without one."""
+        """The text of an element of the body, which is XML from S3 and OSS; "" without one."""
         match = re.search(_ELEMENT.format(name).encode(), self.body)
         return match[1].decode("utf-8", "replace").strip() if match else ""
 
     @property
     def meaning(self) -> int:
-        """The HTTP status that says what is wrong."""
+        """The HTTP status that describes the error."""
         return _STATUS_OF_CODE.get(self.element("Code"), self.status)
 
     def error(self, span: ByteRange) -> StorageError:
-        """What it means for the reader of `span`."""
+        """The error for the reader of `span`."""
         message = self.element("Message")
-        told = f"{self.status} {self.element('Code') or self.reason}" + (f": {message}" if message else "")
-        text = f"{span}: the storage answered {told}"
+        answer = f"{self.status} {self.element('Code') or self.reason}" + (f": {message}" if message else "")
+        text = f"{span}: the storage answered {answer}"
         known = BY_STATUS.get(self.meaning)
         if known is not None:
             return known[0](f"{text}; {known[1]}")
         region = self.headers.get("x-amz-bucket-region")
-        return StorageError(f"{text}; the bucket lies in region {region}" if region else text)
+        return StorageError(f"{text}; the bucket is in region {region}" if region else text)
 
 
 class Service(Protocol):
-    """A vendor's way to name objects and to sign requests."""
+    """A vendor's addressing of objects and signing of requests."""
 
-    #: Whether the bytes of an answer with a Content-Encoding are the object's: object stores keep it as a note.
+    #: Whether Content-Encoding is only metadata of the object, as in object stores: the body is the object's bytes.
     notes_encoding: bool
 
     def origin(self, url: str) -> Origin:
         """The server to connect to."""
 
     def request(self, url: str) -> GetRequest:
-        """A signed request for the whole object, good for the next minutes. Raises AccessDeniedError."""
+        """A signed request for the whole object, valid for some minutes. Raises AccessDeniedError."""
 
     def follow(self, url: str, request: GetRequest, refusal: ErrorResponse) -> GetRequest | None:
-        """What to ask after `request` was refused: elsewhere, or with other credentials; None: it is final."""
+        """The next request after `request` was refused: to another server, or with other credentials; None: none."""
 
     def tls(self) -> ssl.SSLContext:
-        """How the certificates of its servers are checked. Raises OptionError."""
+        """The context that checks its servers' certificates. Raises OptionError."""

@@ -1,4 +1,4 @@
-"""Turns what libraries raise into the errors of torch_dpflow."""
+"""Turns errors of libraries into those of torch_dpflow."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch_dpflow.errors import (
     TruncatedObjectError,
 )
 
-#: Characters of another library's message, which may quote what the server sent.
+#: Characters of another library's message, which may quote a server's response.
 _LONGEST_TEXT = 300
-#: What answers with these statuses mean, and what to look at.
+#: Errors for these statuses, and advice.
 BY_STATUS: dict[int, tuple[type[StorageError], str]] = {
     401: (AccessDeniedError, "check the credentials, their rights, and this machine's clock"),
     403: (AccessDeniedError, "check the credentials, their rights, and this machine's clock"),
@@ -34,10 +34,10 @@ _TIMEOUTS = (TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError
 
 
 def storage_error(span: ByteRange, error: Exception) -> StorageError:
-    """The StorageError that tells of `error`, which a library raised while `span` was read."""
+    """The StorageError for `error`, which a library raised while `span` was read."""
     if isinstance(error, StorageError):
         return error
-    text = f"{span}: {_told(error)}"
+    text = f"{span}: {_text_of(error)}"
     known = BY_STATUS.get(_http_status(error))
     if known is not None:
         return known[0](f"{text}; {known[1]}")
@@ -59,12 +59,12 @@ def storage_error(span: ByteRange, error: Exception) -> StorageError:
 
 
 def is_transient(error: StorageError) -> bool:
-    """Whether to try again can help: what the network or an overloaded server does, not what an object is."""
+    """Whether a retry may help: it does for failures of networks and overloaded servers, not for those of objects."""
     return isinstance(error, StorageUnavailableError | StorageTimeoutError)
 
 
 def _http_status(error: BaseException | None) -> int:
-    """The status of the answer that a vendor's client tells of somewhere behind `error`; 0 if none does."""
+    """The status of the response in the chain of a vendor client's errors; 0 if there is none."""
     while error is not None:
         answer = getattr(error, "response", None)
         if isinstance(answer, dict):  # botocore
@@ -76,6 +76,6 @@ def _http_status(error: BaseException | None) -> int:
     return 0
 
 
-def _told(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     text = " ".join(str(error).split())[:_LONGEST_TEXT]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

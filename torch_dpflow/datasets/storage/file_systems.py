@@ -1,4 +1,4 @@
-"""Opens fsspec's file systems: those that need a host, and those inside archives, by their URLs."""
+"""Opens fsspec's file systems by their URLs, also those that need a host and those inside archives."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch_dpflow.errors import DPFlowError, MissingExtraError, OptionError
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "oss": "oss", "http": "http", "https": "http"}
 
-#: Which lie inside another storage.
+#: Schemes of file systems inside another storage.
 _ARCHIVES = frozenset({"zip", "tar", "libarchive", "dir"})
 
 
 def open_file_system(address: str, options: Mapping[str, Any], seconds: float) -> tuple[Any, str]:
-    """The file system that serves `address`, a URL or what `file_system_of` gives, and the path there.
+    """The file system that serves `address`, a URL or a result of `file_system_of`, and the path there.
 
     Raises:
         OptionError: there is no such storage, or it has no such option.
@@ -40,7 +40,7 @@ def open_file_system(address: str, options: Mapping[str, Any], seconds: float) -
         _check_host(url, given)
         if scheme in ONE_FILE_SYSTEM:
             file_system = fsspec.filesystem(scheme, **given)
-            path = file_system._strip_protocol(url)  # url_to_fs would take "::" in a name for a chain
+            path = file_system._strip_protocol(url)  # url_to_fs would split a name with "::"
         else:  # it may connect at once
             file_system, path = call_within(seconds, lambda: fsspec.url_to_fs(url, **given))
         return file_system, path
@@ -60,24 +60,24 @@ def open_file_system(address: str, options: Mapping[str, Any], seconds: float) -
 
 
 def path_of(file_system: Any, url: str) -> str:
-    """The path by which a file system knows the object at `url`, which is taken literally."""
+    """A file system's path of the object at `url`, which is taken literally."""
     inner, _ = split_chain(url) if "::" in url else (url, "")
     scheme, _, rest = inner.partition("://")
     if scheme not in ONE_FILE_SYSTEM and "host" in type(file_system)._get_kwargs_from_urls(
         f"{scheme}://host/"
     ):
-        return "/" + rest.partition("/")[2]  # fsspec would take "?" for a query
+        return "/" + rest.partition("/")[2]  # fsspec would cut off a "?" as a query
     return str(file_system._strip_protocol(inner))
 
 
 def needs_host(kind: type) -> bool:
-    """Whether a class of file systems stands for a host with disks, where a file needs its directory first."""
+    """Whether a class of file systems is for hosts with disks, where a file needs its directory first."""
     parameter = inspect.signature(kind.__init__).parameters.get("host")  # type: ignore[misc]
     return parameter is not None and parameter.default is parameter.empty
 
 
 def _options_of(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` as fsspec takes them; in a chain they are for its last storage, but for those under a scheme."""
+    """fsspec's options; in a chain they are for its last storage, except those under a scheme."""
     schemes = [link.partition("://")[0] if "://" in link else "file" for link in _links(url)]
     if len(schemes) == 1:
         return fsspec_options(schemes[0], options)

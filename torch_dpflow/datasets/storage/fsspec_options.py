@@ -1,4 +1,4 @@
-"""Options of storages by the same names for every vendor, turned into those of fsspec's packages."""
+"""Turns options, which have the same names for every vendor, into those of fsspec's packages."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _ENDPOINTS = {
     "s3a": ("endpoint_url", "endpoint"),
     "oss": ("endpoint", "endpoint_url"),
 }
-#: What every file system of fsspec's takes, and what s3fs hands to its session.
+#: Options of every file system of fsspec's, and those that s3fs passes to its session.
 _COMMON = {"skip_instance_cache", "use_listings_cache", "listings_expiry_time", "max_paths"}
 _OF_SESSIONS = {"profile", "session_vars", "event_hooks", "include_builtin_handlers"}
-#: What our own readers understand, and ossfs passes over.
+#: Options of our own readers, which ossfs ignores.
 _OF_READERS = {"anon", "region", "verify"}
 
 
 def endpoint_of(scheme: str, options: Mapping[str, Any]) -> Any:
-    """The endpoint that `options` name, as `endpoint` or `endpoint_url`; None: none.
+    """The option `endpoint` or `endpoint_url`; None: none.
 
     Raises:
-        OptionError: they name two.
+        OptionError: both are given, with different values.
     """
     given = {options[name] for name in _ENDPOINTS[scheme] if options.get(name)}
     if len(given) > 1:
@@ -43,7 +43,7 @@ def endpoint_of(scheme: str, options: Mapping[str, Any]) -> Any:
 
 
 def fsspec_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` as fsspec's package for `scheme` takes them; those of other schemes are left as they are.
+    """The options of fsspec's package for `scheme`; those of other schemes are returned unchanged.
 
     Raises:
         OptionError: S3 or OSS has no such option.
@@ -55,7 +55,7 @@ def fsspec_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
         return dict(options)
     name, other = _ENDPOINTS[scheme]
     endpoint = endpoint_of(scheme, options)
-    # In their order, which is a part of what fsspec knows an open file system by.
+    # In their order, because fsspec's cache of file systems depends on it.
     found = {name if option == other else option: value for option, value in options.items()}
     if name in found:
         found[name] = endpoint
@@ -72,14 +72,14 @@ def fsspec_options(scheme: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _web_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What fsspec hands to aiohttp with every request."""
+    """The options that fsspec passes to aiohttp with every request."""
     headers = web_headers(options)
     context = {} if options.get("verify") is None else {"ssl": tls_context(options, os.environ)}
     return {**({"headers": headers} if headers else {}), **context}
 
 
 def _oss_keys(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The access key that `options` do not give: ossfs, unlike s3fs, looks for none."""
+    """The access key if `options` have none: ossfs, unlike s3fs, looks for none."""
     if options.get("anon") or options.get("key"):
         return {}
     keys = find_oss_credentials(options)
@@ -90,7 +90,7 @@ def _oss_keys(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _move(options: dict[str, Any], name: str, group: str, inner: str) -> None:
-    """Put an option, if it is given, where `group` has those that go to another constructor."""
+    """Move an option, if it is given, into `group`, the options of another constructor."""
     if name in options:
         value = options.pop(name)
         options[group] = {inner: value, **(options.get(group) or {})}
@@ -108,7 +108,7 @@ def _check_names(scheme: str, options: Mapping[str, Any]) -> None:
 
 
 def _parameters(file_system: type) -> set[str]:
-    """The names of what a class of file systems and those above it take."""
+    """The parameter names of a class of file systems and its base classes."""
     found = [
         parameter
         for above in file_system.__mro__

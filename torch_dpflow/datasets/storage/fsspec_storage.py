@@ -1,4 +1,4 @@
-"""Every storage that fsspec knows: `memory://`, `hdfs://`, and `s3://` or `oss://` with unusual options."""
+"""Every storage that fsspec supports: `memory://`, `hdfs://`, and `s3://` or `oss://` with unusual options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
 
 from torch_dpflow.datasets.storage.base import ByteRange
-from torch_dpflow.datasets.storage.deadlines import ask
+from torch_dpflow.datasets.storage.deadlines import call_with_deadline
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.file_systems import open_file_system, path_of
 from torch_dpflow.datasets.storage.options import ReadOptions
@@ -20,10 +20,9 @@ from torch_dpflow.errors import StorageError, TruncatedObjectError
 
 
 class FsspecStorage:
-    """Reads through one fsspec file system, that of `address`; `options` are its own.
+    """Reads through the fsspec file system of `address`, which gets `options`.
 
-    The length of a whole object is looked at when it is there: most file systems tell it only then, or at the
-    price of another request.
+    The length of a whole object is checked after reading: before, most file systems need another request for it.
     """
 
     is_remote = True
@@ -46,7 +45,7 @@ class FsspecStorage:
             raise StorageError(f"{span}: {len(data)} bytes are above the limit of {self._longest}")
         if span.length is None or len(data) == span.length:
             return data
-        if self._scheme == "oss":  # ossfs counts the last byte in
+        if self._scheme == "oss":  # ossfs includes the byte at `end`
             return data[: span.length]
         raise StorageError(
             f"{span}: the file system gave {len(data)} bytes where {span.length} were asked for"
@@ -59,11 +58,11 @@ class FsspecStorage:
         if isinstance(self._files, AsyncFileSystem) and not isinstance(self._files, DirFileSystem):
             reading = asyncio.wait_for(self._files._cat_file(path, **extent), max(left, 0.0))
             return bytes(asyncio.run_coroutine_threadsafe(reading, self._files.loop).result())
-        return bytes(ask(self._files, left, lambda: self._files.cat_file(path, **extent)))
+        return bytes(call_with_deadline(self._files, left, lambda: self._files.cat_file(path, **extent)))
 
     def node(self, url: str) -> str:
         inner, outer = split_chain(url)
         return outer or "/".join(inner.split("/", 3)[:3])
 
     def close(self) -> None:
-        """Connections belong to fsspec, which shares its file systems among all who ask for them."""
+        """Does nothing: connections belong to fsspec, which shares its file systems between callers."""

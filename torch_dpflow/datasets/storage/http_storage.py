@@ -1,8 +1,8 @@
-"""Objects of S3, OSS and web servers over connections that stay open: one GET each, and little else.
+"""Objects of S3, OSS and web servers over persistent connections, by one GET each.
 
 Our own because of processor time: a signed GET of 100 kB takes 51 µs in one thread, with obstore 115 to 123 µs, and one
-of 126 kB took oss2 1.2 to 1.4 ms (a session, cookies and hooks for each request). obstore is no back end here: its
-threads do not survive a fork. Options that ours does not know, and proxies, go through fsspec.
+of 126 kB took oss2 1.2 to 1.4 ms (a session, cookies and hooks for each request). obstore's threads do not survive a
+fork. With other options, and with proxies, fsspec reads.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch_dpflow.datasets.storage.options import ReadOptions
 from torch_dpflow.datasets.storage.responses import Response
 from torch_dpflow.errors import DPFlowError, StorageError
 
-#: Bytes of an error's text that are looked at.
+#: Bytes of an error response that are read.
 _LONGEST_ERROR = 16 * 1024
-#: Requests that one read may take: redirects, another region, other keys.
+#: Most requests of one read: redirects, another region, other keys.
 _MOST_REQUESTS = 6
 
 
@@ -39,13 +39,13 @@ class HttpStorage:
         if span.length is not None and span.length > self._options.longest:
             raise StorageError(f"{span}: {span.length} bytes are above the limit of {self._options.longest}")
         try:
-            return self._ask(span, deadline)
+            return self._get(span, deadline)
         except DPFlowError:
             raise
         except Exception as error:
             raise storage_error(span, error) from error
 
-    def _ask(self, span: ByteRange, deadline: float) -> bytes:
+    def _get(self, span: ByteRange, deadline: float) -> bytes:
         request: GetRequest | None = self._service.request(span.url)
         for left in reversed(range(_MOST_REQUESTS)):
             assert request is not None
@@ -55,7 +55,7 @@ class HttpStorage:
             request = self._service.follow(span.url, request, answer) if left else None
             if request is None:
                 raise answer.error(span)
-        raise AssertionError("the last answer ends it")
+        raise AssertionError("the last response ends the loop")
 
     def _fetch(self, request: GetRequest, span: ByteRange, deadline: float) -> bytes | ErrorResponse:
         headers = dict(request.headers)
@@ -70,8 +70,8 @@ class HttpStorage:
         except (ConnectionError, http.client.BadStatusLine):
             connection.close()
             if is_used and time.monotonic() < deadline:
-                # The server closed it while it was idle, or sent more than it had said: not a failure of the
-                # storage, so no attempt is lost.
+                # The server closed it while it was idle, or sent more than announced: not a failure of the
+                # storage, so it does not count as an attempt.
                 return self._fetch(request, span, deadline)
             raise
         except BaseException:

@@ -13,7 +13,7 @@ from torch_dpflow.errors import AccessDeniedError, ObjectMissingError, StorageEr
 class LocalStorage:
     """Reads files with `pread`. Opens them for each read: that takes 4 µs, and a file may be replaced at any time.
 
-    A mount that hangs in the kernel cannot be interrupted: `deadline` is not looked at here.
+    A mount that hangs in the kernel cannot be interrupted, so `deadline` is ignored.
     """
 
     is_remote = False
@@ -24,7 +24,7 @@ class LocalStorage:
     def fetch(self, span: ByteRange, deadline: float) -> bytes:
         path = local_path(span.url)
         try:
-            # Without O_NONBLOCK a FIFO is waited for until somebody writes to it.
+            # Without O_NONBLOCK opening a FIFO waits for a writer.
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 return self._read(descriptor, span)
@@ -50,7 +50,7 @@ class LocalStorage:
                 raise _not_regular(span)
             stop = found.st_size
         else:
-            stop = span.stop  # of what is not regular no range can be read, or it ends
+            stop = span.stop  # reading a range of a file that is not regular fails, or ends
         if stop - span.start > self._longest:
             raise StorageError(f"{span}: {stop - span.start} bytes are above the limit of {self._longest}")
         if stop < span.start:
@@ -78,6 +78,6 @@ def _not_regular(span: ByteRange) -> StorageError:
 
 
 def local_path(url: str) -> str:
-    """The path that a `file://` URL or a plain path names; taken literally, as fsspec does: no %-escapes."""
+    """The path of a `file://` URL or a plain path; taken literally, as in fsspec: no %-escapes."""
     scheme, colon, rest = url.partition(":")
     return rest.removeprefix("//") if colon and scheme in ("file", "local") else url

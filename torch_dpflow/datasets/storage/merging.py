@@ -1,8 +1,8 @@
-"""Plans a batch of reads: neighbouring ranges as one, storage nodes in turn. Pure.
+"""Plans a batch of reads: merges neighbouring ranges and alternates between storage nodes. Pure.
 
 The patent on prefetch caches keeps one list of reads for each storage node, in the order in which they are
-needed, and asks a node for several samples in one request. Here one request reads from one object, and
-readers take from the nodes' lists in turn, so that all nodes work at once and none gets a burst.
+needed, and requests several samples of a node at once. Here one request reads from one object, and
+requests alternate between the nodes' lists, so that all nodes work at once and none gets a burst.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch_dpflow.datasets.storage.base import ByteRange
 
-#: Bytes that merged ranges do not exceed together: a lost connection must not cost much.
+#: Most bytes of a merged range: a lost connection must not cost much.
 LONGEST_MERGED = 8 << 20
 #: The same for local files, where a read costs some microseconds, as does the copy that cuts 64 KiB out of another.
 #: With it a pack's samples of 100 kB in random batches of 64 take 30 µs each, before 40.
@@ -24,14 +24,14 @@ LOCAL_MERGE_GAP = 4 << 10
 
 @dataclass(frozen=True)
 class Read:
-    """One request, and which of the wanted ranges it answers."""
+    """One request, and the wanted ranges that it covers."""
 
     span: ByteRange
-    #: positions in the sequence that was planned
+    #: positions of the wanted ranges
     answers: list[int] = field(default_factory=list)
 
     def cut(self, wanted: ByteRange, data: bytes) -> bytes:
-        """What of this read's `data` is `wanted`."""
+        """The part of this read's `data` that is `wanted`."""
         if wanted == self.span or wanted.stop is None:
             return data
         begin = wanted.start - self.span.start
@@ -45,10 +45,10 @@ def plan_reads(
     merge_gap: int,
     longest: int = LONGEST_MERGED,
 ) -> list[Read]:
-    """The requests that bring all of `wanted`, in the order in which they should be started.
+    """The requests for all of `wanted`, in the order in which they should be started.
 
-    Ranges of one object which are at most `merge_gap` bytes apart come in one request of up to `longest` bytes;
-    those that overlap always do.
+    Ranges of one object which are at most `merge_gap` bytes apart are merged into a request of up to `longest` bytes;
+    overlapping ones always are.
     """
     by_object: dict[str, list[int]] = defaultdict(list)
     for position, span in enumerate(wanted):
@@ -56,7 +56,7 @@ def plan_reads(
     by_node: dict[str, deque[Read]] = defaultdict(deque)
     for url, positions in by_object.items():
         by_node[node(url)].extend(_reads_of_object(wanted, positions, merge_gap, longest))
-    return _in_turn(list(by_node.values()))
+    return _alternated(list(by_node.values()))
 
 
 def _reads_of_object(
@@ -100,7 +100,7 @@ def _joined(one: ByteRange, other: ByteRange, merge_gap: int, longest: int) -> B
     return ByteRange(one.url, one.start, stop)
 
 
-def _in_turn(lists: list[deque[Read]]) -> list[Read]:
+def _alternated(lists: list[deque[Read]]) -> list[Read]:
     reads: list[Read] = []
     while lists:
         reads.extend(waiting.popleft() for waiting in lists)

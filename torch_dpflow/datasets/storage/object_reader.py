@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch_dpflow.datasets.storage.base import ByteRange, Storage
+from torch_dpflow.datasets.storage.batch_deadline import BatchDeadline
 from torch_dpflow.datasets.storage.credentials import check_kept_out
 from torch_dpflow.datasets.storage.fsspec_storage import FsspecStorage
 from torch_dpflow.datasets.storage.http_storage import HttpStorage
@@ -20,7 +21,6 @@ from torch_dpflow.datasets.storage.merging import (
 )
 from torch_dpflow.datasets.storage.options import ReadOptions
 from torch_dpflow.datasets.storage.overlapping import Overlap
-from torch_dpflow.datasets.storage.patience import Patience
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.datasets.storage.retrying import fetch_with_retries
 from torch_dpflow.datasets.storage.services import OSS_OPTIONS, S3_OPTIONS, OSSService, S3Service
@@ -34,22 +34,21 @@ from torch_dpflow.errors import (
     StorageUnavailableError,
 )
 
-#: What fails so for merged ranges of an object fails for each of them too.
+#: Errors of merged ranges that each of the ranges would have too.
 _FAIL_ALIKE = (AccessDeniedError, ObjectMissingError, StorageTimeoutError, StorageUnavailableError)
 
 
 class ObjectReader:
-    """Reads objects of every storage alike: paths, `file://`, `s3://`, `oss://`, and whatever fsspec knows.
+    """Reads objects of every storage: paths, `file://`, `s3://`, `oss://`, and all schemes of fsspec.
 
-    S3, OSS and web servers are read with requests of our own over connections that stay open. Where, for S3 and OSS,
-    `storage_options` name what only the vendor's client knows, or a proxy is set, they are read through
-    fsspec, as all others are.
+    S3, OSS and web servers are read by `HttpStorage`. If, for S3 and OSS, `storage_options` has options that only the
+    vendor's client supports, or a proxy is set, they are read through fsspec, as all other storages.
 
-    Thread-safe. A forked child makes its own connections and threads. A pickle carries nothing but the
-    options, with the keys that they may hold.
+    Thread-safe. A forked child makes its own connections and threads. A pickle has only the options, including keys
+    in them.
 
     Args:
-        storage_options: as fsspec takes them for the scheme: `key`, `secret`, `token`, `endpoint`, ...
+        storage_options: fsspec's options for the scheme: `key`, `secret`, `token`, `endpoint`, ...
         options: timeouts, retries, concurrency.
     """
 
@@ -61,11 +60,10 @@ class ObjectReader:
         self._opened = PerProcess(self._open)
 
     def read(self, url: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes `start` to `stop` (excluded; None: the end) of one object, all of them.
+        """The bytes `start` to `stop` (excluded; None: the end) of one object.
 
         Raises:
-            StorageError: its subclass says what is wrong, its message with which object; transient failures
-                have been tried again by then.
+            StorageError: a subclass for the cause; the message names the object. Transient failures have been retried.
         """
         return self._read(ByteRange(url, start, stop))
 
@@ -78,9 +76,9 @@ class ObjectReader:
         return results  # type: ignore[return-value]
 
     def read_each(self, spans: Sequence[ByteRange]) -> list[bytes | DPFlowError]:
-        """As `read_many`, but an error takes the place of the bytes that it cost.
+        """As `read_many`, but with an error in the place of each range that failed.
 
-        Where the storage brings nothing for `deadline_s`, what has not been asked for until then fails too.
+        If no read of the batch succeeds for `deadline_s`, the reads that have not begun fail too.
         """
         if len(spans) == 1:
             return [self._result(spans[0])]
@@ -94,11 +92,11 @@ class ObjectReader:
             merge_gap=self.options.merge_gap if is_remote else min(self.options.merge_gap, LOCAL_MERGE_GAP),
             longest=LONGEST_MERGED if is_remote else LONGEST_MERGED_LOCALLY,
         )
-        patience = Patience(self.options.deadline_s)
+        limit = BatchDeadline(self.options.deadline_s)
 
         def task(read: Read) -> Callable[[], None]:
             answered = [(wanted[n], spans[wanted[n]]) for n in read.answers]
-            return lambda: self._answer(opened, read, answered, results, patience)
+            return lambda: self._store(opened, read, answered, results, limit)
 
         opened.overlap.run([task(read) for read in reads], is_remote=is_remote)
         return results
@@ -114,41 +112,41 @@ class ObjectReader:
         except DPFlowError as error:
             return error
 
-    def _answer(
+    def _store(
         self,
         opened: _OpenedFile,
         read: Read,
         answered: Sequence[tuple[int, ByteRange]],
         results: list[bytes | DPFlowError],
-        patience: Patience,
+        limit: BatchDeadline,
     ) -> None:
-        """Put what one read brings where it is wanted; where merged ranges fail, read each by itself."""
+        """Store the parts of one read in `results`; if merged ranges fail, read each by itself."""
         try:
-            data = self._fetch(opened, read.span, patience)
+            data = self._fetch(opened, read.span, limit)
         except DPFlowError as error:
             if len(answered) == 1 or isinstance(error, _FAIL_ALIKE):
                 for position, _ in answered:
                     results[position] = error
                 return
             for position, span in answered:
-                self._answer(opened, Read(span), [(position, span)], results, patience)
+                self._store(opened, Read(span), [(position, span)], results, limit)
             return
         for position, span in answered:
             results[position] = read.cut(span, data)
 
-    def _fetch(self, opened: _OpenedFile, span: ByteRange, patience: Patience) -> bytes:
+    def _fetch(self, opened: _OpenedFile, span: ByteRange, limit: BatchDeadline) -> bytes:
         storage = opened.storage(span.url)
-        if storage.is_remote and patience.is_over:
+        if storage.is_remote and limit.is_over:
             raise StorageTimeoutError(
                 f"{span}: the storage brought nothing of this batch within deadline_s={self.options.deadline_s:g}, "
                 "so the rest of it was not asked for"
             )
-        data = fetch_with_retries(storage, span, self.options, deadline=patience.deadline)
-        patience.renew()
+        data = fetch_with_retries(storage, span, self.options, deadline=limit.deadline)
+        limit.renew()
         return data
 
     def is_remote(self, url: str) -> bool:
-        """Whether an object's bytes come from elsewhere than from a local file."""
+        """Whether an object is not a local file."""
         return self._opened.get().storage(url).is_remote
 
     def close(self) -> None:
@@ -176,7 +174,7 @@ def _rebuild(storage_options: Mapping[str, Any], options: ReadOptions) -> Object
 
 
 class _OpenedFile:
-    """What one process has open."""
+    """The storages and threads of one process."""
 
     def __init__(self, storage_options: Mapping[str, Any], options: ReadOptions) -> None:
         self._storage_options = storage_options
@@ -213,7 +211,7 @@ class _OpenedFile:
 
 
 def open_storage(address: str, storage_options: Mapping[str, Any], options: ReadOptions) -> Storage:
-    """The storage for what `file_system_of` gives, such as "s3", or for a URL.
+    """The storage for a result of `file_system_of`, such as "s3", or for a URL.
 
     Raises:
         OptionError, MissingExtraError: there is none.
@@ -228,6 +226,6 @@ def open_storage(address: str, storage_options: Mapping[str, Any], options: Read
     if scheme == "oss" and is_direct and storage_options.keys() <= OSS_OPTIONS:
         return HttpStorage(OSSService(storage_options), options)
     if scheme in ("http", "https"):
-        # Always: fsspec's own takes whatever such a server answers for the range that was asked for.
+        # Always: fsspec's own does not check that a response has the requested range.
         return HttpStorage(WebService({**storage_options, **split_login(address)[1]}), options)
     return FsspecStorage(address, storage_options, options)

@@ -1,4 +1,4 @@
-"""How long and how often to try, and how much to read at once."""
+"""Timeouts, retries and sizes of reads."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch_dpflow.checks import check_fields, check_int, check_seconds
 class ReadOptions:
     """Limits of every read. Raises OptionError or OptionTypeError for a value that is not allowed."""
 
-    #: Seconds without a byte from the storage after which an attempt is given up; in the middle of a body up to twice
+    #: Seconds without a byte from the storage after which an attempt fails; in the middle of a body up to twice
     #: as many.
     timeout_s: float = 20.0
-    #: Seconds that one read may take, all its attempts and the pauses between them together; and that a batch
-    #: of reads goes on without any of them bringing its bytes.
+    #: Seconds that one read may take, with all attempts and pauses; and that a batch of reads may continue without
+    #: any of them succeeding.
     deadline_s: float = 120.0
-    #: How often a read is tried in all where the failure may pass: resets, timeouts, overload, truncation.
+    #: Most attempts of a read whose failures are transient: resets, timeouts, overload, truncation.
     attempts: int = 5
     #: Seconds of the longest pause before the second attempt; doubles with each further one.
     backoff_s: float = 0.2
-    #: Seconds that no pause exceeds.
+    #: Seconds of the longest pause.
     longest_backoff_s: float = 10.0
     #: Reads that overlap in one process.
     concurrency: int = 16
-    #: Ranges of one object that are no further apart than this are read as one; bytes.
+    #: Ranges of one object with at most so many bytes between them are read as one.
     merge_gap: int = 64 * 1024
-    #: An object or range that is longer is refused, so that no storage can fill our memory; bytes.
+    #: A longer object or range is refused, so that no storage can fill our memory; bytes.
     longest: int = 1 << 30
 
     def __post_init__(self) -> None:

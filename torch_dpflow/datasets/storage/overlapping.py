@@ -1,4 +1,4 @@
-"""Runs the reads of a batch in several threads at once, where waiting for one at a time would take longer."""
+"""Runs the reads of a batch in several threads at once, if that is faster."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
-#: A read that takes longer waits for a device; a shorter one is over before a thread starts.
+#: A read that takes longer waits for a device; a shorter one ends before a thread starts.
 WORTH_A_THREAD_S = 0.0002
-#: How much the last batch counts in the mean pace.
+#: Weight of the last batch in the mean time of a read.
 _LATEST_WEIGHT = 0.3
-#: Seconds of a read that count at most: one that was interrupted by other work starts no threads.
+#: Most seconds of a read that count: one that was interrupted by other work must not start threads.
 _LONGEST_COUNTED_S = 0.0005
 
 
 class Overlap:
-    """Threads for one process's reads, made when they are first worth it. Thread-safe.
+    """Threads for one process's reads, started when they first pay. Thread-safe.
 
-    Several callers share them; each also works itself, so a batch goes on even when every thread is taken.
+    Several callers share them; each caller also runs tasks itself, so a batch proceeds even if all threads are busy.
 
     Args:
-        concurrency: how many reads run at once, the caller's included.
-        clock: tells the time in seconds.
+        concurrency: how many reads run at once, including the caller's.
+        clock: seconds.
     """
 
     def __init__(self, concurrency: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._helpers = concurrency - 1
         self._pool: ThreadPoolExecutor | None = None
-        #: Seconds that a read of a local file has taken lately.
+        #: Mean seconds of recent reads of local files.
         self._pace_s = WORTH_A_THREAD_S
 
     def run(self, tasks: Sequence[Callable[[], None]], *, is_remote: bool) -> None:
-        """Run all of `tasks`, in their order as far as threads allow, and return when all have ended.
+        """Start all of `tasks` in their order, and return when all have ended.
 
-        A task should keep its errors to itself: what it raises, the caller gets, and others are lost.
+        A task should raise nothing: one of the errors is raised here, and the others are lost.
         """
         if len(tasks) < 2:
             for task in tasks:
@@ -61,7 +61,7 @@ class Overlap:
         try:
             work()
         finally:
-            waiting.clear()  # after an interrupt the helpers end with the read that they are at
+            waiting.clear()  # after an interrupt the helpers finish their current read only
             taken = [future for future in started if not future.cancel()]
             wait(taken)
         for future in taken:
@@ -72,7 +72,7 @@ class Overlap:
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None:
-            # Two threads that both come first make two pools; the one that is not kept has started no thread.
+            # Two threads may both make a pool here; the one that is not kept has started no thread.
             pool = ThreadPoolExecutor(max(1, self._helpers), thread_name_prefix="dpflow-read")
             self._pool = self._pool or pool
         return self._pool

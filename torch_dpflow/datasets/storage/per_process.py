@@ -1,4 +1,4 @@
-"""A value that each process makes for itself, also a forked child."""
+"""A value that each process, also a forked child, makes for itself."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 class PerProcess(Generic[T]):
-    """Makes its value on first use in every process; the parent's is left alone in a forked child.
+    """Makes its value on first use in every process; a forked child does not touch its parent's.
 
-    Sockets, threads and held locks do not survive a fork, so a child must not touch those of its parent, not
-    even to close them. Thread-safe: two threads that come first may both call `make`, and one result is kept.
+    Sockets, threads and held locks do not survive a fork, so a child must not use those of its parent, not
+    even to close them. Thread-safe: at first use two threads may both call `make`; one result is kept.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:

@@ -1,4 +1,4 @@
-"""Answers of HTTP/1.1 servers: heads that are parsed by a few splits, and bodies as they are framed."""
+"""Responses of HTTP/1.1 servers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,15}")
 
 
 class Response:
-    """An answer whose head has been read.
+    """A response whose head has been read.
 
-    `http.client` reads heads with the parser of e-mails, which takes most of a GET's processor time.
+    `http.client` parses heads as e-mails, which takes most of a GET's processor time; here some splits do.
 
     Raises:
         http.client.HTTPException: the server does not speak HTTP/1, or the connection ended in the head.
@@ -26,16 +26,16 @@ class Response:
             self._parse(source.read_head().decode("latin-1"))
         self._is_chunked = self.fields.get("transfer-encoding", "").lower() == "chunked"
         self._chunk_left = 0
-        #: Bytes of the body that have not been read; None where the answer does not say.
-        self.left = 0 if self.status in (204, 304) else self._told_length()
+        #: Bytes of the body that have not been read; None if the head has no length.
+        self.left = 0 if self.status in (204, 304) else self._length()
         #: Whether the whole body has been read.
         self.is_read = self.left == 0
         self._is_last = self._is_last_of_connection()
 
     def _parse(self, head: str) -> None:
         status_line, *lines = head.split("\n")
-        version, _, told = status_line.strip().partition(" ")
-        code, _, reason = told.partition(" ")
+        version, _, status = status_line.strip().partition(" ")
+        code, _, reason = status.partition(" ")
         if not version.startswith("HTTP/1.") or len(code) != 3 or not code.isdecimal():
             raise http.client.BadStatusLine(status_line[:100])
         self._version, self.status, self.reason = version, int(code), reason.strip()
@@ -43,30 +43,30 @@ class Response:
         self.fields: dict[str, str] = {}
         last = ""
         for line in lines:
-            if line[:1] in (" ", "\t"):  # goes on with the line before
+            if line[:1] in (" ", "\t"):  # continues the line before
                 self.fields[last] = f"{self.fields.get(last, '')} {line.strip()}".strip()
                 continue
             name, _, value = line.partition(":")
             last, value = name.strip().lower(), value.strip()
             self.fields[last] = f"{self.fields[last]}, {value}" if last in self.fields else value
 
-    def _told_length(self) -> int | None:
+    def _length(self) -> int | None:
         text = self.fields.get("content-length", "")
         return int(text) if text.isdecimal() and text.isascii() and not self._is_chunked else None
 
     def _is_last_of_connection(self) -> bool:
         if self.left is None and not self._is_chunked:
             return True
-        told = self.fields.get("connection", "").lower()
-        return "close" in told or (self._version == "HTTP/1.0" and "keep-alive" not in told)
+        connection = self.fields.get("connection", "").lower()
+        return "close" in connection or (self._version == "HTTP/1.0" and "keep-alive" not in connection)
 
     @property
     def leaves_connection(self) -> bool:
-        """Whether its connection can be used again: it has been read to the end, and no more came."""
+        """Whether its connection can be used again: the response has been read, and no bytes follow it."""
         return self.is_read and not self._is_last and self._source.is_at_rest
 
     def read(self, count: int) -> bytes:
-        """The next `count` bytes of the body, fewer only where it ends.
+        """The next `count` bytes of the body, fewer only at its end.
 
         Raises:
             http.client.IncompleteRead: the connection ended before the body did.

@@ -22,9 +22,9 @@ def fetch_with_retries(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> bytes:
-    """Read `span`; retry transient failures until `options` forbid it or `deadline` is over on the clock.
+    """Read `span`; retry transient failures until the attempts of `options` or the time to `deadline` are used up.
 
-    Raises the last attempt's StorageError; its message tells of the attempts.
+    Raises the last attempt's StorageError, with the number of attempts in its message.
     """
     begun = clock()
     deadline = min(deadline, begun + options.deadline_s)

@@ -1,4 +1,4 @@
-"""Where the objects of S3 and OSS are found, and how a request for one is signed."""
+"""Addresses of objects in S3 and OSS, and signed requests for them."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from torch_dpflow.errors import OptionError
 _COMMON_OPTIONS = frozenset(
     {"key", "secret", "token", "anon", "endpoint", "endpoint_url", "region", "verify"}
 )
-#: Options that we understand, by the same names for both. With any other the vendor's own client must read.
+#: Options that we support, by the same names for both. With any other the vendor's own client has to read.
 S3_OPTIONS = _COMMON_OPTIONS | {"addressing_style", "use_ssl"}
 OSS_OPTIONS = _COMMON_OPTIONS
-#: Statuses by which S3 says that a bucket lies in another region.
+#: Statuses of S3's responses for a bucket in another region.
 _ELSEWHERE = frozenset({301, 307, 400, 403})
 _REGION = re.compile("[a-z0-9-]{1,40}")
 
 
 class S3Service:
-    """S3 and what speaks its protocol. `options` are those in S3_OPTIONS.
+    """S3 and compatible servers. `options` are those in S3_OPTIONS.
 
-    With an `endpoint` the bucket goes into the path, which every such server understands, unless
-    `addressing_style` is "virtual"; at AWS itself it goes into the host's name.
+    With an `endpoint` the bucket is in the path, which every such server supports, unless
+    `addressing_style` is "virtual"; at AWS itself it is in the host's name.
     """
 
     notes_encoding = True
@@ -53,7 +53,7 @@ class S3Service:
         self._is_anonymous = _switch(options, "anon", False)
         self._credentials = CredentialSource(
             lambda: None if self._is_anonymous else find_s3_credentials(options, environ),
-            # It looks at the process's own environment.
+            # It uses the process's own environment.
             BotocoreChain() if environ is os.environ and not self._is_anonymous else None,
         )
         self._region: str = (
@@ -75,7 +75,7 @@ class S3Service:
         self._is_virtual = style == "virtual"
         self._scheme = "https" if _switch(options, "use_ssl", True) else "http"
         self._endpoint = _parse_endpoint(endpoint, self._scheme) if endpoint else None
-        #: where buckets lie that were asked for in another region, as far as their servers have said so
+        #: regions of buckets, from the responses of servers in other regions
         self._regions: dict[str, str] = {}
         self._options, self._environ = options, environ
 
@@ -114,7 +114,7 @@ class S3Service:
     def _locate(self, bucket: str, region: str) -> tuple[Origin, str]:
         suffix = ".cn" if region.startswith("cn-") else ""
         endpoint = self._endpoint or _parse_endpoint(f"s3.{region}.amazonaws.com{suffix}", self._scheme)
-        # No certificate covers two labels below the endpoint, so a bucket with a dot goes into the path.
+        # No certificate covers two labels below the endpoint, so a bucket with a dot has to be in the path.
         is_virtual = self._is_virtual and not ("." in bucket and endpoint.is_tls)
         return _locate(endpoint, bucket, is_virtual=is_virtual)
 
@@ -122,7 +122,7 @@ class S3Service:
 class OSSService:
     """Alibaba Cloud OSS. `options` are those in OSS_OPTIONS.
 
-    Requests are signed with version 4 where a `region` is known (`region`, OSS_REGION), else with version 1.
+    Requests are signed with version 4 if the region is known (`region`, OSS_REGION), else with version 1.
     """
 
     notes_encoding = True
@@ -172,7 +172,7 @@ class OSSService:
 
 
 def _switch(options: Mapping[str, Any], name: str, default: bool) -> bool:
-    """An option that is on or off; "no" is neither. Raises OptionTypeError."""
+    """An option that is on or off. Raises OptionTypeError, also for text such as "no"."""
     value = options.get(name, default)
     if value is not None:
         check_type(name, value, bool, "True or False")
@@ -180,13 +180,13 @@ def _switch(options: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def _has_other_keys(source: CredentialSource, request: GetRequest, refusal: ErrorResponse) -> bool:
-    """Whether `request` was refused for its keys, and there are others by now."""
+    """Whether `request` was refused for its keys, and there are others now."""
     is_signed = request.credentials is not None
     return is_signed and refusal.meaning in (401, 403) and source.renew(request.credentials) is not None
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Bucket and key of a URL such as `oss://bucket/some/key`. Raises OptionError where one is missing."""
+    """Bucket and key of a URL such as `oss://bucket/some/key`. Raises OptionError if one is missing."""
     # ossfs puts a slash before the bucket.
     bucket, _, key = url.partition("://")[2].lstrip("/").partition("/")
     if not bucket or not key:
@@ -209,7 +209,7 @@ def _parse_endpoint(endpoint: str, scheme: str = "https") -> Origin:
 
 
 def _is_address(host: str) -> bool:
-    """Whether it has no name under which a bucket could have one of its own."""
+    """Whether the host is an IP address or localhost, below which there are no names for buckets."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -29,7 +29,7 @@ def sign_s3(host: str, path: str, region: str, credentials: Credentials, now: da
     headers = {"host": host, "x-amz-content-sha256": _EMPTY_SHA256, "x-amz-date": time}
     if credentials.token is not None:
         headers["x-amz-security-token"] = credentials.token
-    # The names are in order already, and none has a value that would have to be folded.
+    # The names are sorted already, and no value needs folding.
     names = ";".join(headers)
     lines = "".join(f"{name}:{value}\n" for name, value in headers.items())
     canonical = f"GET\n{path}\n\n{lines}\n{names}\n{_EMPTY_SHA256}"
@@ -83,7 +83,7 @@ def _basic_format(now: datetime) -> str:
 def _sign_v4(algorithm: str, secret: str, scope: tuple[str, ...], time: str, canonical: str) -> str:
     digest = hashlib.sha256(canonical.encode()).hexdigest()
     signed = f"{algorithm}\n{time}\n{'/'.join(scope)}\n{digest}"
-    # A copy is cheaper than `hmac.digest`, which hands over Python's lock too.
+    # A copy is cheaper than `hmac.digest`, which also releases the GIL.
     mac = _keyed(secret, scope).copy()
     mac.update(signed.encode())
     return mac.hexdigest()
@@ -91,7 +91,7 @@ def _sign_v4(algorithm: str, secret: str, scope: tuple[str, ...], time: str, can
 
 @functools.lru_cache(maxsize=64)
 def _keyed(secret: str, scope: tuple[str, ...]) -> hmac.HMAC:
-    """With the key of one day, region and service: the same for a day's requests. To be copied."""
+    """An HMAC with the key of one day, region and service, the same for a day's requests; copy it before use."""
     key = secret.encode()
     for part in scope:
         key = hmac.digest(key, part.encode(), "sha256")

@@ -1,4 +1,4 @@
-"""A socket whose waits all end: after a silence, and at a deadline."""
+"""A socket with a limit for each wait, and a deadline for all of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import struct
 import sys
 import time
 
-#: Bytes asked for where it is not known how many come: a head and the beginning of a body.
+#: Bytes to receive if the length is unknown: a head and the beginning of a body.
 _FIRST = 16 << 10
-#: Bytes received at once; a server may announce more than it has.
+#: Most bytes received at once; a server may announce more than it has.
 _PIECE = 8 << 20
-#: Bytes of the longest record of TLS: more does not come at once.
+#: Bytes of the longest record of TLS, at which a receive ends.
 _TLS_PIECE = 16 << 10
 _LONGEST_HEAD = 64 << 10
 _END_OF_LINE = re.compile(rb"\n")
@@ -22,10 +22,10 @@ _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 
 class TimedSocket:
-    """A connection on which each wait ends after a silence, and all of them at a deadline.
+    """A connection on which each wait is limited, and all of them end at a deadline.
 
-    A socket's own timeout starts anew with every byte, so a server that sends one now and then could hold a
-    reader up for days.
+    A socket's own timeout restarts with every byte, so a server that sends one now and then could delay a
+    reader for days.
 
     Raises TimeoutError in every method.
     """
@@ -33,8 +33,8 @@ class TimedSocket:
     def __init__(self, raw: socket.socket) -> None:
         self._raw = raw
         is_tls = isinstance(raw, ssl.SSLSocket)
-        # With a timeout of its own, Python polls before each call and hands over its lock twice: among 16 threads
-        # that costs more than to receive 100 kB.
+        # With a Python timeout, each call polls first and releases the GIL twice: among 16 threads
+        # that costs more than receiving 100 kB.
         self._is_timed_by_kernel = sys.platform == "linux" and not is_tls
         # One large receive instead of ten small ones, between which other threads would run.
         self._flags = 0 if is_tls else socket.MSG_WAITALL
@@ -42,11 +42,11 @@ class TimedSocket:
         if self._is_timed_by_kernel:
             raw.settimeout(None)
         self._silence_s = self._deadline = self._wait_s = 0.0
-        #: Received bytes that were not read yet.
+        #: Received bytes that have not been read.
         self._early = b""
 
     def limit(self, silence_s: float, deadline: float) -> None:
-        """Let each wait end after `silence_s` (where some bytes have come: after twice that), all at `deadline`."""
+        """End each wait after `silence_s` (after twice that if some bytes have come), and all at `deadline`."""
         self._silence_s, self._deadline = silence_s, deadline
 
     @property
@@ -62,11 +62,11 @@ class TimedSocket:
             raise TimeoutError("the server takes no bytes") from error
 
     def read_head(self) -> bytes:
-        """Up to the first empty line. Raises http.client.HTTPException where there is none."""
+        """The bytes up to the first empty line. Raises http.client.HTTPException if there is none."""
         return self._read_to(_END_OF_HEAD, "head of the answer")
 
     def read_line(self) -> bytes:
-        """Up to the end of the line. Raises http.client.HTTPException where there is none."""
+        """The bytes up to the end of the line. Raises http.client.HTTPException if there is none."""
         return self._read_to(_END_OF_LINE, "line of the answer")
 
     def _read_to(self, end: re.Pattern[bytes], what: str) -> bytes:
@@ -82,7 +82,7 @@ class TimedSocket:
         return data[: match.end()]
 
     def read(self, count: int) -> bytes:
-        """So many bytes; fewer where the connection ends before."""
+        """The next `count` bytes; fewer if the connection ends before."""
         first, self._early = self._early[:count], self._early[count:]
         missing = count - len(first)
         if not missing:
@@ -101,7 +101,7 @@ class TimedSocket:
             raise TimeoutError("the server sends no bytes") from error
 
     def _set_wait(self) -> None:
-        """Limit the next wait; a system call only where that changes."""
+        """Limit the next wait; makes a system call only if the limit changes."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("the deadline has passed")
@@ -112,9 +112,7 @@ class TimedSocket:
         if not self._is_timed_by_kernel:
             self._raw.settimeout(wait_s)
             return
-        timeval = struct.pack(
-            "@ll", int(wait_s), max(1, int(wait_s % 1 * 1e6))
-        )  # all zero would be: for ever
+        timeval = struct.pack("@ll", int(wait_s), max(1, int(wait_s % 1 * 1e6)))  # zero would mean no limit
         self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
         self._raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 

@@ -1,4 +1,4 @@
-"""Trusted certificates: the system's, or a bundle that an option or the environment names."""
+"""Trusted certificates: the system's, or a bundle from an option or the environment."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch_dpflow.errors import OptionError
 def tls_context(
     options: Mapping[str, Any], environ: Mapping[str, str], bundle: str | None = None
 ) -> ssl.SSLContext:
-    """A context after the option `verify`, else after `bundle`, else after REQUESTS_CA_BUNDLE.
+    """A context from the option `verify`, else from `bundle`, else from REQUESTS_CA_BUNDLE.
 
-    `verify` is as botocore and requests take it: False checks nothing, a path names a file or a directory of
+    `verify` is as in botocore and requests: False checks nothing, a path names a file or a directory of
     certificates.
 
     Raises:
-        OptionError: there are no certificates there.
+        OptionError: the path has no certificates.
     """
     verify: Any = options.get("verify")
     if verify is False:

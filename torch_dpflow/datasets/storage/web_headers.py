@@ -12,7 +12,7 @@ _OPTIONS = frozenset({"headers", "username", "password", "verify"})
 
 
 def web_headers(options: Mapping[str, Any]) -> dict[str, str]:
-    """The headers that `options` ask for. Raises OptionError, OptionTypeError."""
+    """The headers from `options`. Raises OptionError, OptionTypeError."""
     unknown = sorted(options.keys() - _OPTIONS)
     if unknown:
         raise OptionError(

@@ -1,4 +1,4 @@
-"""Plain objects of web servers."""
+"""Objects of web servers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 class WebService:
     """`http://` and `https://`. `options`: `headers` for every request, `username` and `password`, `verify`.
 
-    A URL is sent as it is given, its query too; what may not stand in one is escaped, "#" with it: nobody
-    means a fragment here, but names have it. Redirects are followed, to another server without the headers.
+    A URL is sent as given, including its query; characters that are not allowed are escaped, also "#", which
+    some names have, while fragments are not used. Redirects are followed, to another server without the headers.
 
     Raises:
         OptionError, OptionTypeError: an option that is none of these.

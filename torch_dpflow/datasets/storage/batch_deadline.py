@@ -6,25 +6,25 @@ import time
 from collections.abc import Callable
 
 
-class Patience:
-    """Ends so long after the last read of a batch that brought its bytes. Thread-safe.
+class BatchDeadline:
+    """A deadline that each successful read of a batch renews. Thread-safe.
 
-    Each read has a deadline of its own, but a batch has more of them than run at once: on a storage that hangs
-    those that wait would each take as long again. Where bytes come, a large batch takes its time.
+    Each read has a deadline of its own, but not all reads of a batch run at once: on a storage that hangs
+    the waiting ones would each take as long again. While reads succeed, a large batch may take any time.
 
     Args:
-        seconds: how long without bytes is too long.
-        clock: tells the time in seconds.
+        seconds: the longest time without a successful read.
+        clock: seconds.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
         self._clock = clock
-        #: When it ends, on the clock, unless bytes come before.
+        #: On the clock, unless a read succeeds before.
         self.deadline = clock() + seconds
 
     def renew(self) -> None:
-        """A read has brought its bytes."""
+        """A read has succeeded."""
         self.deadline = self._clock() + self._seconds
 
     @property
