@@ -13,22 +13,22 @@ from torch_dpflow.torch_private import ExceptionWrapper
 
 
 def has_state(part: Any) -> bool:
-    """Whether `part` keeps a state of its own that can be given back to it."""
+    """Whether `part` has a state of its own that can be restored."""
     return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
 
 
 class Unsaved:
-    """Stands for the state of `part`, whose `state_dict` raised the error that is being handled."""
+    """In place of the state of `part`, whose `state_dict` raised the error that is being handled."""
 
     def __init__(self, part: Any) -> None:
         self.part = type(part).__name__
-        self._failure = ExceptionWrapper(where=f"while the state of a {self.part} was asked for")
+        self._failure = ExceptionWrapper(where=f"in the state_dict() of a {self.part}")
         try:
             pickle.dumps(self._failure)
         except Exception:  # its class cannot be pickled; its text can
             self._failure.exc_type = RuntimeError
 
-    def complain(self) -> None:
+    def reraise(self) -> None:
         """Raise StateError, with the error as its cause."""
         try:
             self._failure.reraise()
@@ -36,7 +36,7 @@ class Unsaved:
             raise StateError(
                 f"the position cannot be saved: {self.part} has a state_dict() of its own, and it failed "
                 f"({self._failure.exc_type.__name__}); let it take no arguments and return what can be pickled, or "
-                "give the dataset or sampler none, so that the loader passes over what was delivered"
+                "give the dataset or sampler none, so that the loader skips what was delivered"
             ) from cause
 
 
@@ -52,21 +52,21 @@ class Pickled:
         return pickle.loads(self._bytes)
 
 
-def ask(part: Any, **arguments: Any) -> Any:
-    """The state of `part`; None where it has none, `Unsaved` where its `state_dict` fails. Raises nothing."""
+def state_of(part: Any, **arguments: Any) -> Any:
+    """The state of `part`; None if it has none, `Unsaved` if its `state_dict` fails. Raises nothing."""
     try:
         return part.state_dict(**arguments) if has_state(part) else None
     except Exception:
         return Unsaved(part)
 
 
-def ask_copy(part: Any, **arguments: Any) -> Any:
-    """As `ask`, a copy."""
-    return copied(part, ask(part, **arguments))
+def copied_state_of(part: Any, **arguments: Any) -> Any:
+    """As `state_of`, a copy."""
+    return copied(part, state_of(part, **arguments))
 
 
 def copied(part: Any, state: Any) -> Any:
-    """A copy of the state that `ask` returned for `part`, which may go on changing that; `Unsaved` where it fails."""
+    """A copy of the state of `part`, which may continue to change the original; `Unsaved` if it cannot be copied."""
     try:
         return copy.deepcopy(state)
     except Exception:
@@ -82,7 +82,7 @@ def takes(part: Any, argument: str) -> bool:
 
 
 def sealed(part: Any, state: Any) -> Any:
-    """The state that `ask` returned for `part`, in a form that can be sent."""
+    """The state of `part` in a form that can be sent."""
     if state is None or isinstance(state, Unsaved):
         return state
     try:
@@ -95,10 +95,10 @@ def opened(state: Any) -> Any:
     """A state, unpickled if `sealed` had pickled it.
 
     Raises:
-        StateError: it could not be had, or cannot be unpickled here.
+        StateError: its `state_dict` failed, or it cannot be unpickled here.
     """
     if isinstance(state, Unsaved):
-        state.complain()
+        state.reraise()
     if not isinstance(state, Pickled):
         return state
     try:
@@ -110,11 +110,11 @@ def opened(state: Any) -> Any:
         ) from error
 
 
-def give_back(part: Any, state: Any, kind: str) -> None:
+def restore_state(part: Any, state: Any, kind: str) -> None:
     """Restore the own state of `part`.
 
     Args:
-        kind: what it is, for people: "dataset" or "sampler".
+        kind: its kind in errors: "dataset" or "sampler".
 
     Raises:
         StateError: it has no `load_state_dict`, or that failed.
@@ -125,7 +125,7 @@ def give_back(part: Any, state: Any, kind: str) -> None:
             f"{kind} that the state was taken with"
         )
     try:
-        part.load_state_dict(copy.deepcopy(state))  # it may go on changing what it is given
+        part.load_state_dict(copy.deepcopy(state))  # a copy, because it may change its argument later
     except Exception as error:
         raise StateError(
             f"{type(part).__name__}.load_state_dict() failed on the state of the {kind} ({error!r}); resume with the "

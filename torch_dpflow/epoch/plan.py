@@ -1,4 +1,4 @@
-"""The plan of one epoch: its index batches, drawn as they are needed, and what it takes to draw them again."""
+"""The plan of one epoch: its index batches, drawn as they are needed, and how to draw them again."""
 
 import operator
 from collections import deque
@@ -16,13 +16,13 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from torch_dpflow.epoch.own_state import Unsaved, ask_copy, give_back, has_state, opened, takes
+from torch_dpflow.epoch.own_state import Unsaved, copied_state_of, has_state, opened, restore_state, takes
 from torch_dpflow.epoch.rng import encode_generator, restore_generator, restore_rng
 from torch_dpflow.epoch.state import LoaderState, OpeningStep
 from torch_dpflow.errors import StateError
 
 
-class _AsItIs:
+class _Iterated:
     """Wraps an iterator, so that `iter` is not called on it again: some samplers would restart their epoch."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
@@ -37,9 +37,9 @@ class Plan:
 
     Args:
         batches: the running iteration of the loader's index sampler.
-        sampler: what keeps the order's state itself beside `batches`, or None; see `stateful_part`.
+        sampler: the sampler with a state of its own besides `batches`, or None; see `stateful_part`.
         position: the batches that were drawn before this plan began.
-        ended_at: the epoch's length, where the sampler is known to have come to its end.
+        ended_at: the epoch's length, if the sampler is known to have ended.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Plan:
         position: int = 0,
         ended_at: int | None = None,
     ) -> None:
-        self._batches = _AsItIs(batches)
+        self._batches = _Iterated(batches)
         #: The position after the last batch, once the sampler has ended.
         self.ended_at = ended_at
         self._sampler = sampler if sampler is not batches else None
@@ -58,7 +58,7 @@ class Plan:
         self._by_count = takes(sampler, "consumed")
         #: The position that the next drawn batch will have.
         self.drawn = position
-        self._asked = False
+        self._is_begun = False
         self._snapshots: dict[int, Any] = {}
         #: A batch that was prefetched from the sampler and not drawn.
         self._held: list[Any] = []
@@ -78,7 +78,7 @@ class Plan:
 
     def prefetch_one(self) -> None:
         """Have the sampler draw its next batch now, and keep it for the next `draw`."""
-        self._asked = True
+        self._is_begun = True
         self._held.extend(islice(self._batches, 1))
         if not self._held and self.ended_at is None:
             # Its state may be that of its next epoch now.
@@ -91,7 +91,7 @@ class Plan:
         Raises:
             StateError: the epoch is shorter than that.
         """
-        self._asked = True
+        self._is_begun = True
         for skipped in range(batches):
             try:
                 next(iter(self._batches))
@@ -105,10 +105,10 @@ class Plan:
     def sampler_state(self, position: int, samples: int, length: int | None) -> Any:
         """The sampler's own state once the batches before `position`, of so many samples, are delivered.
 
-        length: of a whole epoch in batches, None where nobody knows.
+        length: of a whole epoch in batches, None if unknown.
 
         Raises:
-            StateError: the sampler could not say.
+            StateError: the sampler's `state_dict` failed.
         """
         if self._sampler is None and self._iterator is None:
             return None
@@ -118,25 +118,27 @@ class Plan:
             self.prefetch_one()
         if self._by_count:
             # Before its first batch is requested, the sampler still has its state of the epoch before.
-            consumed = {"consumed": samples} if self._asked else {}
-            return opened(_kept(ask_copy(self._sampler, **consumed), None))
+            consumed = {"consumed": samples} if self._is_begun else {}
+            return opened(_kept(copied_state_of(self._sampler, **consumed), None))
         for passed in [p for p in list(self._snapshots) if p < position]:
             del self._snapshots[passed]
         return opened(self._snapshots[position])
 
     def _snapshot(self) -> None:
         if not self._by_count and (self._sampler is not None or self._iterator is not None):
-            self._snapshots[self.drawn] = _kept(ask_copy(self._sampler), ask_copy(self._iterator))
+            self._snapshots[self.drawn] = _kept(
+                copied_state_of(self._sampler), copied_state_of(self._iterator)
+            )
 
     def sampler_at_rest(self) -> Any:
-        """The sampler's own state once the epoch is over. Raises StateError where it cannot say."""
+        """The sampler's own state once the epoch is over. Raises StateError if its `state_dict` failed."""
         self.prefetch_one()
-        return opened(_kept(ask_copy(self._sampler), ask_copy(self._iterator)))
+        return opened(_kept(copied_state_of(self._sampler), copied_state_of(self._iterator)))
 
 
 def sampler_before(index_sampler: Any, sampler: Any) -> Any:
-    """The sampler's own state before any epoch; None where its `state_dict` fails."""
-    kept = _kept(ask_copy(stateful_part(index_sampler, sampler)), None)
+    """The sampler's own state before any epoch; None if its `state_dict` fails."""
+    kept = _kept(copied_state_of(stateful_part(index_sampler, sampler)), None)
     return None if isinstance(kept, Unsaved) else kept
 
 
@@ -150,29 +152,29 @@ def _kept(of_sampler: Any, of_iterator: Any) -> Any:
 
 
 def stateful_part(index_sampler: Any, sampler: Any) -> Any:
-    """Which of these keeps its own state (`state_dict` and `load_state_dict`), or None."""
+    """The one of these that has its own state (`state_dict` and `load_state_dict`), or None."""
     if type(index_sampler) is BatchSampler:  # has no state, and may be the user's own around any sampler
         sampler = index_sampler.sampler
     return next((part for part in (index_sampler, sampler) if has_state(part)), None)
 
 
 def return_sampler(kept: dict[str, Any], index_sampler: Any, sampler: Any) -> Iterator[Any]:
-    """Give the sampler and its iteration what they have kept; returns the iteration.
+    """Restore the own states of the sampler and its iteration; returns the iteration.
 
     Raises:
-        StateError: one of them cannot take it.
+        StateError: one of them cannot restore its state.
     """
     if kept["sampler"] is not None:
-        give_back(stateful_part(index_sampler, sampler) or sampler, kept["sampler"], "sampler")
+        restore_state(stateful_part(index_sampler, sampler) or sampler, kept["sampler"], "sampler")
     if kept["iterator"] is None:
         return iter(())
     batches: Iterator[Any] = iter(index_sampler)
-    give_back(batches, kept["iterator"], "sampler")
+    restore_state(batches, kept["iterator"], "sampler")
     return batches
 
 
 def repeat_draws(state: LoaderState, index_sampler: Any, generator: torch.Generator | None) -> None:
-    """Draw from the generators again what the epoch drew that ended before this state."""
+    """Repeat the draws of the epoch that ended before this state."""
     restore_rng(state.plan_rng or {})
     if state.sampler is not None or state.kind == "iterable":  # their order is not drawn here
         open_order(_without_order(state.opening), index_sampler, generator)
@@ -201,7 +203,7 @@ def open_order(
 def replay(state: LoaderState, index_sampler: Any, sampler: Any, generator: torch.Generator | None) -> Plan:
     """The plan of an interrupted epoch, from its first batch that is not delivered.
 
-    Draws from the process's generators, and leaves them used: the caller preserves them. Indices are drawn again
+    Draws from the process's generators, which the caller has to preserve. Indices are drawn again
     up to the position, samples are not loaded.
 
     Raises:
@@ -238,7 +240,7 @@ def _resume_sampler(state: LoaderState, index_sampler: Any, sampler: Any) -> Pla
 
 
 def samples_in(index: Any) -> int:
-    """How many samples a batch's indices name; torch takes any iterable of them, and never asks."""
+    """The number of samples in a batch's indices, which may be any iterable."""
     try:
         return operator.length_hint(index, 1)
     except Exception:
@@ -246,7 +248,7 @@ def samples_in(index: Any) -> int:
 
 
 def length_or_none(sized: Any) -> int | None:
-    """Its length; None where it cannot say, whatever it raises."""
+    """Its length; None if `len` raises any error."""
     try:
         return len(sized)
     except Exception:
@@ -267,7 +269,7 @@ def sampler_generators(
     found: list[torch.Generator] = []
     samplers = [index_sampler, sampler]
     for part in samplers:
-        # What `vars` gives runs no code of the sampler's.
+        # Its `__dict__`, because other access may run code of the sampler's.
         held = getattr(part, "__dict__", {})
         for value in held.values():
             if isinstance(value, torch.Generator) and not any(
@@ -281,7 +283,7 @@ def sampler_generators(
 
 
 def restore_sampler_generators(states: Sequence[str], generators: Sequence[torch.Generator]) -> None:
-    """Give the samplers' generators these states. Raises StateError where there are more or fewer of them."""
+    """Restore the samplers' generators. Raises StateError if there are more or fewer of them."""
     if len(states) != len(generators):
         raise StateError(
             f"the state was taken with {len(states)} generators in the loader's samplers, and there are "
@@ -294,7 +296,7 @@ def restore_sampler_generators(states: Sequence[str], generators: Sequence[torch
 def is_drawn_at_start(index_sampler: Any) -> bool:
     """Whether an epoch's order is fixed at its first batch, so that drawing further ahead cannot change it.
 
-    Only samplers that are known: an unknown one may draw from a generator that the training loop uses too.
+    True for known samplers only: others may draw from a generator that the training loop uses too.
     """
     if type(index_sampler) is BatchSampler:
         index_sampler = index_sampler.sampler

@@ -22,9 +22,9 @@ from torch_dpflow.epoch.rng import (
     RngState,
     capture_rng,
     encode_generator,
-    following_rng,
+    preserved_rng_except,
     restore_generator,
-    standing_at,
+    unchanged_generators,
 )
 from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
 from torch_dpflow.epoch.streams import ended
@@ -39,10 +39,9 @@ OPENING_AGAIN: tuple[OpeningStep, ...] = ("order",)
 
 
 class LoaderShape:
-    """What a loader must have in common with the one whose state it resumes.
+    """The properties that a loader must share with the one whose state it resumes.
 
-    Lengths are computed when a state is asked for: torch computes none while it iterates, and `__len__` may fail or
-    be slow.
+    Lengths are computed with the state: torch computes none while it iterates, and `__len__` may fail or be slow.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -55,7 +54,7 @@ class LoaderShape:
         self._sampler = type(loader.sampler).__name__
 
     def length(self) -> int | None:
-        """Batches in a whole epoch; None where the sampler has no length."""
+        """Batches in a whole epoch; None if the sampler has no length."""
         return None if self.kind == "iterable" else length_or_none(self._index_sampler)
 
     def parts(self) -> dict[str, int | str | None]:
@@ -77,7 +76,7 @@ class GeneratorStates:
     process: RngState
     #: The loader's `generator`, if it has one.
     loader: str | None
-    #: Those that the samplers hold.
+    #: The samplers' generators.
     samplers: list[str]
 
     @classmethod
@@ -110,9 +109,9 @@ class EpochProgress:
         start: how the epoch began.
         plan: its index batches, from the first that is not delivered.
         generator: the loader's.
-        held: those that its samplers hold.
-        streams: where each worker's own stream is; empty where batches are not bound to workers.
-        resumed: the state in mid-epoch that the iteration goes on from; None at the beginning of an epoch.
+        held: the generators of its samplers.
+        streams: the position of each worker's own stream; empty if batches are not bound to workers.
+        resumed: the state in mid-epoch that the iteration resumes; None at the beginning of an epoch.
     """
 
     def __init__(
@@ -135,15 +134,15 @@ class EpochProgress:
         self.due = list(at.due)
         self.next_worker = at.next_worker
         #: Returns the dataset's own state, if it has one and is read in this process.
-        self.ask_dataset: Callable[[], Any] | None = None
-        #: Waits until every worker has said where its stream begins.
+        self.dataset_state: Callable[[], Any] | None = None
+        #: Waits until every worker has reported the beginning of its stream.
         self.await_streams: weakref.WeakMethod[Callable[[], None]] | None = None
         #: The process's generators at the first draw, if they had been used since the opening.
         self.draw_rng: RngState | None = at.draw_rng
         #: The seed of a data pipe's shuffling.
         self.shared_seed: int | None = None
         #: Whether the dataset was given the state that it had at the end of the epoch before.
-        self.brought_back = False
+        self.is_restored = False
         self.finished = False
         #: The first position that is not delivered.
         self.position = at.position
@@ -166,7 +165,7 @@ class EpochProgress:
         generator: torch.Generator | None,
         keeps_seed: bool,
     ) -> EpochProgress:
-        """Go on from a state in mid-epoch. The process's generators are left unchanged.
+        """Resume a state in mid-epoch. The process's generators are left unchanged.
 
         Raises:
             StateError: the state does not fit; the generators of the loader and its samplers are left unchanged too.
@@ -175,7 +174,7 @@ class EpochProgress:
         held = sampler_generators(index_sampler, sampler, generator)
         before = [(one, encode_generator(one)) for one in ([] if generator is None else [generator]) + held]
         try:
-            with following_rng(standing_at(state.plan_rng or {}, state.began)):
+            with preserved_rng_except(unchanged_generators(state.plan_rng or {}, state.began)):
                 plan = replay(state, index_sampler, sampler, generator)
             if generator is not None and state.sampler is not None and state.generator is not None:
                 restore_generator(generator, state.generator)
@@ -214,9 +213,9 @@ class EpochProgress:
     def finish(self) -> None:
         """The epoch is over."""
         self.finished = True
-        if self.brought_back and not self.position:
+        if self.is_restored and not self.position:
             LOADER.warning(
-                "the dataset was given back its own state, which was taken at the end of an epoch, and gives nothing "
+                "the dataset's own state, which was taken at the end of an epoch, was restored, and it yields nothing "
                 "more; have it begin another epoch in its own way, as by set_epoch()"
             )
 
@@ -259,9 +258,9 @@ class EpochProgress:
         )
 
     def _streams_now(self) -> list[StreamState]:
-        if self.ask_dataset is None:
+        if self.dataset_state is None:
             return [replace(stream, dataset=opened(stream.dataset)) for stream in self.streams]
-        kept = self.ask_dataset()
+        kept = self.dataset_state()
         (stream,) = self.streams
         if isinstance(kept, Unsaved) and not stream.delivered:
             kept = None  # at its beginning the dataset needs no state
@@ -286,13 +285,13 @@ class EpochProgress:
         )
 
     def _dataset_of_next(self) -> Any:
-        if self.ask_dataset is None:
+        if self.dataset_state is None:
             return None
-        kept = opened(self.ask_dataset())
+        kept = opened(self.dataset_state())
         return ended(kept) if self._shape.kind == "iterable" else kept
 
     def streams_of_next(self) -> list[StreamState]:
-        """Where the workers' own streams begin in the next iteration, if it keeps the workers."""
+        """The beginnings of the workers' own streams in the next iteration, if it keeps the workers."""
         if not self._start.keeps_seed:
             return []
         # If an iterable dataset was left in mid-epoch, only its worker knows where its next iteration begins.
@@ -304,7 +303,7 @@ class EpochProgress:
 
 
 def new_plan(batches: Any, index_sampler: Any, sampler: Any) -> Plan:
-    """The plan of an epoch whose index batches these are."""
+    """The plan of an epoch with these index batches."""
     return Plan(batches, sampler=stateful_part(index_sampler, sampler))
 
 

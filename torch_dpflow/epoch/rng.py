@@ -27,7 +27,7 @@ RngState = dict[str, Any]
 def seed_batch(base_seed: int, epoch: int, position: int) -> None:
     """Seed torch, random and numpy from (base seed, epoch, batch position).
 
-    The key alone decides, so a batch draws the same numbers in whichever worker it is loaded, and however often.
+    A batch draws the same numbers in any worker, and each time it is loaded.
     """
     key = struct.pack("<qqq", base_seed, epoch, position)
     digest = hashlib.blake2b(key, digest_size=32, person=b"dpflow-batch").digest()
@@ -46,7 +46,7 @@ def loading_epoch() -> int | None:
 
 
 def begin_epoch_of_worker(epoch: int) -> None:
-    """Set the epoch of all that this process loads from now on, in any thread."""
+    """Set the epoch that this process loads from now on, in all threads."""
     global _epoch_of_worker
     _EPOCH_HERE.set(None)  # inherited by a fork from a parent that was loading
     _epoch_of_worker = epoch
@@ -54,7 +54,7 @@ def begin_epoch_of_worker(epoch: int) -> None:
 
 @contextmanager
 def loading_for(epoch: int) -> Iterator[None]:
-    """Set the epoch of what the body loads in this thread."""
+    """Set the epoch that the body loads in this thread."""
     before = _EPOCH_HERE.set(epoch)
     try:
         yield
@@ -114,7 +114,7 @@ def fingerprints(state: RngState) -> dict[str, str]:
     }
 
 
-def standing_at(state: RngState, began: dict[str, str]) -> set[str]:
+def unchanged_generators(state: RngState, began: dict[str, str]) -> set[str]:
     """Names of the process's generators that equal those in `state`, or have the fingerprint in `began`."""
     now = capture_rng()
     marks = fingerprints(now)
@@ -122,7 +122,7 @@ def standing_at(state: RngState, began: dict[str, str]) -> set[str]:
 
 
 @contextmanager
-def following_rng(names: set[str]) -> Iterator[None]:
+def preserved_rng_except(names: set[str]) -> Iterator[None]:
     """As `preserved_rng`, except for the generators of these names."""
     before = capture_rng()
     try:

@@ -1,4 +1,4 @@
-"""What `state_dict` holds: a versioned schema of plain types, so that JSON, pickle and torch.save all keep it."""
+"""The schema of `state_dict`: versioned, of plain types, so that JSON, pickle and torch.save can save it."""
 
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
@@ -11,30 +11,30 @@ from torch_dpflow.errors import StateError
 
 VERSION = 1
 
-#: What accelerate writes into the state of a loader that it has wrapped.
+#: Keys that accelerate adds to the state of a loader that it has wrapped.
 _OTHERS_KEYS = frozenset({"_iterator_finished"})
 
-#: A step by which an epoch begins: ask the sampler for its order, or draw the base seed.
+#: A step in beginning an epoch: call `iter` of the sampler, or draw the base seed.
 OpeningStep = Literal["order", "seed"]
 
 
 @dataclass(kw_only=True)
 class StreamState:
-    """Where one worker's own stream is: an iterable dataset's copy, or a worker with its own random numbers."""
+    """The position of one worker's own stream: an iterable dataset's copy, or a worker with its own random numbers."""
 
     #: Batches of this worker that were delivered.
     delivered: int = 0
-    #: Its dataset came to its end.
+    #: Whether its dataset has ended.
     ended: bool = False
-    #: What the dataset and its iterator keep themselves after them, under these names, and whether the dataset has
-    #: "ended" in a short batch; None if neither keeps anything. In a worker's hands a form that travels.
+    #: The own states of the dataset and its iterator after these batches, under these names, and whether the dataset
+    #: has "ended" in a short batch; None if neither has a state. In a worker, the form of `own_state.sealed`.
     dataset: Any = None
-    #: The worker's generators after them; where the dataset keeps no state, so that its beginning has to be
-    #: passed over again, as they were before it. None: as its seed leaves them.
+    #: The worker's generators after these batches; if the dataset has no state, so that its beginning has to be
+    #: skipped again, as they were before it. None: as its seed leaves them.
     rng: RngState | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """A dict of the caller's own."""
+        """A copy as a dict."""
         return {
             "delivered": self.delivered,
             "ended": self.ended,
@@ -45,14 +45,14 @@ class StreamState:
 
 @dataclass(kw_only=True)
 class LoaderState:
-    """One loader's position: which epoch, which batch, and what the rest of the epoch is drawn from."""
+    """One loader's position: the epoch, the batch, and the generators and seeds of the rest of the epoch."""
 
     version: int = VERSION
     kind: Literal["map", "iterable"] = "map"
     #: Iterations begun before this one; part of the key of random augmentation.
     epoch: int = 0
-    #: No batch has been planned: the next iteration starts afresh. `opening` and the generators beside it are then
-    #: those of the epoch before, if there was one.
+    #: No batch has been planned: the next iteration begins an epoch. `opening` and the generators are then those of the
+    #: epoch before, if there was one.
     fresh: bool = True
     #: Batches delivered, all before this position and those in `ahead`.
     position: int = 0
@@ -63,46 +63,46 @@ class LoaderState:
     #: The seed that worker streams and batch keys derive from. In a fresh state: the next epoch keeps it
     #: (persistent workers) instead of drawing another.
     base_seed: int | None = None
-    #: The seed that a data pipe's shuffling follows, in all workers and ranks.
+    #: The seed of a data pipe's shuffling, in all workers and ranks.
     shared_seed: int | None = None
-    #: How the epoch began; with workers, torch asks the sampler twice, and later epochs of persistent ones draw
+    #: How the epoch began; with workers, torch calls the sampler twice, and later epochs of persistent ones draw
     #: no base seed. Each step may draw random numbers.
     opening: list[OpeningStep] = field(default_factory=list)
     #: The generators from which the plan was drawn, as they were before it.
     plan_rng: RngState | None = None
-    #: Fingerprints of the process's generators where the first epoch of all began.
+    #: Fingerprints of the process's generators at the beginning of the first epoch.
     began: dict[str, str] = field(default_factory=dict)
-    #: The generators before the first batch was drawn, where the process had used them since the opening.
+    #: The generators before the first batch was drawn, if the process had used them since the opening.
     draw_rng: RngState | None = None
     #: The loader's `generator` before the plan was drawn.
     plan_generator: str | None = None
-    #: Those that the samplers hold, before the plan was drawn.
+    #: The samplers' generators before the plan was drawn.
     plan_sampler_generators: list[str] = field(default_factory=list)
     #: The loader's `generator` at the time of the snapshot.
     generator: str | None = None
-    #: Those that the samplers hold, at that time.
+    #: The samplers' generators at that time.
     sampler_generators: list[str] = field(default_factory=list)
-    #: What the sampler and its iteration keep themselves, under these names, if either keeps anything.
+    #: The own states of the sampler and its iteration, under these names, if either has one.
     sampler: dict[str, Any] | None = None
-    #: In a fresh state: what the dataset keeps, where it is read in the training process; as in a `StreamState`.
+    #: In a fresh state: the own state of a dataset that is read in the training process, as in a `StreamState`.
     dataset: dict[str, Any] | None = None
-    #: The sampler has given all of this epoch's batches, and its state is that after them.
+    #: The sampler has yielded all of this epoch's batches, and its state is that after them.
     ended: bool = False
-    #: Batches in a whole epoch, where known; guards against resuming on other data, as the next one does.
+    #: Batches in a whole epoch, if known; compared when resuming, as the next one is.
     length: int | None = None
-    #: What the loader was made of: its dataset's length, its batch size, its sampler's kind; None where unknown.
+    #: The dataset's length, the batch size and the sampler's class; None if unknown.
     made_of: dict[str, int | str | None] = field(default_factory=dict)
-    #: One entry a worker where batches belong to workers, else empty.
+    #: One entry per worker if batches belong to workers, else empty.
     streams: list[StreamState] = field(default_factory=list)
     #: Workers that owe the next batches, in order (only with `streams`).
     due: list[int] = field(default_factory=list)
     #: The worker after those.
     next_worker: int = 0
-    #: Where the order is the router's of a shared flow: what the job has read of it, or what its next one is.
+    #: In a shared flow whose router chooses the order: what the job has read of it, or its next epoch.
     shared: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """A dict of plain types of the caller's own; what the dataset and the sampler keep is as they gave it."""
+        """A copy as a dict of plain types, but for the own states of dataset and sampler, which are not copied."""
         shallow = {f.name: getattr(self, f.name) for f in fields(self)}
         shallow["ahead"] = list(self.ahead)
         shallow["due"] = list(self.due)
@@ -117,10 +117,10 @@ class LoaderState:
 
     @classmethod
     def from_dict(cls, state: Any) -> "LoaderState":
-        """Check and take over a `state_dict`.
+        """The state in a `state_dict`, checked.
 
         Raises:
-            StateError: it is not one of ours, or of a newer version.
+            StateError: it is no state of a loader, of a newer version, or damaged.
         """
         if not isinstance(state, dict):
             raise StateError(

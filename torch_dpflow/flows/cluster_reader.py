@@ -39,32 +39,31 @@ if TYPE_CHECKING:
 class RemoteDataLoadFlowReader:
     """Builds flows on a cluster (`dpflow up`), whose workers load each sample once for all jobs that want it.
 
-    The flow's name and version are those under which jobs find each other, so all of them must describe it alike;
-    one that is changed needs a higher version. Its dataset and stages travel to the workers, which must be able to
+    Jobs that read the same flow must describe it with the same name and version; a changed flow needs a higher
+    version. Its dataset and stages are sent to the workers, which must be able to
     open the data: on other hosts a shared mount or an object store.
 
     The output of the stages before the first with `cache="never"` must depend on the sample alone. It is kept in the
     memory of the shards (`JobOptions.memory_bytes`, `policy`), once for all jobs that read the flow.
 
-    - `to_mapped()` asks the cluster for those stages' output, and runs the others where it is indexed. Samples equal
-      those of a `LocalDataLoadFlowReader` with the same seed.
-    - `to_shuffled()` leaves all stages to the cluster's workers, which run the others on what is kept: for each job and
-      epoch, drawn by the loader's seed, the epoch and the sample alone.
+    - `to_mapped()` fetches those stages' output from the cluster, and runs the others in the process that indexes it.
+      Samples equal those of a `LocalDataLoadFlowReader` with the same seed.
+    - `to_shuffled()` runs all stages in the cluster's workers, the others on the kept output: for each job and
+      epoch, with random draws that depend on the loader's seed, the epoch and the sample alone.
 
     If the first stage has `cache="never"`, samples are kept only while jobs that read together need them.
 
     Args:
         store: as for `LocalDataLoadFlowReader`.
         address: of the cluster; "auto" for the one that DPFLOW_ADDRESS names or that runs on this machine.
-        workers: processes that load, of the job that starts the flow; its loaders' `num_workers` too.
-        job: what jobs ask of the flow; None for the defaults.
+        workers: processes that load, if this job starts the flow; also its loaders' `num_workers`.
+        job: the job's options; None for the defaults.
         seed: for `to_mapped()` as for `LocalDataLoadFlowReader`; for `to_shuffled()` it seeds the loader's
-            generator where none is given.
-        source: what else `LocalDataLoadFlowReader` takes to open stored data: `storage_options`, `read_options`,
-            `check`.
+            generator if none is given.
+        source: further options of `LocalDataLoadFlowReader`: `storage_options`, `read_options`, `check`.
 
     Raises:
-        OptionError, OptionTypeError: an argument is not what it should be.
+        OptionError, OptionTypeError: an argument is not allowed.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class RemoteDataLoadFlowReader:
         self._job = job or JobOptions()
 
     def read(self, flow: DataLoadFlow) -> DataLoadFlowRead:
-        """Build `flow` on the cluster; its services start when a sample is first asked for.
+        """Build `flow` on the cluster; its services start when a sample is first read.
 
         Raises:
             UsageError: it has no dataset, or names a stored one and there is no store.
@@ -96,11 +95,11 @@ class RemoteDataLoadFlowReader:
         """
         flow = flow.clone()
         samples = self._local.open(flow.source)
-        steady, rest = flow.stages[: flow.cacheable], flow.stages[flow.cacheable :]
-        if steady and self._job.repeatable is not False:
-            kept = whole = self._shared(flow, flow.name, samples, steady, rest)
+        cacheable, per_draw = flow.stages[: flow.cacheable], flow.stages[flow.cacheable :]
+        if cacheable and self._job.repeatable is not False:
+            kept = whole = self._shared(flow, flow.name, samples, cacheable, per_draw)
         else:
-            kept = self._shared(flow, f"{flow.name}/prefix", samples, steady)
+            kept = self._shared(flow, f"{flow.name}/prefix", samples, cacheable)
             whole = self._shared(flow, flow.name, samples, flow.stages)
         return RemoteDataLoadFlowRead(flow, kept=kept, whole=whole, seed=self._seed)
 
@@ -109,27 +108,27 @@ class RemoteDataLoadFlowReader:
         flow: DataLoadFlow,
         name: str,
         samples: Any,
-        first: tuple[Stage, ...],
-        rest: tuple[Stage, ...] = (),
+        cacheable: tuple[Stage, ...],
+        per_draw: tuple[Stage, ...] = (),
     ) -> SharedFlow:
-        """The flow of the cluster that has `first` as its first part and `rest` as its second, if there is one."""
+        """The cluster's flow with these stages."""
         title = f"{flow.name}:{flow.version}"
         skips = flow.on_error == "skip"
-        parts = TwoStageDataset(
-            StagedDataset(samples, first, title),
-            PerDrawStages(rest, title) if rest else None,
+        dataset = TwoStageDataset(
+            StagedDataset(samples, cacheable, title),
+            PerDrawStages(per_draw, title) if per_draw else None,
             stand_in if skips else None,
         )
-        repeatable = 0 < len(first) <= flow.cacheable and self._job.repeatable is not False
-        described = [[vars(stage) for stage in stages] for stages in (first, rest)]
+        repeatable = 0 < len(cacheable) <= flow.cacheable and self._job.repeatable is not False
+        described = [[vars(stage) for stage in stages] for stages in (cacheable, per_draw)]
         content = self._job.fingerprint or fingerprint((samples, described, skips))
         return SharedFlow(
             name=name,
             version=flow.version,
-            dataset=parts,
+            dataset=dataset,
             address=self._address,
             workers=self._workers,
-            options=replace(self._job, repeatable=None if rest else repeatable, fingerprint=content),
+            options=replace(self._job, repeatable=None if per_draw else repeatable, fingerprint=content),
         )
 
 
@@ -137,15 +136,15 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
     """A flow that a cluster loads. See `RemoteDataLoadFlowReader`.
 
     Args:
-        flow: what was built.
-        kept: the flow of the cluster whose first part is what its deterministic stages give.
-        whole: the one whose samples are what all of its stages give.
+        flow: the flow that was built.
+        kept: the cluster's flow with the cacheable stages.
+        whole: the cluster's flow with all stages.
         seed: of the reader.
     """
 
     def __init__(self, flow: DataLoadFlow, *, kept: SharedFlow, whole: SharedFlow, seed: int | None) -> None:
-        rest, name = flow.stages[flow.cacheable :], f"{flow.name}:{flow.version}"
-        super().__init__(flow, StagedDataset(ClusterSamples(kept), rest, name, seed=seed))
+        per_draw, name = flow.stages[flow.cacheable :], f"{flow.name}:{flow.version}"
+        super().__init__(flow, StagedDataset(ClusterSamples(kept), per_draw, name, seed=seed))
         self._whole = whole
         self._seed = seed
 
@@ -156,22 +155,22 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
         prefetch: int | None = None,
         **options: Any,
     ) -> DPFlowDataLoader[Any]:
-        """A DPFlowDataLoader over the shared flow, whose batches come in a random order, anew in each epoch.
+        """A DPFlowDataLoader over the shared flow, whose batches have another random order in each epoch.
 
-        Of a whole flow the services choose the order, every one equally likely, together with those of other jobs;
-        of a subset, or with a sampler, the job does. Local functions and `collate_fn` run in the thread that reads
-        ahead, in the training process: leave random draws to the flow's stages, for they would disturb training's.
+        The services choose the order of a whole flow, each equally likely, together with the orders of other jobs;
+        the job chooses that of a subset, or one with a sampler. Local functions and `collate_fn` run in the thread that
+        reads ahead, in the training process: random draws in them, instead of stages, would change training's.
 
         Args:
             batch_size: samples in a batch.
             collate_fn: makes a batch of a list of samples; None: torch's default.
-            prefetch: batches for each worker that shards are told of ahead of need; None: as `JobOptions.asked`.
-            options: whatever else the loader takes.
+            prefetch: batches for each worker that are requested ahead of need; None: as `JobOptions.asked`.
+            options: further arguments of the loader.
 
         Raises:
             OptionError: `batch_size` is None without a batch sampler.
         """
-        from torch_dpflow.loader import DPFlowDataLoader  # torch's DataLoader comes with it
+        from torch_dpflow.loader import DPFlowDataLoader  # here, because it imports torch's DataLoader
 
         if batch_size is None and options.get("batch_sampler") is None:
             raise OptionError("batch_size=None gives no batches; give a number of samples >= 1")
@@ -192,7 +191,7 @@ class RemoteDataLoadFlowRead(DataLoadFlowRead):
         )
 
     def _set_order(self, given: dict[str, Any]) -> None:
-        """Set the loader's sampler: this read's samples in its own order, or in a given one."""
+        """Set the sampler of the loader, if this reads a subset."""
         for kind in ("sampler", "batch_sampler"):
             if given.get(kind) is not None:
                 if self._indices is not None:
@@ -227,7 +226,7 @@ class Assembly:
     flow: str
 
     def __call__(self, samples: list[Any]) -> Any:
-        return self.collate_fn(self._those_that_load([self._local(sample) for sample in samples]))
+        return self.collate_fn(self._without_failed([self._local(sample) for sample in samples]))
 
     def _local(self, sample: Any) -> Any:
         try:
@@ -239,7 +238,7 @@ class Assembly:
             return Failed(error)
         return sample
 
-    def _those_that_load(self, samples: Sequence[Any]) -> list[Any]:
+    def _without_failed(self, samples: Sequence[Any]) -> list[Any]:
         found = [sample for sample in samples if not isinstance(sample, Failed)]
         for sample in samples:
             if isinstance(sample, Failed) and self.skips is not None:

@@ -1,4 +1,4 @@
-"""Samples that a cluster loads: what is sent to its workers, and how a process asks for samples."""
+"""Samples that a cluster loads: what is sent to its workers, and how a process reads the samples."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SharedFlow:
             FlowDefinition(name=self.name, dataset=self.dataset, version=self.version, workers=self.workers),
             JobReading(collate_fn=list, cacheable_only=True),
             address=self.address,
-            # No name: each process that asks is a job of its own, and a name is for one job.
+            # No name: each process is a job of its own, and a name is for one job.
             options=replace(self.options, name=None),
         )
 

@@ -9,10 +9,10 @@ from torch_dpflow.errors import MissingExtraError
 
 
 class ImagePilDecode:
-    """Decodes an image of any format that Pillow knows. One that was cut short raises an error.
+    """Decodes an image of any format that Pillow supports. Truncated ones raise an error.
 
     Args:
-        mode: Pillow's name for the pixels wanted, "RGB" or "L" for example; None: as the file has them.
+        mode: Pillow's mode of the result, "RGB" or "L" for example; None: that of the file.
 
     Raises:
         MissingExtraError: Pillow is not installed.

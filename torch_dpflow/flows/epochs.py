@@ -1,4 +1,4 @@
-"""Finds out which epoch a sample is drawn for, without a call of `set_epoch`."""
+"""Finds the epoch that a sample is drawn for, without a call of `set_epoch`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EpochCounter:
     again, which gives the same epoch.
 
     Args:
-        samples: how many there are, numbered from 0.
+        samples: their number; they are numbered from 0.
     """
 
     def __init__(self, samples: int) -> None:
@@ -43,9 +43,9 @@ class EpochCounter:
         """The epoch of this read of the sample."""
         if self._head[_IS_SET]:
             return int(self._head[_SET])
-        told = loading_epoch()
-        if told is not None:
-            return told
+        loading = loading_epoch()
+        if loading is not None:
+            return loading
         epoch = max(int(self._head[_COUNTED]), int(self._reads[sample]))
         self._head[_COUNTED] = epoch
         self._reads[sample] = epoch + 1
@@ -61,7 +61,7 @@ class EpochCounter:
             return _shared, (self._samples, self._words)
         # A process that is not forked from this one counts for itself, and counts do not change a flow's fingerprint.
         was_set = int(self._head[_SET]) if self._head[_IS_SET] else None
-        return _afresh, (self._samples, was_set)
+        return _without_counts, (self._samples, was_set)
 
 
 def _shared(samples: int, words: Any) -> EpochCounter:
@@ -71,7 +71,7 @@ def _shared(samples: int, words: Any) -> EpochCounter:
     return counter
 
 
-def _afresh(samples: int, was_set: int | None) -> EpochCounter:
+def _without_counts(samples: int, was_set: int | None) -> EpochCounter:
     counter = EpochCounter(samples)
     if was_set is not None:
         counter.set(was_set)

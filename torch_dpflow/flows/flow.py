@@ -22,14 +22,14 @@ ErrorPolicy = Literal["raise", "skip"]
 
 @dataclass(frozen=True)
 class FlowSource:
-    """Where a flow's samples come from: a stored dataset by name, or a dataset at hand under a name."""
+    """The source of a flow's samples: a stored dataset by name, or a named dataset in memory."""
 
     ref: DatasetRef
-    #: A map-style dataset that stands in for the stored one; None: the store has it.
+    #: A map-style dataset that replaces the stored one; None: the stored one is read.
     samples: Any = None
 
     def is_same(self, other: FlowSource) -> bool:
-        """Whether both give the same samples, as far as that can be determined."""
+        """Whether both have the same samples, as far as that can be determined."""
         if self.ref != other.ref:
             return False
         if self.samples is other.samples:
@@ -46,7 +46,7 @@ class FlowSource:
 class DataLoadFlow:
     """Describes how samples are loaded: from which dataset, through which stages. Loads nothing itself.
 
-    The methods that describe change the flow and return it, so they can be chained or called one by one::
+    The describing methods change the flow and return it, so they can be chained or called one by one::
 
         flow = DataLoadFlow("example/classify", version=1)
         flow.dataset("core/cifar100", "v1", "train")
@@ -54,16 +54,16 @@ class DataLoadFlow:
         flow.map_target("label", lambda target: target["label"], cache="always")
         flow.map_data("augment", RandomCrop(32, padding=4))
 
-    A sample begins as `(bytes, annotations)`, or as whatever the dataset at hand gives.
+    The first stage gets `(bytes, annotations)`, or a sample of the dataset in memory.
 
     Args:
         name: "namespace/name".
-        version: whole number from 1; a flow that is changed gets a higher one.
-        on_error: "raise" the error of a sample that cannot be loaded, or "skip" it: it is then missing from
+        version: whole number from 1; a changed flow needs a higher one.
+        on_error: "raise" the error of a sample that cannot be loaded, or "skip" the sample: it is then missing from
             its batch, and counted.
 
     Raises:
-        OptionError, OptionTypeError: an argument is not what it should be.
+        OptionError, OptionTypeError: an argument is not allowed.
     """
 
     def __init__(self, name: str, version: int, *, on_error: ErrorPolicy = "raise") -> None:
@@ -82,17 +82,17 @@ class DataLoadFlow:
     def dataset(
         self, name: str, version: str | None = None, variant: str | None = None, *, samples: Any = None
     ) -> DataLoadFlow:
-        """Set where samples come from.
+        """Set the source of the samples.
 
         Args:
-            name: "namespace/name" of a stored dataset; its version and variant may stand behind it, as in
+            name: "namespace/name" of a stored dataset; version and variant may follow, as in
                 "core/cifar100:v1:train".
             version: of the dataset, such as "v1"; None: the last one when the flow is read.
             variant: such as "train"; None: the only one.
-            samples: a map-style dataset to take instead of a stored one; the name is then its name only.
+            samples: a map-style dataset to read instead of a stored one.
 
         Raises:
-            OptionError, OptionTypeError: the name is not possible, or says otherwise than `version` and
+            OptionError, OptionTypeError: the name is not allowed, or contradicts `version` or
                 `variant`; `samples` cannot be indexed.
         """
         if samples is not None and not (hasattr(samples, "__getitem__") and hasattr(samples, "__len__")):
@@ -114,14 +114,14 @@ class DataLoadFlow:
         """Add a stage.
 
         Args:
-            name: what it is called in logs and errors; unique in the flow.
-            function: gets what `transform` takes of a sample.
+            name: its name in logs and errors; unique in the flow.
+            function: gets the part of a sample that `transform` selects.
             transform: None: the function gets the whole sample and returns the next one.
             cache: "always" if the output depends on the input alone, so that it may be kept; "never" if it is
-                drawn anew each time. The output of later stages is not kept either.
+                random. The output of later stages is not kept either.
 
         Raises:
-            OptionError, OptionTypeError: an argument is not what it should be; the name is taken.
+            OptionError, OptionTypeError: an argument is not allowed; the name is taken.
         """
         if any(stage.name == name for stage in self._stages):
             raise OptionError(f"{self.name}:{self.version} has a stage {name!r} already; give another name")
@@ -142,7 +142,7 @@ class DataLoadFlow:
         return self.map(name, function, transform=TargetTransform(), cache=cache)
 
     def clone(self) -> DataLoadFlow:
-        """A flow of its own with the same name, version, dataset and stages; functions are shared."""
+        """An independent flow with the same name, version, dataset and stages; functions are shared."""
         clone = copy.copy(self)
         clone._stages = list(self._stages)
         return clone
@@ -151,7 +151,7 @@ class DataLoadFlow:
 
     @property
     def source(self) -> FlowSource:
-        """Where samples come from. Raises UsageError before `dataset()` was called."""
+        """The source of the samples. Raises UsageError before `dataset()` was called."""
         if self._source is None:
             raise UsageError(
                 f"{self.name}:{self.version} has no dataset; call .dataset(name, version, variant)"
@@ -165,7 +165,7 @@ class DataLoadFlow:
 
     @property
     def cacheable(self) -> int:
-        """How many stages, from the first on, have an output that may be kept."""
+        """The number of stages, from the first on, whose output may be kept."""
         kept = [stage.cache == "always" for stage in self._stages]
         return kept.index(False) if False in kept else len(kept)
 
@@ -181,7 +181,7 @@ class DataLoadFlow:
         return " -> ".join(str(part) for part in (self._source or _NO_SOURCE, *self._stages))
 
     def format(self, width: int = 60) -> str:
-        """The same on several lines, for logs; the dataset stands on the first, stages are never broken.
+        """The same on several lines, for logs: the dataset on the first, and no line break inside a stage.
 
         Raises OptionError or OptionTypeError unless `width`, in characters, is a whole number from 5 on.
         """
@@ -195,7 +195,7 @@ class DataLoadFlow:
 
 
 def _named(name: str, **labels: str | None) -> DatasetRef:
-    """The dataset whose version and variant stand in its name or beside it."""
+    """The dataset's reference, from its name and labels."""
     ref = DatasetRef.parse(name)
     for part, label in labels.items():
         if label is not None and not isinstance(label, str):

@@ -18,16 +18,16 @@ from torch_dpflow.flows.stage import Stage
 from torch_dpflow.flows.staged import Failed, StagedDataset
 from torch_dpflow.log import FLOWS
 
-#: Workers that have counts of their own; any more share them, and may lose an increment.
+#: Workers with counts of their own; further ones share them, and may lose an increment.
 _SLOTS = 257
 _READ = "read"
 
 
 class Skips:
-    """Counts samples that were left out, in a process and its workers, by what failed.
+    """Counts samples that were left out, in a process and its workers, by the stage that failed.
 
-    Stages of one name are counted together. What fails in a dataset that is itself the read of a flow counts as
-    read, unless a stage here has the name of the one that failed there.
+    Stages of one name are counted together. If the dataset is itself the read of a flow, failures in it count as
+    read, unless a stage here has the name of the failed one.
 
     The counts are in shared memory, in one row per worker, so no lock crosses processes.
     """
@@ -36,14 +36,14 @@ class Skips:
         self._columns = {name: column for column, name in enumerate(dict.fromkeys((_READ, *stages)))}
         counts: Any = torch.zeros(_SLOTS, len(self._columns), dtype=torch.int64)
         self._counts = counts.share_memory_()
-        self._turns = PerProcess(threading.Lock)
+        self._lock = PerProcess(threading.Lock)
 
     def add(self, error: Exception) -> None:
         """Count a sample that is skipped because of this error."""
         name = error.stage if isinstance(error, StageError) else _READ
         info = get_worker_info()
         slot = 0 if info is None else 1 + info.id % (_SLOTS - 1)
-        with self._turns.get():
+        with self._lock.get():
             self._counts[slot, self._columns.get(name, self._columns[_READ])] += 1
 
     def counts(self) -> dict[str, int]:
@@ -57,15 +57,15 @@ class Skips:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._columns = state["columns"]
         self._counts = state["counts"]
-        self._turns = PerProcess(threading.Lock)
+        self._lock = PerProcess(threading.Lock)
 
 
 class MappedDataset(Dataset[Any]):
     """The samples of a read, by number. Made by `DataLoadFlowRead.to_mapped()`.
 
-    Where the flow skips what cannot be loaded, a batch has fewer samples: loaders ask for all samples of a batch
-    together, and those that fail are left out. A batch of which nothing is left raises the last error, and so
-    does a sample that is asked for by itself. The errors are logged (`torch_dpflow.flows`) and counted.
+    If the flow skips samples that cannot be loaded, batches may have fewer samples: loaders read all samples of a batch
+    together, and failed ones are left out. A batch without any sample left raises the last error, as does a
+    failed sample that is read by itself. The errors are logged (`torch_dpflow.flows`) and counted.
     """
 
     def __init__(
@@ -92,24 +92,24 @@ class MappedDataset(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         places = [self._place(index) for index in indices]
         if self._skips is not None:
-            return self._those_that_load(places, self._skips)
+            return self._without_failed(places, self._skips)
         return list(self._samples.__getitems__(places))
 
     def set_epoch(self, epoch: int) -> None:
-        """Where the reader has a seed: have random stages draw for this epoch until another one is set.
+        """Have random stages draw for this epoch until another one is set, if the reader has a seed.
 
-        Without it they follow the epochs by themselves: those that a DPFlowDataLoader counts, resumed ones too; under
-        another loader passes over the samples, in this process and its workers, from 0. So call it there where a
-        pass leaves samples out, as that of a rank does, or where another process resumes. Before the epoch's first
-        batch; workers that live on see it as well.
+        By default they use the epochs that a DPFlowDataLoader counts, resumed ones too; under
+        another loader the passes over the samples, in this process and its workers, from 0. So under another loader
+        call it if a pass leaves samples out, as that of a rank does, or if another process resumes. Call it before the
+        epoch's first batch; persistent workers see it too.
 
-        Raises OptionTypeError or OptionError for what is no whole number of 64 bits.
+        Raises OptionTypeError or OptionError unless `epoch` is a whole number of 64 bits.
         """
         epoch = check_int("epoch", epoch, minimum=MIN_INT64, maximum=MAX_INT64)
         if self._epochs is not None:
             self._epochs.set(epoch)
 
-    def _those_that_load(self, places: list[int], skips: Skips) -> list[Any]:
+    def _without_failed(self, places: list[int], skips: Skips) -> list[Any]:
         loaded = self._samples.load_each(places)
         for place, sample in zip(places, loaded):
             if isinstance(sample, Failed):

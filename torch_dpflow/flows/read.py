@@ -22,14 +22,14 @@ T = TypeVar("T")
 
 
 class DataLoadFlowRead:
-    """A flow that was built and can be read, whole or a subset of it, by torch's means.
+    """A flow that was built and can be read, as a whole or a subset, by torch's loaders.
 
-    A reader makes it. Methods that change how it is read return a read of their own; all of them share the
-    samples behind them, and so a cache.
+    A reader makes it. Methods that change how it is read return another read; all reads share the
+    samples, and so a cache.
 
     Args:
-        flow: what was built.
-        samples: what the flow's stages give.
+        flow: the flow that was built.
+        samples: the output of the flow's stages.
     """
 
     def __init__(self, flow: DataLoadFlow, samples: StagedDataset) -> None:
@@ -59,16 +59,15 @@ class DataLoadFlowRead:
         prefetch: int | None = None,
         **options: Any,
     ) -> DPFlowDataLoader[Any]:
-        """A DPFlowDataLoader that gives batches in a random order, anew in each epoch.
+        """A DPFlowDataLoader whose batches have another random order in each epoch.
 
         Args:
             batch_size: samples in a batch.
             collate_fn: makes a batch of a list of samples; None: torch's default.
             prefetch: batches that each worker loads ahead; None: torch's default.
-            options: whatever else the loader takes, such as `num_workers`, `generator`, or a `sampler` of
-                its own.
+            options: further arguments of the loader, such as `num_workers`, `generator` or `sampler`.
         """
-        from torch_dpflow.loader.loader import DPFlowDataLoader  # torch's DataLoader comes with it
+        from torch_dpflow.loader.loader import DPFlowDataLoader  # here, because it imports torch's DataLoader
 
         if options.get("sampler") is None and options.get("batch_sampler") is None:
             options.setdefault("shuffle", True)
@@ -111,12 +110,10 @@ class DataLoadFlowRead:
         return range(len(self)) if self._indices is None else self._indices.tolist()
 
     def skipped(self) -> dict[str, int]:
-        """Samples left out because of errors, by stage, "read" for the dataset itself; those of workers too.
+        """How many samples were left out because of errors, by stage; "read" is the dataset itself.
 
-        Stages and local functions of one name are counted together.
-
-        Counts what was loaded through datasets and loaders of this read, in this process and the workers of
-        its loaders.
+        Stages and local functions of one name are counted together. Counts samples loaded through datasets and loaders
+        of this read, in this process and the workers of its loaders.
         """
         return {} if self._skips is None else self._skips.counts()
 
@@ -133,11 +130,11 @@ class DataLoadFlowRead:
 
 
 def _whole_numbers(indices: Iterable[int]) -> np.ndarray[Any, np.dtype[Any]]:
-    """The indices as an array of integers, or of objects where no integer type is wide enough."""
+    """The indices as an array of integers, or of objects if no integer type is wide enough."""
     refusal = f"indices={indices!s:.80} are no whole numbers in a row; give a list of ints"
     try:
         found = np.asarray(indices if isinstance(indices, np.ndarray) else list(indices))
-    except (TypeError, ValueError) as error:  # nothing to go through; rows of several lengths
+    except (TypeError, ValueError) as error:  # no iterable; rows of several lengths
         raise OptionTypeError(refusal) from error
     if found.size == 0:
         return np.zeros(0, np.int64)

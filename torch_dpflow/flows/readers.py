@@ -1,4 +1,4 @@
-"""Readers build what a flow describes (thesis, section 3.3.2)."""
+"""The reader that builds flows in this process (thesis, section 3.3.2)."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class LocalDataLoadFlowReader:
     """Builds flows in this process and the workers of its loaders.
 
     Args:
-        store: where stored datasets are found; a DatasetStore, or its path or URL.
-        cache: what may be kept of samples, as `ALSDCache` takes it ("4GiB", or a number of samples); None:
-            nothing. Kept is what the stages up to the first with `cache="never"` give.
-        seed: random stages draw as (seed, epoch, sample) alone decides, wherever they run, and follow the epochs
-            by themselves (`MappedDataset.set_epoch` tells how); None: they draw from the process's generators,
-            which a loader seeds for each batch.
-        storage_options: what fsspec needs to open the data, where it is other than for the store.
+        store: the store of stored datasets: a DatasetStore, or its path or URL.
+        cache: the capacity of an `ALSDCache` ("4GiB", or a number of samples) for the output of the stages before the
+            first with `cache="never"`; None: no cache.
+        seed: random stages draw by (seed, epoch, sample) alone, in any process; for the epochs see
+            `MappedDataset.set_epoch`. None: they draw from the process's generators, which a loader seeds for each
+            batch.
+        storage_options: fsspec's options for the data; None: those of the store.
         read_options: timeouts, retries and concurrency of reads.
-        check: compare each sample's bytes with its checksum, where the dataset has one; None: those that do not
+        check: compare each sample's bytes with its checksum, if the dataset has one; None: only of samples that do not
             come from local files.
         metadata_cache: bytes of metadata that each process keeps, and that all forked from one keep together.
 
     Raises:
-        OptionError, OptionTypeError: an argument is not what it should be.
+        OptionError, OptionTypeError: an argument is not allowed.
         DatasetError, StorageError: there is no store at the path or URL, or it cannot be read.
     """
 
@@ -90,7 +90,7 @@ class LocalDataLoadFlowReader:
         return DataLoadFlowRead(flow, StagedDataset(samples, stages, name, seed=self._seed))
 
     def open(self, source: FlowSource) -> Any:
-        """The samples that a flow begins with. Raises as `read`."""
+        """The samples of a flow's source. Raises as `read`."""
         if source.samples is not None:
             return source.samples
         if self._store is None:
@@ -99,7 +99,7 @@ class LocalDataLoadFlowReader:
 
 
 def _check_capacity(cache: int | str) -> None:
-    """Raise OptionError or OptionTypeError for what is none, by the name that the reader has for it."""
+    """Raise OptionError or OptionTypeError for an invalid capacity, with the argument's name here."""
     try:
         parse_capacity(cache)
     except (OptionError, OptionTypeError) as error:

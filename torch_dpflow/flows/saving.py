@@ -1,4 +1,4 @@
-"""Keeps flows in files: a line of JSON that anybody can read, and behind it the code."""
+"""Saves flows in files: a line of JSON, followed by the code."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class FlowRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     version: Annotated[int, msgspec.Meta(ge=1)]
     #: As `str()` shows it.
     shown: str
-    #: Code travels between equal minor versions of Python only: "3.11".
+    #: The minor version of Python, which must be the same to load the code: "3.11".
     python: str
-    #: Of this line with nothing here, and of what is behind it.
+    #: Of this line with an empty `sha256`, and of the code.
     sha256: str
 
 
@@ -40,12 +40,12 @@ class _Format(msgspec.Struct):
 
 
 def save_flow(flow: DataLoadFlow, url: str | os.PathLike[str], **storage_options: Any) -> None:
-    """Write a flow to a file, over whatever is there; atomically, as all files of a dataset store.
+    """Write a flow to a file, replacing one that exists; atomically, as all files of a dataset store.
 
-    Its functions are kept as code, those of installed modules by name.
+    Its functions are saved as code, those of installed modules by name.
 
     Raises:
-        UsageError: it is no flow, something of it cannot be pickled, or holds keys of a storage.
+        UsageError: it is no flow, or a part of it cannot be pickled or has keys of a storage.
     """
     check_type("flow", flow, DataLoadFlow, "a DataLoadFlow")
     try:
@@ -67,7 +67,7 @@ def save_flow(flow: DataLoadFlow, url: str | os.PathLike[str], **storage_options
 
 
 def describe_flow(url: str | os.PathLike[str], **storage_options: Any) -> FlowRecord:
-    """What a flow's file says of itself. Runs none of its code. Raises DamagedStoreError, NewerFormatError."""
+    """The description in a flow's file. Runs none of its code. Raises DamagedStoreError, NewerFormatError."""
     return _read(url, storage_options)[0]
 
 
@@ -75,32 +75,34 @@ def load_flow(url: str | os.PathLike[str], **storage_options: Any) -> DataLoadFl
     """Read a flow from a file. Runs code of its author: load only what you trust.
 
     Raises:
-        DamagedStoreError: the file was damaged or is none of a flow.
+        DamagedStoreError: the file is damaged or no file of a flow.
         NewerFormatError: a later release wrote it.
-        UsageError: another version of Python wrote it, or it needs modules that are not there.
+        UsageError: another version of Python wrote it, or it needs modules that are not installed.
     """
     record, code = _read(url, storage_options)
-    told = without_login(str(url))
+    printed = without_login(str(url))
     if record.python != _python():
         raise UsageError(
-            f"{told} was saved by Python {record.python} and cannot be loaded by {_python()}; save it "
+            f"{printed} was saved by Python {record.python} and cannot be loaded by {_python()}; save it "
             "again with the Python that is to load it"
         )
-    flow = _unpickled(code, told)
+    flow = _unpickled(code, printed)
     if not isinstance(flow, DataLoadFlow):
-        raise OptionTypeError(f"{told} holds a {type(flow).__name__}, no DataLoadFlow")
+        raise OptionTypeError(f"{printed} holds a {type(flow).__name__}, no DataLoadFlow")
     return flow
 
 
 def _read(url: str | os.PathLike[str], storage_options: dict[str, Any]) -> tuple[FlowRecord, bytes]:
-    """The first line of a flow's file and what is behind it, neither of them altered."""
+    """The first line of a flow's file and the code after it, both checked against the digest."""
     files, name = _place(url, storage_options)
     line, _, code = files.read(name).partition(b"\n")
-    told = without_login(str(url))
-    record = _record(line, told)
-    # Encoded anew the line is as it was written, with no field that nobody knows.
+    printed = without_login(str(url))
+    record = _record(line, printed)
+    # Encoding it again must give the same line, so that unknown fields are refused.
     if msgspec.json.encode(record) != line or _digest(record, code) != record.sha256:
-        raise DamagedStoreError(f"{told} does not match its SHA-256; it was damaged: restore it from a copy")
+        raise DamagedStoreError(
+            f"{printed} does not match its SHA-256; it was damaged: restore it from a copy"
+        )
     return record, code
 
 

@@ -28,9 +28,9 @@ def random_split(
 
     Args:
         flows: a read for each part, or one that all parts are of.
-        lengths: how many samples each part has, adding up to all of them; or shares, adding up to 1: then
-            each part has the whole number below its share, and the first ones get what is left, one each.
-        seed: decides the parts, and nothing else does.
+        lengths: the number of samples of each part, adding up to all of them; or shares, adding up to 1: then
+            each share is rounded down, and the first parts get one more sample each until all are assigned.
+        seed: determines the parts.
 
     Raises:
         OptionError: they do not add up; as many flows as lengths are needed; the flows read different
@@ -70,7 +70,7 @@ def _check_same_samples(reads: list[DataLoadFlowRead]) -> None:
 
 
 def _checked_lengths(lengths: Any) -> list[int | float]:
-    """The same as Python's numbers, whatever made them."""
+    """The lengths as ints and floats."""
     if isinstance(lengths, str | bytes) or not isinstance(lengths, Iterable):
         raise OptionTypeError(
             f"lengths={lengths!r:.80} is of type {type(lengths).__name__}; give counts or shares, one for each part"

@@ -11,17 +11,17 @@ import cloudpickle
 from torch_dpflow.errors import OptionError, OptionTypeError, StageError
 from torch_dpflow.flows.transforms import MapTransform
 
-#: Whether a stage's output may be kept and used again: "always" for what depends on its input alone, such as
-#: decoding; "never" for what is drawn afresh each time, such as augmentation.
+#: Whether a stage's output may be kept and used again: "always" if it depends on the input alone, such as
+#: decoding; "never" if it is random, such as augmentation.
 CacheControl = Literal["always", "never"]
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of preprocessing, with a name. Travels to other processes with its code, lambdas too.
+    """One step of preprocessing, with a name. Its pickle includes its code, lambdas too.
 
     Raises:
-        OptionError, OptionTypeError: a part of it is not what it should be.
+        OptionError, OptionTypeError: an argument is not allowed.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Stage:
             )
 
     def apply(self, sample: Any) -> Any:
-        """The sample that comes out. Raises StageError, whose cause is the function's error."""
+        """The next sample. Raises StageError, whose cause is the function's error."""
         try:
             argument = self.transform.process_arg(sample)
             return self.transform.process_ret(sample, self.function(argument))

@@ -1,4 +1,4 @@
-"""A dataset whose samples pass stages."""
+"""A dataset with stages."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from torch_dpflow.flows.stage import Stage
 
 @dataclass(frozen=True)
 class Failed:
-    """Stands for a sample that could not be loaded."""
+    """The placeholder of a sample that could not be loaded."""
 
     error: Exception
 
 
 class StagedDataset(Dataset[Any]):
-    """A map-style dataset behind stages. As thread-safe as the dataset and the stages' functions are.
+    """A map-style dataset whose samples stages transform. As thread-safe as the dataset and the stages' functions.
 
     Args:
         samples: a map-style dataset; its `__getitems__` is used if it has one, so that reads overlap.
         stages: in order.
-        flow: what errors call it.
-        seed: stages draw from torch's, Python's and numpy's generators as (seed, epoch, index) alone decides,
-            and leave them as they were; not in threads, which share them. None: they draw from them as they
-            are.
+        flow: names it in errors.
+        seed: for each sample torch's, Python's and numpy's generators are seeded by (seed, epoch, index)
+            and restored afterwards; not in threads, which share them. None: stages draw from them as they are.
     """
 
     def __init__(self, samples: Any, stages: Sequence[Stage], flow: str, *, seed: int | None = None) -> None:
@@ -38,7 +37,7 @@ class StagedDataset(Dataset[Any]):
         self._stages = tuple(stages)
         self._flow = flow
         self._seed = seed
-        #: which pass it is; only `seed` heeds it
+        #: the epoch of each sample; used with a seed only
         self.epochs = None if seed is None else EpochCounter(len(samples))
 
     def __len__(self) -> int:
@@ -53,19 +52,19 @@ class StagedDataset(Dataset[Any]):
             return [self[index] for index in indices]
         samples = list(together(indices))
         if len(samples) != len(indices):
-            # A dataset that leaves samples out gives fewer, and does not say which; one by one it does.
+            # The dataset leaves samples out; only one by one it is known which.
             return [self[index] for index in indices]
         return [self.through(index, sample) for index, sample in zip(indices, samples)]
 
     def load_each(self, indices: list[int]) -> list[Any]:
-        """Each sample, or a Failed in its place; no error of one touches another."""
+        """Each sample, or a Failed in its place; an error of one does not affect others."""
         return [
             sample if isinstance(sample, Failed) else _attempt(self.through, index, sample)
             for index, sample in zip(indices, _each(self._samples, indices))
         ]
 
     def through(self, index: int, sample: Any) -> Any:
-        """What the stages make of a sample of this number. Raises StageError."""
+        """The output of the stages for the sample of this number. Raises StageError."""
         if self._seed is None or self.epochs is None:
             return self._staged(index, sample)
         with preserved_rng():
@@ -83,7 +82,7 @@ class StagedDataset(Dataset[Any]):
 
 
 def _each(samples: Any, indices: list[int]) -> list[Any]:
-    """What a dataset gives, with a Failed for each sample that it cannot; read together where it can."""
+    """A dataset's samples, with a Failed for each that fails; read together if the dataset can."""
     if isinstance(samples, StagedDataset):
         return samples.load_each(indices)
     if hasattr(samples, "read_each"):
@@ -91,7 +90,7 @@ def _each(samples: Any, indices: list[int]) -> list[Any]:
         return [Failed(sample) if isinstance(sample, DPFlowError) else sample for sample in found]
     if hasattr(samples, "__getitems__"):
         together = _attempt(samples.__getitems__, indices)
-        # A dataset that leaves samples out gives fewer, and does not say which.
+        # Fewer samples: it is not known which of them the dataset left out.
         if not isinstance(together, Failed) and len(together) == len(indices):
             return list(together)
     return [_attempt(samples.__getitem__, index) for index in indices]

@@ -1,4 +1,4 @@
-"""What a stage's function gets of a sample, and where its result goes (thesis, section 3.3.2)."""
+"""The part of a sample that a stage's function gets and replaces (thesis, section 3.3.2)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class MapTransform(Protocol):
-    """Stands between a sample and a stage's function. Must pickle if the stage is to."""
+    """Selects the function's argument from a sample. Must pickle if the stage has to."""
 
     def process_arg(self, arg: Any) -> Any:
-        """What the function is called with, of the sample `arg`."""
+        """The function's argument, from the sample `arg`."""
 
     def process_ret(self, arg: Any, ret: Any) -> Any:
-        """The sample that the next stage gets, of the sample `arg` and the function's result `ret`."""
+        """The next stage's sample, from the sample `arg` and the function's result `ret`."""
 
 
 class SampleTransform:
-    """The function gets the whole sample and gives the next one: for what changes an image and its boxes."""
+    """The function gets the whole sample and returns the next one: to change an image and its boxes, for example."""
 
     def process_arg(self, arg: Any) -> Any:
         return arg
@@ -27,7 +27,7 @@ class SampleTransform:
 
 
 class DataTransform:
-    """The function gets and gives the data of a `(data, target)` sample; the target stays."""
+    """The function gets and returns the data of a `(data, target)` sample; the target stays."""
 
     def process_arg(self, arg: tuple[Any, Any]) -> Any:
         return arg[0]
@@ -37,7 +37,7 @@ class DataTransform:
 
 
 class TargetTransform:
-    """The function gets and gives the target of a `(data, target)` sample; the data stay."""
+    """The function gets and returns the target of a `(data, target)` sample; the data stay."""
 
     def process_arg(self, arg: tuple[Any, Any]) -> Any:
         return arg[1]

@@ -47,8 +47,8 @@ class SingleProcessIterator(BaseDataLoaderIter):
             self._runtime.epoch, self._runtime.progress = epoch, progress
             self._runtime.pending = None if isinstance(error, Exception) else pending
             raise
-        self._progress.ask_dataset = self._asked()
-        if self._dataset_kind == DatasetKind.Iterable or self._progress.ask_dataset is not None:
+        self._progress.dataset_state = self._asked()
+        if self._dataset_kind == DatasetKind.Iterable or self._progress.dataset_state is not None:
             self._progress.streams = self._progress.streams or [StreamState()]
         self._runtime.meter.begin_epoch()
 

@@ -23,7 +23,7 @@ from torch_dpflow.epoch.progress import (
     LoaderShape,
     new_plan,
 )
-from torch_dpflow.epoch.rng import fingerprints, following_rng, restore_generator, standing_at
+from torch_dpflow.epoch.rng import fingerprints, preserved_rng_except, restore_generator, unchanged_generators
 from torch_dpflow.epoch.state import LoaderState, OpeningStep, StreamState
 from torch_dpflow.epoch.streams import return_dataset
 
@@ -84,7 +84,7 @@ def _begin(
         iterator._base_seed = progress.base_seed
     if state is not None and state.fresh:
         kept = (state.dataset, *(stream.dataset for stream in state.streams))
-        progress.brought_back = any(part["ended"] for part in kept if part is not None)
+        progress.is_restored = any(part["ended"] for part in kept if part is not None)
     progress.shared_seed = iterator._shared_seed
     runtime.epoch = progress.epoch + 1
     runtime.progress = progress
@@ -93,9 +93,9 @@ def _begin(
 
 def _return_to_rest(loader: Any, state: LoaderState) -> None:
     """Restore generators, sampler and dataset to their states between the epochs."""
-    if state.plan_rng is not None and (names := standing_at(state.plan_rng, state.began)):
+    if state.plan_rng is not None and (names := unchanged_generators(state.plan_rng, state.began)):
         # The script was started again with the same seed: the next epoch must not repeat the first one's order.
-        with following_rng(names):
+        with preserved_rng_except(names):
             repeat_draws(state, loader._index_sampler, loader.generator)
     if state.generator is not None and loader.generator is not None:
         restore_generator(loader.generator, state.generator)
