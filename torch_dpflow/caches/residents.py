@@ -25,7 +25,7 @@ _NO_KEYS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 class Ranking(ABC):
-    """Computes distances of keys. A distance may only shrink, except where `Residents` is told otherwise."""
+    """Computes distances of keys. A distance may only shrink; before it grows, see `Residents`."""
 
     @abstractmethod
     def distance(self, key: int) -> float:
@@ -56,7 +56,7 @@ class Residents:
         front: how many keys are kept in fine order.
     """
 
-    #: The highest load number; after it, counting begins anew.
+    #: The highest load number; after it, keys are renumbered.
     highest_load: ClassVar[int] = 2**31 - 1
 
     def __init__(self, ranking: Ranking, front: int) -> None:
@@ -242,7 +242,7 @@ class Residents:
     # -- when distances grow ---------------------------------------------------------------------------------
 
     def raise_bounds(self, distance: float) -> None:
-        """Any distance may have grown by up to `distance` since it was last told."""
+        """Any distance may have grown by up to `distance` since the last `add` or `move` of its key."""
         if self._heap:
             self._to_front()
         self._coarse.raise_bounds(distance)
@@ -259,7 +259,7 @@ class Residents:
         self._restart(self.keys())
 
     def _restart(self, keys: Keys) -> None:
-        """Begin anew with one entry for each resident key."""
+        """Replace all entries by one for each of `keys`, the resident ones."""
         self._front, self._heap = _NO_KEYS, []
         self._strays, self._stray_arrays, self._stray_count = [], [], 0
         self._coarse.restart(keys)
@@ -305,7 +305,7 @@ class Residents:
         self._restart(np.unique(self._resident(np.concatenate([self._front, *self._coarse.entries()]))))
 
     def _lower_front(self) -> None:
-        """The front has grown too long: leave the highest keys and lay the others on the coarse."""
+        """Shorten the front: move all but the highest keys into the coarse order."""
         if self._heap:
             self._to_front()
         ranks = self._sift_front()

@@ -106,7 +106,7 @@ class Timetable:
     # -- lookaheads ----------------------------------------------------------------------------------
 
     def begin(self, progress: JobProgress, lookahead: Lookahead) -> None:
-        """Start an epoch of a job; all of its cells are written anew."""
+        """Start an epoch of a job; overwrites all of its cells."""
         rest = READ if lookahead.complete else UNKNOWN
         whole = lookahead.complete and lookahead.position == 0
         members = lookahead.certain if whole and lookahead.members is None else lookahead.members

@@ -97,7 +97,7 @@ class Draft:
             importer: reads the source.
             shard_size: samples in a metadata shard, 1000 by default; a parent's variant keeps its own.
             checksum: "crc32" or "sha256" of every sample, which reads all data once; None takes none, except
-                of samples that the importer brings as bytes.
+                of items with data.
             progress: called with the number of samples written, after every shard.
 
         Raises:

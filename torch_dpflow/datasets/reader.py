@@ -71,7 +71,7 @@ class DatasetReader(Dataset[Sample]):
         check: bool | None = None,
         on_error: OnError = "raise",
     ) -> None:
-        check_type("stored", stored, StoredDataset, "what DatasetStore.open gives")
+        check_type("stored", stored, StoredDataset, "what DatasetStore.open returns")
         if storage_options is not None:
             check_type("storage_options", storage_options, Mapping, "a dict of fsspec's options, or None")
         if read_options is not None:

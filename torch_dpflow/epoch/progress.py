@@ -130,7 +130,7 @@ class EpochProgress:
         self.base_seed = start.base_seed
         self.plan = plan
         self.streams = [replace(stream) for stream in streams]
-        #: Workers that owe the batches in flight, in order; whoever assigns batches updates it.
+        #: Workers that owe the batches in flight, in order; the assigner of batches updates it.
         self.due = list(at.due)
         self.next_worker = at.next_worker
         #: Returns the dataset's own state, if it has one and is read in this process.

@@ -93,7 +93,7 @@ def capture_rng() -> RngState:
 
 
 def restore_rng(state: RngState) -> None:
-    """Undo `capture_rng` in this process. Raises StateError for what `capture_rng` did not give."""
+    """Restore the generators of this process. Raises StateError unless `capture_rng` returned the state."""
     try:
         version, words, gauss = state["random"]
         raw = base64.b64decode(words)

@@ -67,7 +67,7 @@ class ClusterSamples(Dataset[Any]):
     """The output of a shared flow's cacheable stages, by sample number.
 
     Each process joins the flow at its first request, and leaves when it ends. Thread-safe; the threads of a process
-    wait for each other. A forked child joins anew; a pickle holds no job.
+    wait for each other. A forked child joins as another job; a pickle has none.
     """
 
     def __init__(self, shared: SharedFlow) -> None:
@@ -122,7 +122,7 @@ class _Order(Sized, Protocol):
 
 
 class SubsetOrder(Sampler[Any]):
-    """The places that a sampler gives of a subset, or batches of them, as numbers of the flow's samples.
+    """The order of a sampler over a subset, or its batches, as numbers of the flow's samples.
 
     Args:
         order: a sampler or batch sampler.

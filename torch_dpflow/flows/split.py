@@ -54,7 +54,7 @@ def random_split(
 def _checked_reads(flows: Any, parts: int) -> list[DataLoadFlowRead]:
     reads = list(flows) if isinstance(flows, Iterable) else [flows] * parts
     for read in reads:
-        check_type("flows", read, DataLoadFlowRead, "what flow.prepare_read(reader) gives")
+        check_type("flows", read, DataLoadFlowRead, "what flow.prepare_read(reader) returns")
     return reads
 
 

@@ -225,7 +225,7 @@ class DynaGCSSampler(Sampler[int]):
         finished = self._latest is not None or (self._resume is not None and position >= len(self))
         if not finished:
             return self._epoch, position, shared
-        # RandomSampler draws anew for each iteration, DistributedSampler only after set_epoch().
+        # RandomSampler has another order in each iteration, DistributedSampler only after set_epoch().
         return (self._epoch if self._is_distributed else self._epoch + 1), 0, None
 
     def _upcoming_in_group(self) -> Lookahead:

@@ -1,6 +1,6 @@
 """Signatures of GET requests: AWS SigV4, OSS V1 and OSS V4, as headers.
 
-Nothing here knows sockets or clocks: the time is an argument.
+Pure: no sockets and no clock; the time is an argument.
 """
 
 from __future__ import annotations

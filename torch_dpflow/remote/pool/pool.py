@@ -56,7 +56,7 @@ class Pool:
         capacity_bytes: most bytes of samples that are held or being loaded. It is exceeded by a single sample that is
             larger, and while samples turn out larger than those before.
         concurrency: most running loads.
-        repeatable: whether loading a sample twice gives the same, with the same draw where it is `by_draw`.
+        repeatable: whether loading a sample twice gives the same value (if `by_draw`, with the same draw).
         by_draw: whether another draw of a sample is another object. Then nothing is kept beyond the jobs' wants.
         policy: makes the cache's policy for a budget of bytes; None keeps nothing beyond the jobs' wants.
         numbers: the source of load numbers; pools of one owner may share it.
