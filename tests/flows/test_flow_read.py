@@ -252,7 +252,7 @@ def test_errors_are_raised_unless_the_flow_says_otherwise() -> None:
 
 def test_a_worker_forked_while_a_sample_is_counted_counts_its_own() -> None:
     skips = Skips(["halve"])
-    with skips._turns.get():
+    with skips._lock.get():
         child = os.fork()
         if child == 0:
             signal.alarm(20)
