@@ -16,4 +16,4 @@ class DynaGCSLetterGroup(DynaGCSGroup):
     def _fill(self, member: Member, n: int) -> None:
         group = group_size(self._to_fill(member))
         for node in list(self._tree.with_job(self._bits[member.name])):
-            self._give(node, group)
+            self._sample(node, group)
