@@ -53,6 +53,8 @@ class ProcessSpec:
         incarnation: counts the processes that have had this name.
         target: the function that it runs in its main thread, at the top of a module.
         arguments: of the target. They are pickled unless the process is a fork, which inherits them.
+            Unpickling tensors may connect back to this process, which takes the `authkey` of its
+            `multiprocessing.current_process()`.
         report_file: where it writes an exit report when it fails, if it shares this host's files; else empty.
         directory: private to the launched processes and the one that launches them, which removes it; if that one
             is killed they remove it. Empty: there is none.
@@ -121,9 +123,6 @@ class Platform(Protocol):
     methods belong to either.
     """
 
-    # One descriptor instead of a callback: its users wait for it beside their socket, so it needs no further thread
-    # and no lock, a fork copies nothing half done, and an end is handled after the messages that came before it.
-
     capabilities: Capabilities
     #: A descriptor that is readable while `take_ended` has something to return. Not a callback: both users' threads
     #: wait for it beside their socket, so there is no other thread, no lock and nothing that a fork copies half done,
@@ -132,6 +131,8 @@ class Platform(Protocol):
 
     def launch(self, spec: ProcessSpec) -> Handle:
         """Start this process without waiting for it. If it never comes up, its `End` says why.
+
+        SIGINT may be blocked in it until its target unblocks it, so that Control-C prints no traceback of its start.
 
         Raises:
             NotPicklableError: the arguments cannot be sent to a new process.

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.new_process import interpreter
-from tests.shared_cluster import TestCluster, wait
+from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Numbers
 from tests.workers import has_ended
 from torch_dpflow.cli.main import root
@@ -88,6 +88,14 @@ def test_top_ends_quietly_by_control_c(cluster: TestCluster, as_json: bool) -> N
 def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> TestCluster:
     """A cluster that the test ends itself."""
     return TestCluster.start(tmp_path_factory.mktemp("c"))
+
+
+def test_a_cluster_ends_quietly_by_control_c_in_its_terminal(own_cluster: TestCluster) -> None:
+    with open_job("f", Numbers(40), address=own_cluster.address, batch_size=4) as job:
+        assert sum(len(labels) for _, labels in job.traverse(0)) == 40
+    os.killpg(own_cluster.pid, signal.SIGINT)
+    wait(lambda: has_ended(own_cluster.pid), what="the cluster's end")
+    assert "Traceback" not in own_cluster.log.read_text()
 
 
 def test_commands_end_while_nothing_answers_and_down_does_without_a_coordinator(

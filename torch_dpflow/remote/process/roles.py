@@ -27,6 +27,8 @@ PRELOAD = [target.partition(":")[0] for target in ROLES.values()]
 
 def main(service: ServiceSpec) -> None:
     """Run the role that the specification names, until the process ends."""
+    # Control-C reaches every process of the terminal. The node stops on it, and ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     write_lines(service.place.log, {**subjects_of(service.id), "process": service.id, "pid": os.getpid()})
     # For a process that seems to hang: kill -USR1 writes the stacks of its threads to stderr.
     faulthandler.register(signal.SIGUSR1, all_threads=True)

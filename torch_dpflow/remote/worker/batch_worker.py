@@ -75,7 +75,7 @@ def main(load_spec: DeferredPickle, spec: WorkerSpec) -> None:
     with open(exit_report_path(spec), "w") as report:
         faulthandler.enable(file=report)
         try:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the platform had blocked it
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the platform may have blocked it
             worker = _Worker(load_spec.open(), spec)
             use_sched_batch()  # not before: the socket's thread, which exists by now, has to answer quickly
             worker.work()
