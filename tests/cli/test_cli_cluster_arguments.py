@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from tests.cluster_command import CommandedCluster
 from tests.new_process import interpreter
 from tests.shared_cluster import free_port
+from tests.workers import has_ended
 from torch_dpflow.cli.main import root
 from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 
@@ -265,3 +266,12 @@ def test_keys_stay_out_of_sight(tmp_path: Path) -> None:
         assert not [text for text in seen for secret in secrets if secret in text]
     finally:
         cluster.stop()
+
+
+def test_a_cluster_that_is_down_has_ended_its_fork_server(tmp_path: Path) -> None:
+    cluster = CommandedCluster.up(tmp_path)
+    node = cluster.pid
+    children = map(int, Path(f"/proc/{node}/task/{node}/children").read_text().split())
+    (fork_server,) = (pid for pid in children if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    cluster.stop()
+    assert has_ended(fork_server)

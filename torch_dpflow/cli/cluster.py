@@ -83,6 +83,7 @@ def up(
 
     It logs to stderr, one line for each event, with the flow, the job and the worker concerned.
     """
+    from torch_dpflow.platforms.fork_server import end_fork_server
     from torch_dpflow.remote.services.local_cluster import ClusterOptions, LocalCluster
     from torch_dpflow.remote.services.node import stopped_by_signals
     from torch_dpflow.remote.wire.coordinator import ClusterLimits
@@ -95,6 +96,7 @@ def up(
     cluster = LocalCluster(options)
     with stopped_by_signals(cluster.node):
         cluster.serve(ready=lambda: _print_up(cluster, options, as_json=as_json))
+        end_fork_server()
     if not as_json:
         click.echo("dpflow is down")
 

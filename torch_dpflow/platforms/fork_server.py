@@ -59,7 +59,7 @@ class ForkServerPlatform(LocalPlatform):
             self._fork(process)
         except ConnectionError as error:
             # Anything that its user sends to its socket ends it, which takes seconds with much imported.
-            _kill_fork_server(f"has closed its socket ({error})", wait=True)
+            _kill_fork_server(f"has closed its socket ({error})")
             self._fork(process)
 
     def _fork(self, process: BaseProcess) -> None:
@@ -88,18 +88,28 @@ def local_platform(context: Any) -> LocalPlatform:
     return LocalPlatform(context)
 
 
+def end_fork_server() -> None:
+    """End this process's fork server, whose processes have ended; it would take seconds to end by itself."""
+    pid = _fork_server()
+    if pid is not None:
+        _kill(pid)
+
+
 def _fork_server() -> int | None:
     server: Any = forkserver._forkserver
     pid: int | None = server._forkserver_pid
     return pid
 
 
-def _kill_fork_server(why: str, *, wait: bool = False) -> None:
+def _kill_fork_server(why: str) -> None:
     pid = _fork_server()
     if pid is not None:
         SERVICE.warning("fork server (pid %d) %s; killed, it will be restarted", pid, why)
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        if wait:  # it stays a zombie, from which multiprocessing will learn its end
-            with suppress(ChildProcessError):
-                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    """Kill a fork server and wait until it is a zombie, from which multiprocessing will learn its end."""
+    with suppress(ProcessLookupError, ChildProcessError):
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
