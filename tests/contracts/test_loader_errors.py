@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from tests.loader_cases import WORKERS, Failing, Indices, Messaged, Samples, assert_same
-from torch_dpflow.errors import WorkerError
+from torch_dpflow.errors import PoisonTaskError, WorkerError
 
 
 class TwoArguments(Exception):
@@ -222,6 +222,13 @@ def test_a_worker_that_ends_itself(Loader: Any, error: type[BaseException]) -> N
     for _ in range(2):
         with pytest.raises(RuntimeError):
             list(loader)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_a_worker_that_ends_itself_says_where(OurLoader: Any, error: type[BaseException]) -> None:
+    loader = OurLoader(Failing(6, {2: error()}), batch_size=None, num_workers=1)
+    with pytest.raises(PoisonTaskError, match=rf"(?s)in __getitem__.*{error.__name__}"):
+        list(loader)
 
 
 def test_an_exception_that_cannot_be_shown(OurLoader: Any) -> None:

@@ -79,11 +79,10 @@ def main(load_spec: DeferredPickle, spec: WorkerSpec) -> None:
             worker = _Worker(load_spec.open(), spec)
             use_sched_batch()  # not before: the socket's thread, which exists by now, has to answer quickly
             worker.work()
-        except KeyboardInterrupt:
-            pass  # the owner gets it too, and decides
         except BaseException as error:
             report.write(_exit_report(error))
-            raise
+            if not isinstance(error, KeyboardInterrupt):  # the owner gets that too, and decides
+                raise
         finally:
             faulthandler.disable()
 
