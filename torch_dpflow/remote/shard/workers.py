@@ -240,7 +240,8 @@ class ShardWorkers:
         text = f"loading it took down {len(workers)} workers one after the other (workers {names})"
         if late:
             text += f", {late} of them by taking longer than task_timeout_s={self._task_timeout_s:g} s"
-        self._arrived.append((task, text_parcel(POISONED, text)))
+        # Only its node learns how a process ended, and logs it.
+        self._arrived.append((task, text_parcel(POISONED, f"{text}; the cluster's log says how each ended")))
 
     def starved(self) -> None:
         """Ignored: jobs ask for samples."""
