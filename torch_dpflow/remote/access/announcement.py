@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from torch_dpflow.errors import DPFlowError, OptionError, UsageError
+from torch_dpflow.periodic import PeriodicCall
 from torch_dpflow.remote.access.connection_file import (
     ConnectionFile,
     draft_connection_file,
@@ -41,8 +41,7 @@ class Announcement:
         except OSError as error:
             raise OptionError(f"connection file {os.fspath(path)!r}: {error.strerror}") from error
         self._current_address: Callable[[], str] = lambda: ""
-        self._ended = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="dpflow-announce", daemon=True)
+        self._keeper = PeriodicCall(self._keep, CHECK_S, "dpflow-announce")
         self._keeper.start()
 
     def track(self, current_address: Callable[[], str]) -> None:
@@ -54,7 +53,7 @@ class Announcement:
 
     def remove(self) -> None:
         """Remove the file, unless it is another cluster's by now. To be called when the cluster ends."""
-        self._ended.set()
+        self._keeper.stop()
         self._keeper.join()
         with suppress(OSError):
             if self._is_ours():
@@ -62,15 +61,12 @@ class Announcement:
         os.close(self._lock)
 
     def _keep(self) -> None:
-        while not self._ended.wait(CHECK_S):
-            with suppress(
-                OSError, DPFlowError
-            ):  # no folder yet, or another cluster has published its file there
-                if not self._path.exists():
-                    self._replace_lock(_publish(self._path, self._connection))
-                address = self._current_address()
-                if address not in ("", self._connection.address) and self._is_ours():
-                    self._update(address)
+        with suppress(OSError, DPFlowError):  # no folder yet, or another cluster has published its file there
+            if not self._path.exists():
+                self._replace_lock(_publish(self._path, self._connection))
+            address = self._current_address()
+            if address not in ("", self._connection.address) and self._is_ours():
+                self._update(address)
 
     def _update(self, address: str) -> None:
         connection = msgspec.structs.replace(self._connection, address=address)

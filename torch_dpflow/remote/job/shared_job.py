@@ -25,6 +25,7 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.log import LOADER
 from torch_dpflow.metrics import LoaderMeter
+from torch_dpflow.periodic import PeriodicCall
 from torch_dpflow.remote.access.cluster_address import Cluster
 from torch_dpflow.remote.job.description import Failover, JobDescription
 from torch_dpflow.remote.job.epoch_cursor import EpochCursor
@@ -71,7 +72,13 @@ class SharedJob:
         self._closed = StopSignal()
         #: Whether the heartbeat's thread is past its last heartbeat, and leaves the flow.
         self._leaving = False
-        self._heartbeat = threading.Thread(target=self._beat_and_leave, name="dpflow-beat", daemon=True)
+        self._heartbeat = PeriodicCall(
+            self._send_heartbeat,
+            BEAT_S,
+            "dpflow-heartbeat",
+            on_error=lambda _: LOADER.exception("flow %r, job %r: heartbeat failed", job.flow, job.name),
+            finish=self._leave,
+        )
         self._heartbeat.start()
 
     @property
@@ -152,6 +159,7 @@ class SharedJob:
         that leaving takes, or be the one that leaving waits for.
         """
         self._closed.set()
+        self._heartbeat.stop()
         self._router.outages.mute()
         if self._reader is not None:
             self._reader.abandon()
@@ -255,8 +263,7 @@ class SharedJob:
 
     # -- the heartbeat's thread ------------------------------------------------------------------------------
 
-    def _beat_and_leave(self) -> None:
-        self._beat()
+    def _leave(self) -> None:
         self._leaving = True
         if self._reader is not None:
             self._reader.close()
@@ -264,25 +271,19 @@ class SharedJob:
         self._router.close()
         atexit.unregister(self.close)
 
-    def _beat(self) -> None:
-        while not self._closed.wait(BEAT_S):
-            generation = self._router.id.generation
-            try:
-                self._beat_once()
-            except RemoteCallError as error:
-                if error.kind is ErrorKind.STALE_JOB:
-                    self._recover(partial(self._router.rejoin, generation, self._closed))
-                elif error.kind in (ErrorKind.INTERNAL, ErrorKind.USAGE):
-                    LOADER.warning("flow %r, job %r: %s", self._job.flow, self._job.name, error)
-            except DPFlowError:
-                self._recover(partial(self._router.refresh_routes, self._closed))
-            except Exception:
-                LOADER.exception("flow %r, job %r: its heartbeat failed", self._job.flow, self._job.name)
-
-    def _beat_once(self) -> None:
-        self._router.beat(self._figures())
-        self._links.forget(self._router.id)
-        self._links.beat(self._router.id)
+    def _send_heartbeat(self) -> None:
+        generation = self._router.id.generation
+        try:
+            self._router.beat(self._figures())
+            self._links.forget(self._router.id)
+            self._links.beat(self._router.id)
+        except RemoteCallError as error:
+            if error.kind is ErrorKind.STALE_JOB:
+                self._recover(partial(self._router.rejoin, generation, self._closed))
+            elif error.kind in (ErrorKind.INTERNAL, ErrorKind.USAGE):
+                LOADER.warning("flow %r, job %r: %s", self._job.flow, self._job.name, error)
+        except DPFlowError:
+            self._recover(partial(self._router.refresh_routes, self._closed))
 
     def _figures(self) -> JobFigures:
         meter = self._meter

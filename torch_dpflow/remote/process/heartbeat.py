@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from torch_dpflow.errors import DPFlowError
+from torch_dpflow.periodic import PeriodicCall
 from torch_dpflow.remote.process.spec import ServiceSpec
 from torch_dpflow.remote.wire.node import Beat, Standing
 
@@ -46,31 +45,28 @@ class Heartbeat:
         self.status: dict[str, Any] = {}
         self._patience_s = patience_s
         self._turned = time.monotonic()
-        self._news = threading.Event()
-        threading.Thread(target=self._run, name="dpflow-heart", daemon=True).start()
+        self._node = service.place.connect(service.place.node_address)
+        self._sender = PeriodicCall(self._send, BEAT_S, "dpflow-heartbeat")
+        self._sender.wake()
+        self._sender.start()
 
     def say(self, status: dict[str, Any]) -> None:
         """Tell the node of this at once. Any thread may call."""
         self.status = status
-        self._news.set()
+        self._sender.wake()
 
     def turned(self) -> None:
         """The main thread has come round."""
         self._turned = time.monotonic()
 
-    def _run(self) -> None:
-        service = self._service
-        with service.place.connect(service.place.node_address) as node:
-            while True:
-                if time.monotonic() - self._turned < self._patience_s:
-                    beat = Beat(service.id, service.incarnation, self._address, self.status)
-                    # Else the node is busy; where it is gone this process ends of itself.
-                    with suppress(DPFlowError):
-                        self._obey(node.call("beat", beat, reply_type=Standing, timeout_s=BEAT_S).body)
-                self._news.wait(BEAT_S)
-                self._news.clear()
-
-    def _obey(self, standing: Standing) -> None:
+    def _send(self) -> None:
+        if time.monotonic() - self._turned >= self._patience_s:
+            return
+        beat = Beat(self._service.id, self._service.incarnation, self._address, self.status)
+        try:
+            standing: Standing = self._node.call("beat", beat, reply_type=Standing, timeout_s=BEAT_S).body
+        except DPFlowError:
+            return  # the node is busy; where it is gone this process ends of itself
         if not standing.wanted:
             os._exit(0)
         if standing.settings != self._settings:

@@ -342,13 +342,13 @@ def run(service: ServiceSpec) -> None:
     heartbeat = Heartbeat(service, server.address)
     state = WriteBehindStore(lambda: open_store(arguments.state), arguments.owner)
     state.load(heartbeat.turned)
-    changed = threading.Event()
     # In the cluster's directory and not in the state store: a pickled dataset may hold keys of a storage, and a job
     # that needs it brings it again.
     contents = Contents(Path(service.place.directory, "state.contents"))
-    coordinator = Coordinator(server, state, contents, arguments.limits, changed=changed.set)
+    reconciler = Reconciler(service, server)
+    coordinator = Coordinator(server, state, contents, arguments.limits, changed=reconciler.changed)
     server.register("stop", partial(_stop_node, service), body_type=None)
-    Reconciler(service, server, coordinator, changed)
+    reconciler.start(coordinator.observe, coordinator.desired)
     if arguments.metrics:
         from torch_dpflow.remote.observe.metrics_server import serve_metrics
 

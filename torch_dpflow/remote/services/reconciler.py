@@ -7,93 +7,58 @@ costs them their caches.
 
 from __future__ import annotations
 
-import threading
-import time
+import math
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
-from torch_dpflow.backoff import Backoff
-from torch_dpflow.errors import DPFlowError
-from torch_dpflow.log import SERVICE
+from torch_dpflow.periodic import PeriodicCall
 from torch_dpflow.remote.process.serve import ask_in
 from torch_dpflow.remote.process.spec import ServiceSpec
-from torch_dpflow.remote.rpc import RpcClient, RpcServer
+from torch_dpflow.remote.rpc import RpcServer
 from torch_dpflow.remote.wire.node import Desire, Launch, ProcessView, Running
 
 
-class Desiring(Protocol):
-    """Decides what is to run. Called in its server's thread, `observe` first."""
-
-    def desired(self) -> list[Launch]:
-        """The processes that are to run."""
-
-    def observe(self, processes: list[ProcessView]) -> None:
-        """These processes run."""
-
-
 class Reconciler:
-    """Two daemon threads: one observes what the node runs, one sends it what is desired.
+    """Two daemon threads: one observes what the node runs, one sends it what is desired."""
 
-    The node answers the first one's call as soon as anything changes, or after half a second with fresh figures.
-
-    Args:
-        changed: set when the desired processes may have changed.
-    """
-
-    def __init__(
-        self, service: ServiceSpec, server: RpcServer, desiring: Desiring, changed: threading.Event
-    ) -> None:
-        self._service = service
+    def __init__(self, service: ServiceSpec, server: RpcServer) -> None:
+        self._node = service.place.connect(service.place.node_address, timeout_s=10.0)
         self._server = server
-        self._desiring = desiring
-        self._changed = changed
-        threading.Thread(target=self._observe, name="dpflow-observe", daemon=True).start()
+        self._observe: Callable[[list[ProcessView]], None]
+        self._desired: Callable[[], list[Launch]]
+        #: The latest revision of the node's processes that was observed; 0 before the first.
+        self._seen = 0
+        #: What the node was last sent; None before anything was.
+        self._applied: list[Launch] | None = None
+        # Without a pause: the node answers as soon as anything changes, or after half a second with fresh figures.
+        self._observer = PeriodicCall(self._observe_once, 0.0, "dpflow-observe")
+        self._applier = PeriodicCall(self._apply, math.inf, "dpflow-desire")
 
-    def _observe(self) -> None:
-        seen = 0
-        is_applying, backoff = False, Backoff()
-        with self._connect() as node:
-            while True:
-                try:
-                    running: Running = node.call("changes", seen, reply_type=Running).body
-                    ask_in(self._server, partial(self._desiring.observe, running.processes))
-                except Exception as error:
-                    _log_failure(error)
-                    time.sleep(backoff.pause_s())
-                    continue
-                backoff.reset()
-                seen = running.revision
-                self._changed.set()
-                if not is_applying:
-                    # Not earlier: a coordinator that has not observed anything desires nothing, which would end all.
-                    threading.Thread(target=self._apply, name="dpflow-desire", daemon=True).start()
-                    is_applying = True
+    def start(
+        self, observe: Callable[[list[ProcessView]], None], desired: Callable[[], list[Launch]]
+    ) -> None:
+        """Start the threads. To be called once.
+
+        observe: called with what runs. desired: returns what is to run. Both are called in the server's thread.
+        """
+        self._observe, self._desired = observe, desired
+        self._observer.start()
+
+    def changed(self) -> None:
+        """The desired processes may have changed. Any thread may call."""
+        self._applier.wake()
+
+    def _observe_once(self) -> None:
+        running: Running = self._node.call("changes", self._seen, reply_type=Running).body
+        ask_in(self._server, partial(self._observe, running.processes))
+        self._seen = running.revision
+        self._applier.wake()
+        # Not earlier: a coordinator that has not observed anything desires nothing, which would end all.
+        if not self._applier.is_alive():
+            self._applier.start()
 
     def _apply(self) -> None:
-        applied: list[Launch] | None = None
-        backoff = Backoff()
-        with self._connect() as node:
-            while True:
-                self._changed.wait()
-                self._changed.clear()
-                try:
-                    desired = ask_in(self._server, self._desiring.desired)
-                    if desired != applied:
-                        node.call("desire", Desire(desired))
-                        applied = desired
-                except Exception as error:
-                    _log_failure(error)
-                    time.sleep(backoff.pause_s())
-                    self._changed.set()
-                else:
-                    backoff.reset()
-
-    def _connect(self) -> RpcClient:
-        return self._service.place.connect(self._service.place.node_address, timeout_s=10.0)
-
-
-def _log_failure(error: Exception) -> None:
-    if isinstance(error, DPFlowError):
-        SERVICE.warning("node does not answer its coordinator (%s)", error)
-    else:
-        SERVICE.error("desired processes cannot be determined", exc_info=error)
+        desired = ask_in(self._server, self._desired)
+        if desired != self._applied:
+            self._node.call("desire", Desire(desired))
+            self._applied = desired

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from torch_dpflow.backoff import Backoff
 from torch_dpflow.errors import StateError
 from torch_dpflow.log import SERVICE
+from torch_dpflow.periodic import PeriodicCall
 from torch_dpflow.remote.services.state_store import RENEW_S, StateStore
 
 
@@ -36,7 +37,7 @@ class WriteBehindStore:
         #: Keys whose value in the store is out of date.
         self._unwritten: set[str] = set()
         self._awaiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._changed = threading.Event()
+        self._writer = PeriodicCall(self._write, RENEW_S, "dpflow-state", on_error=self._log_failure)
         #: Whether the store could not be used when it was last tried; that is logged once.
         self._is_failing = False
 
@@ -60,7 +61,7 @@ class WriteBehindStore:
                 waiting()
                 time.sleep(backoff.pause_s())
         self._log_recovery()
-        threading.Thread(target=self._write, name="dpflow-state", daemon=True).start()
+        self._writer.start()
 
     def get(self, key: str) -> bytes | None:
         """The value of `key`; None if there is none."""
@@ -75,42 +76,32 @@ class WriteBehindStore:
         with self._lock:
             self._values[key] = value
             self._unwritten.add(key)
-        self._changed.set()
+        self._writer.wake()
 
     def delete(self, key: str) -> None:
         """Remove `key`, if it is there."""
         with self._lock:
             self._values.pop(key, None)
             self._unwritten.add(key)
-        self._changed.set()
+        self._writer.wake()
 
     def once_written(self, done: Callable[[], None]) -> None:
         """Have the thread call `done` when the store has all that was put so far, or cannot be used."""
         self._awaiting.put(done)
-        self._changed.set()
+        self._writer.wake()
 
     # -- in the thread ---------------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        backoff = Backoff()
-        while True:
-            self._changed.wait(RENEW_S)
-            self._changed.clear()
-            awaiting = [self._awaiting.get() for _ in range(self._awaiting.qsize())]
-            try:
-                self._write_once()
-            except Exception as error:  # of any kind: the thread must not end
-                self._log_failure(error)
-                self._changed.set()
-            else:
-                self._log_recovery()
-                backoff.reset()
+        awaiting = [self._awaiting.get() for _ in range(self._awaiting.qsize())]
+        try:
+            self._write_all()
+            self._log_recovery()
+        finally:
             for done in awaiting:
                 done()
-            if self._is_failing:
-                time.sleep(backoff.pause_s())
 
-    def _write_once(self) -> None:
+    def _write_all(self) -> None:
         if not self._store.renew(self._owner):
             SERVICE.warning("state store was emptied; all state is written again")
             with self._lock:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import queue
-import threading
-import time
 from functools import partial
 
 import msgspec
 
-from torch_dpflow.backoff import Backoff
-from torch_dpflow.errors import DPFlowError, ErrorKind, RemoteCallError
-from torch_dpflow.log import SERVICE
+from torch_dpflow.errors import DPFlowError
+from torch_dpflow.periodic import PeriodicCall
 from torch_dpflow.remote.process.locate import locate
 from torch_dpflow.remote.process.serve import ask_in, serve
 from torch_dpflow.remote.process.spec import ServiceSpec
@@ -35,39 +32,34 @@ class Enlistment:
         self._service = service
         self._shard = shard
         self._router = router
+        #: To the router; None before it is located, and after a failure.
+        self._client: RpcClient | None = None
         #: The newest routing generation that the router has sent.
         self._generation = 0
-        self._backoff = Backoff()
-        threading.Thread(target=self._run, name="dpflow-enlist", daemon=True).start()
+        sender = PeriodicCall(self._enlist, ENLIST_S, "dpflow-enlist")
+        sender.wake()
+        sender.start()
 
-    def _run(self) -> None:
-        while True:
-            try:
-                self._keep(locate(self._service.place, self._router))
-            except DPFlowError as error:
-                if isinstance(error, RemoteCallError) and error.kind is ErrorKind.STALE_SHARD:
-                    SERVICE.warning("shard replaced by another process (%s)", error)
-                else:
-                    SERVICE.warning("router does not answer (%s)", error)
-            time.sleep(self._backoff.pause_s())
-
-    def _keep(self, address: str) -> None:
-        server = self._shard.server
-        with self._service.place.connect(address, timeout_s=10.0) as router:
-            while True:
-                body = Enlist(
-                    self._service.id,
-                    self._service.incarnation,
-                    server.address,
-                    self._generation,
-                    self._service.place.token,
-                    self._shard.cache_samples,
-                )
-                range_: RangeAssignment = router.call("enlist", body, reply_type=RangeAssignment).body
-                self._backoff.reset()
-                self._generation = max(self._generation, range_.generation)
-                server.post(lambda range_=range_: self._shard.assign(range_))  # type: ignore[misc]
-                time.sleep(ENLIST_S)
+    def _enlist(self) -> None:
+        service, server = self._service, self._shard.server
+        if self._client is None:
+            self._client = service.place.connect(locate(service.place, self._router), timeout_s=10.0)
+        body = Enlist(
+            service.id,
+            service.incarnation,
+            server.address,
+            self._generation,
+            service.place.token,
+            self._shard.cache_samples,
+        )
+        try:
+            range_: RangeAssignment = self._client.call("enlist", body, reply_type=RangeAssignment).body
+        except DPFlowError:
+            self._client.close()
+            self._client = None  # the router may have moved
+            raise
+        self._generation = max(self._generation, range_.generation)
+        server.post(partial(self._shard.assign, range_))
 
 
 class WorkerWatch:
@@ -78,44 +70,42 @@ class WorkerWatch:
 
     def __init__(self, service: ServiceSpec) -> None:
         self._service = service
+        self._shard: SampleShard
+        self._node = service.place.connect(service.place.node_address, timeout_s=10.0)
+        #: Number and incarnation of the workers that are to end.
         self._orders: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._thread = PeriodicCall(self._call_node, WATCH_S, "dpflow-workers")
 
     def end(self, worker: int, incarnation: int) -> None:
         """Have the node kill a worker, without waiting for it."""
         self._orders.put((worker, incarnation))
+        self._thread.wake()
 
     def watch(self, shard: SampleShard) -> None:
         """Start the thread. To be called once."""
-        threading.Thread(target=self._run, args=(shard,), name="dpflow-workers", daemon=True).start()
+        self._shard = shard
+        self._thread.start()
 
-    def _run(self, shard: SampleShard) -> None:
-        backoff = Backoff()
-        with self._service.place.connect(self._service.place.node_address, timeout_s=10.0) as node:
-            while True:
-                try:
-                    order = self._orders.get(timeout=WATCH_S)
-                except queue.Empty:
-                    order = None
-                try:
-                    if order is not None:
-                        node.call("end", Ending(self._id_of(order[0]), order[1]))
-                    self._report_ended(node, shard)
-                    backoff.reset()
-                except DPFlowError as error:
-                    SERVICE.warning("node does not answer (%s)", error)
-                    if order is not None:
-                        self._orders.put(order)
-                    time.sleep(backoff.pause_s())
+    def _call_node(self) -> None:
+        while not self._orders.empty():
+            worker, incarnation = order = self._orders.get()
+            try:
+                self._node.call("end", Ending(self._id_of(worker), incarnation))
+            except DPFlowError:
+                self._orders.put(order)
+                raise
+        self._report_ended()
 
-    def _report_ended(self, node: RpcClient, shard: SampleShard) -> None:
-        unwatched = ask_in(shard.server, lambda: shard.workers.unwatched)
+    def _report_ended(self) -> None:
+        workers, server = self._shard.workers, self._shard.server
+        unwatched = ask_in(server, lambda: workers.unwatched)
         if not unwatched:
             return
-        views: list[ProcessView] = node.call("processes", reply_type=list[ProcessView]).body
+        views: list[ProcessView] = self._node.call("processes", reply_type=list[ProcessView]).body
         running = {view.id: view.incarnation for view in views if view.runs}
         for worker, incarnation in unwatched.items():
             if running.get(self._id_of(worker)) != incarnation:
-                shard.server.post(partial(shard.workers.ended, worker, incarnation))
+                server.post(partial(workers.ended, worker, incarnation))
 
     def _id_of(self, worker: int) -> str:
         return f"{self._service.id}/worker-{worker}"
