@@ -62,22 +62,22 @@ class WorkerProcesses:
             NotPicklableError: what it loads cannot be sent to it.
             LaunchError, DescriptorLimitError: see `Platform.launch`.
         """
-        post = WorkerSpec(
+        spec = WorkerSpec(
             worker=worker,
             incarnation=self._incarnations[worker],
             address=self._address,
             directory=self._directory,
         )
-        spec = ProcessSpec(
+        process = ProcessSpec(
             name=f"worker-{worker}",
-            incarnation=post.incarnation,
+            incarnation=spec.incarnation,
             target=batch_worker.main,
-            arguments=(self._load_spec, post),
-            report_file=batch_worker.exit_report_path(post),
+            arguments=(self._load_spec, spec),
+            report_file=batch_worker.exit_report_path(spec),
             directory=self._directory,
         )
         try:
-            self._handles[worker] = self._platform.launch(spec)
+            self._handles[worker] = self._platform.launch(process)
         except NotPicklableError as error:
             raise NotPicklableError(
                 f"the dataset, collate_fn or worker_init_fn cannot travel: {error}. Define it at the top of a module "

@@ -20,30 +20,30 @@ def routing(size: int = 10, expected: str = "ab") -> Routing:
 
 def test_there_is_no_table_before_every_shard_that_is_expected_has_come() -> None:
     table = routing()
-    assert table.enlist("a", 1, "ipc://a", 0.0) == RangeAssignment(0, 0, 0)
+    assert table.register("a", 1, "ipc://a", 0.0) == RangeAssignment(0, 0, 0)
     assert not table.complete
-    assert table.enlist("b", 1, "ipc://b", 0.0) == RangeAssignment(1, 5, 10)
+    assert table.register("b", 1, "ipc://b", 0.0) == RangeAssignment(1, 5, 10)
     assert table.complete
-    assert table.enlist("a", 1, "ipc://a", 1.0) == RangeAssignment(1, 0, 5)
+    assert table.register("a", 1, "ipc://a", 1.0) == RangeAssignment(1, 0, 5)
     assert table.table.routes == [Route(0, 5, "a", "ipc://a"), Route(5, 10, "b", "ipc://b")]
 
 
 def test_a_shard_that_is_expected_later_gets_its_part_under_a_new_generation() -> None:
     table = routing(expected="a")
-    table.enlist("a", 1, "ipc://a", 0.0)
-    assert table.enlist("b", 1, "ipc://b", 0.0) == RangeAssignment(1, 0, 0, True)
+    table.register("a", 1, "ipc://a", 0.0)
+    assert table.register("b", 1, "ipc://b", 0.0) == RangeAssignment(1, 0, 0, True)
     table.expect("ab")
     assert table.generation == 1
-    assert table.enlist("b", 1, "ipc://b", 0.0) == RangeAssignment(2, 5, 10)
-    assert table.enlist("a", 1, "ipc://a", 0.0) == RangeAssignment(2, 0, 5)
+    assert table.register("b", 1, "ipc://b", 0.0) == RangeAssignment(2, 5, 10)
+    assert table.register("a", 1, "ipc://a", 0.0) == RangeAssignment(2, 0, 5)
 
 
 def test_a_shard_that_falls_silent_or_is_expected_no_more_gives_its_keys_to_the_others() -> None:
     table = routing(expected="abc", size=9)
     for shard in "abc":
-        table.enlist(shard, 1, shard, 0.0)
-    table.enlist("b", 1, "b", 3.0)
-    table.enlist("c", 1, "c", 3.0)
+        table.register(shard, 1, shard, 0.0)
+    table.register("b", 1, "b", 3.0)
+    table.register("c", 1, "c", 3.0)
     assert table.tick(5.0) == ["a"]
     assert [(route.first, route.end, route.shard) for route in table.table.routes] == [
         (0, 4, "b"),
@@ -51,7 +51,7 @@ def test_a_shard_that_falls_silent_or_is_expected_no_more_gives_its_keys_to_the_
     ]
     for _ in range(2):
         table.expect("ac")
-        assert table.enlist("b", 1, "b", 6.0) == RangeAssignment(3, 0, 0, True)
+        assert table.register("b", 1, "b", 6.0) == RangeAssignment(3, 0, 0, True)
     assert [(route.first, route.end, route.shard) for route in table.table.routes] == [(0, 9, "c")]
     assert table.generation == 3
 
@@ -59,18 +59,18 @@ def test_a_shard_that_falls_silent_or_is_expected_no_more_gives_its_keys_to_the_
 def test_a_shard_can_be_expected_again_and_one_that_was_silent_come_back() -> None:
     table = routing()
     for shard in "ab":
-        table.enlist(shard, 1, shard, 0.0)
+        table.register(shard, 1, shard, 0.0)
     table.expect("a")
     table.expect("ab")
-    assert table.enlist("b", 1, "b", 1.0) == RangeAssignment(3, 5, 10)
+    assert table.register("b", 1, "b", 1.0) == RangeAssignment(3, 5, 10)
     assert table.tick(5.5) == ["a"]
-    assert table.enlist("a", 1, "a", 5.6) == RangeAssignment(5, 0, 5)
+    assert table.register("a", 1, "a", 5.6) == RangeAssignment(5, 0, 5)
 
 
 def test_a_table_is_complete_when_those_that_are_missing_are_expected_no_more() -> None:
     table = routing(expected="abc")
     for shard in "ab":
-        table.enlist(shard, 1, shard, 0.0)
+        table.register(shard, 1, shard, 0.0)
     assert not table.complete
     table.expect("ab")
     assert table.complete
@@ -80,20 +80,20 @@ def test_a_table_is_complete_when_those_that_are_missing_are_expected_no_more() 
 
 def test_a_restarted_shard_owns_what_it_did_and_its_forerunner_is_stale() -> None:
     table = routing()
-    table.enlist("a", 1, "ipc://a", 0.0)
-    table.enlist("b", 1, "ipc://b", 0.0)
-    assert table.enlist("a", 2, "ipc://a", 1.0) == RangeAssignment(1, 0, 5)
-    assert table.enlist("a", 1, "ipc://a", 1.0) is None
-    assert table.enlist("a", 3, "tcp://elsewhere", 1.0) == RangeAssignment(2, 0, 5)
+    table.register("a", 1, "ipc://a", 0.0)
+    table.register("b", 1, "ipc://b", 0.0)
+    assert table.register("a", 2, "ipc://a", 1.0) == RangeAssignment(1, 0, 5)
+    assert table.register("a", 1, "ipc://a", 1.0) is None
+    assert table.register("a", 3, "tcp://elsewhere", 1.0) == RangeAssignment(2, 0, 5)
 
 
 def test_a_table_that_starts_anew_comes_after_whatever_a_shard_has_heard_of() -> None:
     table = routing()
-    assert table.enlist("a", 1, "ipc://a", 0.0, known=7) == RangeAssignment(0, 0, 0)
-    assert table.enlist("b", 1, "ipc://b", 0.0, known=4) == RangeAssignment(8, 5, 10)
-    assert table.enlist("a", 1, "ipc://a", 1.0, known=8) == RangeAssignment(8, 0, 5)
+    assert table.register("a", 1, "ipc://a", 0.0, known=7) == RangeAssignment(0, 0, 0)
+    assert table.register("b", 1, "ipc://b", 0.0, known=4) == RangeAssignment(8, 5, 10)
+    assert table.register("a", 1, "ipc://a", 1.0, known=8) == RangeAssignment(8, 0, 5)
     table.expect("abc")
-    assert table.enlist("c", 1, "ipc://c", 1.0, known=20) == RangeAssignment(21, 6, 10)
+    assert table.register("c", 1, "ipc://c", 1.0, known=20) == RangeAssignment(21, 6, 10)
 
 
 def test_no_keys_and_no_shards_are_refused() -> None:
@@ -108,7 +108,7 @@ def test_every_key_has_one_owner_and_jobs_find_it(size: int, shards: int, data: 
     names = [f"{number:02}" for number in range(shards)]
     table = Routing(size=size, expected=names, lease_s=5.0)
     for name in names:
-        table.enlist(name, 1, f"ipc://{name}", 0.0)
+        table.register(name, 1, f"ipc://{name}", 0.0)
     routes = RouteMap(table.table)
     keys = data.draw(st.lists(st.integers(0, size - 1), min_size=1))
     for key, place in zip(keys, routes.places_of(keys).tolist()):
@@ -124,7 +124,7 @@ def test_every_key_has_one_owner_and_jobs_find_it(size: int, shards: int, data: 
     st.lists(
         st.one_of(
             st.tuples(st.just("expect"), st.sets(st.sampled_from("abcd"), min_size=1)),
-            st.tuples(st.just("enlist"), st.sampled_from("abcd")),
+            st.tuples(st.just("register"), st.sampled_from("abcd")),
             st.tuples(st.just("tick"), st.integers(1, 6)),
         ),
         max_size=30,
@@ -139,8 +139,8 @@ def test_whoever_comes_and_goes_every_table_is_whole_and_newer(
         if what == "expect":
             expected = set(value)
             table.expect(value)
-        elif what == "enlist":
-            range_ = table.enlist(value, 1, value, now)
+        elif what == "register":
+            range_ = table.register(value, 1, value, now)
             assert range_ is not None
             assert range_.retired == (value not in expected)
         else:

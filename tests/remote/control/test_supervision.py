@@ -242,7 +242,7 @@ def test_paces_and_leases_hold_whatever_happens(data: st.DataObject) -> None:
     now = 0.0
     for _ in range(data.draw(st.integers(1, 40))):
         now += data.draw(st.sampled_from([0.0, 0.5, 1.0, 4.0]))
-        action = data.draw(st.sampled_from(["desire", "end", "beat", "up", "tick"]))
+        action = data.draw(st.sampled_from(["desire", "end", "heartbeat", "up", "tick"]))
         told: list[object] = []
         if action == "desire":
             told = [*supervisor.desire([ROUTER, SHARD, *workers(data.draw(st.integers(0, 9)))], now)]

@@ -29,7 +29,7 @@ from torch_dpflow.remote.wire.errors import OverloadedError, StaleRoutingError
 from torch_dpflow.remote.wire.flow_spec import FlowSpec
 from torch_dpflow.remote.wire.router import (
     DrawSamples,
-    JobBeat,
+    JobHeartbeat,
     JobId,
     Join,
     Joined,
@@ -41,7 +41,7 @@ from torch_dpflow.remote.wire.shard import SAMPLE, Ask, Served, ServedSample
 
 SIZE = 6
 #: More fetches than a job with pauses makes while it beats this often, and far fewer than one without.
-MOST_FETCHES, BEATS = 100, 2
+MOST_FETCHES, HEARTBEATS = 100, 2
 
 
 class FailingService:
@@ -64,7 +64,7 @@ class FailingService:
             ("draw", DrawSamples, self._draw),
             ("want", Ask, lambda body: None),
             ("fetch", Ask, self._fetch),
-            ("beat", JobBeat, lambda body: Result(1)),
+            ("heartbeat", JobHeartbeat, lambda body: Result(1)),
             ("leave", JobId, lambda body: None),
         ]
         self._server = RpcServer(listen(address))
@@ -160,7 +160,9 @@ def test_a_job_pauses_while_its_router_names_a_shard_that_is_none_of_its_flow(
         StaleRoutingError("a shard of 'other@1', not of 'f@1'"),
     )
     with closing(open_().traverse(0)) as batches:
-        eventually(lambda: service.calls["beat"] >= BEATS and service.calls["fetch"], what="its heartbeats")
+        eventually(
+            lambda: service.calls["heartbeat"] >= HEARTBEATS and service.calls["fetch"], what="its heartbeats"
+        )
         assert service.calls["fetch"] < MOST_FETCHES
     with pytest.raises(UsageError, match="was given up"):
         next(batches)

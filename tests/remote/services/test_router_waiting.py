@@ -12,7 +12,7 @@ from torch_dpflow.remote.rpc import ClientOptions, PendingCall, RpcClient, RpcSe
 from torch_dpflow.remote.services.router import Router
 from torch_dpflow.remote.transport import listen
 from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.wire.router import Enlist, Join, Joined, RouterSettings
+from torch_dpflow.remote.wire.router import Join, Joined, RegisterShard, RouterSettings
 
 SPEC = FlowSpec(name="f", version=1, size=100, content="a" * 64, fingerprint={})
 
@@ -48,10 +48,10 @@ def test_a_call_whose_caller_has_given_up_is_not_kept(tmp_path: Path) -> None:
         patient = begin(client, "patient", 20.0)
         router.poll()
         assert router.status()["waiting"] == 1
-        enlist = client.begin("enlist", Enlist("shard", 1, "ipc:///shard", 0, "t"))
+        registering = client.begin("register_shard", RegisterShard("shard", 1, "ipc:///shard", 0, "t"))
         while router.status()["waiting"]:
             server.step(0.1)
-        enlist.result()
+        registering.result()
         joined: Joined = patient.result().body
         assert (joined.generation, joined.length) == ((3 << 32) + 2, 100)
         assert [route.shard for route in joined.table.routes] == ["shard"]

@@ -18,16 +18,16 @@ from torch_dpflow.remote.transport import Connection, TransportOptions, connect
 from torch_dpflow.remote.wire.coordinator import Access, ContentPiece, ContentRequest, Scale
 from torch_dpflow.remote.wire.flow_spec import FlowSpec
 from torch_dpflow.remote.wire.headers import PROTOCOL_VERSION, Hello, Reach, encode
-from torch_dpflow.remote.wire.node import Beat
+from torch_dpflow.remote.wire.node import Heartbeat
 from torch_dpflow.remote.wire.router import (
     DrawSamples,
-    Enlist,
     EpochPlace,
-    JobBeat,
     JobFigures,
+    JobHeartbeat,
     JobId,
     JobRank,
     Join,
+    RegisterShard,
     StartEpoch,
 )
 from torch_dpflow.remote.wire.shard import Ask
@@ -70,24 +70,27 @@ class Fuzzer:
                 ("delete", "fuzz/flow"),
                 ("flows", None),
                 ("processes", None),
-                ("beat", Beat("coordinator", 1, "ipc:///tmp/x", {})),
+                ("heartbeat", Heartbeat("coordinator", 1, "ipc:///tmp/x", {})),
             ],
             "router": [
-                ("enlist", Enlist(shard, 1, "tcp://127.0.0.1:1", 2**40, "0" * 32)),
+                ("register_shard", RegisterShard(shard, 1, "tcp://127.0.0.1:1", 2**40, "0" * 32)),
                 ("join", Join("intruder", spec.instance, 9, 3, 8, JobRank("intruder", 1, 2))),
                 (
                     "start",
                     StartEpoch(JobId("intruder", 5, spec.instance), [EpochPlace(1, 2), EpochPlace(0, 5)]),
                 ),
                 ("draw", DrawSamples(JobId("intruder", 5, spec.instance), 0, 0, 16)),
-                ("beat", JobBeat(JobId("intruder", 5, spec.instance), JobFigures(1.0, 2.0, 3, 4, 5))),
+                (
+                    "heartbeat",
+                    JobHeartbeat(JobId("intruder", 5, spec.instance), JobFigures(1.0, 2.0, 3, 4, 5)),
+                ),
                 ("leave", JobId("intruder", 5, spec.instance)),
                 ("table", None),
             ],
             "shard": [
                 ("want", Ask(JobId("intruder", 5, spec.instance), 1, 0, 0, [1, 2], [3, 4], [])),
                 ("fetch", Ask(JobId("intruder", 5, spec.instance), 1, 0, 0, [1, 2], [3, 4], [7], 1)),
-                ("beat", JobId("intruder", 5, spec.instance)),
+                ("heartbeat", JobId("intruder", 5, spec.instance)),
                 ("leave", JobId("intruder", 5, spec.instance)),
             ],
         }

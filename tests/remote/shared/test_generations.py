@@ -20,7 +20,7 @@ from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
 from torch_dpflow.remote.transport import listen
 from torch_dpflow.remote.wire.errors import StaleShardError
 from torch_dpflow.remote.wire.node import ProcessView, Running
-from torch_dpflow.remote.wire.router import Enlist, JobBeat, JobId, Join
+from torch_dpflow.remote.wire.router import JobHeartbeat, JobId, Join, RegisterShard
 
 Join_ = Callable[..., SharedJob]
 
@@ -74,7 +74,7 @@ def test_a_service_refuses_whom_it_does_not_serve(cluster: TestCluster, join: Jo
     with find_cluster(cluster.address).connect(router, timeout_s=10) as client:
         for method, body in (
             ("join", Join("stranger", "other@1", 1, 0, 4)),
-            ("beat", JobBeat(JobId("training", 1, "other@1"))),
+            ("heartbeat", JobHeartbeat(JobId("training", 1, "other@1"))),
             ("leave", JobId("training", 1 << 60, "other@1")),
         ):
             with pytest.raises(RemoteCallError, match=f"the router of flow '{flow}@1', and not of") as caught:
@@ -83,15 +83,15 @@ def test_a_service_refuses_whom_it_does_not_serve(cluster: TestCluster, join: Jo
 
 
 #: A shard's place in its router's table, without the rest of the shard.
-ENLISTED = """
+REGISTERED = """
 import os, sys
 from types import SimpleNamespace
 from torch_dpflow.remote.rpc import RpcServer
 from torch_dpflow.remote.process.spec import ClusterPlace, ServiceSpec
-from torch_dpflow.remote.shard.run import Enlistment
+from torch_dpflow.remote.shard.run import ShardRegistration
 service = ServiceSpec(id="f@1/shard-000", role="shard", incarnation=7, arguments=b"", settings=b"", address="",
                    place=ClusterPlace(directory=sys.argv[1]))
-Enlistment(service, SimpleNamespace(server=RpcServer(service.listen()), cache_samples=0), "f@1/router")
+ShardRegistration(service, SimpleNamespace(server=RpcServer(service.listen()), cache_samples=0), "f@1/router")
 sys.stdin.read()
 """
 
@@ -101,15 +101,15 @@ def test_a_shard_that_has_been_replaced_does_not_take_its_place_back(tmp_path: P
     tried: list[int] = []
 
     def refuse(call: IncomingCall) -> None:
-        enlist: Enlist = call.body
-        tried.append(enlist.incarnation)
+        shard: RegisterShard = call.body
+        tried.append(shard.incarnation)
         raise StaleShardError("another has taken its place")
 
     running = Running(1, [ProcessView("f@1/router", "router", 1, 1, address, {})])
     server = RpcServer(listen(address))
     server.register("changes", lambda call: Result(running), body_type=int, remembered=False)
-    server.register("enlist", refuse, body_type=Enlist)
-    with interpreter(ENLISTED, str(tmp_path), stdin=-1) as shard:
+    server.register("register_shard", refuse, body_type=RegisterShard)
+    with interpreter(REGISTERED, str(tmp_path), stdin=-1) as shard:
         while len(tried) < 2:
             server.step(0.1)
         shard.communicate("")

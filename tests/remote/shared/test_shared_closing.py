@@ -52,7 +52,9 @@ def begin_and_drop(loader: DPFlowDataLoader[Any]) -> Any:
 
 
 def threads_of_jobs() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name in ("dpflow-beat", "dpflow-read")]
+    return [
+        thread.name for thread in threading.enumerate() if thread.name in ("dpflow-heartbeat", "dpflow-read")
+    ]
 
 
 def await_leaving(cluster: TestCluster, flow: str) -> None:
@@ -81,13 +83,13 @@ def test_a_loader_collected_in_its_own_reading_thread_leaves(
 def test_a_loader_collected_in_its_heartbeat_leaves(
     cluster: TestCluster, flow: str, make: Make, uncollected: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beat = ShardLinks.beat
+    send_heartbeat = ShardLinks.send_heartbeat
 
     def collecting(links: ShardLinks, *job: Any) -> None:
         gc.collect()
-        beat(links, *job)
+        send_heartbeat(links, *job)
 
-    monkeypatch.setattr(ShardLinks, "beat", collecting)
+    monkeypatch.setattr(ShardLinks, "send_heartbeat", collecting)
     begin_and_drop(make())
     await_leaving(cluster, flow)
 

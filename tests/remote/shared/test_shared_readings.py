@@ -94,7 +94,7 @@ def test_a_reading_that_is_over_makes_room_for_the_next_one(make: Any) -> None:
         iterator = iter(loader)
         for _ in range(10):
             next(iterator)
-    assert [thread.name for thread in threading.enumerate()].count("dpflow-beat") == 1
+    assert [thread.name for thread in threading.enumerate()].count("dpflow-heartbeat") == 1
     assert next(iterator, None) is None
 
 

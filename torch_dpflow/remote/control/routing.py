@@ -79,7 +79,7 @@ class Routing:
         self._shards = {name: shard for name, shard in self._shards.items() if name in self._expected}
         self._assign()
 
-    def enlist(
+    def register(
         self, shard: str, incarnation: int, address: str, now: float, *, known: int = 0
     ) -> RangeAssignment | None:
         """Register a shard, or renew its lease; returns its range, empty until the table is complete.

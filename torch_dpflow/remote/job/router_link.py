@@ -32,8 +32,8 @@ from torch_dpflow.remote.wire.coordinator import Access
 from torch_dpflow.remote.wire.router import (
     DrawSamples,
     EpochPlace,
-    JobBeat,
     JobFigures,
+    JobHeartbeat,
     JobId,
     Join,
     Joined,
@@ -45,7 +45,7 @@ from torch_dpflow.samplers.indices import IndexArray
 T = TypeVar("T")
 #: How long one call to a router may take before the job asks the coordinator for the router's address, seconds.
 CALL_S = 5.0
-#: The same for joining, which waits until every shard has enlisted, seconds.
+#: The same for joining, which waits until every shard has registered, seconds.
 JOIN_S = 20.0
 #: The timeout of a call that has little patience left, seconds.
 LEAST_CALL_S = 0.5
@@ -159,7 +159,7 @@ class RouterLink:
         with self._lock:
             self._attempt(self._refresh, given_up, deadline)
 
-    def beat(self, figures: JobFigures) -> None:
+    def send_heartbeat(self, figures: JobFigures) -> None:
         """Renew the lease, report the job's figures, and get a new routing table where there is one.
 
         One attempt; raises its error.
@@ -167,10 +167,10 @@ class RouterLink:
         router = self._router
         if router is None:
             raise PeerLostError("the job has been closed")
-        beat = JobBeat(self.id, figures)
+        heartbeat = JobHeartbeat(self.id, figures)
         try:
             generation: int = router.call(
-                "beat", beat, reply_type=int, timeout_s=min(CALL_S, self._patience_s)
+                "heartbeat", heartbeat, reply_type=int, timeout_s=min(CALL_S, self._patience_s)
             ).body
         except (DeadlineError, PeerLostError) as error:
             self.outages.on_no_answer(error)

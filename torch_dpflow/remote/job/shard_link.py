@@ -21,7 +21,7 @@ from torch_dpflow.remote.wire.shard import Ask, Served, ServedSample
 #: How long a fetch may wait for its samples before it is repeated, seconds; less where the job's patience is.
 FETCH_S = 30.0
 #: How long a shard may take to answer a heartbeat before the job asks whether another owns its keys, seconds.
-BEAT_TIMEOUT_S = 2.0
+HEARTBEAT_TIMEOUT_S = 2.0
 #: Most samples of one fetch: the answer fits into a message even where each sample has many frames.
 FETCH_SAMPLES = 256
 #: How long a shard may take to confirm that a job leaves it, seconds.
@@ -67,7 +67,7 @@ class FetchOutcome:
 
 
 class ShardLinks:
-    """Connections to the shards of one flow. Calls belong to one thread, but for `beat` and `close`.
+    """Connections to the shards of one flow. Calls belong to one thread, but for `send_heartbeat` and `close`.
 
     Args:
         router: names the cluster, and the shard that owns each key.
@@ -145,11 +145,11 @@ class ShardLinks:
             while self._taken[address]:
                 self._begin("want", address, [], of)
 
-    def beat(self, job: JobId) -> None:
+    def send_heartbeat(self, job: JobId) -> None:
         """Renew the job's lease at every shard. Any thread may call; raises the first error."""
         with self._lock:
             clients = list(self._clients.values())
-        pending = [client.begin("beat", job, timeout_s=BEAT_TIMEOUT_S) for client in clients]
+        pending = [client.begin("heartbeat", job, timeout_s=HEARTBEAT_TIMEOUT_S) for client in clients]
         for call in pending:
             call.result()
 

@@ -40,7 +40,7 @@ from torch_dpflow.remote.wire.router import JobFigures
 from torch_dpflow.remote.wire.shard import POISON_LIMIT
 
 #: How often a job sends its heartbeat, seconds.
-BEAT_S = 2.0
+HEARTBEAT_S = 2.0
 #: How long `close` waits for the heartbeat's thread after it has interrupted it, before it does so again, seconds.
 JOIN_S = 0.05
 
@@ -74,7 +74,7 @@ class SharedJob:
         self._leaving = False
         self._heartbeat = PeriodicCall(
             self._send_heartbeat,
-            BEAT_S,
+            HEARTBEAT_S,
             "dpflow-heartbeat",
             on_error=lambda _: LOADER.exception("flow %r, job %r: heartbeat failed", job.flow, job.name),
             finish=self._leave,
@@ -274,9 +274,9 @@ class SharedJob:
     def _send_heartbeat(self) -> None:
         generation = self._router.id.generation
         try:
-            self._router.beat(self._figures())
+            self._router.send_heartbeat(self._figures())
             self._links.forget(self._router.id)
-            self._links.beat(self._router.id)
+            self._links.send_heartbeat(self._router.id)
         except RemoteCallError as error:
             if error.kind is ErrorKind.STALE_JOB:
                 self._recover(partial(self._router.rejoin, generation, self._closed))

@@ -10,23 +10,21 @@ from typing import Any
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.periodic import PeriodicCall
 from torch_dpflow.remote.process.spec import ServiceSpec
-from torch_dpflow.remote.wire.node import Beat, Standing
+from torch_dpflow.remote.wire.node import Heartbeat, HeartbeatReply
 
-#: How often a process says that it lives, seconds.
-BEAT_S = 1.0
-#: A process whose main thread has not come round for so long does not count as alive, seconds.
+#: The interval between heartbeats, seconds.
+HEARTBEAT_S = 1.0
+#: A process sends no heartbeats once an iteration of its main loop takes longer, seconds.
 STUCK_S = 30.0
 
 
-class Heartbeat:
-    """A thread that tells the node that this process lives, for as long as its main thread comes round.
-
-    A process that the node does not want any more is ended.
+class HeartbeatSender:
+    """A thread that sends heartbeats to the node, and ends this process once the node does not desire it.
 
     Args:
         address: where the process listens; empty where it does not.
-        hear: called with settings that have changed, in the heartbeat's thread.
-        patience_s: how long the main thread may be away.
+        apply_settings: called with settings that have changed, in this thread.
+        stuck_s: no heartbeat is sent once an iteration of the main loop takes longer, seconds.
     """
 
     def __init__(
@@ -34,42 +32,43 @@ class Heartbeat:
         service: ServiceSpec,
         address: str,
         *,
-        hear: Callable[[bytes], None] | None = None,
-        patience_s: float = STUCK_S,
+        apply_settings: Callable[[bytes], None] = lambda _: None,
+        stuck_s: float = STUCK_S,
     ) -> None:
         self._service = service
         self._address = address
-        self._hear = hear
+        self._apply_settings = apply_settings
         self._settings = service.settings
-        #: Figures for people. Replaced by the main thread, which alone may look at what it is at.
+        #: Figures for people. Replaced by the main thread, which alone may read what they are gathered from.
         self.status: dict[str, Any] = {}
-        self._patience_s = patience_s
-        self._turned = time.monotonic()
+        self._stuck_s = stuck_s
+        self._iterated_at = time.monotonic()
         self._node = service.place.connect(service.place.node_address)
-        self._sender = PeriodicCall(self._send, BEAT_S, "dpflow-heartbeat")
-        self._sender.wake()
-        self._sender.start()
+        self._thread = PeriodicCall(self._send, HEARTBEAT_S, "dpflow-heartbeat")
+        self._thread.wake()
+        self._thread.start()
 
-    def say(self, status: dict[str, Any]) -> None:
-        """Tell the node of this at once. Any thread may call."""
+    def report(self, status: dict[str, Any]) -> None:
+        """Send this status at once. Any thread may call."""
         self.status = status
-        self._sender.wake()
+        self._thread.wake()
 
-    def turned(self) -> None:
-        """The main thread has come round."""
-        self._turned = time.monotonic()
+    def on_iteration(self) -> None:
+        """The main loop has completed an iteration."""
+        self._iterated_at = time.monotonic()
 
     def _send(self) -> None:
-        if time.monotonic() - self._turned >= self._patience_s:
+        if time.monotonic() - self._iterated_at >= self._stuck_s:
             return
-        beat = Beat(self._service.id, self._service.incarnation, self._address, self.status)
+        heartbeat = Heartbeat(self._service.id, self._service.incarnation, self._address, self.status)
         try:
-            standing: Standing = self._node.call("beat", beat, reply_type=Standing, timeout_s=BEAT_S).body
+            reply: HeartbeatReply = self._node.call(
+                "heartbeat", heartbeat, reply_type=HeartbeatReply, timeout_s=HEARTBEAT_S
+            ).body
         except DPFlowError:
-            return  # the node is busy; where it is gone this process ends of itself
-        if not standing.wanted:
+            return  # the node is busy; if it has ended, this process ends without its help
+        if not reply.desired:
             os._exit(0)
-        if standing.settings != self._settings:
-            self._settings = standing.settings
-            if self._hear is not None:
-                self._hear(standing.settings)
+        if reply.settings != self._settings:
+            self._settings = reply.settings
+            self._apply_settings(reply.settings)

@@ -7,50 +7,51 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from torch_dpflow.remote.process.heartbeat import Heartbeat
+from torch_dpflow.remote.process.heartbeat import HeartbeatSender
 from torch_dpflow.remote.process.spec import ServiceSpec
 from torch_dpflow.remote.rpc import RpcServer
 
 T = TypeVar("T")
-#: How long a server waits for a message before it looks at what else is due, seconds.
-TURN_S = 0.1
-#: How old the figures may be that it has for people, seconds: to gather them costs more than a turn.
+#: How long a server waits for a message before it polls, seconds.
+POLL_S = 0.1
+#: How often its status is gathered, seconds: that costs more than polling.
 STATUS_S = 0.5
 
 
 def serve(
     service: ServiceSpec,
     server: RpcServer,
-    status: Callable[[], dict[str, Any]],
-    turn: Callable[[], None],
     *,
-    settle: Callable[[bytes], None] | None = None,
-    turn_s: float = TURN_S,
-    heartbeat: Heartbeat | None = None,
+    status: Callable[[], dict[str, Any]] = dict,
+    poll: Callable[[], None] = lambda: None,
+    apply_settings: Callable[[bytes], None] = lambda _: None,
+    poll_s: float = POLL_S,
+    heartbeats: HeartbeatSender | None = None,
 ) -> None:
-    """Serve until the process ends.
+    """Serve until the process ends. All functions are called in this thread.
 
-    turn: called between messages, at least every `turn_s` seconds. settle: called with settings that have changed.
-    Both in this thread, as `status`, whose figures are for people. heartbeat: of a process that has one already.
+    status: returns figures for people.
+    poll: called between messages, at least every `poll_s` seconds.
+    apply_settings: called with settings that have changed.
+    heartbeats: of a process that sends some already.
     """
 
-    def hear(settings: bytes) -> None:
-        if settle is not None:
-            server.post(lambda: settle(settings))
+    def on_settings(settings: bytes) -> None:
+        server.post(lambda: apply_settings(settings))
 
-    heartbeat = heartbeat or Heartbeat(service, server.address, hear=hear)
+    heartbeats = heartbeats or HeartbeatSender(service, server.address, apply_settings=on_settings)
     due = status_due = 0.0
     while True:
-        server.step(turn_s)
+        server.step(poll_s)
         now = time.monotonic()
         if now >= due:
-            due = now + turn_s
-            heartbeat.turned()
-            turn()
+            due = now + poll_s
+            heartbeats.on_iteration()
+            poll()
         if now >= status_due:
             status_due = now + STATUS_S
             stats = server.stats()
-            heartbeat.status = {**status(), "malformed": stats.malformed, "strangers": stats.strangers}
+            heartbeats.status = {**status(), "malformed": stats.malformed, "strangers": stats.strangers}
 
 
 def ask_in(server: RpcServer, question: Callable[[], T]) -> T:

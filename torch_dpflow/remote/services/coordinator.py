@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -30,7 +29,7 @@ from torch_dpflow.remote.control.flow_registry import (
 )
 from torch_dpflow.remote.control.placement import launches_of
 from torch_dpflow.remote.process.contents import Contents
-from torch_dpflow.remote.process.heartbeat import Heartbeat
+from torch_dpflow.remote.process.heartbeat import HeartbeatSender
 from torch_dpflow.remote.process.serve import ask_in, serve
 from torch_dpflow.remote.process.spec import ServiceSpec
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
@@ -54,7 +53,7 @@ from torch_dpflow.remote.wire.flow_spec import FlowSpec
 from torch_dpflow.remote.wire.node import Launch, ProcessView
 
 #: How long it waits for a message when nothing else is due, seconds.
-IDLE_TURN_S = 0.5
+IDLE_POLL_S = 0.5
 _encode = msgspec.msgpack.encode
 
 
@@ -339,9 +338,9 @@ def run(service: ServiceSpec) -> None:
     """Run a coordinator: the role of a node's process."""
     arguments = msgspec.msgpack.decode(service.arguments, type=CoordinatorArguments)
     server = RpcServer(service.listen(arguments.address))
-    heartbeat = Heartbeat(service, server.address)
+    heartbeats = HeartbeatSender(service, server.address)
     state = WriteBehindStore(lambda: open_store(arguments.state), arguments.owner)
-    state.load(heartbeat.turned)
+    state.load(heartbeats.on_iteration)
     # In the cluster's directory and not in the state store: a pickled dataset may hold keys of a storage, and a job
     # that needs it brings it again.
     contents = Contents(Path(service.place.directory, "state.contents"))
@@ -353,7 +352,7 @@ def run(service: ServiceSpec) -> None:
         from torch_dpflow.remote.observe.metrics_server import serve_metrics
 
         serve_metrics(arguments.metrics, lambda: ask_in(server, coordinator.views))
-    serve(service, server, _status, lambda: None, turn_s=IDLE_TURN_S, heartbeat=heartbeat)
+    serve(service, server, poll_s=IDLE_POLL_S, heartbeats=heartbeats)
 
 
 def _stop_node(service: ServiceSpec, call: IncomingCall) -> Later:
@@ -367,7 +366,3 @@ def _stop_node(service: ServiceSpec, call: IncomingCall) -> Later:
     call.answer(None)
     threading.Thread(target=stop, name="dpflow-stop", daemon=True).start()
     return LATER
-
-
-def _status() -> dict[str, Any]:
-    return {}

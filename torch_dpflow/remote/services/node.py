@@ -20,7 +20,15 @@ from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
 from torch_dpflow.remote.transport import listen
 from torch_dpflow.remote.wire.fields import Count
-from torch_dpflow.remote.wire.node import Beat, Desire, Ending, Launch, ProcessView, Running, Standing
+from torch_dpflow.remote.wire.node import (
+    Desire,
+    Ending,
+    Heartbeat,
+    HeartbeatReply,
+    Launch,
+    ProcessView,
+    Running,
+)
 
 #: A process without a heartbeat for so long is killed and restarted, seconds.
 LEASE_S = 10.0
@@ -107,7 +115,7 @@ class Node:
         listener = listen(place.node_address)
         listener.watch(platform.wakeup_fd)
         self._server = RpcServer(listener, options=options)
-        self._server.register("beat", self._on_beat, body_type=Beat, remembered=False)
+        self._server.register("heartbeat", self._on_heartbeat, body_type=Heartbeat, remembered=False)
         self._server.register("desire", self._on_desire, body_type=Desire)
         self._server.register("processes", self._on_processes, body_type=None, remembered=False)
         self._server.register("changes", self._on_changes, body_type=Count, remembered=False)
@@ -228,15 +236,17 @@ class Node:
         if process is not None and process.incarnation == kill.incarnation:
             process.kill()
 
-    def _on_beat(self, call: IncomingCall) -> Result:
-        beat: Beat = call.body
+    def _on_heartbeat(self, call: IncomingCall) -> Result:
+        heartbeat: Heartbeat = call.body
         now = self._clock()
-        if not self._supervisor.on_heartbeat(beat.id, beat.incarnation, beat.address, beat.status, now):
-            return Result(Standing(False))
-        if beat.id == COORDINATOR and self._ready is not None:
+        if not self._supervisor.on_heartbeat(
+            heartbeat.id, heartbeat.incarnation, heartbeat.address, heartbeat.status, now
+        ):
+            return Result(HeartbeatReply(False))
+        if heartbeat.id == COORDINATOR and self._ready is not None:
             ready, self._ready = self._ready, None
             ready()
-        return Result(Standing(True, self._supervisor.settings_of(beat.id)))
+        return Result(HeartbeatReply(True, self._supervisor.settings_of(heartbeat.id)))
 
     def _on_desire(self, call: IncomingCall) -> None:
         desired: Desire = call.body

@@ -32,13 +32,13 @@ from torch_dpflow.remote.wire.router import (
     MAX_JOBS,
     SHARD_LEASE_S,
     DrawSamples,
-    Enlist,
-    JobBeat,
     JobFigures,
+    JobHeartbeat,
     JobId,
     JobRank,
     Join,
     Joined,
+    RegisterShard,
     RouterSettings,
     RoutingTable,
     StartEpoch,
@@ -130,11 +130,11 @@ class Router:
         #: Calls that wait for a complete table, and when their callers give up, seconds.
         self._waiting: list[tuple[IncomingCall, Joined, float]] = []
         for name, handler, body in (
-            ("enlist", self._on_enlist, Enlist),
+            ("register_shard", self._on_register_shard, RegisterShard),
             ("join", self._on_join, Join),
             ("start", self._on_start, StartEpoch),
             ("draw", self._on_draw, DrawSamples),
-            ("beat", self._on_beat, JobBeat),
+            ("heartbeat", self._on_heartbeat, JobHeartbeat),
             ("leave", self._on_leave, JobId),
         ):
             server.register(name, handler, body_type=body)
@@ -185,11 +185,11 @@ class Router:
 
     # -- shards ----------------------------------------------------------------------------------------------
 
-    def _on_enlist(self, call: IncomingCall) -> Result:
-        shard: Enlist = call.body
+    def _on_register_shard(self, call: IncomingCall) -> Result:
+        shard: RegisterShard = call.body
         if not hmac.compare_digest(shard.token.encode(), self._token.encode()):
             raise UsageError(f"shard {shard.shard!r} was not started by this cluster's node")
-        range_ = self._routing.enlist(
+        range_ = self._routing.register(
             shard.shard, shard.incarnation, shard.address, self._clock(), known=shard.generation
         )
         if range_ is None:
@@ -285,11 +285,11 @@ class Router:
         indices = order.draw(reader.rank, draw.epoch, draw.position, draw.count, self._clock())
         return Result(None, [indices.tobytes()])
 
-    def _on_beat(self, call: IncomingCall) -> Result:
-        beat: JobBeat = call.body
-        self._renew_lease(beat.job)
-        if beat.figures is not None:
-            self._figures[beat.job.name] = beat.figures
+    def _on_heartbeat(self, call: IncomingCall) -> Result:
+        heartbeat: JobHeartbeat = call.body
+        self._renew_lease(heartbeat.job)
+        if heartbeat.figures is not None:
+            self._figures[heartbeat.job.name] = heartbeat.figures
         return Result(self._routing.generation)
 
     def _on_leave(self, call: IncomingCall) -> None:
@@ -343,7 +343,7 @@ def run(service: ServiceSpec) -> None:
     serve(
         service,
         server,
-        router.status,
-        router.poll,
-        settle=lambda settings: router.apply_settings(decoder.decode(settings)),
+        status=router.status,
+        poll=router.poll,
+        apply_settings=lambda settings: router.apply_settings(decoder.decode(settings)),
     )

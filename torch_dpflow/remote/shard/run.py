@@ -16,16 +16,16 @@ from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow.remote.rpc import RpcClient
 from torch_dpflow.remote.shard.server import SampleShard
 from torch_dpflow.remote.wire.node import Ending, ProcessView
-from torch_dpflow.remote.wire.router import Enlist, RangeAssignment
+from torch_dpflow.remote.wire.router import RangeAssignment, RegisterShard
 from torch_dpflow.remote.wire.shard import ShardArguments, ShardSettings
 
 #: How often a shard registers with its router, which is its heartbeat, seconds.
-ENLIST_S = 1.0
+REGISTER_S = 1.0
 #: How often a shard asks its node about workers whose end it cannot see, seconds.
 WATCH_S = 1.0
 
 
-class Enlistment:
+class ShardRegistration:
     """A thread that keeps a shard in its router's table and assigns the shard its keys."""
 
     def __init__(self, service: ServiceSpec, shard: SampleShard, router: str) -> None:
@@ -36,15 +36,15 @@ class Enlistment:
         self._client: RpcClient | None = None
         #: The newest routing generation that the router has sent.
         self._generation = 0
-        sender = PeriodicCall(self._enlist, ENLIST_S, "dpflow-enlist")
+        sender = PeriodicCall(self._register, REGISTER_S, "dpflow-register")
         sender.wake()
         sender.start()
 
-    def _enlist(self) -> None:
+    def _register(self) -> None:
         service, server = self._service, self._shard.server
         if self._client is None:
             self._client = service.place.connect(locate(service.place, self._router), timeout_s=10.0)
-        body = Enlist(
+        body = RegisterShard(
             service.id,
             service.incarnation,
             server.address,
@@ -53,7 +53,9 @@ class Enlistment:
             self._shard.cache_samples,
         )
         try:
-            range_: RangeAssignment = self._client.call("enlist", body, reply_type=RangeAssignment).body
+            range_: RangeAssignment = self._client.call(
+                "register_shard", body, reply_type=RangeAssignment
+            ).body
         except DPFlowError:
             self._client.close()
             self._client = None  # the router may have moved
@@ -125,11 +127,11 @@ def run(service: ServiceSpec) -> None:
         clock=SuspendAwareClock(),
     )
     watch.watch(shard)
-    Enlistment(service, shard, arguments.router)
+    ShardRegistration(service, shard, arguments.router)
     serve(
         service,
         shard.server,
-        shard.status,
-        shard.poll,
-        settle=lambda settings: shard.apply_settings(decoder.decode(settings)),
+        status=shard.status,
+        poll=shard.poll,
+        apply_settings=lambda settings: shard.apply_settings(decoder.decode(settings)),
     )

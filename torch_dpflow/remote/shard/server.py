@@ -99,7 +99,7 @@ class SampleShard:
         )
         self.server.register("want", self._on_want, body_type=Ask)
         self.server.register("fetch", self._on_fetch, body_type=Ask, remembered=False)
-        self.server.register("beat", self._on_beat, body_type=JobId)
+        self.server.register("heartbeat", self._on_heartbeat, body_type=JobId)
         self.server.register("leave", self._on_leave, body_type=JobId)
 
     def poll(self) -> None:
@@ -235,7 +235,7 @@ class SampleShard:
         first, end = self._range.first, self._range.end
         return Lookahead.unknown(end - first, epoch=epoch, members=np.arange(first, end))
 
-    def _on_beat(self, call: IncomingCall) -> None:
+    def _on_heartbeat(self, call: IncomingCall) -> None:
         self._renew_lease(call.body)
 
     def _on_leave(self, call: IncomingCall) -> None:

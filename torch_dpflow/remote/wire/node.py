@@ -40,8 +40,8 @@ class Ending(Body):
     incarnation: Count
 
 
-class Beat(Body):
-    """From a process of a node: its heartbeat. Answered with `Standing`."""
+class Heartbeat(Body):
+    """From a process of a node. Answered with `HeartbeatReply`."""
 
     id: Name
     incarnation: Count
@@ -51,11 +51,11 @@ class Beat(Body):
     status: dict[Name, Any]
 
 
-class Standing(Body):
-    """The answer to a process's heartbeat."""
+class HeartbeatReply(Body):
+    """The answer to `Heartbeat`."""
 
-    #: Whether it is to go on running.
-    wanted: bool
+    #: Whether the process is to go on running.
+    desired: bool
     #: The present settings of its launch.
     settings: bytes = b""
 

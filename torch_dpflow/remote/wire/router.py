@@ -11,7 +11,7 @@ from torch_dpflow.remote.wire.fields import Count, Name, Seconds, Text
 from torch_dpflow.remote.wire.limits import MAX_RANKS
 
 
-class Enlist(Body):
+class RegisterShard(Body):
     """From a shard: it serves at this address. Repeated as its heartbeat; answered with `RangeAssignment`."""
 
     shard: Name
@@ -20,7 +20,7 @@ class Enlist(Body):
     address: Text
     #: The newest routing generation that it has seen, 0 for none: a router that restarts has forgotten it.
     generation: Count
-    #: A secret of the node that started it: jobs call whoever enlists.
+    #: A secret of the node that started it: jobs call whoever registers.
     token: Name
     #: How many samples its cache can hold, by the size of the latest; 0 where that is not known.
     cache_samples: Count = 0
@@ -76,7 +76,7 @@ class JobFigures(Body):
     bytes: Count
 
 
-class JobBeat(Body):
+class JobHeartbeat(Body):
     """To a router: a job's heartbeat. Answered with the routing table's generation."""
 
     job: JobId

@@ -27,7 +27,8 @@ LATE_S = 0.1
 class ResultOutbox:
     """Sends a worker's results, and lets one thread at a time use its connection.
 
-    `add` and `flush` are for the worker's thread; a thread of the outbox sends results that have waited for long.
+    `add` and `flush` are for the worker's thread; a thread of the outbox sends results that have waited for long. No
+    `PeriodicCall`: while no result waits, it must not wake up beside the decoder.
 
     Args:
         connection: to the shard. Other users of it must hold `lock` while results wait.

@@ -18,7 +18,7 @@ from torch_dpflow.platforms.orphan import wait_for_end
 from torch_dpflow.remote.control.supervision import UP
 from torch_dpflow.remote.parcel.fast_path import encode_sample
 from torch_dpflow.remote.process.contents import open_content
-from torch_dpflow.remote.process.heartbeat import Heartbeat
+from torch_dpflow.remote.process.heartbeat import HeartbeatSender
 from torch_dpflow.remote.process.locate import locate
 from torch_dpflow.remote.process.roles import COORDINATOR
 from torch_dpflow.remote.process.spec import ServiceSpec
@@ -220,7 +220,7 @@ def _end_with(pid: int) -> None:
 def run(service: ServiceSpec) -> None:
     """The role of a worker: runs it until it ends."""
     arguments = msgspec.msgpack.decode(service.arguments, type=WorkerArguments)
-    heartbeat = Heartbeat(service, "", patience_s=float("inf"))
+    heartbeats = HeartbeatSender(service, "", stuck_s=float("inf"))
     address = locate(service.place, arguments.shard)
     connection = connect(
         address,
@@ -229,7 +229,7 @@ def run(service: ServiceSpec) -> None:
     )
     content = partial(open_content, service.place, coordinator=COORDINATOR)
     worker = SampleWorker(
-        connection, arguments.number, service.incarnation, content, lambda: heartbeat.say({UP: True})
+        connection, arguments.number, service.incarnation, content, lambda: heartbeats.report({UP: True})
     )
     use_sched_batch()  # not before: the socket's and the outbox's threads have to answer quickly
     worker.work()
