@@ -62,14 +62,14 @@ SETTINGS = (
 
 
 class _NoStealing(Windows):
-    def loot(self) -> Task | None:
+    def steal_candidate(self) -> Task | None:
         return None
 
 
 class _OldestFirst(Windows):
     """Steals the oldest task that waits anywhere: the one an in-order consumer needs first."""
 
-    def loot(self) -> Task | None:
+    def steal_candidate(self) -> Task | None:
         waiting = [task for mirror in self.mirrors.values() for task in list(mirror.held.values())[1:]]
         return min(filter(Task.is_movable, waiting), key=lambda task: task.order, default=None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 from hypothesis import given
@@ -114,3 +115,20 @@ def test_one_that_is_stopped_before_it_starts_calls_nothing() -> None:
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
     assert not calls
+
+
+def test_an_ended_thread_leaves_no_reference_cycle() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.thread = started(self.call, on_error=self.on_error, finish=self.call)
+
+        def call(self) -> None: ...
+
+        def on_error(self, error: Exception) -> None: ...
+
+    owner = Owner()
+    owner.thread.stop()
+    owner.thread.join(PATIENCE_S)
+    freed = weakref.ref(owner)
+    del owner
+    assert freed() is None

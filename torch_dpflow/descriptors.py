@@ -53,7 +53,7 @@ def has_spare(count: int) -> bool:
 
 
 def exhausted(what: str) -> DescriptorLimitError:
-    """The error that says so: what cannot be done, the limit, and how to raise it."""
+    """The error: what cannot be done, the limit, and how to raise it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     shown = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
     advice = (

@@ -8,7 +8,7 @@
     │   ├── OptionTypeError        (TypeError)   a value of the wrong type
     │   ├── StateError             (ValueError)  a state_dict that does not fit
     │   ├── LifetimeError          (RuntimeError)  used in a process that it does not belong to
-    │   ├── NotPicklableError      (PicklingError, TypeError, AttributeError)  cannot travel to a worker
+    │   ├── NotPicklableError      (PicklingError, TypeError, AttributeError)  cannot be sent to a worker
     │   ├── MissingExtraError      (ImportError)  an optional dependency is not installed
     │   └── UnsupportedTorchError  (ImportError)  torch has not what the package needs of it
     ├── DatasetError               a dataset store, or what it names
@@ -26,7 +26,7 @@
     ├── DescriptorLimitError       (RuntimeError, OSError)  too many open files
     ├── StorageError               (OSError)  a storage, an object in it, or the way there
     │   ├── ObjectMissingError     (FileNotFoundError)  there is no such object, bucket or file
-    │   ├── AccessDeniedError      (PermissionError)  the storage knows us and says no, or does not know us
+    │   ├── AccessDeniedError      (PermissionError)  the storage refuses these credentials or this request
     │   ├── TruncatedObjectError   (EOFError)  fewer bytes than there should be
     │   ├── ChecksumError          (ValueError)  other bytes than the dataset describes
     │   ├── StorageUnavailableError (ConnectionError)  refused, reset or overloaded, again and again
@@ -71,7 +71,7 @@ class LifetimeError(UsageError, RuntimeError):
 
 
 class NotPicklableError(UsageError, pickle.PicklingError, TypeError, AttributeError):
-    """An object cannot be pickled, so it cannot travel to a worker."""
+    """An object cannot be pickled, so it cannot be sent to a worker."""
 
 
 class MissingExtraError(UsageError, ImportError):
@@ -83,7 +83,7 @@ class UnsupportedTorchError(UsageError, ImportError):
 
 
 class DatasetError(DPFlowError):
-    """A dataset store cannot do what is asked, or what it names is not as it says."""
+    """A dataset store cannot do what is requested, or its files differ from its description."""
 
 
 class DatasetNotFoundError(DatasetError, LookupError):
@@ -151,7 +151,7 @@ class ObjectMissingError(StorageError, FileNotFoundError):
 
 
 class AccessDeniedError(StorageError, PermissionError):
-    """The storage turned the credentials down, or wants some and got none."""
+    """The storage refused the credentials, or requires some and got none."""
 
 
 class TruncatedObjectError(StorageError, EOFError):
@@ -163,7 +163,7 @@ class ChecksumError(StorageError, ValueError):
 
 
 class StorageUnavailableError(StorageError, ConnectionError):
-    """The storage refused or reset the connection, or said that it is overloaded."""
+    """The storage refused or reset the connection, or reported that it is overloaded."""
 
 
 class StorageTimeoutError(StorageError, TimeoutError):
@@ -171,7 +171,7 @@ class StorageTimeoutError(StorageError, TimeoutError):
 
 
 class TransportError(DPFlowError):
-    """A message did not make its way."""
+    """A message could not be sent or received."""
 
 
 class MessageError(TransportError, ValueError):
@@ -191,20 +191,20 @@ class DeadlineError(TransportError, TimeoutError):
 
 
 class ErrorKind(enum.IntEnum):
-    """Why a call was answered with an error, as it travels: what its caller does depends on this alone."""
+    """Why a call was answered with an error; how its caller reacts depends on this alone."""
 
-    #: The other side failed over a call that may be right; the text has its traceback.
+    #: The service failed, though the call may be right; the text has its traceback.
     INTERNAL = 0
-    #: The call is wrong: to be fixed by whoever makes it.
+    #: The call is wrong: its caller has to fix it.
     USAGE = 1
     #: The call, or the answer to it, is no valid message or above a limit.
     MALFORMED = 2
-    #: Whom the other side needs for it has gone.
+    #: A process that the service needs for it has gone.
     LOST = 3
-    #: The answer had to make room for others, or too much is open: to be tried again.
+    #: The answer was evicted, or too many calls are open: to be retried.
     FORGOTTEN = 4
     OVERLOADED = 5
-    #: What the caller goes by is out of date: see `torch_dpflow.remote.wire.errors`.
+    #: The caller's view is out of date: see `torch_dpflow.remote.wire.errors`.
     STALE_JOB = 6
     STALE_ROUTING = 7
     STALE_SHARD = 8
@@ -221,7 +221,7 @@ class RemoteCallError(TransportError, RuntimeError):
 
     def __init__(self, text: str, kind: ErrorKind = ErrorKind.INTERNAL) -> None:
         super().__init__(text, kind)
-        #: What the error on the other side said, and why it was raised.
+        #: The message of the error on the other side, and why it was raised.
         self.text = text
         self.kind = kind
 

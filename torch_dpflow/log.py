@@ -73,7 +73,7 @@ class StructuredFormatter(logging.Formatter):
     a peer has chosen is quoted, so that it cannot begin a line or a field of its own.
 
     Args:
-        fields: of the process: some of `SUBJECTS`, and what else all its lines are to say.
+        fields: of the process: some of `SUBJECTS`, and other fields that all its lines are to have.
     """
 
     def __init__(self, options: LogOptions, fields: Mapping[str, object]) -> None:

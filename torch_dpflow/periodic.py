@@ -91,6 +91,7 @@ class PeriodicCall(threading.Thread):
             else:
                 self._timing.on_success(time.monotonic())
         self._finish()
+        del self._call, self._on_error, self._finish  # no reference cycle with their owner
 
     def _log(self, error: Exception) -> None:
         trace = None if isinstance(error, DPFlowError) else error

@@ -6,11 +6,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from torch_dpflow.remote.control.leases import (
     ExpireLeases,
-    Heard,
     LeaseGranted,
     Leases,
     Leave,
     Lost,
+    RenewLease,
     Stale,
 )
 
@@ -52,7 +52,7 @@ class Members(RuleBasedStateMachine):
     def hear(self, peer, generation):
         newest = max(self.members.get(peer, -1), self.gone.get(peer, -1))
         is_news = generation > newest or generation == self.members.get(peer)
-        changes = self.tell(Heard(peer, generation, self.now))
+        changes = self.tell(RenewLease(peer, generation, self.now))
         if is_news:
             self.last_heard[peer] = self.now
             assert self.members[peer] == generation

@@ -79,7 +79,7 @@ def up(
     log_level: str,
     **given: Any,
 ) -> None:
-    """Run a cluster until it is told to stop: by Ctrl-C, SIGTERM or `dpflow down`.
+    """Run a cluster until it is stopped: by Ctrl-C, SIGTERM or `dpflow down`.
 
     It logs to stderr, one line for each event, with the flow, the job and the worker concerned.
     """
@@ -123,7 +123,7 @@ def down(address: str, as_json: bool) -> None:
         if as_json:
             click.echo(to_json({"stopped": coordinator.address}))
         else:
-            click.echo(f"told {coordinator.address} to stop")
+            click.echo(f"{coordinator.address} is stopping")
 
 
 @click.command()

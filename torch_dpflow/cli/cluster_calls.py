@@ -79,7 +79,7 @@ def ask_views(coordinator: RpcClient) -> tuple[list[FlowView], list[ProcessView]
 
 
 def end_cluster(coordinator: RpcClient) -> None:
-    """Tell a cluster to stop: its coordinator, or if that does not answer its node on this host. Raises as `ask`."""
+    """Stop a cluster: through its coordinator, or if that does not answer its node on this host. Raises as `ask`."""
     scheme, _, path = coordinator.address.partition("://")
     node = Path(path).parent / NODE_SOCKET
     was_here = scheme == "ipc" and node.exists()

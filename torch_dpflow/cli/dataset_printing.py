@@ -75,7 +75,7 @@ def problem_line(variant: str, problem: Problem) -> str:
 
 
 def checked_line(stored: StoredDataset, compared: Compared | None) -> str:
-    """One line that says how far a check went; None: at the metadata alone."""
+    """One line that describes how far a check went; None: at the metadata alone."""
     if compared is not None:
         summary = _summary(compared) or "none is intact"
         return f"{stored.ref}: {len(stored)} samples checked with their data: {summary}"

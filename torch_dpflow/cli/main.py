@@ -14,8 +14,8 @@ from torch_dpflow.errors import DPFlowError
 COMMANDS = {
     "up": ("torch_dpflow.cli.cluster", "up", "Run a cluster that several jobs read from."),
     "down": ("torch_dpflow.cli.cluster", "down", "End a cluster."),
-    "status": ("torch_dpflow.cli.cluster", "status", "Say which flows and processes a cluster has."),
-    "top": ("torch_dpflow.cli.cluster", "top", "Show what a cluster does, again and again."),
+    "status": ("torch_dpflow.cli.cluster", "status", "List the flows and the processes of a cluster."),
+    "top": ("torch_dpflow.cli.cluster", "top", "Show the activity of a cluster, updated continually."),
     "flow": ("torch_dpflow.cli.cluster_flow", "flow", "List, show, scale and delete flows."),
     "keygen": ("torch_dpflow.cli.cluster", "keygen", "Draw the keys of a cluster."),
     "dataset": (

@@ -46,7 +46,7 @@ class RoutedOrder:
 
         Args:
             iterations: of the loader until now.
-            resumed: the epoch that a loaded state says is next.
+            resumed: the epoch that is next by a loaded state.
             resumes: whether it is in the middle of that.
         """
         if not self.counts:

@@ -92,7 +92,7 @@ class Rotation:
         self._owed = [0] * workers
         self._in_order = in_order
         self._most = most
-        #: The worker whose turn it is.
+        #: The worker that is next in the rotation.
         self.next = first % workers
 
     def assign(self, worker: int | None = None) -> int | None:

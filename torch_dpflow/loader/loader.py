@@ -40,7 +40,7 @@ class DPFlowDataLoader(DataLoader[T]):
       `LoaderOptions.seeding`; not with `num_workers=0`, where it draws from the process's generators).
     - `state_dict()` and `load_state_dict()` keep and restore the position, also in another process and with
       another number of workers.
-    - `stats()` tells how long the training loop waited.
+    - `stats()` returns how long the training loop waited.
 
     Not thread-safe: iterate, save and load in one thread. In a forked child it can be iterated anew.
 

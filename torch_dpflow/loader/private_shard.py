@@ -57,7 +57,7 @@ class PrivateShard:
         platform: starts the workers; closed with the shard.
         spec: what all of them load.
         workers: how many.
-        order: the first epoch, alike for all workers; `streams` says where each one's own stream begins.
+        order: the first epoch, alike for all workers; `streams` has where each one's own stream begins.
         streams: per worker, or empty.
         poison_limit, task_timeout_s: see `LoaderOptions`.
         pin: applied to each batch in the shard's thread (copies it to pinned memory), or None.
@@ -281,7 +281,7 @@ class PrivateShard:
         self._shard.on_worker_lost(worker, None if running is None else running.tasks())
         self._readers.pop(worker, None)
 
-    # -- what the shard asks of us (`Requester`) ---------------------------------------------------------
+    # -- callbacks of the shard (`Requester`) ------------------------------------------------------------
 
     def refusal(self, hello: WorkerHello) -> str:
         return self.processes.refusal(hello.worker, hello.incarnation)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class IterationProgress(Protocol):
-    """What a loader asks of its latest iteration."""
+    """What a loader reads of its latest iteration."""
 
     def state(self) -> LoaderState:
         """The state to resume the iteration from, or the next one if it is over. No side effect."""

@@ -346,7 +346,7 @@ class WorkerIterator(BaseDataLoaderIter):
             self._counted.duplicates - before.duplicates, self._counted.steals - before.steals
         )
 
-    # -- what workers are told -----------------------------------------------------------------------------
+    # -- the specification of an epoch for workers ----------------------------------------------------------
 
     def _order(self) -> EpochSpec:
         return EpochSpec(

@@ -80,7 +80,7 @@ class WorkerProcesses:
             self._handles[worker] = self._platform.launch(process)
         except NotPicklableError as error:
             raise NotPicklableError(
-                f"the dataset, collate_fn or worker_init_fn cannot travel: {error}. Define it at the top of a module "
+                f"the dataset, collate_fn or worker_init_fn cannot be sent: {error}. Define it at the top of a module "
                 "(no lambda, no local class), leave out open files and locks, or pass multiprocessing_context='fork'"
             ) from error
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch_dpflow import descriptors
 from torch_dpflow.errors import LaunchError, NotPicklableError
 from torch_dpflow.platforms.base import MAX_REPORT_CHARS, Capabilities, End, ProcessSpec
-from torch_dpflow.platforms.orphan import exit_with_parent
+from torch_dpflow.platforms.orphan import exit_with
 
 #: How long to wait for the exit code of an ended process, seconds; a fork server has to send it.
 REAP_S = 1.0
@@ -108,7 +108,7 @@ class LocalPlatform:
 
 def _run(spec: ProcessSpec, owner: int, by_kernel: bool) -> None:
     """The body of a process: runs no line of the target before the process is bound to end with its owner."""
-    exit_with_parent(owner, spec.directory, by_kernel=by_kernel)
+    exit_with(owner, spec.directory, by_kernel=by_kernel)
     spec.target(*spec.arguments)
 
 

@@ -1,4 +1,4 @@
-"""Ends a process when the process that started it ends, even by SIGKILL."""
+"""Ends a process when another one ends, even by SIGKILL."""
 
 import ctypes
 import os
@@ -14,14 +14,14 @@ _PR_SET_PDEATHSIG = 1
 POLL_S = 1.0
 
 
-def exit_with_parent(pid: int, directory: str, *, by_kernel: bool = False) -> None:
-    """Make this process exit when process `pid` does, after removing `directory`, if any. To be called once.
+def exit_with(pid: int, directory: str = "", *, by_kernel: bool = False) -> None:
+    """Make this process exit when process `pid` of this host does, after removing `directory`, if any.
 
     A thread waits for the end of `pid`, so a worker that hangs in user code exits too.
 
     by_kernel: the kernel kills this process as well, even if user code never releases the interpreter's lock;
-        `directory` is then left to the next sweep. Only for a process that its starter's main thread has started:
-        the kernel takes the end of the starting thread for the end of the parent.
+        `directory` is then left to the next sweep. Only for the parent's `pid`, and a process that the parent's main
+        thread has started: the kernel takes the end of the starting thread for the end of the parent.
     """
     if by_kernel and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -29,14 +29,13 @@ def exit_with_parent(pid: int, directory: str, *, by_kernel: bool = False) -> No
 
 
 def _watch(pid: int, directory: str) -> None:
-    wait_for_end(pid)
+    _wait_for_end(pid)
     if directory:
         shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 
 
-def wait_for_end(pid: int) -> None:
-    """Wait until a process of this host and of the same namespace has ended."""
+def _wait_for_end(pid: int) -> None:
     if hasattr(os, "pidfd_open"):
         try:
             descriptor = os.pidfd_open(pid)

@@ -33,7 +33,7 @@ def test_a_process_comes_back_under_its_name_and_what_was_known_is_void() -> Non
 
 def test_another_is_put_off_and_refused_once_the_holder_is_heard_of() -> None:
     names = make()
-    with pytest.raises(NameBusyError, match=r"last heard from 3.0 s ago"):
+    with pytest.raises(NameBusyError, match=r"renewed its lease 3.0 s ago"):
         names.admit("a", 5, holder=8, now=3.0)
     names.renew("a", 1, now=4.0)
     with pytest.raises(UsageError, match="being read by another process"):

@@ -83,7 +83,7 @@ def test_false_claims_are_refused_without_allocating(frame: bytes, size: int, li
 def test_carrier_compresses_for_a_peer_that_asks() -> None:
     near = Carrier(max_bytes=1 << 20, shared_bytes=0, compress=False)
     far = Carrier(max_bytes=1 << 20, shared_bytes=0, compress=True)
-    assert not near.meet(far.reach())
+    assert not near.accept(far.offer())
     packed, packing = near.pack([LABELS, NOISE])
     assert packing == Packing([len(LABELS), 0])
     arrived = [memoryview(bytearray(frame)) for frame in packed]
@@ -93,7 +93,7 @@ def test_carrier_compresses_for_a_peer_that_asks() -> None:
 def test_carrier_bounds_what_a_message_may_hold() -> None:
     near = Carrier(max_bytes=1 << 20, shared_bytes=0, compress=False)
     far = Carrier(max_bytes=len(LABELS) * 2, shared_bytes=0, compress=True)
-    near.meet(far.reach())
+    near.accept(far.offer())
     packed, packing = near.pack([LABELS] * 3)
     with pytest.raises(MessageError, match="at most"):
         far.unpack([memoryview(bytearray(frame)) for frame in packed], packing)

@@ -16,7 +16,15 @@ import pytest
 from torch_dpflow.errors import DeadlineError, MessageError
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcClient, RpcServer
 from torch_dpflow.remote.transport import connect, listen
-from torch_dpflow.remote.wire.headers import PROTOCOL_VERSION, Header, Hello, Reach, Welcome, decode, encode
+from torch_dpflow.remote.wire.headers import (
+    PROTOCOL_VERSION,
+    Header,
+    Hello,
+    PayloadOffer,
+    Welcome,
+    decode,
+    encode,
+)
 
 StartServer = Callable[..., RpcServer]
 OpenClient = Callable[..., RpcClient]
@@ -109,7 +117,7 @@ def test_release_that_speaks_another_version_is_refused(
     call = client.begin("anything")
     message = listener.receive(20)
     assert message is not None
-    assert listener.send(message[0], [later(Welcome(99, bytes(16), Reach(1)))])
+    assert listener.send(message[0], [later(Welcome(99, bytes(16), PayloadOffer(1)))])
     with pytest.raises(MessageError, match="speaks version 99 of the protocol"):
         call.result()
     listener.close()
@@ -120,7 +128,7 @@ def test_client_of_another_version_is_told_and_not_admitted(
 ) -> None:
     server = start_server(ipc_address, lambda server: None)
     other = connect(server.address)
-    other.send([later(Hello(99, Reach(os.getpid())))])
+    other.send([later(Hello(99, PayloadOffer(os.getpid())))])
     answer = other.receive(20)
     assert answer is not None
     header = decode(answer[0])

@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from torch_dpflow.errors import ErrorKind
 from torch_dpflow.remote.rpc import IncomingCall, Result, RpcClient, RpcServer
 from torch_dpflow.remote.transport import Connection, connect, listen
-from torch_dpflow.remote.wire.headers import EMPTY_BODY, Hello, Packing, Reach, Request, encode, encode_body
+from torch_dpflow.remote.wire.headers import (
+    EMPTY_BODY,
+    Hello,
+    Packing,
+    PayloadOffer,
+    Request,
+    encode,
+    encode_body,
+)
 
 FILES = sorted((Path(__file__).parents[1] / "wire" / "corpus").glob("*.bin"))
 CORPUS = [path.read_bytes() for path in FILES]
@@ -51,7 +59,7 @@ def stranger(server: RpcServer) -> Iterator[Connection]:
 def fiend(server: RpcServer) -> Iterator[Connection]:
     """A peer that has said Hello, and may say anything now."""
     connection = connect(server.address)
-    connection.send([encode(Hello(1, Reach(os.getpid())))])
+    connection.send([encode(Hello(1, PayloadOffer(os.getpid())))])
     assert connection.receive(20) is not None
     yield connection
     connection.close()
@@ -139,7 +147,7 @@ def test_memory_stays_flat_under_nonsense(
     def nonsense(rounds: int) -> None:
         for number in range(rounds):
             peer = connect(server.address)
-            peer.send([encode(Hello(1, Reach(os.getpid())))])
+            peer.send([encode(Hello(1, PayloadOffer(os.getpid())))])
             for content in CORPUS[number % 3 :: 3]:
                 peer.send([content, bytes(20_000)])
             for call in range(20):  # never completed: what the server remembers of it is bounded

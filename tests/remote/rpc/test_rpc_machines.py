@@ -191,10 +191,10 @@ def test_longest_silent_session_makes_room() -> None:
     table = SessionTable(most=2, idle_s=10, drop=lambda session: dropped.append(session.client))
     for now, client in enumerate([b"a", b"b"]):
         table.add(make_session(client, []), now)
-    assert table.heard(b"a", 2) is not None
+    assert table.on_message(b"a", 2) is not None
     table.add(make_session(b"c", []), 3)
     assert dropped == [b"b"]
-    assert table.heard(b"b", 4) is None
+    assert table.on_message(b"b", 4) is None
     table.tick(now=12)
     assert dropped == [b"b", b"a"]
     table.clear()

@@ -18,7 +18,7 @@ ROOM = 2 << 20
 def pair() -> tuple[Carrier, Carrier]:
     """Two ends on this host that can read each other's memory."""
     near, far = (Carrier(max_bytes=1 << 30, shared_bytes=ROOM, compress=False) for _ in range(2))
-    near.shares, far.shares = far.meet(near.reach()), near.meet(far.reach())
+    near.shares, far.shares = far.accept(near.offer()), near.accept(far.offer())
     return near, far
 
 

@@ -17,7 +17,7 @@ from torch_dpflow.errors import PeerLostError
 from torch_dpflow.remote.transport import Connection, TransportOptions, connect
 from torch_dpflow.remote.wire.coordinator import Access, ContentPiece, ContentRequest, Scale
 from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.wire.headers import PROTOCOL_VERSION, Hello, Reach, encode
+from torch_dpflow.remote.wire.headers import PROTOCOL_VERSION, Hello, PayloadOffer, encode
 from torch_dpflow.remote.wire.node import Heartbeat
 from torch_dpflow.remote.wire.router import (
     DrawSamples,
@@ -107,8 +107,10 @@ class Fuzzer:
             header = [chance.choice(TAGS), *(self._value() for _ in range(chance.randrange(8)))]
             return [_pack(header), *self._frames(chance.randrange(3))]
         if kind < 0.55:
-            reach = Reach(chance.choice([1, os.getpid(), 2**40]), False, msgspec.Raw(_pack(self._value())))
-            return [encode(Hello(chance.choice([0, PROTOCOL_VERSION, PROTOCOL_VERSION, 2**40]), reach))]
+            offer = PayloadOffer(
+                chance.choice([1, os.getpid(), 2**40]), False, msgspec.Raw(_pack(self._value()))
+            )
+            return [encode(Hello(chance.choice([0, PROTOCOL_VERSION, PROTOCOL_VERSION, 2**40]), offer))]
         return self._call(role)
 
     def _call(self, role: str) -> list[bytes]:
@@ -180,7 +182,7 @@ class Fiend:
         )
         self._connection: Connection = connect(address, identity=identity, options=options)
         if chance.random() < 0.7:
-            self.say([[encode(Hello(PROTOCOL_VERSION, Reach(os.getpid())))]])
+            self.say([[encode(Hello(PROTOCOL_VERSION, PayloadOffer(os.getpid())))]])
 
     def say(self, messages: Sequence[list[bytes]]) -> int:
         """How many answers there were by then."""

@@ -69,7 +69,7 @@ def test_down_takes_the_address_that_up_has_printed(tmp_path: Path) -> None:
     address = find_cluster(cluster.address).address
     Path(cluster.address).unlink()
     ended = CliRunner().invoke(root, ["down", "--address", address])
-    assert (ended.exit_code, ended.output) == (0, f"told {address} to stop\n")
+    assert (ended.exit_code, ended.output) == (0, f"{address} is stopping\n")
     wait(lambda: has_ended(cluster.pid), what="the cluster's end")
 
 

@@ -2,17 +2,16 @@
 
 A pure state machine: `handle(event)` returns what has changed; there is no socket, thread or clock inside.
 
-A peer is a member while it is heard from at least once in every lease. Each time it starts, or rejoins after it was
-lost, it comes with a higher generation. A generation is a member at most once: after its loss it stays lost even if the
-peer is alive, because its work has been given to others. The peer is told that it is stale, and rejoins under a new
-generation.
+A peer is a member while it renews its lease in time. Each time it starts, or rejoins after it was lost, it has a
+higher generation. A generation is a member at most once: after its loss it stays lost even if the peer is alive,
+because its work has been given to others. `Stale` reports that; the peer rejoins under a new generation.
 
 ::
 
-    Heard, new generation ──> LeaseGranted ──> Heard, same generation: the lease is renewed
+    RenewLease, new generation ──> LeaseGranted ──> RenewLease, same generation: the lease lasts longer
                                    │
-                                   └──> ExpireLeases after its end, Leave, Heard of a newer generation ──> Lost
-    Heard of a generation that is lost or replaced ──> Stale
+                                   └──> ExpireLeases after its end, Leave, RenewLease of a newer generation ──> Lost
+    RenewLease of a generation that is lost or replaced ──> Stale
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ MOST_REMEMBERED = 1 << 14
 Peer: TypeAlias = str
 
 
-class Heard(msgspec.Struct, frozen=True, gc=False):
-    """A message from this peer; every message is a heartbeat."""
+class RenewLease(msgspec.Struct, frozen=True, gc=False):
+    """A message has come from this peer; each renews its lease."""
 
     peer: Peer
     generation: int
@@ -56,7 +55,7 @@ class ExpireLeases(msgspec.Struct, frozen=True, gc=False):
     now: float
 
 
-LeaseEvent: TypeAlias = Heard | Leave | ExpireLeases
+LeaseEvent: TypeAlias = RenewLease | Leave | ExpireLeases
 
 
 class LeaseGranted(msgspec.Struct, frozen=True, gc=False):
@@ -75,7 +74,7 @@ class Lost(msgspec.Struct, frozen=True, gc=False):
 
 
 class Stale(msgspec.Struct, frozen=True, gc=False):
-    """A message from a generation that is lost or replaced: tell it. One above `newest` would be granted a lease."""
+    """A message has come from a generation that is lost or replaced. One above `newest` would be granted a lease."""
 
     peer: Peer
     generation: int
@@ -128,9 +127,9 @@ class Leases:
     def handle(self, event: LeaseEvent) -> list[LeaseChange]:
         """Apply one event; returns what has changed, in order. Time that runs backwards is ignored."""
         match event:
-            case Heard(peer, generation, now):
+            case RenewLease(peer, generation, now):
                 self._now = max(self._now, now)
-                return self._heard(peer, generation)
+                return self._renew(peer, generation)
             case Leave(peer, generation, now):
                 self._now = max(self._now, now)
                 return self._leave(peer, generation)
@@ -138,9 +137,11 @@ class Leases:
                 self._now = max(self._now, now)
                 return self._expire()
             case _:
-                raise OptionTypeError(f"Leases.handle takes Heard, Leave and ExpireLeases; got {event!r}")
+                raise OptionTypeError(
+                    f"Leases.handle takes RenewLease, Leave and ExpireLeases; got {event!r}"
+                )
 
-    def _heard(self, peer: Peer, generation: int) -> list[LeaseChange]:
+    def _renew(self, peer: Peer, generation: int) -> list[LeaseChange]:
         newest = self._newest(peer)
         member = peer in self._members
         if newest is not None and (generation < newest or (generation == newest and not member)):

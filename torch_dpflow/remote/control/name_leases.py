@@ -2,9 +2,9 @@
 
 A pure state machine around `leases`; there is no socket, thread or clock inside.
 
-A name belongs to the process that joined under it until its lease expires or it leaves. Another process that wants it
-is told to ask again, because the holder may have ended. Once the holder renews its lease after that, the other is
-refused for good; otherwise the lease expires, and the name goes to whoever asks next.
+A name belongs to the process that joined under it until its lease expires or it leaves. Another process that requests
+it has to repeat the request, because the holder may have ended. If the holder renews its lease after the first request,
+the other process is refused for good; otherwise the lease expires, and the name goes to whoever requests it next.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.control.leases import ExpireLeases, Heard, Leases, Leave, Lost, Stale
+from torch_dpflow.remote.control.leases import ExpireLeases, Leases, Leave, Lost, RenewLease, Stale
 from torch_dpflow.remote.wire.errors import NameBusyError, StaleJobError
 
 
@@ -23,7 +23,7 @@ class _Holder:
     holder: int
     #: When it last renewed its lease, seconds.
     renewed: float
-    #: When other processes first asked for the name, by their random numbers.
+    #: When other processes first requested the name, by their random numbers.
     rivals: dict[int, float] = field(default_factory=dict)
 
 
@@ -51,14 +51,14 @@ class NameLeases:
         Returns whether this replaces an earlier generation, whose state is void.
 
         Raises:
-            NameBusyError: another process has the name, and may have ended; ask again.
-            UsageError: another process has it and lives.
+            NameBusyError: another process has the name, and may have ended; try again.
+            UsageError: another process has it and renews its lease.
             StaleJobError: a later generation has joined.
         """
         current = self._holders.get(name)
         if current is not None and current.holder != holder:
             _refuse(name, current, holder, now)
-        changes = self._leases.handle(Heard(name, generation, now))
+        changes = self._leases.handle(RenewLease(name, generation, now))
         for change in changes:
             if isinstance(change, Stale):
                 raise StaleJobError(f"job {name!r}: generation {change.newest} is newer")
@@ -69,7 +69,7 @@ class NameLeases:
         """Renew a lease. Raises StaleJobError if the reader has none, or it has expired."""
         if self._leases.generation_of(name) != generation:
             raise StaleJobError(f"job {name!r} has no lease (any more); join again")
-        self._leases.handle(Heard(name, generation, now))
+        self._leases.handle(RenewLease(name, generation, now))
         self._holders[name].renewed = now
 
     def leave(self, name: str, generation: int, now: float) -> bool:
@@ -103,6 +103,6 @@ def _refuse(name: str, current: _Holder, rival: int, now: float) -> None:
             "JobOptions(name=...), or none"
         )
     raise NameBusyError(
-        f"job {name!r} was last heard from {now - current.renewed:.1f} s ago in another process; its name is free once "
-        "that one's lease has expired"
+        f"job {name!r} is held by another process, which renewed its lease {now - current.renewed:.1f} s ago; its name "
+        "is free once that lease has expired"
     )

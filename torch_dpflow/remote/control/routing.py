@@ -85,7 +85,7 @@ class Routing:
         """Register a shard, or renew its lease; returns its range, empty until the table is complete.
 
         None: another process has replaced it.
-        known: the newest generation that the shard knows, from this table or an earlier router's. Shards and jobs obey
+        known: the newest generation that the shard knows, from this table or an earlier router's. Shards and jobs use
             the newest one, so the generations of this table continue after it.
         """
         if incarnation < self._incarnations.get(shard, 0):

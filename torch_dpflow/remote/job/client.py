@@ -32,7 +32,7 @@ def open_job(
 
     Raises:
         OptionError, OptionTypeError: an argument is not allowed.
-        UsageError: the cluster refuses the flow or the job, and says why.
+        UsageError: the cluster refuses the flow or the job; the message has the reason.
         NotPicklableError: the dataset cannot be sent to the workers.
         DeadlineError: the cluster does not answer.
     """

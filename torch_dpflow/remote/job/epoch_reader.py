@@ -70,7 +70,7 @@ class _Batch:
         return [one for one in self.wanted if one.ticket not in self.values]
 
     @property
-    def is_deadly(self) -> bool:
+    def is_poisoned(self) -> bool:
         """Whether there will be an error in its place, whatever else comes."""
         return any(isinstance(value, PoisonTaskError) for value in self.values.values())
 
@@ -198,7 +198,7 @@ class EpochReader:
         )
 
     def abandon(self) -> None:
-        """Tell the thread to release its samples and end, without waiting for it. A finalizer may call."""
+        """Have the thread release its samples and end, without waiting for it. A finalizer may call."""
         self._closed.set()
         self._ready.wake()
 
@@ -276,7 +276,7 @@ class EpochReader:
             came = 0
             fetches, batch.fetches = batch.fetches, []
             for fetch in fetches:
-                if batch.is_deadly:
+                if batch.is_poisoned:
                     break
                 outcome = self._take(batch, fetch)
                 came += len(outcome.samples)
@@ -285,7 +285,7 @@ class EpochReader:
                 if outcome.error is not None:
                     self._mend(outcome.error, batch, since, backoff)
             missing = batch.missing
-            if batch.is_deadly:
+            if batch.is_poisoned:
                 # The error takes the batch's place whatever else comes, and where its other samples are as deadly each
                 # would cost three more workers.
                 self._links.release(missing, self._of)

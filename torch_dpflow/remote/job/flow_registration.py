@@ -50,7 +50,7 @@ class JobDataset:
 
 
 def source_of(dataset: Any, options: JobOptions) -> JobDataset:
-    """Split a dataset into a cacheable and a per-draw stage where it says which is which."""
+    """Split a dataset into a cacheable and a per-draw stage if it declares them."""
     cache = dataset if isinstance(dataset, ALSDCache) else None
     if cache is not None:
         per_draw = None if cache.transform is None else KeylessTransform(cache.transform)
@@ -59,7 +59,7 @@ def source_of(dataset: Any, options: JobOptions) -> JobDataset:
         repeatable = bool(options.repeatable)
         return JobDataset(dataset=TwoStageDataset(dataset), repeatable=repeatable, staged=False, cache=None)
     if dataset.per_draw is not None and options.repeatable is not None:
-        # The user says that all of it is repeatable, or that nothing is: both stages become one.
+        # By the user's option all of it is repeatable, or nothing is: both stages become one.
         dataset = TwoStageDataset(replace(dataset, stand_in=None), stand_in=dataset.stand_in)
     repeatable = dataset.per_draw is None and (
         cache is not None if options.repeatable is None else options.repeatable

@@ -50,34 +50,34 @@ class Replica:
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions:
-    """What a job asks for beside its data. Those marked (flow) count for the job that starts the flow.
+    """How a job is read and its flow is served. Those marked (flow) count for the job that starts the flow.
 
     Args:
-        name: by which it is known; drawn where it is None. Two jobs that live must not have the same; the name of
-            one that died is free after 15 s. All ranks of one job have the same. Where a loader is iterated again while
-            an iteration of it goes on, that is a job of its own, with "~2" and so on behind the name.
+        name: the job's name; None: a random one. No other running job may have it; the name of a job that died is
+            free after 15 s. All ranks of one job have the same name. If a loader is iterated again during an iteration,
+            that is a job of its own, with "~2" and so on appended to the name.
         shards: (flow) shard processes.
-        memory_bytes: (flow) room for samples of all shards together, bytes. None: where the dataset is an `ALSDCache`
-            for so many bytes, those and 256 MiB for what is on its way; else 1 GiB.
+        memory_bytes: (flow) memory for samples of all shards together, bytes. None: the bytes of the `ALSDCache` around
+            the dataset and 256 MiB for samples on their way; without one, 1 GiB.
         policy: (flow) cache policy, or "none". None: that of the `ALSDCache`, else "alsd".
-        strategy: (flow) how the jobs' orders are brought together: "shared-log" (DynaGCS), "joader", "coordl"
+        strategy: (flow) how the jobs' orders are coordinated: "shared-log" (DynaGCS), "joader", "coordl"
             and what else `torch_dpflow.samplers.STRATEGIES` has.
-        cache_samples: (flow) how many samples the caches hold, as the strategy is to take it; 0: as many as fit into
+        cache_samples: (flow) how many samples the caches hold, for the strategy; 0: as many as fit into
             `memory_bytes` by the size of the latest, and a tenth of all before the first is loaded.
-        repeatable: (flow) loading a sample twice gives the same, so that it may be kept. None: so it is where the
-            dataset is an `ALSDCache`; if that has a `transform`, what is below it is kept, and the transform is
-            run by a worker for each job and epoch.
+        repeatable: (flow) whether loading a sample twice gives the same, so that it may be cached. None: True if the
+            dataset is an `ALSDCache`; if that has a `transform`, its input is cached, and a worker runs the transform
+            for each job and epoch.
         idle_s: (flow) how long its services outlive the last job, seconds, at least 3.
-        task_timeout_s: (flow) how long a worker may be at one sample, or at its start, while it fetches and unpickles
-            the dataset, seconds; None: no limit. One that takes longer is taken for hung, killed and replaced, and
-            the sample counts as one that killed it: it is tried three times before it is given up. Well above what
-            the slowest sample takes, and the start: ten minutes by default.
-        fingerprint: (flow) stands for the dataset's content where jobs that make the same one are told that
-            theirs differ; see `torch_dpflow.remote.parcel.fingerprint`.
-        ready: batches that are put together ahead of need (P_L).
-        asked: batches that shards are told of ahead of need (P_R), more than `ready`.
+        task_timeout_s: (flow) how long a worker may take for one sample, or for its start, in which it fetches and
+            unpickles the dataset, seconds; None: no limit. A worker that takes longer is killed and replaced, and the
+            sample counts as its cause: it is tried three times before it fails. Choose it well above the slowest
+            sample and the start.
+        fingerprint: (flow) identifies the dataset's content, if equal datasets are reported as different; see
+            `torch_dpflow.remote.parcel.fingerprint`.
+        ready: batches that are collated ahead of need (P_L).
+        asked: batches that are requested from shards ahead of need (P_R), more than `ready`.
         budget_bytes: most bytes of batches under way, but for one batch.
-        patience_s: how long the cluster may be away before a call gives up, seconds.
+        patience_s: how long the cluster may be away before a call fails, seconds.
 
     Raises:
         OptionError: a value is out of range or unknown.

@@ -1,4 +1,4 @@
-"""Tells the log, once, that a flow's services do not answer, and once that they do again."""
+"""Logs once that a flow's services do not answer, and once that they answer again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OutageLog:
         self._job = job
         self._clock = clock
         self._logged = self._muted = False
-        #: Since when a service has asked the job to wait; None where none has. And whether that was logged.
+        #: Since when a service has the job wait; None if none has. And whether that was logged.
         self._waiting_since: float | None = None
         self._logged_wait = False
 
@@ -44,61 +44,48 @@ class OutageLog:
 
     def on_answer(self) -> None:
         """A service has answered."""
-        if self._logged and not self._muted:
-            LOADER.warning(
-                "flow %r, job %r: its services answer again, after %.0f s",
-                self._flow,
-                self._job,
-                self._clock() - self.answered_at,
-            )
+        if self._logged:
+            self._warn("its services answer again, after %.0f s", self._clock() - self.answered_at)
         self.answered_at, self.is_out, self._logged = self._clock(), False, False
 
     def on_no_answer(self, error: DPFlowError) -> None:
         """A service has not answered; logged once, when that has lasted."""
         self.is_out = True
         silence_s = self._clock() - self.answered_at
-        if silence_s >= SILENCE_S and not self._logged and not self._muted:
+        if silence_s >= SILENCE_S and not self._logged:
             self._logged = True
-            LOADER.warning(
-                "flow %r, job %r: no answer from its services for %.0f s; reading waits for them, for up to "
-                "patience_s=%g s in all (%s)",
-                self._flow,
-                self._job,
-                silence_s,
-                self.patience_s,
-                error,
+            text = (
+                "no answer from its services for %.0f s; reading waits for up to patience_s=%g s in all (%s)"
             )
+            self._warn(text, silence_s, self.patience_s, error)
 
     def on_wait(self, reason: str) -> None:
-        """A service asks the job to wait; logged once with the reason, when that has lasted."""
+        """A service has the job wait; logged once with the reason, when that has lasted."""
         if self._waiting_since is None:
             self._waiting_since = self._clock()
         waited_s = self._clock() - self._waiting_since
-        if waited_s >= SILENCE_S and not self._logged_wait and not self._muted:
+        if waited_s >= SILENCE_S and not self._logged_wait:
             self._logged_wait = True
-            LOADER.warning(
-                "flow %r, job %r: has waited for %.0f s, and goes on for up to patience_s=%g s in all: %s",
-                self._flow,
-                self._job,
-                waited_s,
-                self.patience_s,
-                reason,
-            )
+            text = "has waited for %.0f s, and goes on for up to patience_s=%g s in all: %s"
+            self._warn(text, waited_s, self.patience_s, reason)
 
     def on_fault(self, error: DPFlowError, times: int) -> None:
         """A service has failed over a call for the `times`-th time. Raises the error where that is too often."""
         if times >= MOST_FAULTS:
             raise error
-        if times == 1 and not self._muted:
-            LOADER.warning("flow %r, job %r: the call is repeated: %s", self._flow, self._job, error)
+        if times == 1:
+            self._warn("the call is repeated: %s", error)
 
     def on_success(self) -> None:
-        """A service has done what it was asked for."""
-        if self._waiting_since is not None and self._logged_wait and not self._muted:
-            waited_s = self._clock() - self._waiting_since
-            LOADER.warning("flow %r, job %r: goes on after %.0f s", self._flow, self._job, waited_s)
+        """A call has succeeded."""
+        if self._waiting_since is not None and self._logged_wait:
+            self._warn("goes on after %.0f s", self._clock() - self._waiting_since)
         self._waiting_since, self._logged_wait = None, False
         self.on_answer()
+
+    def _warn(self, text: str, *of: object) -> None:
+        if not self._muted:
+            LOADER.warning(f"flow %r, job %r: {text}", self._flow, self._job, *of)
 
     def deadline_error(self, error: DPFlowError) -> DeadlineError:
         """The error for a job that has waited for `patience_s`; `error` came last."""

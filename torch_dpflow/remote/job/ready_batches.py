@@ -46,14 +46,14 @@ class ReadyBatches:
     """A queue for one thread that puts and one that takes.
 
     Args:
-        room: most batches that wait, beside the one in hand.
+        capacity: most batches that wait, beside the one in hand.
         closed: set to end the epoch early; call `wake` after that.
     """
 
-    def __init__(self, room: int, closed: StopSignal) -> None:
-        self._room = room
+    def __init__(self, capacity: int, closed: StopSignal) -> None:
+        self._capacity = capacity
         self._closed = closed
-        self._line: deque[ReadyBatch] = deque()
+        self._waiting: deque[ReadyBatch] = deque()
         # They only wake the other side. Two of these take an eighth of the time of one bounded `queue.Queue`.
         self._came: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._went: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -64,13 +64,13 @@ class ReadyBatches:
         """Wait for room and append a batch, unless closed. `idle` is called every IDLE_S while it waits."""
         if self._went.qsize():
             self._went.get()
-        while len(self._line) >= self._room and not self._closed.is_set():
+        while len(self._waiting) >= self._capacity and not self._closed.is_set():
             try:
                 self._went.get(timeout=IDLE_S)
             except queue.Empty:
                 idle()
         if not self._closed.is_set():
-            self._line.append(ready)
+            self._waiting.append(ready)
             self._came.put(None)
 
     def next(self, timeout_s: float | None = None) -> ReadyBatch | None:
@@ -82,9 +82,9 @@ class ReadyBatches:
         while self.in_hand is None:
             if self._closed.is_set():
                 return None
-            line = self._line
-            if line:
-                self.in_hand = line[0]
+            waiting = self._waiting
+            if waiting:
+                self.in_hand = waiting[0]
             else:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
@@ -95,9 +95,9 @@ class ReadyBatches:
                 # A signal that another thread has received is handled only when this one returns to Python.
                 with suppress(queue.Empty):
                     self._came.get(timeout=min(LOOK_S, left_s))
-        line = self._line
-        if line and line[0] is self.in_hand:
-            line.popleft()
+        waiting = self._waiting
+        if waiting and waiting[0] is self.in_hand:
+            waiting.popleft()
             self._went.put(None)
             if self._came.qsize():
                 self._came.get()
@@ -114,4 +114,4 @@ class ReadyBatches:
 
     def clear(self) -> None:
         """Drop the waiting batches, once closed and the thread that puts has ended."""
-        self._line = deque()  # a new one: the thread that takes may be using the old one
+        self._waiting = deque()  # a new one: the thread that takes may be using the old one

@@ -73,8 +73,8 @@ class RouterLink:
     """One job's connection to its flow's router. Any thread may call.
 
     Every call is repeated across restarts of the router and the coordinator, for up to `patience_s`; where another
-    cluster has replaced the one that was joined, it is repeated there. A router that restarts learns from the joining
-    jobs all that it knew of them.
+    cluster has replaced the one that was joined, it is repeated there. A router that restarts gets all
+    that it knew of the jobs from them, as they join.
 
     Args:
         cluster: has the coordinator.
@@ -83,7 +83,7 @@ class RouterLink:
         failover: finds a cluster that has replaced the present one; None: no other cluster is tried.
 
     Raises:
-        UsageError: the router or the coordinator refuses the job, and says why.
+        UsageError: the router or the coordinator refuses the job; the message has the reason.
         RemoteCallError: one of them fails over a call repeatedly.
         DeadlineError: they do not answer.
     """
@@ -150,7 +150,7 @@ class RouterLink:
         with self._lock:
             if self._generation == stale:
                 self._generation = 0
-                # Even with nothing left to draw: other ranks may wait to learn where this one is.
+                # Even with nothing left to draw: other ranks may wait for this one's position.
                 mend = self._connected if self._epoch is None else self._in_epoch
                 self._attempt(mend, given_up, deadline)
 
@@ -209,7 +209,8 @@ class RouterLink:
         if self.outages.is_out:
             self._disconnect()  # the router may have moved: another call to its old address would time out again
             self._look_for_cluster()
-        while given_up is None or not given_up.is_set():
+        given_up = given_up or StopSignal()
+        while not given_up.is_set():
             try:
                 result = call()
             except RemoteCallError as error:
@@ -224,10 +225,7 @@ class RouterLink:
             else:
                 self.outages.on_success()
                 return result
-            if given_up is None:
-                time.sleep(backoff.pause_s())
-            else:
-                given_up.wait(backoff.pause_s())
+            given_up.wait(backoff.pause_s())
         raise PeerLostError("the epoch was given up while its router was asked")
 
     def _note(self, error: RemoteCallError, deadline: float, faults: int) -> None:

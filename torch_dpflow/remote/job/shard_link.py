@@ -78,7 +78,7 @@ class ShardLinks:
         #: The job's tickets, each used once.
         self.tickets = itertools.count(1)
         self._cluster: Cluster = router.cluster
-        #: The table in use, whose generation shards are told. The router's may change at any time.
+        #: The table in use; requests carry its generation. The router's may change at any time.
         self._routes = router.routes
         self._lock = threading.Lock()
         self._clients: dict[str, RpcClient] = {}
@@ -91,8 +91,8 @@ class ShardLinks:
 
     def want(self, wanted: Sequence[Wanted]) -> None:
         """Note samples that will be needed, soonest first. They are requested with the next fetch, or by `flush`."""
-        # One message tells of several batches: each wakes a shard, whose caches hold nothing of it by then, and takes
-        # the processor from a worker that decodes.
+        # One message for several batches: each message wakes a shard, whose code is out of the processor's caches by
+        # then, and interrupts a worker that decodes.
         for address, part in self._by_shard(wanted):
             self._unsent[address] += part
 
@@ -137,7 +137,7 @@ class ShardLinks:
         return outcome
 
     def release(self, wanted: Sequence[Wanted], of: EpochDraw) -> None:
-        """Tell the shards now that these are not needed any more, and which samples have come."""
+        """Release these samples at the shards, without waiting for the next fetch."""
         self._drop_unsent(wanted)
         for address, part in self._by_shard(wanted):
             self._taken[address] += [one.ticket for one in part]

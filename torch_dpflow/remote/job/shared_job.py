@@ -9,7 +9,6 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -73,11 +72,7 @@ class SharedJob:
         #: Whether the heartbeat's thread is past its last heartbeat, and leaves the flow.
         self._leaving = False
         self._heartbeat = PeriodicCall(
-            self._send_heartbeat,
-            HEARTBEAT_S,
-            "dpflow-heartbeat",
-            on_error=lambda _: LOADER.exception("flow %r, job %r: heartbeat failed", job.flow, job.name),
-            finish=self._leave,
+            self._send_heartbeat, HEARTBEAT_S, "dpflow-heartbeat", on_error=self._on_error, finish=self._leave
         )
         self._heartbeat.start()
 
@@ -153,7 +148,7 @@ class SharedJob:
         atexit.register(self.close)
 
     def abandon(self) -> None:
-        """Tell the job's own thread to leave the flow and end; waits for nothing and takes no lock.
+        """Have the job's own thread leave the flow and end; waits for nothing and takes no lock.
 
         A finalizer may call it: that runs in any thread, between any two of its steps, so that thread may hold a lock
         that leaving takes, or be the one that leaving waits for.
@@ -279,23 +274,21 @@ class SharedJob:
             self._links.send_heartbeat(self._router.id)
         except RemoteCallError as error:
             if error.kind is ErrorKind.STALE_JOB:
-                self._recover(partial(self._router.rejoin, generation, self._closed))
+                self._router.rejoin(generation, self._closed)
             elif error.kind in (ErrorKind.INTERNAL, ErrorKind.USAGE):
-                LOADER.warning("flow %r, job %r: %s", self._job.flow, self._job.name, error)
+                raise
         except DPFlowError:
-            self._recover(partial(self._router.refresh_routes, self._closed))
+            self._router.refresh_routes(self._closed)
 
     def _figures(self) -> JobFigures:
         meter = self._meter
         return JobFigures(meter.stall_s, meter.iterating_s, meter.batches, meter.samples, meter.bytes)
 
-    def _recover(self, mend: Callable[[], None]) -> None:
-        try:
-            mend()
-        except (DeadlineError, PeerLostError):
-            return  # already logged; the next heartbeat tries again
-        except DPFlowError as error:
-            LOADER.warning("flow %r, job %r: %s", self._job.flow, self._job.name, error)
+    def _on_error(self, error: Exception) -> None:
+        if not isinstance(error, DeadlineError | PeerLostError):  # those are in the log already
+            trace = None if isinstance(error, DPFlowError) else error
+            text = "flow %r, job %r: heartbeat failed (%s)"
+            LOADER.warning(text, self._job.flow, self._job.name, error, exc_info=trace)
 
 
 def _draw_of(seed: int, epoch: int) -> int:

@@ -35,17 +35,17 @@ def fingerprint(obj: Any) -> str:
 
 
 #: Functions and classes that have been digested, by id, with the digest of each.
-_Told: TypeAlias = dict[int, tuple[Any, str]]
+_Memo: TypeAlias = dict[int, tuple[Any, str]]
 
 
-def _digest(obj: Any, told: _Told) -> str:
-    return hashlib.sha256(_digestible(obj, told)).hexdigest()[:16]
+def _digest(obj: Any, memo: _Memo) -> str:
+    return hashlib.sha256(_digestible(obj, memo)).hexdigest()[:16]
 
 
-def _digestible(obj: Any, told: _Told) -> bytes:
+def _digestible(obj: Any, memo: _Memo) -> bytes:
     out = io.BytesIO()
     try:
-        _Digester(out, told).dump(obj)
+        _Digester(out, memo).dump(obj)
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError):
         return f"{type(obj).__module__}.{type(obj).__qualname__}".encode()
     return out.getvalue()
@@ -54,14 +54,14 @@ def _digestible(obj: Any, told: _Told) -> bytes:
 class _Digester(pickle.Pickler):
     """Writes a pickle to be digested, which cannot be unpickled."""
 
-    def __init__(self, out: io.BytesIO, told: _Told) -> None:
+    def __init__(self, out: io.BytesIO, memo: _Memo) -> None:
         super().__init__(out, protocol=5)
-        self._told = told
+        self._memo = memo
 
     def persistent_id(self, obj: Any) -> Any:
         # For sets only, whose order differs from process to process.
         if isinstance(obj, set | frozenset):
-            return sorted(_digest(one, dict(self._told)) for one in obj)
+            return sorted(_digest(one, dict(self._memo)) for one in obj)
         return None
 
     def reducer_override(self, obj: Any) -> Any:
@@ -73,15 +73,15 @@ class _Digester(pickle.Pickler):
 
     def _tell(self, obj: Any) -> str:
         """The digest of a function or a class of the script."""
-        if id(obj) not in self._told:
-            self._told[id(obj)] = obj, obj.__qualname__  # stands for it where it refers to itself
+        if id(obj) not in self._memo:
+            self._memo[id(obj)] = obj, obj.__qualname__  # stands for it where it refers to itself
             parts = self._class(obj) if isinstance(obj, type) else self._function(obj)
-            self._told[id(obj)] = obj, _digest(parts, self._told)
-        return self._told[id(obj)][1]
+            self._memo[id(obj)] = obj, _digest(parts, self._memo)
+        return self._memo[id(obj)][1]
 
     def _each(self, named: Mapping[Any, Any]) -> dict[Any, str]:
         """A digest of each by itself: one that cannot be pickled does not affect the others."""
-        return {name: _digest(value, self._told) for name, value in sorted(named.items())}
+        return {name: _digest(value, self._memo) for name, value in sorted(named.items())}
 
     def _function(self, function: types.FunctionType) -> tuple[Any, ...]:
         used = {name: function.__globals__.get(name) for name in _globals(function.__code__)}

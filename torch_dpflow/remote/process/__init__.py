@@ -1,1 +1,1 @@
-"""What every process of a cluster is made of: its specification, heartbeat, loop and role."""
+"""What every process of a cluster consists of: its specification, heartbeats, main loop and role."""

@@ -12,7 +12,7 @@ from importlib import import_module
 from torch_dpflow.log import write_lines
 from torch_dpflow.remote.process.spec import ServiceSpec, subjects_of
 
-#: The id of the one process that a node runs without being told.
+#: The id of the one process that a node runs by itself.
 COORDINATOR = "coordinator"
 #: The function of each role.
 ROLES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from torch_dpflow.remote.process.heartbeat import HeartbeatSender
@@ -35,11 +36,11 @@ def serve(
     apply_settings: called with settings that have changed.
     heartbeats: of a process that sends some already.
     """
-
-    def on_settings(settings: bytes) -> None:
-        server.post(lambda: apply_settings(settings))
-
-    heartbeats = heartbeats or HeartbeatSender(service, server.address, apply_settings=on_settings)
+    heartbeats = heartbeats or HeartbeatSender(
+        service,
+        server.address,
+        apply_settings=lambda settings: server.post(partial(apply_settings, settings)),
+    )
     due = status_due = 0.0
     while True:
         server.step(poll_s)

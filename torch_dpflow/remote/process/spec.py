@@ -1,4 +1,4 @@
-"""What a process of a node is told when it starts: where its node is, and which of its processes it is."""
+"""The specification that a process of a node is started with: which process it is, and where its node is."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ClusterPlace:
         keys: for tcp; None where all is ipc, which needs none. Held here and not read from the connection file, which
             may vanish while processes start.
         log: how its processes log.
-        token: by which services know the shards and workers that the node has started.
+        token: proves to services that the node has started a shard or worker.
     """
 
     directory: str
@@ -56,11 +56,11 @@ class ClusterPlace:
             Path(path).unlink(missing_ok=True)
 
     def client_transport(self) -> TransportOptions:
-        """For whoever connects."""
+        """Options for connecting."""
         return TransportOptions(keys=None if self.keys is None else self.keys.client_keys())
 
     def server_transport(self) -> TransportOptions:
-        """For whoever listens."""
+        """Options for listening."""
         return TransportOptions(keys=None if self.keys is None else self.keys.server_keys())
 
     def connect(self, address: str, *, timeout_s: float = 30.0) -> RpcClient:
@@ -86,7 +86,7 @@ class ServiceSpec:
     def listen(self, address: str = "") -> Listener:
         """Listen where the process before this one did, if there was one; else at `address`, if given.
 
-        Where somebody else has a port by now it takes another: the node hears of it, and tells who needs it.
+        If another process has the port by now, it takes another one, which its heartbeats report.
         """
         options = self.place.server_transport()
         for chosen in filter(None, (self.address, address)):
@@ -98,6 +98,6 @@ class ServiceSpec:
 
 
 def subjects_of(id: str) -> dict[str, str | None]:
-    """What log lines of or about the process of this id are about, by field: see `torch_dpflow.log`."""
+    """The fields of log lines about the process with this id: see `torch_dpflow.log`."""
     parts = _ID.fullmatch(id)
     return {} if parts is None else parts.groupdict()

@@ -24,7 +24,7 @@ RunSoon: TypeAlias = Callable[[Callable[[], None]], None]
 _REFUSALS = {
     Verdict.FORGOTTEN: (
         ErrorKind.FORGOTTEN,
-        "the call was executed, but its reply had to make room for others",
+        "the call was executed, but its reply was evicted",
     ),
     Verdict.OVERLOADED: (
         ErrorKind.OVERLOADED,

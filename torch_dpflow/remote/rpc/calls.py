@@ -1,4 +1,4 @@
-"""The client's side of calls, without socket or clock: which are open, and which replies the server may forget."""
+"""The client's side of calls, without socket or clock: which are open, and which replies the server may drop."""
 
 from __future__ import annotations
 

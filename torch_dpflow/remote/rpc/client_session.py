@@ -1,8 +1,8 @@
 """A client's state machine: no socket, no lock, no clock.
 
-Messages go in through `on_message`; messages to send come out in `outbox`, in order. The server may restart or forget
-this client at any time: then it answers `Stranger`, the client says `Hello` again and asks for the state of every open
-call, and the answers name the calls to send again.
+Messages go in through `on_message`; messages to send come out in `outbox`, in order. The server may restart or drop
+this client's session at any time: then it answers `Stranger`, the client sends `Hello` again and asks for the state of
+every open call, and the answers name the calls to send again.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ClientSession:
 
     Args:
         address: of the server, for messages.
-        make_carrier: a new carrier for a server that has restarted or forgotten this client.
+        make_carrier: a new carrier for a server that has restarted or dropped the session.
     """
 
     def __init__(self, address: str, make_carrier: Callable[[], Carrier]) -> None:
@@ -91,7 +91,7 @@ class ClientSession:
         self._make_carrier = make_carrier
         self._carrier = make_carrier()
         self._greeted = False
-        self._say_hello()
+        self._send_hello()
 
     # --- called by the client ---
 
@@ -131,7 +131,7 @@ class ClientSession:
         if not calls:
             return
         if not self._greeted:
-            self._say_hello()
+            self._send_hello()
         self.send(messages.Inquiry(calls))
 
     def fail_all(self, error: DPFlowError) -> None:
@@ -173,7 +173,7 @@ class ClientSession:
             return
         before, self._incarnation = self._incarnation, header.incarnation
         self._greeted = True
-        if self._carrier.meet(header.reach):
+        if self._carrier.accept(header.offer):
             self.send(messages.Reading())
         if before is None:
             return  # requests were sent after the Hello, and messages keep their order
@@ -196,7 +196,7 @@ class ClientSession:
             self._greeted = False
             self._carrier.close()
             self._carrier = self._make_carrier()
-            self._say_hello()
+            self._send_hello()
 
     def _on_reading(self, *_: object) -> None:
         self._carrier.shares = True
@@ -231,8 +231,8 @@ class ClientSession:
 
     # --- sending ---
 
-    def _say_hello(self) -> None:
-        self.send(messages.Hello(messages.PROTOCOL_VERSION, self._carrier.reach()))
+    def _send_hello(self) -> None:
+        self.send(messages.Hello(messages.PROTOCOL_VERSION, self._carrier.offer()))
 
     def _send_request(self, call: OpenCall, now: float) -> None:
         packed, packing = self._carrier.pack(call.frames)

@@ -1,4 +1,4 @@
-"""How an error travels to the caller: as its kind and a text."""
+"""How an error is sent to the caller: as its kind and a text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_dpflow.remote.wire.fields import MAX_TEXT
 
 
 def kind_of(error: BaseException) -> ErrorKind:
-    """The kind under which an error travels."""
+    """The kind of an error."""
     if isinstance(error, RecoverableError):
         return error.kind
     if isinstance(error, UsageError) and not isinstance(

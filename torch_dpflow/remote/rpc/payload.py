@@ -16,7 +16,7 @@ import msgspec
 from torch_dpflow.errors import MessageError
 from torch_dpflow.remote.rpc import compression
 from torch_dpflow.remote.wire.alignment import aligned
-from torch_dpflow.remote.wire.headers import Packing, Reach, body_decoder, decode_body, encode_body
+from torch_dpflow.remote.wire.headers import Packing, PayloadOffer, body_decoder, decode_body, encode_body
 from torch_dpflow.remote.wire.parcel_table import Frame
 from torch_dpflow.remote.wire.shared_blocks import SHARED_BYTES, BlockRef, ProbeRef
 
@@ -46,21 +46,21 @@ class Carrier:
         #: Whether the peer has proved that it can read the arena.
         self.shares = False
 
-    def reach(self) -> Reach:
+    def offer(self) -> PayloadOffer:
         """What this side can read and offers, for `Hello` or `Welcome`."""
         probe = None if self._arena is None else self._arena.probe_ref()
-        return Reach(os.getpid(), self._asks_compression, encode_body(probe))
+        return PayloadOffer(os.getpid(), self._asks_compression, encode_body(probe))
 
-    def meet(self, reach: Reach) -> bool:
-        """Note the peer's offer; whether this side can read the peer's shared memory.
+    def accept(self, offer: PayloadOffer) -> bool:
+        """Use the peer's offer; returns whether this side can read the peer's shared memory.
 
         Raises MessageError where the offer is malformed.
         """
-        self.compresses = reach.compress
-        probe = decode_body(reach.probe, _probe_decoder)
+        self.compresses = offer.compress
+        probe = decode_body(offer.probe, _probe_decoder)
         if probe is None or self._arena is None:
             return False
-        reader = _reader(reach.pid)
+        reader = _reader(offer.pid)
         self._reader = reader if reader.probe(probe) else None
         return self._reader is not None
 

@@ -104,7 +104,7 @@ class ReplyMemory(Generic[T]):
         return True
 
     def drop(self, client: bytes) -> None:
-        """Forget a client and all its calls."""
+        """Drop a client and all its calls."""
         record = self._clients.pop(client, None)
         for call in () if record is None else record.calls:
             self._by_age.pop((client, call), None)
@@ -112,7 +112,7 @@ class ReplyMemory(Generic[T]):
             self.nbytes -= entry.nbytes if isinstance(entry, _Remembered) else 0
 
     def validate(self) -> None:
-        """Raise AssertionError unless the books agree."""
+        """Check every invariant. Raises AssertionError."""
         remembered = {
             (name, call): entry.nbytes
             for name, record in self._clients.items()

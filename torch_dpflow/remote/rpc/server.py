@@ -29,7 +29,7 @@ from torch_dpflow.remote.wire.headers import decode, encode
 class ServerOptions:
     """Limits that a server sets its clients."""
 
-    #: Most clients; a new one replaces the one that has been silent longest.
+    #: Most clients; a new one replaces the one idle longest.
     max_clients: int = 4096
     #: Most calls of one client that are not completed.
     max_open_calls: int = 1024
@@ -39,7 +39,7 @@ class ServerOptions:
     max_payload_bytes: int = 1 << 31
     #: Most shared memory lent to each client on this host, bytes; 0 sends everything through the socket.
     shared_bytes: int = 1 << 28
-    #: A client that is silent for so long is forgotten, seconds.
+    #: The session of a client that sends nothing for so long is dropped, seconds.
     idle_s: float = 120.0
 
     def __post_init__(self) -> None:
@@ -146,7 +146,7 @@ class RpcServer:
         )
 
     def close(self) -> None:
-        """Forget all clients and stop listening. May be called twice."""
+        """Drop all sessions and stop listening. May be called twice."""
         self._sessions.clear()
         self._listener.close()
 
@@ -161,7 +161,7 @@ class RpcServer:
     def _on_message(self, client: bytes, frames: list[memoryview]) -> None:
         self._stats.messages += 1
         now = self._clock()
-        session = self._sessions.heard(client, now)
+        session = self._sessions.on_message(client, now)
         try:
             header = decode(frames[0])
             if isinstance(header, messages.Hello):
@@ -176,7 +176,9 @@ class RpcServer:
         except TransportError:  # malformed, or it refers to the shared memory of a client that has died
             self._stats.malformed += 1
             if messages.version_of(frames[0]) != messages.PROTOCOL_VERSION:
-                welcome = messages.Welcome(messages.PROTOCOL_VERSION, self._incarnation, messages.Reach(0))
+                welcome = messages.Welcome(
+                    messages.PROTOCOL_VERSION, self._incarnation, messages.PayloadOffer(0)
+                )
                 self._listener.send(client, [encode(welcome)])  # the client reports our version
         except OSError as error:
             if not is_exhausted(error):
@@ -187,16 +189,16 @@ class RpcServer:
         carrier = Carrier(
             max_bytes=self._options.max_payload_bytes,
             shared_bytes=self._options.shared_bytes if self.address.startswith("ipc://") else 0,
-            compress=header.reach.compress,
+            compress=header.offer.compress,
         )
-        reads = carrier.meet(header.reach)
-        welcome = messages.Welcome(messages.PROTOCOL_VERSION, self._incarnation, carrier.reach())
+        reads = carrier.accept(header.offer)
+        welcome = messages.Welcome(messages.PROTOCOL_VERSION, self._incarnation, carrier.offer())
         self._listener.send(client, [encode(welcome)])
         if header.version != messages.PROTOCOL_VERSION:
             carrier.close()  # the client sees our version in the Welcome, and reports it
             return
         if session is not None:
-            session.meet_again(carrier)
+            session.replace_carrier(carrier)
         else:
             session = Session(client, carrier, self._listener.send)
             self._sessions.add(session, now)

@@ -1,4 +1,4 @@
-"""The clients that a server knows, and which of them to forget. No socket, no clock."""
+"""The sessions of a server's clients, and which of them to drop. No socket, no clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ServerStats:
     messages: int = 0
     #: Messages without a valid header, that no client sends, or whose payload did not fit their header.
     malformed: int = 0
-    #: Messages of peers that had not said Hello, or were forgotten.
+    #: Messages of peers without a session: they had not sent a Hello, or their session was dropped.
     strangers: int = 0
     #: Calls executed.
     calls: int = 0
@@ -30,19 +30,19 @@ class ServerStats:
     repeats: int = 0
     #: Calls answered with an error.
     failures: int = 0
-    #: Clients known now, and bytes of replies kept for repeated calls.
+    #: Clients with a session now, and bytes of replies kept for repeated calls.
     clients: int = 0
     reply_bytes: int = 0
 
 
 class Session:
-    """One client, from its Hello until the server forgets it."""
+    """One client, from its Hello until its session is dropped."""
 
     def __init__(self, client: bytes, carrier: Carrier, send: Send) -> None:
         self.client = client
         self.carrier = carrier
         #: When its latest message came; the server's clock, seconds.
-        self.heard = 0.0
+        self.received_at = 0.0
         self._send = send
 
     def send(self, header: Header) -> None:
@@ -55,22 +55,22 @@ class Session:
             frames, header.packing = self.carrier.pack(frames)
         self._send(self.client, [encode(header), *frames])
 
-    def meet_again(self, carrier: Carrier) -> None:
-        """The client has repeated its Hello: it did not get our Welcome."""
+    def replace_carrier(self, carrier: Carrier) -> None:
+        """The client has repeated its Hello, as it did not receive the Welcome."""
         self.carrier.close()
         self.carrier = carrier
 
     def close(self) -> None:
-        """The client is forgotten."""
+        """Release what the session holds."""
         self.carrier.close()
 
 
 class SessionTable:
-    """The sessions, least recently heard first.
+    """The sessions, least recently active first.
 
     Args:
-        most: most sessions; a new one replaces the one that has been silent longest.
-        idle_s: how long a session may be silent before it is dropped, seconds.
+        most: most sessions; a new one replaces the one idle longest.
+        idle_s: how long a session may be idle before it is dropped, seconds.
         drop: called with each session that is dropped.
     """
 
@@ -87,33 +87,33 @@ class SessionTable:
         """The session of a client."""
         return self._sessions.get(client)
 
-    def heard(self, client: bytes, now: float) -> Session | None:
-        """The session of a client from which a message has come, if it has one."""
+    def on_message(self, client: bytes, now: float) -> Session | None:
+        """A message has come from this client; returns its session, if it has one."""
         session = self._sessions.get(client)
         if session is not None:
             self._sessions.move_to_end(client)
-            session.heard = now
+            session.received_at = now
         return session
 
     def add(self, session: Session, now: float) -> None:
         """Admit a client."""
         while len(self._sessions) >= self._most:
             self.drop(next(iter(self._sessions.values())))
-        session.heard = now
+        session.received_at = now
         self._sessions[session.client] = session
 
     def drop(self, session: Session) -> None:
-        """Forget a client."""
+        """Drop a session."""
         if self._sessions.pop(session.client, None) is not None:
             self._drop(session)
 
     def tick(self, now: float) -> None:
         """Drop idle sessions."""
         while self._sessions:
-            longest_silent = next(iter(self._sessions.values()))
-            if now - longest_silent.heard < self._idle_s:
+            oldest = next(iter(self._sessions.values()))
+            if now - oldest.received_at < self._idle_s:
                 break
-            self.drop(longest_silent)
+            self.drop(oldest)
 
     def clear(self) -> None:
         """Drop all sessions."""

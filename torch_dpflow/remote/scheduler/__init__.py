@@ -19,8 +19,8 @@ one that its holder starts next: moving it gains little, and too often the holde
 (skewed costs, bounded lookahead, in-order delivery) the total time is the same to about 1 %, but several times as many
 tasks are loaded twice. `python -m benchmarks.scheduler` repeats it.
 
-**Over-allocation.** The victim is told at once (in the thesis, at its next exchange), but may have started the task
-meanwhile. Then the task runs twice and the first result counts.
+**Over-allocation.** The victim gets the revocation at once (in the thesis, at its next exchange), but may have started
+the task meanwhile. Then the task runs twice and the first result counts.
 
 **Overtaking.** A worker that is frozen, or whose storage hangs, holds tasks that a job waits for, and the others may
 never be idle. With `overtake_after_s`, a worker that has run one task for so long, and for several times as long as

@@ -24,7 +24,7 @@ class Submit(msgspec.Struct, frozen=True, gc=False):
 
 
 class CancelTasks(msgspec.Struct, frozen=True, gc=False):
-    """Forget these tasks, whose results are not wanted any more. Unknown ones are ignored."""
+    """Drop these tasks, whose results are not needed any more. Unknown ones are ignored."""
 
     tasks: Sequence[TaskId]
     now: float

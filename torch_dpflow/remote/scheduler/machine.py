@@ -50,7 +50,7 @@ class Counters(msgspec.Struct):
 
 
 class Scheduler:
-    """Decides which worker loads which task, and whose result counts. The package's docstring says how.
+    """Decides which worker loads which task, and whose result counts, as the package's docstring describes.
 
     A task is delivered at most once; as long as workers exchange, every task is delivered, cancelled or poisoned; while
     a worker is idle, no task is queued and none waits that it could steal.
@@ -165,7 +165,7 @@ class Scheduler:
         running = event.started
         if running is None or running in event.finished:
             running = next(iter(mirror.held), None)
-        mirror.believe(running, event.now)
+        mirror.note_running(running, event.now)
         self._windows.place(mirror)
         self._windows.offer(mirror)
 
@@ -183,8 +183,8 @@ class Scheduler:
                 self._suspect(running, event.worker, out)
         for task in mirror.held.values():
             if not task.holders and task.id in self._tasks:
-                home = self._queue if task.pinned_to is None else mirror.reserved
-                home.give_back(task)
+                origin = self._queue if task.pinned_to is None else mirror.reserved
+                origin.give_back(task)
             for holder in task.holders:
                 self._windows.offer(holder)
 
@@ -252,7 +252,7 @@ class Scheduler:
         mirror.held[task.id] = task
         task.holders += (mirror,)
         if mirror.running is None:
-            mirror.believe(task.id, now)
+            mirror.note_running(task.id, now)
         mirror.starved = False
         self._assigned.setdefault(mirror.worker, []).append(task.id)
         self._windows.place(mirror)
@@ -292,7 +292,7 @@ class Scheduler:
             self._give(mirror, self._queue.take(), now)
 
     def _steal(self, thief: Mirror, now: float) -> bool:
-        task = self._windows.loot()
+        task = self._windows.steal_candidate()
         if task is None:
             return False
         self.counters.steals += 1

@@ -25,5 +25,5 @@ class Pace:
         return max(self._least_s, _TIMES * self._usual_s)
 
     def took(self, seconds: float) -> None:
-        """A task has taken so long; no more than `patience_s` of it counts, or one stuck task would raise that."""
+        """A task has taken so long; at most `patience_s` of it counts, or one stuck task would raise that."""
         self._usual_s += _WEIGHT * (min(seconds, self.patience_s) - self._usual_s)

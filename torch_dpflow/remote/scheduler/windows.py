@@ -48,13 +48,13 @@ class Mirror:
         self.level = GONE
 
     def load(self) -> int:
-        """How many tasks the worker has to finish before it is idle, including one that is not wanted any more."""
+        """How many tasks the worker has to finish before it is idle, including one that is not needed any more."""
         if self.running is None or self.running in self.held:
             return len(self.held)
         return len(self.held) + 1
 
     def running_task(self) -> Task | None:
-        """The task that is believed to run, if its result is still wanted from this worker."""
+        """The task that is believed to run, if its result is still needed from this worker."""
         return None if self.running is None else self.held.get(self.running)
 
     def last_movable(self) -> Task | None:
@@ -66,7 +66,7 @@ class Mirror:
                 return task
         return None
 
-    def believe(self, running: TaskId | None, now: float) -> None:
+    def note_running(self, running: TaskId | None, now: float) -> None:
         """Note that the worker runs this task, from now on unless it did before."""
         if running != self.running:
             self.running = running
@@ -76,7 +76,7 @@ class Mirror:
 class Windows:
     """All mirrors, by level.
 
-    The level of a mirror is its load, 0 to window + 1 (a full window behind a task that is no longer wanted). A mirror
+    The level of a mirror is its load, 0 to window + 1 (a full window behind a task that is no longer needed). A mirror
     that must not get anything, because of a suspect or because it was overtaken, is on the last level, whatever its
     load.
     """
@@ -147,7 +147,7 @@ class Windows:
         if self.levels[0] and mirror.level > 1 and mirror.last_movable() is not None:
             self.freed.extend(self.levels[0].values())
 
-    def loot(self) -> Task | None:
+    def steal_candidate(self) -> Task | None:
         """The task to steal: the last of the longest mirror; of several, the one whose running task is oldest."""
         # Consumers in order need the oldest first, but its holder starts that one next: stealing it loads several
         # times as many tasks twice and gains less than 1% of time (benchmarks.scheduler).
@@ -186,4 +186,4 @@ class Windows:
             assert not mirror.reserved or not self.has_room(mirror), "a pinned task waits beside room"
             assert all(mirror in task.holders for task in mirror.held.values())
             assert all(task.pinned_to in (None, worker) for task in mirror.held.values())
-        assert not self.levels[0] or self.loot() is None, "a worker is idle that could steal"
+        assert not self.levels[0] or self.steal_candidate() is None, "a worker is idle that could steal"

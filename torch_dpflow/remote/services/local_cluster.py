@@ -124,7 +124,7 @@ class LocalCluster:
             raise
 
     def serve(self, ready: Callable[[], None] | None = None) -> None:
-        """Run the node until it is told to stop, then clean up. Sets up this process's logging by the options.
+        """Run the node until it is stopped, then clean up. Sets up this process's logging by the options.
 
         ready: called once, in this thread, when the cluster answers.
         """

@@ -36,7 +36,7 @@ LEASE_S = 10.0
 CHECK_S = 0.5
 #: How long a call of `changes` waits for a change, seconds; so figures of processes are no older.
 HOLD_S = 0.5
-#: A client that has been silent for so long is forgotten, seconds: processes send a heartbeat every second.
+#: The session of a client that sends nothing for so long is dropped, seconds: processes send a heartbeat each second.
 IDLE_CLIENT_S = 30.0
 #: Most messages that are handled before a node checks its processes.
 BURST = 1024
@@ -67,7 +67,7 @@ def most_workers() -> int:
 class Node:
     """Keeps a coordinator running, and the processes that the coordinator desires. One thread drives it.
 
-    It saves no state: its clients say what is desired. A process that ends, or sends no heartbeat for `lease_s`, is
+    It saves no state: its clients send what is desired. A process that ends, or sends no heartbeat for `lease_s`, is
     restarted at the same address.
 
     Args:
@@ -132,7 +132,7 @@ class Node:
             self._apply(self._supervisor.desire([self._own], self._clock()))
             while not self._stopped:
                 self._server.step(self._until_due())
-                # Pending heartbeats first: after a delay of its own, a node must not regard their senders as silent.
+                # Pending heartbeats first: after a delay of its own, a node must not kill their senders.
                 handled = 0
                 while handled < BURST and self._server.step(0.0):
                     handled += 1
@@ -237,16 +237,14 @@ class Node:
             process.kill()
 
     def _on_heartbeat(self, call: IncomingCall) -> Result:
-        heartbeat: Heartbeat = call.body
+        sent: Heartbeat = call.body
         now = self._clock()
-        if not self._supervisor.on_heartbeat(
-            heartbeat.id, heartbeat.incarnation, heartbeat.address, heartbeat.status, now
-        ):
+        if not self._supervisor.on_heartbeat(sent.id, sent.incarnation, sent.address, sent.status, now):
             return Result(HeartbeatReply(False))
-        if heartbeat.id == COORDINATOR and self._ready is not None:
+        if sent.id == COORDINATOR and self._ready is not None:
             ready, self._ready = self._ready, None
             ready()
-        return Result(HeartbeatReply(True, self._supervisor.settings_of(heartbeat.id)))
+        return Result(HeartbeatReply(True, self._supervisor.settings_of(sent.id)))
 
     def _on_desire(self, call: IncomingCall) -> None:
         desired: Desire = call.body

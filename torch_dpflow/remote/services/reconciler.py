@@ -1,9 +1,4 @@
-"""Reconciles the processes that a node runs with those that its coordinator desires.
-
-Nobody polls: a node answers `changes` as soon as a process has begun, ended or reported its address, else after half a
-second. An idle cluster takes 6 ms of processor time a second; with polling it took 15, and each wake-up beside decoders
-costs them their caches.
-"""
+"""Reconciles the processes that a node runs with those that its coordinator desires."""
 
 from __future__ import annotations
 

@@ -165,9 +165,7 @@ class Router:
             for call, joined, _ in waiting:
                 joined.table = self._routing.table
                 call.answer(joined)
-        elif (
-            self._waiting
-        ):  # a caller that has given up calls again, and each call holds its indices in memory
+        else:  # a caller that has given up calls again, and each call holds its indices in memory
             self._waiting = [one for one in self._waiting if now < one[2]]
 
     def status(self) -> dict[str, Any]:

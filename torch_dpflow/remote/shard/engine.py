@@ -114,7 +114,7 @@ class Shard:
         start_timeout_s: float | None = None,
     ) -> None:
         self._start_timeout_s = start_timeout_s
-        #: Workers that have been admitted and are not ready, and when each was admitted or last heard from, seconds.
+        #: Workers that are admitted and not ready, and when each was admitted or last sent a message, seconds.
         self._starting: dict[int, float] = {}
         self._listener = listener
         self._scheduler = scheduler
@@ -203,7 +203,7 @@ class Shard:
             TRANSPORT.error("message from connection %r dropped: %s", _shown(peer), error)
 
     def _reject(self, peer: bytes, reason: str) -> None:
-        """Have the sender of a malformed message replaced if it is a worker, or else tell it why it is refused."""
+        """Have the sender of a malformed message replaced if it is a worker, or else refuse it with the reason."""
         workers = [worker for worker, known in self._peers.items() if known == peer]
         for worker in workers:
             self._requester.failed(worker)  # the task that it runs would never be answered

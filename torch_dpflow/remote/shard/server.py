@@ -20,11 +20,11 @@ from torch_dpflow.log import SERVICE
 from torch_dpflow.lookahead import Lookahead
 from torch_dpflow.remote.control.leases import (
     ExpireLeases,
-    Heard,
     LeaseGranted,
     Leases,
     Leave,
     Lost,
+    RenewLease,
     Stale,
 )
 from torch_dpflow.remote.pool.objects import Arrival, Cancel, Load, PoolInstruction, RequestId, Serve
@@ -92,7 +92,7 @@ class SampleShard:
         self._calls: dict[RequestId, IncomingCall] = {}
         #: The key of each load in progress, and the keys whose last load was poisoned.
         self._keys: dict[int, int] = {}
-        self._deadly: set[int] = set()
+        self._poisoned: set[int] = set()
         self._served = self._served_bytes = 0
         self.server = RpcServer(
             WorkerDemultiplexer(listener, token, self._on_worker), options=ServerOptions(shared_bytes=1 << 29)
@@ -175,7 +175,7 @@ class SampleShard:
         ask: Ask = call.body
         self._accept(ask)
         self._apply(self._want(ask))
-        self._fetch(call, _tickets_of(ask, self._deadly) or [ticket for ticket, _ in ask.awaited])
+        self._fetch(call, _tickets_of(ask, self._poisoned) or [ticket for ticket, _ in ask.awaited])
         return LATER
 
     def _fetch(self, call: IncomingCall, tickets: list[int]) -> None:
@@ -250,7 +250,7 @@ class SampleShard:
         self._check_flow(job)
         if job.name not in self._open and len(self._open) >= MAX_JOBS:
             raise OverloadedError(f"{len(self._open)} jobs read from this shard, the most there may be")
-        for change in self._jobs.handle(Heard(job.name, job.generation, self._clock())):
+        for change in self._jobs.handle(RenewLease(job.name, job.generation, self._clock())):
             match change:
                 case Stale(newest=newest):
                     raise StaleJobError(
@@ -288,18 +288,18 @@ class SampleShard:
             if key is None:
                 continue
             if parcel.kind == POISONED:
-                self._deadly.add(key)
+                self._poisoned.add(key)
                 self._answer_poisoned(key)
-            elif self._deadly:
-                self._deadly.discard(key)
+            elif self._poisoned:
+                self._poisoned.discard(key)
 
-    def _answer_poisoned(self, deadly: int) -> None:
+    def _answer_poisoned(self, poisoned: int) -> None:
         """Answer each fetch that waits for this sample with it alone.
 
         Its batch is lost anyway, and if the other samples kill workers too, finding that out costs three each.
         """
         for request, call in list(self._calls.items()):
-            tickets = _tickets_of(call.body, {deadly})
+            tickets = _tickets_of(call.body, {poisoned})
             if tickets and self._calls.pop(request, None) is not None:
                 try:
                     self._fetch(call, tickets)
@@ -332,7 +332,7 @@ class SampleShard:
             frames += parcel.frames
             self._served_bytes += parcel.nbytes
         self._served += len(answer.samples)
-        # In each answer, so that a job that reads for less than a heartbeat knows too how its flow is shared.
+        # In each answer, so that a job that ends before its first heartbeat has them too.
         answer.served, answer.decodes = self._served, self._workers.decodes
         call.answer(answer, frames)
 

@@ -41,7 +41,7 @@ class TransportOptions:
     send_timeout_s: float = 10.0
     #: First and longest pause between attempts to reconnect, seconds.
     reconnect_s: tuple[float, float] = (0.02, 1.0)
-    #: tcp only: a peer that has been silent this long is disconnected, seconds.
+    #: tcp only: a peer that sends nothing for this long is disconnected, seconds.
     silence_s: float = 30.0
     #: With keys, CURVE is mandatory over tcp; without them tcp is allowed for loopback addresses only.
     keys: ServerKeys | ClientKeys | None = None

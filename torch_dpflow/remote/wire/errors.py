@@ -37,7 +37,7 @@ class StaleShardError(RecoverableError, kind=ErrorKind.STALE_SHARD):
 
 
 class OutOfStepError(RecoverableError, kind=ErrorKind.OUT_OF_STEP):
-    """The job and its router disagree on what it has drawn; it has to tell the router where it is in its epoch."""
+    """The job and its router disagree on what it has drawn; it has to send the router its position in the epoch."""
 
 
 class OverloadedError(RecoverableError, kind=ErrorKind.OVERLOADED):

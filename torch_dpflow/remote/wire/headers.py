@@ -47,8 +47,8 @@ class Packing(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=Fa
 # --- connection ---------------------------------------------------------------------------------------------
 
 
-class Reach(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """How the sender of `Hello` or `Welcome` wants large payload frames, and which memory it shares."""
+class PayloadOffer(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """In which form the sender receives large payload frames, and which memory it shares."""
 
     #: The sender's process.
     pid: Count
@@ -66,7 +66,7 @@ class Hello(_Header, tag=1):
 
     version: Count
     #: How the server's payload may travel.
-    reach: Reach
+    offer: PayloadOffer
 
 
 class Welcome(_Header, tag=2):
@@ -76,15 +76,15 @@ class Welcome(_Header, tag=2):
     #: Drawn when the server starts, 16 bytes: a new one means that the server has restarted and knows no calls.
     incarnation: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
     #: How the client's payload may travel.
-    reach: Reach
+    offer: PayloadOffer
 
 
 class Stranger(_Header, tag=3):
-    """Server to client: I do not know you, or have forgotten you; send `Hello`, then repeat the open calls."""
+    """Server to client: there is no session (any more); send `Hello`, then repeat the open calls."""
 
 
 class Reading(_Header, tag=6):
-    """Either way: I can read your shared memory; send large frames in it."""
+    """Either way: the sender can read the receiver's shared memory, and receives large frames in it."""
 
 
 # --- calls --------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ MAX_TASKS = 1 << 16
 
 
 class WorkerHello(_Header, tag=30):
-    """Worker to shard, its first message: I am ready to work.
+    """Worker to shard, its first message: it has started.
 
     No release changes what comes before `version`, and each adds behind it only: `version_of` reads it.
     """
@@ -167,13 +167,13 @@ class WorkerWelcome(_Header, tag=31):
 
 
 class WorkerRefused(_Header, tag=38):
-    """Shard to worker: you are not one of my workers, or of another release; end."""
+    """Shard to worker: the process is no worker of this shard (any more), or of another release; it has to end."""
 
     reason: Text
 
 
 class WorkerReady(_Header, tag=36):
-    """Worker to shard: the epoch of `WorkerWelcome` has begun here; assign me tasks.
+    """Worker to shard: the epoch of `WorkerWelcome` has begun; it can load tasks.
 
     A message of its own, so that no task is suspected of the death of a worker that dies over its own start, as in
     `worker_init_fn`.
@@ -185,14 +185,14 @@ class WorkerBegun(_Header, tag=37):
 
 
 class EpochBegin(_Header, tag=32):
-    """Shard to worker: drop the tasks that you hold; an epoch begins. One frame follows, as of `WorkerWelcome`."""
+    """Shard to worker: drop all tasks; another epoch begins. One frame follows, as of `WorkerWelcome`."""
 
 
 class Window(_Header, tag=33):
-    """Shard to worker: append these tasks to your queue. One frame follows for each."""
+    """Shard to worker: append these tasks to the queue. One frame follows for each."""
 
     tasks: Annotated[list[Count], msgspec.Meta(max_length=MAX_TASKS)]
-    #: Tasks that others take over: drop those that you have not begun.
+    #: Tasks that others take over: drop those that have not begun.
     revoked: Annotated[list[Count], msgspec.Meta(max_length=MAX_TASKS)]
 
 
@@ -208,7 +208,7 @@ class Finished(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=F
 
 
 class Exchange(_Header, tag=34):
-    """Worker to shard: my results since the last one; assign me more tasks. Frames of the results follow."""
+    """Worker to shard: all results since the last one; requests more tasks. Frames of the results follow."""
 
     finished: Annotated[list[Finished], msgspec.Meta(max_length=MAX_TASKS)]
     #: The task that begins now; None where none is left.
@@ -216,7 +216,7 @@ class Exchange(_Header, tag=34):
 
 
 class Stop(_Header, tag=35):
-    """Shard to worker: finish the task that you have begun, and end."""
+    """Shard to worker: finish the running task, and end."""
 
 
 # --- all of them --------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class Served(Body):
 
     samples: Annotated[list[ServedSample], msgspec.Meta(max_length=MAX_SAMPLES)]
     #: How many samples the shard has given to jobs since it started, these included, and how many it has loaded: in
-    #: every answer, so that also a job that reads for less than a heartbeat can tell how its flow is shared.
+    #: every answer, so that a job that ends before its first heartbeat has them too.
     served: Count = 0
     decodes: Count = 0
 

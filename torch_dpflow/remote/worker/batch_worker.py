@@ -63,7 +63,7 @@ def exit_report_path(spec: WorkerSpec) -> str:
 
 
 def main(load_spec: DeferredPickle, spec: WorkerSpec) -> None:
-    """Work until told to stop or until the owner has ended. The target of a worker process.
+    """Work until the owner sends `Stop` or ends. The target of a worker process.
 
     Args:
         load_spec: holds a `LoadSpec`.

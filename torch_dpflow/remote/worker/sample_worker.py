@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import msgspec
 
 from torch_dpflow.errors import MessageError, NotPicklableError
 from torch_dpflow.log import SERVICE
-from torch_dpflow.platforms.orphan import wait_for_end
+from torch_dpflow.platforms.orphan import exit_with
 from torch_dpflow.remote.control.supervision import UP
 from torch_dpflow.remote.parcel.fast_path import encode_sample
 from torch_dpflow.remote.process.contents import open_content
@@ -52,8 +51,8 @@ HELLO_S = 1.0
 #: How often a worker that has tasks polls its socket, seconds. Polling after every sample took 3% of its time, and new
 #: or revoked tasks can wait half as long as a result may.
 LOOK_S = 0.03
-#: How long a worker that cannot watch its shard's process is idle before it repeats its hello, to learn whether its
-#: shard was replaced, seconds.
+#: How long a worker that cannot watch its shard's process is idle before it repeats its hello, in case its shard was
+#: replaced, seconds.
 IDLE_S = 10.0
 #: A worker whose hellos have not been answered for so long ends, seconds: its shard may listen elsewhere by now, and
 #: the worker that is started in its place asks where.
@@ -95,7 +94,7 @@ class SampleWorker:
         self._watches = False
 
     def work(self) -> None:
-        """Load samples until told to stop."""
+        """Load samples until the shard sends `Stop`."""
         self._await_welcome()
         while not self._stopped:
             for frames in self._received():
@@ -110,7 +109,7 @@ class SampleWorker:
         if not self._tasks:
             frames = self._connection.receive(None if self._watches else IDLE_S)
             if frames is None:
-                self._say_hello(IDLE_S)
+                self._send_hello(IDLE_S)
             else:
                 received.append(frames)
         now = time.monotonic()
@@ -124,12 +123,12 @@ class SampleWorker:
     def _await_welcome(self) -> None:
         """Repeat the hello until it is answered: the shard may have died, and another have taken its place."""
         while self._source is None and not self._stopped:
-            self._say_hello(HELLO_S)
+            self._send_hello(HELLO_S)
             frames = self._connection.receive(HELLO_S)
             if frames is not None:
                 self._handle(decode(frames[0]), frames[1:])
 
-    def _say_hello(self, every_s: float) -> None:
+    def _send_hello(self, every_s: float) -> None:
         """every_s: how often that is done, seconds."""
         if self._unanswered_s >= SILENCE_S:
             self._end(f"its shard has not answered for {SILENCE_S:g} s")
@@ -178,7 +177,7 @@ class SampleWorker:
         # are on the same host, so the id is the shard's.
         self._watches = shared_memory
         if shared_memory:
-            _end_with(pid)
+            exit_with(pid)  # the next shard would not know it; the node starts another worker
         #: Open until this process ends: the host keeps the file for as long.
         self._packed = self._content(bytes(greeting[GREETING.size :]).decode(), self._report_progress)
         self._source = SampleSource(self._packed, self._number, workers)
@@ -205,16 +204,6 @@ class SampleWorker:
         # Send at once where the window runs low: the shard refills it, instead of letting others steal from it.
         hold = self._running.ref is not None and len(self._tasks) > 1
         self._outbox.add(Finished(task, kind, table, False), frames, started, hold=hold)
-
-
-def _end_with(pid: int) -> None:
-    """End this process when its shard ends: the next shard does not know it, and the node starts another worker."""
-
-    def watch() -> None:
-        wait_for_end(pid)
-        os._exit(0)
-
-    threading.Thread(target=watch, name="dpflow-orphan", daemon=True).start()
 
 
 def run(service: ServiceSpec) -> None:

@@ -24,7 +24,7 @@ _ATTRIBUTES = struct.Struct("<IIQiIQQQ")
 
 
 def use_sched_batch() -> bool:
-    """Give this thread, and those that it starts, long time slices; whether the system has agreed.
+    """Give this thread, and those that it starts, long time slices; returns whether the system grants them.
 
     Its share of the processor stays the same. Linux has custom slices from 6.12 on; before, SCHED_BATCH only keeps
     these threads from preempting others when they wake. A scheduling policy that the user has chosen stays; on another

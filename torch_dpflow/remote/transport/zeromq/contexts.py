@@ -33,7 +33,7 @@ class SharedContext:
         self._users = 0
 
     def take(self) -> zmq.SyncContext:
-        """The context, for one more user, who calls `give_back`. Raises DescriptorLimitError."""
+        """The context, for one more user, who later calls `give_back`. Raises DescriptorLimitError."""
         with self._lock:
             self._users += 1  # first: a socket that is collected meanwhile must not end the context
             try:
@@ -45,7 +45,7 @@ class SharedContext:
             return self._context
 
     def give_back(self) -> None:
-        """One user less, whose socket is closed."""
+        """Release the context; the user's socket is closed."""
         with self._lock:
             self._users -= 1
             if self._users or self._context is None:
