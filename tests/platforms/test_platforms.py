@@ -18,7 +18,7 @@ import pytest
 
 from tests.shared_cluster import wait
 from tests.workers import has_ended
-from torch_dpflow.errors import DescriptorLimitError, LaunchError, OptionError
+from torch_dpflow.errors import DescriptorLimitError, OptionError
 from torch_dpflow.loader.private_shard import PrivateShard
 from torch_dpflow.platforms.base import Capabilities, Platform, ProcessSpec
 from torch_dpflow.platforms.fork_server import ForkServerPlatform, local_platform
@@ -125,8 +125,6 @@ def test_a_hanging_fork_server_is_killed_and_another_takes_its_place(fork_server
     server = fork_server_of(first.pid)
     os.kill(server, signal.SIGSTOP)
     spec = ProcessSpec(name="second", incarnation=0, target=sleep, arguments=(60.0,))
-    with pytest.raises(LaunchError, match="second cannot be started"):
-        fork_server.launch(spec)
     second = fork_server.launch(spec)
     assert fork_server_of(second.pid) != server
     assert not has_ended(first.pid)

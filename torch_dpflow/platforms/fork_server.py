@@ -23,7 +23,7 @@ class ForkServerPlatform(LocalPlatform):
         context: a multiprocessing context of this kind; None: Python's own.
         preload: modules that the fork server imports; only its first start reads them.
         patience_s: how long the fork server may take to fork a process, and to start, seconds; one that takes
-            longer is killed, and the next launch starts another. None: no limit, as others may use it.
+            longer is killed, and another is started. None: no limit, as others may use it.
         outlived: whether processes survive the death of the fork server. Otherwise the kernel kills them with it,
             including those that never release the interpreter's lock.
     """
@@ -57,9 +57,10 @@ class ForkServerPlatform(LocalPlatform):
     def _start(self, process: BaseProcess) -> None:
         try:
             self._fork(process)
-        except ConnectionError as error:
-            # Anything that its user sends to its socket ends it, which takes seconds with much imported.
-            _kill_fork_server(f"has closed its socket ({error})")
+        except (ConnectionError, EOFError) as error:
+            # It hung and was killed. Or its user has sent something to its socket, which ends it, and that takes
+            # seconds with much imported.
+            _kill_fork_server(f"has closed its socket ({error!r})")
             self._fork(process)
 
     def _fork(self, process: BaseProcess) -> None:
