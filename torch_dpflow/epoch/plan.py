@@ -61,29 +61,38 @@ class Plan:
         self._is_begun = False
         self._snapshots: dict[int, Any] = {}
         #: A batch that was prefetched from the sampler and not drawn.
-        self._held: list[Any] = []
-        self._snapshot()
+        self.held: list[Any] = []
+        #: Whether Control-C came while the sampler was asked. It ends a generator, which looks like its last batch.
+        self.is_torn = False
+        self._snapshot(position)
 
     def draw(self) -> tuple[int, Any]:
         """The next position and its indices. Raises StopIteration at the end of the epoch."""
-        if not self._held:
-            self.prefetch_one()
-        if not self._held:
-            raise StopIteration
-        index = self._held.pop()
-        position = self.drawn
-        self.drawn += 1
-        self._snapshot()
+        position, index = self.peek()
+        self.drawn, self.held = position + 1, []
         return position, index
+
+    def peek(self) -> tuple[int, Any]:
+        """As `draw`, the same one until the caller sets `drawn` and `held`: Control-C loses none that is kept first."""
+        if not self.held:
+            self.prefetch_one()
+        if not self.held:
+            raise StopIteration
+        self._snapshot(self.drawn + 1)
+        return self.drawn, self.held[0]
 
     def prefetch_one(self) -> None:
         """Have the sampler draw its next batch now, and keep it for the next `draw`."""
         self._is_begun = True
-        self._held.extend(islice(self._batches, 1))
-        if not self._held and self.ended_at is None:
+        try:
+            self.held.extend(islice(self._batches, 1))
+        except KeyboardInterrupt:
+            self.is_torn = not self.held
+            raise
+        if not self.held and self.ended_at is None:
             # Its state may be that of its next epoch now.
+            self._snapshot(self.drawn)
             self.ended_at = self.drawn
-            self._snapshot()
 
     def skip(self, batches: int) -> None:
         """Draw and drop so many batches: no sample is loaded.
@@ -112,7 +121,7 @@ class Plan:
         """
         if self._sampler is None and self._iterator is None:
             return None
-        if position == self.drawn == length and not self._held:
+        if position == self.drawn == length and not self.held:
             # Whether a sampler moves to its next epoch with its last index depends on whether that index fills a batch.
             # After a request for one more batch it has moved in any case.
             self.prefetch_one()
@@ -124,11 +133,9 @@ class Plan:
             del self._snapshots[passed]
         return opened(self._snapshots[position])
 
-    def _snapshot(self) -> None:
+    def _snapshot(self, position: int) -> None:
         if not self._by_count and (self._sampler is not None or self._iterator is not None):
-            self._snapshots[self.drawn] = _kept(
-                copied_state_of(self._sampler), copied_state_of(self._iterator)
-            )
+            self._snapshots[position] = _kept(copied_state_of(self._sampler), copied_state_of(self._iterator))
 
     def sampler_at_rest(self) -> Any:
         """The sampler's own state once the epoch is over. Raises StateError if its `state_dict` failed."""

@@ -18,6 +18,7 @@ from torch_dpflow.epoch.plan import (
     sampler_generators,
     stateful_part,
 )
+from torch_dpflow.epoch.planned_batch import TAKEN, PlannedBatch
 from torch_dpflow.epoch.rng import (
     RngState,
     capture_rng,
@@ -130,7 +131,9 @@ class EpochProgress:
         self.base_seed = start.base_seed
         self.plan = plan
         self.streams = [replace(stream) for stream in streams]
-        #: Workers that owe the batches in flight, in order; the assigner of batches updates it.
+        #: The batch that `next` returns; it is delivered once it was taken.
+        self.head: PlannedBatch | None = None
+        #: Workers that owe the batches in flight, in order.
         self.due = list(at.due)
         self.next_worker = at.next_worker
         #: Returns the dataset's own state, if it has one and is read in this process.
@@ -210,6 +213,20 @@ class EpochProgress:
             self.position = due + 1
             del self._ahead[due]
 
+    def note_taken(self) -> None:
+        """Count the head as delivered if it was taken. Idempotent until its last line: Control-C may interrupt it."""
+        head = self.head
+        if head is None or head.outcome is not TAKEN:
+            return
+        for position in head.dropped:
+            self.passed(position, 0)
+        self.passed(head.position, head.samples)
+        if head.stream is not None and head.worker is not None:
+            self.streams[head.worker] = head.stream
+        if head.owing is not None:
+            self.due, self.next_worker = head.owing
+        self.head = None
+
     def finish(self) -> None:
         """The epoch is over."""
         self.finished = True
@@ -225,6 +242,7 @@ class EpochProgress:
         Raises:
             StateError: the dataset or the sampler has a `state_dict` of its own, which failed.
         """
+        self.note_taken()
         if self.await_streams is not None and (wait := self.await_streams()) is not None:
             wait()
         if self.finished:
@@ -292,6 +310,7 @@ class EpochProgress:
 
     def streams_of_next(self) -> list[StreamState]:
         """The beginnings of the workers' own streams in the next iteration, if it keeps the workers."""
+        self.note_taken()
         if not self._start.keeps_seed:
             return []
         # If an iterable dataset was left in mid-epoch, only its worker knows where its next iteration begins.

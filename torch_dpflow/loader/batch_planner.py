@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from torch_dpflow.epoch.planned_batch import PlannedBatch
 from torch_dpflow.epoch.progress import EpochProgress
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.errors import WorkerError
-from torch_dpflow.loader.in_flight import InFlight, InFlightBatch, Rotation
+from torch_dpflow.loader.in_flight import InFlight, Rotation
 from torch_dpflow.log import LOADER
 
 
@@ -21,70 +22,66 @@ class BatchPlanner:
     """Plans the batches of one epoch.
 
     Args:
-        progress: of the epoch; its `due` and `next_worker` are kept up to date.
+        progress: of the epoch.
         rotation: which worker gets the next batch; None where any worker may.
+        flights: the batches in flight.
     """
 
-    def __init__(self, progress: EpochProgress, rotation: Rotation | None) -> None:
+    def __init__(self, progress: EpochProgress, rotation: Rotation | None, flights: InFlight) -> None:
         self._progress = progress
         self._rotation = rotation
+        self._flights = flights
         self._due = list(progress.due)
         #: A batch that was drawn and is not with the workers yet.
-        self.drawn: InFlightBatch | None = None
-        #: Whether Control-C came during a draw. It ends a sampler's generator, which looks like its last batch.
-        self.is_interrupted = False
+        self.drawn: PlannedBatch | None = None
+        #: Batches that are or were with the workers.
+        self.planned = 0
         for worker, stream in enumerate(progress.streams):
             if rotation is not None and stream.ended:
                 rotation.end(worker)
 
-    def draw(self) -> InFlightBatch | None:
+    def draw(self) -> PlannedBatch | None:
         """The next batch; None where there is none or no worker may have it. The same one until it is `submitted`."""
-        if self.drawn is not None or self.is_interrupted:
+        plan, rotation = self._progress.plan, self._rotation
+        if self.drawn is not None or plan.is_torn:
             return self.drawn
+        due, turn, worker = self._due, 0, None
+        if rotation is not None:
+            worker = due[0] if due else rotation.in_turn(self._flights)
+            if worker is None:
+                return None
+            turn = rotation.next if due else rotation.after(worker)
         try:
-            worker = None
-            if self._rotation is not None:
-                worker = self._rotation.assign(self._due.pop(0) if self._due else None)
-                if worker is None:
-                    return None
-            position, index = self._progress.plan.draw()
+            position, index = plan.peek()
             while self._progress.was_delivered(position):
-                position, index = self._progress.plan.draw()
-            self.drawn = InFlightBatch(position, index, worker)
+                plan.draw()
+                position, index = plan.peek()
         except StopIteration:
             return None
-        except KeyboardInterrupt:
-            self.is_interrupted = self.drawn is None
-            raise
-        return self.drawn
+        batch = PlannedBatch(position, index, worker)
+        # No call until it is noted that the batch was drawn: Control-C comes before that or after it.
+        self.drawn, plan.drawn, plan.held, self._due = batch, position + 1, [], due[1:]
+        if rotation is not None:
+            rotation.next = turn
+        return batch
 
     def submitted(self) -> None:
         """The drawn batch is with the workers."""
         self.drawn = None
+        self.planned += 1
 
-    def delivered(self, worker: int | None) -> None:
-        """A batch of this worker was taken for delivery."""
-        if self._rotation is not None and worker is not None:
-            self._rotation.delivered(worker)
-
-    def undelivered(self, worker: int | None) -> None:
-        """Undo `delivered`."""
-        if self._rotation is not None and worker is not None:
-            self._rotation.assign(worker)
-
-    def end_stream(self, worker: int, stream: StreamState) -> None:
-        """This worker's stream has ended."""
+    def end_stream(self, worker: int) -> None:
+        """This worker's stream has ended. Idempotent."""
         assert self._rotation is not None
-        self._progress.streams[worker] = stream
         self._rotation.end(worker)
 
-    def note_assignment(self, flights: InFlight) -> None:
-        """Record which workers owe the batches in flight."""
-        if self._rotation is not None:
-            # A worker whose stream has ended may have a second report of its end in flight.
-            streams = self._progress.streams
-            self._progress.due = [worker for worker in flights.workers() if not streams[worker].ended]
-            self._progress.next_worker = self._rotation.next
+    def owing(self) -> tuple[list[int], int] | None:
+        """The workers that owe the batches in flight, and whose turn it is; None where any worker may load any."""
+        if self._rotation is None:
+            return None
+        # A worker whose stream has ended may have a second report of its end in flight.
+        active = [worker for worker in self._flights.workers() if self._rotation.is_active(worker)]
+        return active, self._rotation.next
 
 
 def fit_streams(progress: EpochProgress, workers: int, *, own_stream: bool) -> None:

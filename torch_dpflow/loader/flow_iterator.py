@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch_dpflow.epoch.plan import generator_state
+from torch_dpflow.epoch.planned_batch import TAKEN
 from torch_dpflow.epoch.progress import OPENING_ALONE, EpochProgress, LoaderShape
 from torch_dpflow.epoch.rng import restore_generator
 from torch_dpflow.epoch.state import LoaderState
@@ -18,7 +19,7 @@ from torch_dpflow.loader.iteration_start import LoaderView, begin
 from torch_dpflow.loader.pinning import Pin
 from torch_dpflow.loader.runtime import LoaderRuntime
 from torch_dpflow.remote.job.options import MAX_NAME, JobOptions
-from torch_dpflow.remote.job.ready_batches import TAKEN, ReadyBatch
+from torch_dpflow.remote.job.ready_batches import ReadyBatch
 from torch_dpflow.torch_private import BaseDataLoaderIter, DatasetKind
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class SharedLoaderIterator(BaseDataLoaderIter):
 
     def __next__(self) -> Any:
         batch = super().__next__()
-        # If Control-C comes before this line, the same batch is the next one again: see `ready_batches`.
+        # If Control-C comes before this line, the same batch is the next one again: see `epoch.planned_batch`.
         self._head.value = TAKEN
         return batch
 

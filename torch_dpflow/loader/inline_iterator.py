@@ -11,10 +11,12 @@ from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
 
 from torch_dpflow.epoch.own_state import copied, has_state
 from torch_dpflow.epoch.plan import Plan, samples_in
+from torch_dpflow.epoch.planned_batch import TAKEN, PlannedBatch
 from torch_dpflow.epoch.progress import OPENING_ALONE
 from torch_dpflow.epoch.rng import capture_rng, loading_for, preserved_rng
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.epoch.streams import Stream, at_rest, return_dataset
+from torch_dpflow.errors import WorkerError
 from torch_dpflow.loader.batch_planner import interrupted_draw
 from torch_dpflow.loader.iteration_start import begin
 from torch_dpflow.torch_private import BaseDataLoaderIter, DatasetKind, pin_memory
@@ -38,9 +40,13 @@ class SingleProcessIterator(BaseDataLoaderIter):
         self._rng_at_start = copy.copy(torch.default_generator.get_state())
         self._plan: Plan = self._progress.plan
         self._drawn = self._progress.position > 0
-        #: A batch's position and indices, until it is loaded: Control-C while it is loaded does not skip it.
-        self._due: tuple[int, Any] | None = None
-        self._is_interrupted = False
+        #: A batch until it is loaded: Control-C while it is loaded does not skip it.
+        self._due: PlannedBatch | None = None
+        #: The latest batch that was loaded, and the latest that was counted in the figures.
+        self._head: PlannedBatch
+        self._metered: PlannedBatch | None = None
+        #: Whether Control-C came while an iterable dataset was read.
+        self._is_torn = False
         try:
             self._fetcher = self._make_fetcher(loader)
         except BaseException as error:
@@ -52,55 +58,75 @@ class SingleProcessIterator(BaseDataLoaderIter):
             self._progress.streams = self._progress.streams or [StreamState()]
         self._runtime.meter.begin_epoch()
 
-    def _next_data(self) -> Any:
-        with self._runtime.meter.waiting():
-            try:
-                data, samples = self._load()
-            except StopIteration:
-                if self._is_interrupted:
-                    raise interrupted_draw() from None
-                self._progress.finish()
-                raise
-        self._runtime.meter.delivered(samples, 0)
-        return data
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        # If Control-C comes before this line, the same batch is the next one again: see `epoch.planned_batch`.
+        self._head.outcome = TAKEN
+        return batch
 
-    def _load(self) -> tuple[Any, int]:
-        if self._due is None:
-            self._due = self._draw()
-        position, index = self._due
-        samples = samples_in(index) if self._auto_collation else 1
+    def _next_data(self) -> Any:
+        self._progress.note_taken()
+        if self._progress.head is None:
+            with self._runtime.meter.waiting():
+                try:
+                    self._load()
+                except StopIteration:
+                    self._progress.finish()
+                    raise
+        head = self._head
+        if self._metered is not head:
+            self._metered = head
+            self._runtime.meter.delivered(head.samples, 0)
+        return head.outcome
+
+    def _load(self) -> None:
+        if self._is_torn:
+            raise WorkerError(
+                "this iteration was interrupted while its iterable dataset was read, so what that had given of the "
+                "batch is lost; begin another iteration"
+            )
+        due = self._due or self._draw()
+        try:
+            data = self._fetch(due)
+            if self._pin_memory:
+                data = pin_memory(data, self._pin_memory_device)
+            if self._progress.streams:
+                due.worker, due.stream = 0, StreamState(delivered=self._progress.streams[0].delivered + 1)
+            due.outcome = data
+            self._head = self._progress.head = due
+            self._due = None
+        except KeyboardInterrupt:
+            self._is_torn = self._dataset_kind == DatasetKind.Iterable and self._due is not None
+            raise
+
+    def _fetch(self, due: PlannedBatch) -> Any:
+        due.samples = samples_in(due.index) if self._auto_collation else 1
         try:
             with loading_for(self._progress.epoch):
-                data = self._fetcher.fetch(index)
+                return self._fetcher.fetch(due.index)
         except StopIteration:
             raise
         except Exception:
-            self._due = None
-            self._progress.passed(position, samples)
+            due.outcome = TAKEN
+            self._progress.head, self._due = due, None
             raise
-        if self._pin_memory:
-            data = pin_memory(data, self._pin_memory_device)
-        self._due = None
-        self._progress.passed(position, samples)
-        if self._progress.streams:
-            delivered = self._progress.streams[0].delivered + 1
-            self._progress.streams = [StreamState(delivered=delivered)]
-        return data, samples
 
-    def _draw(self) -> tuple[int, Any]:
+    def _draw(self) -> PlannedBatch:
         if not self._drawn:
             self._drawn = True
             if not torch.equal(torch.default_generator.get_state(), self._rng_at_start):
                 self._progress.draw_rng = capture_rng()
-        try:
-            position, index = self._plan.draw()
-            while self._progress.was_delivered(position):
-                position, index = self._plan.draw()
-        except KeyboardInterrupt:
-            self._is_interrupted = True
-            raise
-        self._is_interrupted = False
-        return position, index
+        plan = self._plan
+        if plan.is_torn:
+            raise interrupted_draw()
+        position, index = plan.peek()
+        while self._progress.was_delivered(position):
+            plan.draw()
+            position, index = plan.peek()
+        batch = PlannedBatch(position, index)
+        # No call until it is noted that the batch was drawn: Control-C comes before that or after it.
+        self._due, plan.drawn, plan.held = batch, position + 1, []
+        return batch
 
     def _make_fetcher(self, loader: Any) -> Any:
         def torchs() -> Any:

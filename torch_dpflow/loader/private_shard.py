@@ -171,8 +171,8 @@ class PrivateShard:
     def acknowledge(self) -> None:
         """The next event was handled."""
         self._events.popleft()
-        with suppress(queue.Empty):
-            self._signs.get_nowait()
+        if self._signs.qsize():
+            self._signs.get()
 
     def begin_epoch(self, order: EpochSpec, streams: Sequence[StreamState | None]) -> None:
         """Drop what is left of the running epoch and begin another with the same workers."""

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from torch_dpflow.epoch.plan import is_drawn_at_start, samples_in
+from torch_dpflow.epoch.planned_batch import TAKEN, PlannedBatch
 from torch_dpflow.epoch.progress import OPENING_AGAIN, OPENING_WORKERS
 from torch_dpflow.errors import LoaderTimeoutError, WorkerError, WorkerStartError
 from torch_dpflow.loader.batch_planner import BatchPlanner, fit_streams, interrupted_draw
-from torch_dpflow.loader.in_flight import InFlight, InFlightBatch, Rotation
+from torch_dpflow.loader.in_flight import InFlight, Rotation
 from torch_dpflow.loader.iteration_start import begin
 from torch_dpflow.loader.load_spec import has_own_streams, load_spec
 from torch_dpflow.loader.pinning import Pin
@@ -131,7 +132,12 @@ class WorkerIterator(BaseDataLoaderIter):
             rotation = Rotation(
                 self._num_workers, in_order=self._in_order, most=self._most, first=progress.next_worker
             )
-        self._planner = BatchPlanner(progress, rotation)
+        self._planner = BatchPlanner(progress, rotation, self._flights)
+        #: The batch that is due, and how many are planned once another one is in its place.
+        self._head: PlannedBatch
+        self._goal = 0
+        #: The latest batch that was counted in the figures.
+        self._metered: PlannedBatch | None = None
         self._has_idle_worker = False
         grows = self._in_order and not self._own_stream and is_drawn_at_start(loader._index_sampler)
         #: Bytes of the largest batch that has come.
@@ -189,26 +195,38 @@ class WorkerIterator(BaseDataLoaderIter):
 
     # -- delivery ----------------------------------------------------------------------------------------
 
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        # If Control-C comes before this line, the same batch is the next one again: see `epoch.planned_batch`.
+        self._head.outcome = TAKEN
+        return batch
+
     def _next_data(self) -> Any:
+        progress = self._progress
         with self._runtime.meter.waiting():
             if self._planner.drawn is not None:
                 self._plan_one()
             while True:
-                flight = self._next_flight()
-                if flight.outcome.__class__ is Arrived and flight.outcome.kind == END:
-                    self._end_stream(flight)
+                progress.note_taken()
+                if progress.head is None:
+                    flight, goal = self._due(), self._planner.planned + 1
+                    # It stays the head until it is taken. All that is done to it before that may be repeated.
+                    self._head, self._goal, progress.head = flight, goal, flight
+                head = self._head
+                if head.outcome.__class__ is Arrived and head.outcome.kind == END:
+                    self._end_stream(head)
                     continue
-                return self._deliver(flight)
+                return self._deliver(head)
 
-    def _next_flight(self) -> InFlightBatch:
+    def _due(self) -> PlannedBatch:
         """Wait for the batch that is due. Raises StopIteration at the end of the epoch."""
         self._handle_pending()
         while True:
-            flight = self._flights.take()
+            flight = self._flights.due()
             if flight is not None:
                 return flight
             if not len(self._flights):
-                if self._planner.is_interrupted:
+                if self._progress.plan.is_torn:
                     raise interrupted_draw()
                 self._finish()
                 raise StopIteration
@@ -218,44 +236,43 @@ class WorkerIterator(BaseDataLoaderIter):
                 )
             self._await_event()
 
-    def _deliver(self, flight: InFlightBatch) -> Any:
-        samples = samples_in(flight.index) if self._auto_collation else 1
-        outcome = flight.outcome
-        self._refill(flight)
-        self._progress.passed(flight.position, samples)
-        if flight.worker is not None and isinstance(outcome, Arrived) and outcome.stream is not None:
-            self._progress.streams[flight.worker] = outcome.stream
-        self._planner.note_assignment(self._flights)
+    def _deliver(self, head: PlannedBatch) -> Any:
+        outcome = head.outcome
+        head.samples = samples_in(head.index) if self._auto_collation else 1
+        self._refill(head)
         if isinstance(outcome, Poisoned):
-            raise self._restarts.poison_error(flight.index, len(outcome.workers))
+            error = self._restarts.poison_error(head.index, len(outcome.workers))
+            head.outcome = TAKEN
+            raise error
         if outcome.kind == FAILURE:
             assert isinstance(outcome.value, ExceptionWrapper)
+            head.outcome = TAKEN
             outcome.value.reraise()
-        self._runtime.meter.delivered(samples, outcome.size)
-        self._count()
+        if self._metered is not head:
+            self._metered = head
+            self._runtime.meter.delivered(head.samples, outcome.size)
+            self._count()
         return outcome.value
 
-    def _refill(self, flight: InFlightBatch) -> None:
-        """Submit another batch in place of this one. If that fails, as the sampler may, this one is due again."""
-        self._planner.delivered(flight.worker)
-        try:
+    def _refill(self, head: PlannedBatch) -> None:
+        """Submit another batch in place of this one, which stays due if that fails, as the sampler may."""
+        self._flights.remove(head.position)
+        if self._planner.planned < self._goal:
             self._plan_one()
-        except BaseException:
-            self._flights.put_back(flight)
-            self._planner.undelivered(flight.worker)
-            raise
+        if head.worker is not None:
+            head.stream, head.owing = getattr(head.outcome, "stream", None), self._planner.owing()
 
-    def _end_stream(self, flight: InFlightBatch) -> None:
+    def _end_stream(self, head: PlannedBatch) -> None:
         """A worker's iterable dataset has ended: drop the batches that it still owes."""
         assert self._shard is not None
-        assert flight.worker is not None
-        dropped = self._flights.drop_waiting(flight.worker)
-        self._shard.cancel([self._task(waiting.position) for waiting in dropped])
-        for gone in (flight, *dropped):
-            self._progress.passed(gone.position, 0)
-        self._planner.end_stream(flight.worker, flight.outcome.stream)
-        self._plan_one()
-        self._planner.note_assignment(self._flights)
+        assert head.worker is not None
+        self._planner.end_stream(head.worker)
+        head.dropped = head.dropped or self._flights.waiting(head.worker)
+        self._shard.cancel([self._task(position) for position in head.dropped])
+        for position in head.dropped:
+            self._flights.remove(position)
+        self._refill(head)
+        head.outcome = TAKEN
 
     def _finish(self) -> None:
         self._progress.finish()
@@ -267,7 +284,9 @@ class WorkerIterator(BaseDataLoaderIter):
         if self._shard is not None:
             self._ended_workers = self._workers
             self._count()
-            self._close()
+            # Not by the finalizer: it would do nothing the second time, after Control-C.
+            self._shard.close()
+            self._close.cancel()
             self._shard = None
 
     # -- events ------------------------------------------------------------------------------------------

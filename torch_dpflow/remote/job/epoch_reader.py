@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_dpflow.backoff import Backoff
+from torch_dpflow.epoch.planned_batch import TAKEN
 from torch_dpflow.errors import (
     DPFlowError,
     ErrorKind,
@@ -23,7 +24,7 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.remote.job.build_batch import Received, build_batch, received_sample
-from torch_dpflow.remote.job.ready_batches import TAKEN, ReadyBatch, ReadyBatches
+from torch_dpflow.remote.job.ready_batches import ReadyBatch, ReadyBatches
 from torch_dpflow.remote.job.shard_link import EpochDraw, Fetch, FetchOutcome, ShardLinks, Wanted
 from torch_dpflow.remote.job.stop_signal import StopSignal
 

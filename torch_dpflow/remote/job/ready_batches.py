@@ -1,8 +1,7 @@
 """Passes batches in order from the reader's thread to the training loop.
 
-Control-C may interrupt the training loop's thread between any two of its steps. So a batch stays the next one until it
-was taken, which is one assignment, `ready.value = TAKEN`, after which nothing is called before the batch is returned:
-Python handles signals at calls and backward jumps only.
+A batch stays the next one until it was taken, which is one assignment, `ready.value = TAKEN`; `epoch.planned_batch`
+says why.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from torch_dpflow.errors import LoaderTimeoutError
 from torch_dpflow.remote.job.stop_signal import StopSignal
 from torch_dpflow.torch_private import ExceptionWrapper
 
-#: The value of a batch that was taken.
-TAKEN: Any = object()
 #: How long the training loop, and the reader's thread, wait at a time, seconds.
 LOOK_S, IDLE_S = 1.0, 0.1
 
