@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.cluster_command import CommandedCluster
-from tests.new_process import interpreter
+from tests.new_process import interpreter, run_interpreter
 from tests.shared_cluster import free_port
 from tests.workers import has_ended
 from torch_dpflow.cli.main import root
@@ -78,6 +78,12 @@ def test_up_refuses_what_is_no_value(arguments: list[str], message: str) -> None
         (["--listen", "tcp://127.0.0.1:0"], "must be tcp://ADDRESS:PORT"),
         (["--listen", "tcp://127.0.0.1:99999"], "must be tcp://ADDRESS:PORT"),
         (["--listen", "tcp://*:5555"], "must be tcp://ADDRESS:PORT"),
+        (["--listen", "tcp://[::1:5555"], "listen='tcp://[::1:5555': must be tcp://ADDRESS:PORT"),
+        (["--listen", "tcp://127.0.0.1:5555/path"], "must be tcp://ADDRESS:PORT"),
+        (["--listen", "tcp://user@127.0.0.1:5555"], "must be tcp://ADDRESS:PORT"),
+        (["--preload", "torch.nope"], "preload='torch.nope': no such module is installed"),
+        (["--preload", "os.path.nope"], "no such module is installed"),
+        (["--preload", ".torch"], "no such module is installed"),
         (["--listen", "tcp://0.0.0.0:5555"], "give the address of this host by which jobs reach it"),
         (["--listen", "tcp://192.0.2.1:5555"], "give another address"),
         (["--metrics", "9400"], "give HOST:PORT"),
@@ -92,6 +98,9 @@ def test_up_refuses_what_is_no_value(arguments: list[str], message: str) -> None
         (["--state", "/"], "cannot be used"),
         (["--state", "ftp://x"], "give a path, sqlite:///PATH, redis://HOST:PORT/NUMBER"),
         (["--state", "redis://:secret@127.0.0.1:1/0"], "cannot be used"),
+        (["--state", "redis://:secret@127.0.0.1:abc/0"], "state='redis://127.0.0.1:abc/0'"),
+        (["--state", "redis://:secret@[::1"], "state='redis://[::1': give a path"),
+        (["--state", "redis://:secret@127.0.0.1:1/0?nope=1"], "give redis://HOST:PORT/NUMBER"),
     ],
 )
 def test_up_refuses_what_it_cannot_have(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -131,6 +140,24 @@ def test_up_advises_nobody_to_remove_a_file_that_is_no_state(tmp_path: Path) -> 
 def test_up_refuses_a_connection_file_that_it_cannot_write(tmp_path: Path) -> None:
     refused(run("up", "--connection-file", str(tmp_path / "none" / "file")), "No such file or directory")
     refused(run("up", "--connection-file", str(tmp_path)), f"'{tmp_path}' is a directory; give a file in it")
+
+
+def test_no_pipe_or_socket_is_waited_for_as_a_file_of_keys(tmp_path: Path) -> None:
+    pipe, path = tmp_path / "pipe", tmp_path / "socket"
+    os.mkfifo(pipe, 0o600)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+        program = "import sys; from torch_dpflow.cli.main import root; root(sys.argv[1:])"
+        listen = ["--listen", f"tcp://127.0.0.1:{free_port()}", "--connection-file", str(tmp_path / "file")]
+        for given in (pipe, path):
+            for arguments in (
+                ["status", "--address", str(given)],
+                ["up", "--connection-file", str(given)],
+                ["up", *listen, "--keys", str(given)],
+            ):
+                ended = run_interpreter(program, *arguments)
+                assert ended.returncode == 1, ended.stderr
+                assert f"file '{given}' is a pipe, socket or device; give a regular file" in ended.stderr
 
 
 def test_up_refuses_a_limit_of_open_files_that_allows_no_worker(tmp_path: Path) -> None:
@@ -217,6 +244,9 @@ def test_a_connection_file_that_others_may_read_is_not_used(gone: str) -> None:
         ("tcp://192.0.2.1:5555", "give the connection file"),
         ("tcp://127.0.0.1:99999", "address='tcp://127.0.0.1:99999'"),
         ("tcp://127.0.0.1", "address='tcp://127.0.0.1'"),
+        ("tcp://[::1", "address='tcp://[::1': give the path of a connection file"),
+        ("tcp://127.0.0.1:5555/path", "address='tcp://127.0.0.1:5555/path': give the path"),
+        ("/dev/null", "connection file '/dev/null' is a pipe, socket or device; give a regular file"),
         ("smoke://signals", "address='smoke://signals'"),
         ("ipc://" + "x" * 200, "address='ipc://xxx"),
     ],

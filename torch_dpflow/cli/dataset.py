@@ -19,7 +19,7 @@ from torch_dpflow.cli.dataset_printing import (
     verify_progress,
 )
 from torch_dpflow.cli.dataset_upkeep import copy_, delete_, discard, prune_
-from torch_dpflow.datasets.draft import SHARD_SIZE, Draft
+from torch_dpflow.datasets.draft import MAX_SHARD_SIZE, SHARD_SIZE, Draft
 from torch_dpflow.datasets.importers.importer_registry import IMPORTERS, make_importer
 from torch_dpflow.datasets.names import DatasetRef, next_version
 from torch_dpflow.datasets.spec import Dataset
@@ -82,7 +82,7 @@ for _command in (discard, delete_, prune_, copy_):
 
 @dataset.command("import")
 @_import_options
-@click.option("--shard-size", type=click.IntRange(min=1), default=SHARD_SIZE, show_default=True)
+@click.option("--shard-size", type=click.IntRange(1, MAX_SHARD_SIZE), default=SHARD_SIZE, show_default=True)
 @store_options
 def import_(
     url: str,

@@ -30,6 +30,8 @@ from torch_dpflow.errors import (
 #: Samples in a metadata shard: some 100 to 300 kB, which take 0.7 ms to read, check and decode. With the thesis's
 #: shards of 40 MB one random sample would cost a second.
 SHARD_SIZE = 1000
+#: The largest number that other readers of the version's file, which is JSON, have without rounding it.
+MAX_SHARD_SIZE = 2**53
 
 #: The members that an importer must have.
 _IMPORTER = ("root", "options", "source", "extend", "items", "total", "info")
@@ -112,7 +114,7 @@ class Draft:
                 f"progress={progress!r:.80} is not callable; give a function of a number of samples"
             )
         if shard_size is not None:
-            shard_size = check_int("shard_size", shard_size, minimum=1)
+            shard_size = check_int("shard_size", shard_size, minimum=1, maximum=MAX_SHARD_SIZE)
         if checksum is not None and checksum not in get_args(ChecksumAlgorithm):
             raise OptionError(f"checksum={checksum!r}: give one of {get_args(ChecksumAlgorithm)}, or None")
         base = self._base(variant)

@@ -88,20 +88,19 @@ def find_cluster(address: str | os.PathLike[str] | None = "auto") -> Cluster:
 
 def _check_direct(address: str) -> None:
     """Raise OptionError unless `address` can be that of a service on this host that needs no keys."""
-    parts = urlsplit(address)
+    scheme, _, rest = address.partition("://")
     try:
-        port = parts.port
+        parts = urlsplit(address)
+        port = parts.port if parts.netloc == rest else None
     except ValueError:
         port = None
-    if parts.scheme == "tcp" and port:
+    if scheme == "tcp" and port:
         if not is_loopback(address):
             raise OptionError(
                 f"address={address!r} reaches beyond this host, which requires keys; give the connection file that "
                 "`dpflow up` has written"
             )
-    elif (
-        parts.scheme != "ipc" or not 1 <= len(os.fsencode(address.partition("://")[2])) <= LONGEST_SOCKET_PATH
-    ):
+    elif scheme != "ipc" or not 1 <= len(os.fsencode(rest)) <= LONGEST_SOCKET_PATH:
         raise OptionError(
             f"address={address!r}: give the path of a connection file, ipc://PATH of at most "
             f"{LONGEST_SOCKET_PATH} bytes, or tcp://127.0.0.1:PORT"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -12,6 +13,8 @@ import msgspec
 from torch_dpflow.errors import OptionError
 from torch_dpflow.remote.transport.keys import ClientKeys, ServerKeys
 from torch_dpflow.remote.transport.zeromq import draw_key_pair
+
+_NOT_REGULAR = " is a pipe, socket or device; give a regular file"
 
 
 class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,13 +113,18 @@ def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) 
     """what: it is called in messages. missing, other: what to do if it is missing, or something else."""
     name = f"{what} {os.fspath(path)!r}"
     try:
-        with open(path, "rb") as file:
+        # Without O_NONBLOCK a FIFO is waited for until somebody writes to it.
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
-            content = file.read(1 << 16)
+            content = file.read(1 << 16) if stat.S_ISREG(status.st_mode) else b""
     except IsADirectoryError as error:
         raise OptionError(f"{name} is a directory; give a file in it") from error
     except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise OptionError(f"{name}{_NOT_REGULAR}") from error
         raise OptionError(f"{name}: {error.strerror}; {missing}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise OptionError(f"{name}{_NOT_REGULAR}")
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o077 or status.st_uid not in (os.getuid(), 0):
         raise OptionError(

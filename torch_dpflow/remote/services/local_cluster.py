@@ -7,10 +7,12 @@ import multiprocessing
 import os
 import secrets
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -187,8 +189,16 @@ def _keep_fork_server_in(directory: str) -> None:
 
 def _check_installed(module: str) -> None:
     """Raise OptionError unless a module of this name is installed. Imports nothing."""
-    top = module.partition(".")[0]
-    if not module.replace(".", "_").isidentifier() or find_spec(top) is None:
+    if module in sys.modules:
+        return
+    top, *rest = names = module.split(".")
+    found = find_spec(top) if all(name.isidentifier() for name in names) else None
+    for name in rest:  # not all at once by `find_spec`, which imports the packages on the way
+        places = None if found is None else found.submodule_search_locations
+        found = (
+            None if found is None or places is None else PathFinder.find_spec(f"{found.name}.{name}", places)
+        )
+    if found is None:
         raise OptionError(f"preload={module!r}: no such module is installed; install it, or leave it out")
 
 
@@ -222,13 +232,13 @@ def _private_directory() -> PrivateDirectory:
 
 
 def _host_of(listen: str) -> str:
-    parts = urlsplit(listen)
     try:
+        parts = urlsplit(listen)
         port = parts.port
         host = ipaddress.ip_address(parts.hostname or "")
     except ValueError:
         port = host = None
-    if parts.scheme != "tcp" or host is None or not port:
+    if host is None or not port or "@" in listen or listen != f"tcp://{parts.netloc}":
         raise OptionError(f"listen={listen!r}: must be tcp://ADDRESS:PORT, an IP address and a port above 0")
     if host.is_unspecified:
         raise OptionError(f"listen={listen!r}: give the address of this host by which jobs reach it")

@@ -75,14 +75,17 @@ def open_store(url: str) -> StateStore:
     Raises OptionError for another kind of address, or if the package for Redis is missing; StateError if the store
     cannot be opened.
     """
-    scheme = urlsplit(url).scheme
+    try:
+        scheme = urlsplit(url).scheme
+    except ValueError:
+        scheme = "none"
     if scheme in ("", "sqlite"):
         return SQLiteStore(url.removeprefix("sqlite://"))
     if scheme in ("redis", "rediss", "unix"):
         return RedisStore(url)
     raise OptionError(
-        f"state={url!r}: give a path, sqlite:///PATH, redis://HOST:PORT/NUMBER or unix://PATH of a Redis "
-        "socket"
+        f"state={_without_password(url)!r}: give a path, sqlite:///PATH, redis://HOST:PORT/NUMBER "
+        "or unix://PATH of a Redis socket"
     )
 
 
@@ -186,14 +189,19 @@ class RedisStore:
         self._error: type[Exception] = redis.RedisError
         # One immediate retry, for a connection that was closed meanwhile; how long to go on is up to the caller.
         retry = redis.retry.Retry(redis.backoff.NoBackoff(), 1)
-        self._client: Any = redis.Redis.from_url(
-            url, socket_timeout=_ANSWER_S, socket_connect_timeout=_ANSWER_S, retry=retry
-        )
         try:
+            self._client: Any = redis.Redis.from_url(
+                url, socket_timeout=_ANSWER_S, socket_connect_timeout=_ANSWER_S, retry=retry
+            )
             self._ask(self._client.ping)
         except StateError:
             self.close()
             raise
+        except (ValueError, TypeError):  # a port that is no number, or an option that it does not know
+            raise OptionError(
+                f"state={self._url!r}: give redis://HOST:PORT/NUMBER or unix://PATH; of options those of the package "
+                "redis"
+            ) from None
 
     def get(self, key: str) -> bytes | None:
         value: bytes | None = self._ask(self._client.get, _REDIS_PREFIX + _checked(key))
@@ -258,8 +266,8 @@ class RedisStore:
 
 
 def _without_password(url: str) -> str:
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    scheme, mark, rest = url.partition("://")
+    return f"{scheme}{mark}{rest.rpartition('@')[2]}"
 
 
 def _checked(key: str) -> str:
