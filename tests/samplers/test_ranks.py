@@ -1,12 +1,12 @@
-"""How an epoch is dealt to ranks, from one place or from many."""
+"""How an epoch is divided among ranks."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from torch_dpflow.errors import OptionError
-from torch_dpflow.samplers import GlobalBatches, RankShares, RankSlices, sampling_group
+from torch_dpflow.samplers import GlobalBatches, RankShares, sampling_group
+from torch_dpflow.samplers.ranks import rank_slice
 
 
 def batches_of(size: int, replicas: int, batch_size: int, drop_last: bool) -> GlobalBatches:
@@ -24,27 +24,16 @@ def test_slices_are_consecutive_and_all_ranks_see_one_epoch(
     whole, batches = [], batches_of(size, replicas, batch_size, drop_last)
     while len(batch := batches.draw()):
         whole.append(batch)
-    slices = RankSlices(batches_of(size, replicas, batch_size, drop_last), replicas)
     shares = RankShares(size, replicas, drop_last)
-    # The last rank first, and one rank far ahead of the others.
-    parts: dict[int, list[np.ndarray]] = {rank: [] for rank in reversed(range(replicas))}
-    for rank, part in parts.items():
-        while len(piece := slices.next(rank)):
-            part.append(piece)
-        assert sum(map(len, part)) == shares.per_rank
-    for k, batch in enumerate(whole):
-        assert np.array_equal(np.concatenate([parts[rank][k] for rank in range(replicas)]), batch)
+    for rank in range(replicas):
+        assert sum(len(rank_slice(batch, rank, replicas)) for batch in whole) == shares.per_rank
+    for batch in whole:
+        parts = [rank_slice(batch, rank, replicas) for rank in range(replicas)]
+        assert np.array_equal(np.concatenate(parts), batch)
     order = np.concatenate([np.empty(0, np.int64), *whole])
     assert len(order) == shares.total
     assert len(set(order.tolist())) == min(size, shares.total)
     assert np.array_equal(order[size:], np.resize(order[: min(size, replicas)], max(0, shares.total - size)))
-
-
-def test_a_rank_outside_is_refused() -> None:
-    slices = RankSlices(batches_of(10, 2, 1, False), 2)
-    for rank in (-1, 2):
-        with pytest.raises(OptionError, match="rank"):
-            slices.next(rank)
 
 
 def test_a_resumed_epoch_is_filled_up_with_its_own_head() -> None:

@@ -1,11 +1,9 @@
 """One epoch for several ranks (DDP): the length of each rank's part, and the samples in it."""
 
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
-from torch_dpflow.checks import check_int
 from torch_dpflow.samplers.group import SamplingGroup
 from torch_dpflow.samplers.indices import CompactArray, IndexArray
 
@@ -86,27 +84,3 @@ def rank_slice(batch: IndexArray, rank: int, replicas: int) -> IndexArray:
     """A rank's part of a global batch: consecutive samples, so that rank 0 has the first ones."""
     part = len(batch) // replicas
     return batch[rank * part : (rank + 1) * part]
-
-
-class RankSlices:
-    """Slices for all ranks of a job from one place: a rank without slices causes a draw, which gives each rank one."""
-
-    def __init__(self, batches: GlobalBatches, replicas: int) -> None:
-        self._batches = batches
-        self._waiting: list[deque[IndexArray]] = [deque() for _ in range(replicas)]
-
-    def next(self, rank: int, now: float | None = None) -> IndexArray:
-        """The rank's slice of its next global batch; empty at the end of the epoch.
-
-        Raises:
-            OptionError: there is no such rank.
-        """
-        replicas = len(self._waiting)
-        rank = check_int("rank", rank, minimum=0, maximum=replicas - 1)
-        if not self._waiting[rank]:
-            batch = self._batches.draw(now)
-            if not len(batch):
-                return batch
-            for other, slices in enumerate(self._waiting):
-                slices.append(rank_slice(batch, other, replicas))
-        return self._waiting[rank].popleft()
