@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.datasets.samples_source import check_starts
+from tests.new_process import interpreter
 from torch_dpflow.datasets.importers.coco import CocoImporter
 from torch_dpflow.errors import OptionTypeError, SourceError
 
@@ -41,6 +43,22 @@ def _coco(path: Path, images: int, seed: int = 0) -> dict[str, Any]:
 
 def _box(**change: Any) -> dict[str, Any]:
     return {"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 2, 3, 4], **change}
+
+
+def test_nothing_stays_of_an_import_that_is_killed(tmp_path: Path) -> None:
+    _coco(tmp_path / "instances.json", images=9)
+    (tmp_path / "t").mkdir()
+    program = (
+        "import os, signal, sys\n"
+        "from torch_dpflow.datasets.importers.coco import CocoImporter\n"
+        "items = CocoImporter(sys.argv[1] + '/instances.json', images=sys.argv[1]).items()\n"
+        "next(items)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    with interpreter(program, str(tmp_path), env={"TMPDIR": f"{tmp_path}/t"}) as process:
+        assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == -signal.SIGKILL
+    assert list((tmp_path / "t").iterdir()) == []
 
 
 @pytest.mark.parametrize("segmentation", [False, True])

@@ -16,7 +16,7 @@ import pytest
 from tests.shared_cluster import TestCluster, wait
 from tests.shared_datasets import Numbers
 from tests.workers import has_ended
-from torch_dpflow.errors import DPFlowError, OptionError, StateError, UsageError
+from torch_dpflow.errors import DPFlowError, OptionError, RemoteCallError, StateError, UsageError
 from torch_dpflow.remote.access.cluster_address import find_cluster
 from torch_dpflow.remote.job import flow_registration
 from torch_dpflow.remote.job.client import SharedJob
@@ -157,6 +157,22 @@ def test_what_a_full_disk_has_taken_in_part_is_not_taken_for_whole(tmp_path: Pat
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert files.receive(ContentPiece(digest, 0, 1000), memoryview(content)) == 1000
     assert files.read(ContentRequest(digest, 0)) == (1000, content)
+
+
+def test_what_cannot_be_stored_is_told_without_a_traceback(
+    cluster: TestCluster, join: Join, flow: str
+) -> None:
+    folder = Path(find_cluster(cluster.address).address.removeprefix("ipc://")).parent / "state.contents"
+    wait(folder.exists, what="the coordinator's directory")
+    away = folder.rename(folder.with_name("away"))
+    try:
+        with pytest.raises(
+            RemoteCallError, match=r"contents of flows cannot be stored in .*with another TMPDIR"
+        ) as caught:
+            join(flow, Numbers(8))
+    finally:
+        away.rename(folder)
+    assert "Traceback" not in str(caught.value)
 
 
 def test_a_host_fetches_a_content_once_and_gives_up_where_none_comes(

@@ -79,6 +79,23 @@ def test_jobs_read_and_come_while_the_store_is_away_and_all_is_written_again(
     wait(lambda: "state store recovered" in cluster.log.read_text(), what="the end of it")
 
 
+def test_what_is_not_stored_is_not_acknowledged(cluster: TestCluster, redis: RedisServer, flow: str) -> None:
+    with open_at(cluster, flow):
+        wait(lambda: has(redis, flow), what="the flow in the store")
+    redis.stop()
+    try:
+        scaled = CliRunner().invoke(
+            root, ["flow", "scale", flow, "--shards", "2", "--address", cluster.address]
+        )
+    finally:
+        redis.start()
+    assert scaled.exit_code == 1, scaled.output
+    assert "this is in force but not stored: the state store 'unix:" in scaled.output
+    wait(lambda: has(redis, flow), what="the flow in the store")
+    again = CliRunner().invoke(root, ["flow", "scale", flow, "--shards", "2", "--address", cluster.address])
+    assert again.exit_code == 0, again.output
+
+
 def test_a_coordinator_that_starts_anew_while_the_store_is_frozen_waits_and_jobs_read_on(
     cluster: TestCluster, redis: RedisServer, flow: str
 ) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -100,10 +98,9 @@ class CocoImporter:
     @contextmanager
     def _joined(self) -> Iterator[sqlite3.Connection]:
         """The file as tables."""
-        with (
-            tempfile.TemporaryDirectory(prefix="dpflow-coco-") as folder,
-            closing(sqlite3.connect(Path(folder) / "coco.sqlite")) as database,
-        ):
+        with closing(
+            sqlite3.connect("")
+        ) as database:  # a file without a name: it ends with the process, however
             for setting in ("journal_mode = off", "synchronous = off", f"cache_size = -{_CACHE_KIB}"):
                 database.execute(f"pragma {setting}")
             database.executescript(_TABLES)

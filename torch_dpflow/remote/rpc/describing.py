@@ -23,7 +23,8 @@ def kind_of(error: BaseException) -> ErrorKind:
 
 
 def describe(error: BaseException) -> tuple[ErrorKind, str]:
-    """An error's kind, and the end of its text, or of an internal error's traceback, that fits into a header."""
+    """An error's kind, and the end of its text, or of an unforeseen error's traceback, that fits into a header."""
     kind = kind_of(error)
-    text = "".join(traceback.format_exception(error)) if kind is ErrorKind.INTERNAL else str(error)
+    is_foreseen = kind is not ErrorKind.INTERNAL or isinstance(error, StateError)
+    text = str(error) if is_foreseen else "".join(traceback.format_exception(error))
     return kind, text[-MAX_TEXT:]

@@ -299,12 +299,12 @@ class Coordinator:
         SERVICE.info(text, spec.shards, spec.workers, extra={"flow": spec.instance})
         view = flow.view(self._parts().get(spec.instance), self._clock())
         # Acknowledged when written: unlike a registration, nobody would repeat it after this process's death.
-        self._store.once_written(lambda: call.answer(view))
+        self._store.once_written(partial(_acknowledge, call, view))
         return LATER
 
     def _on_delete(self, call: IncomingCall) -> Later:
         self._apply(self._registry.delete(call.body, self._clock()))
-        self._store.once_written(lambda: call.answer(None))
+        self._store.once_written(partial(_acknowledge, call, None))
         return LATER
 
     def _on_flows(self, call: IncomingCall) -> Result:
@@ -332,6 +332,18 @@ class Coordinator:
     def _drop_content(self, digest: str) -> None:
         if not any(flow.spec.content == digest for flow in self._registry.flows):
             self._contents.drop(digest)
+
+
+def _acknowledge(call: IncomingCall, answer: FlowView | None, failure: Exception | None) -> None:
+    if failure is None:
+        call.answer(answer)
+    else:
+        call.fail(
+            UsageError(
+                f"this is in force but not stored: {failure}. It is stored once the state store recovers, and lost if "
+                "the coordinator ends before"
+            )
+        )
 
 
 def run(service: ServiceSpec) -> None:

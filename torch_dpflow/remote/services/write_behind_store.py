@@ -36,7 +36,7 @@ class WriteBehindStore:
         self._values: dict[str, bytes] = {}
         #: Keys whose value in the store is out of date.
         self._unwritten: set[str] = set()
-        self._awaiting: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._awaiting: queue.SimpleQueue[Callable[[Exception | None], None]] = queue.SimpleQueue()
         self._writer = PeriodicCall(self._write, RENEW_S, "dpflow-state", on_error=self._log_failure)
         #: Whether the store could not be used when it was last tried; that is logged once.
         self._is_failing = False
@@ -85,8 +85,8 @@ class WriteBehindStore:
             self._unwritten.add(key)
         self._writer.wake()
 
-    def once_written(self, done: Callable[[], None]) -> None:
-        """Have the thread call `done` when the store has all that was put so far, or cannot be used."""
+    def once_written(self, done: Callable[[Exception | None], None]) -> None:
+        """Have the thread call `done` when the store has all that was put so far, or with why it cannot be used."""
         self._awaiting.put(done)
         self._writer.wake()
 
@@ -94,12 +94,16 @@ class WriteBehindStore:
 
     def _write(self) -> None:
         awaiting = [self._awaiting.get() for _ in range(self._awaiting.qsize())]
+        failure: Exception | None = None
         try:
             self._write_all()
             self._log_recovery()
+        except Exception as error:
+            failure = error
+            raise
         finally:
             for done in awaiting:
-                done()
+                done(failure)
 
     def _write_all(self) -> None:
         if not self._store.renew(self._owner):
