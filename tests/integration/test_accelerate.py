@@ -99,6 +99,18 @@ def test_torchs_own_loaders_stay_torchs(OurLoader: Any, accelerator: Any) -> Non
     assert_same(list(ours), list(theirs))
 
 
+def test_the_name_in_accelerates_module_is_still_torchs_class() -> None:
+    name = accelerate.data_loader.DataLoader
+    loader = DataLoader(Indices(4))
+    own = type("Own", (name,), {})
+    assert isinstance(loader, name)
+    assert issubclass(DataLoader, name)
+    assert type(name(Indices(4))) is DataLoader
+    assert type(own(Indices(4))) is own
+    assert not isinstance(loader, own)
+    assert not issubclass(DataLoader, own)
+
+
 def test_a_prepared_loader_resumes(OurLoader: Any, accelerator: Any) -> None:
     """accelerate reads one batch ahead and still snapshots what the loop has got."""
 

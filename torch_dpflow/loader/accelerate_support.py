@@ -33,17 +33,29 @@ def keep_class_under_accelerate(ours: type[Any]) -> None:
 
 def _amend(ours: type[Any], module: ModuleType) -> None:
     names = vars(module)
-    torchs, adapter = names.get("DataLoader"), names.get("DataLoaderAdapter")
-    if torchs is None or adapter is None:  # another version of accelerate
+    if not {"DataLoader", "DataLoaderAdapter"} <= set(names):  # another version of accelerate
         return
+    torchs, adapter = names["DataLoader"], names["DataLoaderAdapter"]
     begin = adapter.__init__
 
-    @functools.wraps(torchs, updated=())
-    def build(*args: Any, **kwargs: Any) -> Any:
-        source = _source(names, ours)
-        if source is None:
-            return torchs(*args, **kwargs)
-        return ours(*args, **kwargs, **{name: getattr(source, name) for name in _OURS})
+    class Rebuilding(type(torchs)):  # type: ignore[misc]
+        """Of a class that is torch's to whom asks, and gives one of ours where accelerate rebuilds one."""
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            if cls is not rebuilding:
+                return super().__call__(*args, **kwargs)
+            source = _source(names, ours)
+            if source is None:
+                return torchs(*args, **kwargs)
+            return ours(*args, **kwargs, **{name: getattr(source, name) for name in _OURS})
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, torchs) if cls is rebuilding else super().__instancecheck__(instance)
+
+        def __subclasscheck__(cls, other: type) -> bool:
+            return issubclass(other, torchs) if cls is rebuilding else super().__subclasscheck__(other)
+
+    rebuilding = Rebuilding(torchs.__name__, (torchs,), {"__doc__": torchs.__doc__})
 
     @functools.wraps(begin)
     def begin_with_ours(
@@ -53,7 +65,7 @@ def _amend(ours: type[Any], module: ModuleType) -> None:
         begin(self, dataset, use_stateful_dataloader and _source(names, ours) is None, *args, **kwargs)
         self.use_stateful_dataloader = use_stateful_dataloader
 
-    names["DataLoader"] = build
+    names["DataLoader"] = rebuilding
     adapter.__init__ = begin_with_ours
 
 
