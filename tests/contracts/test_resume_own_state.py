@@ -145,3 +145,29 @@ def test_neither_reading_on_nor_resuming_changes_a_state(OurLoader: Any, num_wor
         resumed = OurLoader(Emptied(), batch_size=2, num_workers=num_workers)
         resumed.load_state_dict(state)
         assert [batch.tolist() for batch in resumed] == rest
+
+
+class Curriculum(Indices):
+    """Loads more from its state than it saves in it."""
+
+    shift = 0
+
+    def __getitem__(self, index: int) -> int:
+        return super().__getitem__(index) + self.shift
+
+    def state_dict(self) -> dict[str, int]:
+        return {"stage": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.shift = 100 * state["stage"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_is_loaded_also_where_the_dataset_has_an_equal_one(OurLoader: Any, workers: int) -> None:
+    loader = OurLoader(Curriculum(4), batch_size=2, num_workers=workers)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    resumed = OurLoader(Curriculum(4), batch_size=2, num_workers=workers)
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == [[102, 103]]

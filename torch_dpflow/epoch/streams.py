@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from torch_dpflow.epoch.own_state import Unsaved, has_state, restore_state, state_of
 
 
@@ -25,7 +27,10 @@ def return_dataset(dataset: Any, kept: dict[str, Any]) -> None:
     Raises:
         StateError: it, or its iterator, cannot restore its state.
     """
-    if kept["dataset"] is not None and not _equals_state(dataset, kept["dataset"]):
+    # An iterable one that loads a state may begin its next iteration there, also where it had not moved from it.
+    if kept["dataset"] is not None and not (
+        isinstance(dataset, IterableDataset) and _equals_state(dataset, kept["dataset"])
+    ):
         restore_state(dataset, kept["dataset"], "dataset")
     if kept["ended"]:
         # Restored to the end of its iteration; the next `iter` begins the next one.
