@@ -72,16 +72,16 @@ def test_up_refuses_what_is_no_value(arguments: list[str], message: str) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--memory", "1kB"], "memory_bytes=1000 is out of range; give an int from 1048576 to"),
+        (["--memory", "1kB"], "--memory=1000 is out of range; give an int from 1048576 to"),
         (["--listen", "nonsense"], "must be tcp://ADDRESS:PORT"),
         (["--listen", "tcp://127.0.0.1"], "must be tcp://ADDRESS:PORT"),
         (["--listen", "tcp://127.0.0.1:0"], "must be tcp://ADDRESS:PORT"),
         (["--listen", "tcp://127.0.0.1:99999"], "must be tcp://ADDRESS:PORT"),
         (["--listen", "tcp://*:5555"], "must be tcp://ADDRESS:PORT"),
-        (["--listen", "tcp://[::1:5555"], "listen='tcp://[::1:5555': must be tcp://ADDRESS:PORT"),
+        (["--listen", "tcp://[::1:5555"], "--listen 'tcp://[::1:5555': must be tcp://ADDRESS:PORT"),
         (["--listen", "tcp://127.0.0.1:5555/path"], "must be tcp://ADDRESS:PORT"),
         (["--listen", "tcp://user@127.0.0.1:5555"], "must be tcp://ADDRESS:PORT"),
-        (["--preload", "torch.nope"], "preload='torch.nope': no such module is installed"),
+        (["--preload", "torch.nope"], "--preload 'torch.nope': no such module is installed"),
         (["--preload", "os.path.nope"], "no such module is installed"),
         (["--preload", ".torch"], "no such module is installed"),
         (["--listen", "tcp://0.0.0.0:5555"], "give the address of this host by which jobs reach it"),
@@ -92,8 +92,14 @@ def test_up_refuses_what_is_no_value(arguments: list[str], message: str) -> None
         (["--metrics", "0.0.0.0:9400"], "--metrics-public"),
         (["--metrics", "nowhere.invalid:9400"], "--metrics-public"),
         (["--metrics", "nowhere.invalid:9400", "--metrics-public"], "give another"),
-        (["--keys", "/none/keys"], "give both, or neither"),
-        (["--metrics-public"], "by --metrics HOST:PORT, or leave it out"),
+        (
+            ["--keys", "/none/keys"],
+            "--keys '/none/keys' without --listen: keys are",
+        ),
+        (
+            ["--metrics-public"],
+            "--metrics-public without --metrics: say where, by --metrics HOST:PORT, or leave it out",
+        ),
         (["--state", "/none/state"], "cannot be used"),
         (["--state", "/"], "cannot be used"),
         (["--state", "ftp://x"], "give a path, sqlite:///PATH, redis://HOST:PORT/NUMBER"),
@@ -200,7 +206,7 @@ def test_a_second_cluster_does_not_take_the_place_of_the_first(tmp_path: Path) -
         for arguments, message in (
             (["flow", "show", "../.."], "flow '../..' is not registered; registered are []"),
             (["flow", "delete", ""], "flow '' is not registered"),
-            (["flow", "delete", "x" * 1000], "is not registered"),
+            (["flow", "delete", "x" * 70_000], "Error: flow 'xxx"),
             (["flow", "scale", "a b", "--shards", "2"], "flow 'a b' is not registered"),
         ):
             refused(run(*arguments, "--address", first.address), message)
@@ -212,7 +218,7 @@ def test_a_second_cluster_does_not_take_the_place_of_the_first(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "No such file or directory; is the cluster up?"),
+        (None, "No such file or directory; is the cluster up? Start one by `dpflow up`"),
         (b"", "truncated; give the one that `dpflow up` has written"),
         (b"\x00\xff garbage", "is not one of ours"),
         (
@@ -276,6 +282,9 @@ def test_arguments_that_are_none_are_told(arguments: list[str], message: str) ->
 
 
 def test_keys_are_not_written_where_nothing_can_be(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "none")
+    refused(run("keygen", str(tmp_path / "link")), "exists already")
+    refused(run("keygen", ""), "PATH is empty")
     refused(run("keygen", str(tmp_path / "none" / "keys")), "cannot be written: No such file or directory")
 
 

@@ -20,7 +20,7 @@ from torch_dpflow.cli.cluster_calls import (
     size_of,
     to_json,
 )
-from torch_dpflow.cli.cluster_printing import print_flows, print_processes, print_sharing, print_top
+from torch_dpflow.cli.cluster_printing import counted, print_flows, print_processes, print_sharing, print_top
 from torch_dpflow.cli.dataset_options import Command
 from torch_dpflow.descriptors import soft_limit
 from torch_dpflow.errors import OptionError, UsageError
@@ -95,10 +95,15 @@ def up(
     )
     cluster = LocalCluster(options)
     with stopped_by_signals(cluster.node):
-        cluster.serve(ready=lambda: _print_up(cluster, options, as_json=as_json))
+        cluster.serve(ready=lambda: _announce(cluster, options, as_json=as_json))
         end_fork_server()
     if not as_json:
         click.echo("dpflow is down")
+
+
+def _announce(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) -> None:
+    with suppress(OSError):  # whoever has started it may have closed the pipe, and reads from it all the same
+        _print_up(cluster, options, as_json=as_json)
 
 
 def _print_up(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) -> None:
@@ -108,7 +113,9 @@ def _print_up(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) 
         return
     click.echo(f"dpflow is up at {cluster.address}\njobs find it by {options.path}")
     limit = soft_limit()
-    click.echo(f"it may run {cluster.workers} workers (its limit of open files, `ulimit -Hn`, is {limit})")
+    click.echo(
+        f"it may run {counted(cluster.workers, 'worker')} (its limit of open files, `ulimit -Hn`, is {limit})"
+    )
     if options.metrics:
         click.echo(f"metrics are at http://{options.metrics}/metrics")
 
@@ -183,7 +190,9 @@ def keygen(path: Path, as_json: bool) -> None:
     """Generate the keys of a cluster into PATH, for `dpflow up --listen ... --keys PATH`."""
     from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 
-    if path.exists():
+    if path == Path():
+        raise OptionError("PATH is empty or a directory; give the path of a file")
+    if os.path.lexists(path):
         raise UsageError(f"{str(path)!r} exists already; remove it, or give another path")
     try:
         write_connection_file(path, generate_keys("tcp://127.0.0.1:0"))

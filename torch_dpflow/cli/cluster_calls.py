@@ -8,10 +8,12 @@ from typing import Any
 import click
 import msgspec
 
+from torch_dpflow.checks import check_int
 from torch_dpflow.errors import DeadlineError, DPFlowError, ErrorKind, RemoteCallError, UsageError
 from torch_dpflow.remote.access.cluster_address import NODE_SOCKET, find_cluster, keys_hint
 from torch_dpflow.remote.rpc import ClientOptions, RpcClient
 from torch_dpflow.remote.wire.coordinator import FlowView
+from torch_dpflow.remote.wire.flow_spec import MIN_MEMORY
 from torch_dpflow.remote.wire.node import ProcessView
 
 #: How long a coordinator may take to answer, seconds.
@@ -31,11 +33,14 @@ def size_of(context: click.Context, parameter: click.Parameter, text: str | None
     from torch_dpflow.caches.capacity import parse_capacity
 
     try:
-        return None if text is None else parse_capacity(text).bytes
+        size = None if text is None else parse_capacity(text).bytes
     except UsageError:
         raise click.BadParameter(
             f"{text!r} is no size; give bytes with their unit, such as 8GiB or 500MB"
         ) from None
+    return (
+        None if size is None else check_int(str(parameter.opts[0]), size, minimum=MIN_MEMORY, maximum=2**53)
+    )
 
 
 def seconds_of(context: click.Context, parameter: click.Parameter, value: float) -> float:

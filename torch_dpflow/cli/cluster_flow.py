@@ -58,7 +58,7 @@ def show(name: str, address: str, as_json: bool) -> None:
 @click.option(
     "--workers",
     type=click.IntRange(1, 4096),
-    help="The new number of workers of all its shards together; without it, the present one.",
+    help="The new number of workers of all its shards together; without it, as many as now, but one for each shard.",
 )
 @address_option
 @json_option

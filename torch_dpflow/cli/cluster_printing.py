@@ -83,7 +83,7 @@ def print_flow(flow: FlowView, figures: ClusterFigures) -> None:
     if flow.part is not None:
         part = flow.part
         console.print(
-            f"  has {part.shards} shards, {part.workers} workers, {_bytes(part.memory_bytes)}; "
+            f"  has {counted(part.shards, 'shard')}, {counted(part.workers, 'worker')}, {_bytes(part.memory_bytes)}; "
             f"keeps by {flow.spec.policy}, draws by {flow.spec.strategy}"
         )
         print_sharing(figures)
@@ -95,9 +95,9 @@ def print_scaled(flow: FlowView, figures: ClusterFigures) -> None:
     """The new size of a flow, and its size at present."""
     spec, (row,) = flow.spec, figures.flows
     stdout_console(highlight=False).print(
-        f"{spec.instance} is to have {spec.shards} shards and {spec.workers} workers"
+        f"{spec.instance} is to have {counted(spec.shards, 'shard')} and {counted(spec.workers, 'worker')}"
         + (
-            f"; {row.shards} shards own keys and {row.figures.workers} workers run now: "
+            f"; now it has {counted(row.shards, 'shard')} with keys and {counted(row.figures.workers, 'worker')}: "
             f"`dpflow flow show {spec.name}` tells when that is reached"
             if flow.part is not None
             else "; its services do not run"
@@ -107,7 +107,7 @@ def print_scaled(flow: FlowView, figures: ClusterFigures) -> None:
 
 def _life_now(flow: FlowView) -> str:
     if flow.state == FlowState.ACCESSED.value:
-        return f"read by {flow.jobs} jobs"
+        return f"read by {counted(flow.jobs, 'job')}"
     if flow.idle_in_s is not None:
         return f"ready; its services end in {_age(flow.idle_in_s)} unless a job comes"
     return "replaced by a higher version" if flow.replaced else flow.state
@@ -163,6 +163,11 @@ def _table(title: str, *headings: str) -> Table:
     for heading in headings:
         table.add_column(heading, overflow="fold")  # in narrow terminals: an id that is cut is useless
     return table
+
+
+def counted(number: int, noun: str) -> str:
+    """The number with its noun, such as "1 worker"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _counts(*counts: int) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 from typing import Any
 
 import click
@@ -52,6 +54,15 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except DPFlowError as error:
             raise click.ClickException(str(error)) from error
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), 1
+            )  # else the interpreter's end tries to write the rest again
+            raise click.ClickException(
+                f"{error.strerror}: free space, or send the output elsewhere"
+            ) from error
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

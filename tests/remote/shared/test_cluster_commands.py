@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -64,6 +66,18 @@ def test_keys_are_written_for_the_owner_alone_and_never_over_others(tmp_path: Pa
     again = run("keygen", str(path))
     assert again.exit_code == 1
     assert "exists already" in again.output
+
+
+def test_output_that_finds_no_room_is_told(cluster: TestCluster, tmp_path: Path) -> None:
+    program = "import sys; from torch_dpflow.cli.main import root; root(sys.argv[1:])"
+    at = ["--address", cluster.address]
+    for arguments in (["status", *at], ["flow", "list", *at, "--json"], ["keygen", str(tmp_path / "keys")]):
+        with open("/dev/full", "w") as full:
+            ended = subprocess.run(
+                [sys.executable, "-c", program, *arguments], stdout=full, stderr=subprocess.PIPE, text=True
+            )
+        told = "Error: No space left on device: free space, or send the output elsewhere\n"
+        assert (ended.returncode, ended.stderr) == (1, told)
 
 
 def test_a_cluster_that_is_not_there_is_told_so(tmp_path: Path) -> None:

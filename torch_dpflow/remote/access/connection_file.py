@@ -96,7 +96,12 @@ def read_connection_file(
 
     Raises OptionError if it does not exist, others may read it, or it holds something else.
     """
-    return _read(path, "connection file", missing="is the cluster up?", other=advice)
+    return _read(
+        path,
+        "connection file",
+        missing="is the cluster up? Start one by `dpflow up`, or give its file by --address",
+        other=advice,
+    )
 
 
 def read_key_file(path: str | os.PathLike[str]) -> ConnectionFile:

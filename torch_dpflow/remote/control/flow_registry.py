@@ -306,7 +306,7 @@ class FlowRegistry:
     def _known(self, name: str) -> Flow:
         flow = self.find(name)
         if flow is None:
-            raise UsageError(f"flow {name!r} is not registered; registered are {sorted(self._current)}")
+            raise UsageError(f"flow {name!r:.80} is not registered; registered are {sorted(self._current)}")
         return flow
 
     def _put_in_force(self, flow: Flow) -> list[FlowInstruction]:

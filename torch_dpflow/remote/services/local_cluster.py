@@ -74,12 +74,12 @@ class ClusterOptions:
     def __post_init__(self) -> None:
         if self.keys is not None and self.listen is None:
             raise OptionError(
-                f"keys={self.keys!r} without listen: keys are for jobs on other hosts, and without --listen only this "
-                "user on this host can reach the cluster; give both, or neither"
+                f"--keys {self.keys!r} without --listen: keys are for jobs on other hosts, and without --listen only "
+                "this user on this host can reach the cluster; give both, or neither"
             )
         if self.metrics_public and self.metrics is None:
             raise OptionError(
-                "metrics_public without metrics: say where, by --metrics HOST:PORT, or leave it out"
+                "--metrics-public without --metrics: say where, by --metrics HOST:PORT, or leave it out"
             )
         if self.listen is not None:
             _check_listen(self.listen)
@@ -199,7 +199,7 @@ def _check_installed(module: str) -> None:
             None if found is None or places is None else PathFinder.find_spec(f"{found.name}.{name}", places)
         )
     if found is None:
-        raise OptionError(f"preload={module!r}: no such module is installed; install it, or leave it out")
+        raise OptionError(f"--preload {module!r}: no such module is installed; install it, or leave it out")
 
 
 def _hold_state(url: str, owner: str) -> int | None:
@@ -213,7 +213,7 @@ def _hold_state(url: str, owner: str) -> int | None:
         return None
     lock = lock_file(Path(url.removeprefix("sqlite://")))
     if lock is None:
-        raise UsageError(f"state={url!r}: another cluster keeps its flows there; give another path")
+        raise UsageError(f"--state {url!r}: another cluster keeps its flows there; give another path")
     return lock
 
 
@@ -239,9 +239,11 @@ def _host_of(listen: str) -> str:
     except ValueError:
         port = host = None
     if host is None or not port or "@" in listen or listen != f"tcp://{parts.netloc}":
-        raise OptionError(f"listen={listen!r}: must be tcp://ADDRESS:PORT, an IP address and a port above 0")
+        raise OptionError(
+            f"--listen {listen!r}: must be tcp://ADDRESS:PORT, an IP address and a port above 0"
+        )
     if host.is_unspecified:
-        raise OptionError(f"listen={listen!r}: give the address of this host by which jobs reach it")
+        raise OptionError(f"--listen {listen!r}: give the address of this host by which jobs reach it")
     return parts.netloc.rpartition(":")[0]
 
 
@@ -251,4 +253,4 @@ def _check_listen(listen: str) -> None:
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
-        raise OptionError(f"listen={listen!r}: {error.strerror or error}; give another address") from error
+        raise OptionError(f"--listen {listen!r}: {error.strerror or error}; give another address") from error
