@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import gc
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -26,9 +27,9 @@ class Interruption:
 
     def __init__(self, place: int) -> None:
         self._left = place
-        #: By frame, what is done before the next look.
-        self._latest: dict[FrameType, str] = {}
-        self._names: dict[CodeType, dict[int, str]] = {}
+        #: By frame, the latest instruction.
+        self._latest: dict[FrameType, int] = {}
+        self._instructions: dict[CodeType, tuple[dict[int, str], Callable[[int], int | None]]] = {}
 
     def __enter__(self) -> None:
         gc.disable()  # what ends workers that others have left is not to be interrupted
@@ -47,14 +48,26 @@ class Interruption:
 
     def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "opcode":
-            latest = self._latest.get(frame, "")
-            code = frame.f_code
-            if code not in self._names:
-                self._names[code] = {one.offset: one.opname for one in dis.get_instructions(code)}
-            self._latest[frame] = self._names[code].get(frame.f_lasti, "")
-            if latest.startswith(("RESUME", "CALL", "JUMP_BACKWARD")):
+            code, here = frame.f_code, frame.f_lasti
+            if code not in self._instructions:
+                names = {one.offset: one.opname for one in dis.get_instructions(code)}
+                self._instructions[code] = names, _handlers(code)
+            names, handler = self._instructions[code]
+            before = self._latest.get(frame, here)
+            self._latest[frame] = here
+            # Python looks at the end of an instruction, and a trace function acts at the beginning of the next one:
+            # where that lies in another `try` the interruption would pass by what has to clean up.
+            looks = names[before].startswith(("RESUME", "CALL", "JUMP_BACKWARD"))
+            if looks and handler(before) == handler(here):
                 self._left -= 1
                 if self._left < 0:
                     sys.settrace(None)
                     raise KeyboardInterrupt
         return self._step
+
+
+def _handlers(code: CodeType) -> Callable[[int], int | None]:
+    """Where the code goes on if the instruction at an offset raises; None: it ends."""
+    parse = getattr(dis, "_parse_exception_table", lambda _: [])  # from Python 3.11 on
+    entries = parse(code)
+    return lambda offset: next((one.target for one in entries if one.start <= offset < one.end), None)

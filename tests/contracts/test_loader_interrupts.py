@@ -32,8 +32,11 @@ def interrupted(loader: Any) -> list[int]:
                 else:
                     batch = next(iterator, None)
                 break
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
                 interruptions += 1
+                if isinstance(error.__context__, LookupError):  # on its way to the training loop
+                    batch = [100]
+                    break
                 assert delivered(loader.state_dict()) == len(seen)
             except LookupError:
                 batch = [100]

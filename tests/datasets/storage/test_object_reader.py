@@ -91,7 +91,7 @@ def test_a_pickle_carries_the_options(server: OSSServer, reader: ObjectReader) -
 
 
 def test_a_forked_child_makes_its_own_connections(server: OSSServer, reader: ObjectReader) -> None:
-    server.latency_s = 0.02
+    server.latency_s = 0.3  # so that no thread reads a second object before the last one has begun
     reader.read_many(wholes(*range(8)))
     before = server.connections
     with ThreadPoolExecutor(1) as busy:

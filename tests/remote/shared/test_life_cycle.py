@@ -41,7 +41,7 @@ def test_a_life_from_creation_to_deletion(
     job = join(flow, Numbers(20), batch_size=5, idle_s=3.0)
     wait(lambda: shown(cluster, flow)["state"] == "accessed", what="the job at the coordinator")
     text = run(cluster, "flow", "show", flow)
-    assert f"{flow}@1: 20 samples, read by 1 jobs" in text
+    assert f"{flow}@1: 20 samples, read by 1 job" in text
     assert "»accessed«" in text
     job.close()
     wait(lambda: shown(cluster, flow)["state"] == "ready", what="the job's end at the coordinator")
