@@ -57,7 +57,7 @@ SELF_CONTAINED: dict[str, Callable[[], Arguments]] = {
     "own generator": lambda: {"batch_size": 3, "sampler": RandomSampler(range(SIZE), generator=generator())},
     "own generator, a pass at a time": lambda: {
         "batch_sampler": BatchSampler(
-            RandomSampler(range(SIZE), replacement=True, num_samples=70, generator=generator()), 3, False
+            RandomSampler(range(SIZE), replacement=True, num_samples=70, generator=generator()), 10, False
         )
     },
     "own generator in a subset": lambda: {
