@@ -43,6 +43,7 @@ class PeriodicCall(threading.Thread):
 
     Args:
         interval_s: the time before the first call, and from the end of one to the next, seconds; may be `math.inf`.
+        what: what the call does, for the log; empty: the thread's name.
         on_error: called with what a call raises, which is then repeated after a back-off; None: a service's log.
         finish: called at the end, in the thread.
     """
@@ -53,11 +54,13 @@ class PeriodicCall(threading.Thread):
         interval_s: float,
         name: str,
         *,
+        what: str = "",
         on_error: Callable[[Exception], None] | None = None,
         finish: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name=name, daemon=True)
         self._call, self._on_error, self._finish = call, on_error or self._log, finish
+        self._what = what or name
         self._timing = CallTiming(interval_s, time.monotonic())
         self._stopping = False
         #: Its `put` is documented to be reentrant, unlike `threading.Event.set`: a finalizer may call it.
@@ -95,4 +98,4 @@ class PeriodicCall(threading.Thread):
 
     def _log(self, error: Exception) -> None:
         trace = None if isinstance(error, DPFlowError) else error
-        SERVICE.warning("%s: a call has failed and is repeated (%s)", self.name, error, exc_info=trace)
+        SERVICE.warning("%s has failed and is repeated (%s)", self._what, error, exc_info=trace)

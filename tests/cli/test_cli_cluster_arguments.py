@@ -104,8 +104,8 @@ def test_up_refuses_what_is_no_value(arguments: list[str], message: str) -> None
         (["--state", "/"], "cannot be used"),
         (["--state", "ftp://x"], "give a path, sqlite:///PATH, redis://HOST:PORT/NUMBER"),
         (["--state", "redis://:secret@127.0.0.1:1/0"], "cannot be used"),
-        (["--state", "redis://:secret@127.0.0.1:abc/0"], "state='redis://127.0.0.1:abc/0'"),
-        (["--state", "redis://:secret@[::1"], "state='redis://[::1': give a path"),
+        (["--state", "redis://:secret@127.0.0.1:abc/0"], "--state 'redis://127.0.0.1:abc/0'"),
+        (["--state", "redis://:secret@[::1"], "--state 'redis://[::1': give a path"),
         (["--state", "redis://:secret@127.0.0.1:1/0?nope=1"], "give redis://HOST:PORT/NUMBER"),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.loader_cases import Batched, Counted, Indices, Rows, assert_same, epochs
-from torch_dpflow.errors import LoaderTimeoutError, OptionError, OptionTypeError
+from torch_dpflow.errors import LoaderTimeoutError, OptionError, OptionTypeError, WorkerError
 from torch_dpflow.loader import worker_iterator
 from torch_dpflow.options import LoaderOptions
 
@@ -209,6 +209,25 @@ def test_the_window_does_not_grow_where_memory_is_short(
     assert begun == most
     dataset.gate.set()
     assert [int(sample[0]) for sample in iterator] == list(range(30))
+
+
+def test_a_batch_that_came_before_the_workers_were_shut_down_is_refused(
+    OurLoader: Any, tmp_path: Any
+) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    dataset = Late(8, str(log))
+    iterator = iter(OurLoader(dataset, batch_size=None, num_workers=2, timeout=1))
+    while len(set(dataset.loaded())) < 4:
+        with pytest.raises(LoaderTimeoutError):
+            next(iterator)
+    with pytest.raises(LoaderTimeoutError):  # meanwhile the second sample comes
+        next(iterator)
+    dataset.gate.set()
+    assert int(next(iterator)[0]) == 0
+    iterator._shutdown_workers()
+    with pytest.raises(WorkerError, match="shut down"):
+        next(iterator)
 
 
 @pytest.mark.parametrize("seeding", ["batch", "worker", "auto"])

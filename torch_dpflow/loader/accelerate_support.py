@@ -39,7 +39,7 @@ def _amend(ours: type[Any], module: ModuleType) -> None:
     begin = adapter.__init__
 
     class Rebuilding(type(torchs)):  # type: ignore[misc]
-        """Of a class that is torch's to whom asks, and gives one of ours where accelerate rebuilds one."""
+        """Metaclass of a stand-in for torch's class, which makes loaders of class `ours` if accelerate rebuilds one."""
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             if cls is not rebuilding:

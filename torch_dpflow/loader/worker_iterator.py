@@ -203,6 +203,10 @@ class WorkerIterator(BaseDataLoaderIter):
 
     def _next_data(self) -> Any:
         progress = self._progress
+        if self._shard is None and not progress.finished:
+            raise WorkerError(
+                "the workers of this iteration were shut down after an error; begin another one"
+            )
         with self._runtime.meter.waiting():
             if self._planner.drawn is not None:
                 self._plan_one()
@@ -230,10 +234,6 @@ class WorkerIterator(BaseDataLoaderIter):
                     raise interrupted_draw()
                 self._finish()
                 raise StopIteration
-            if self._shard is None:
-                raise WorkerError(
-                    "the workers of this iteration were shut down after an error; begin another one"
-                )
             self._await_event()
 
     def _deliver(self, head: PlannedBatch) -> Any:

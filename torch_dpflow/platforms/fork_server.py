@@ -57,11 +57,13 @@ class ForkServerPlatform(LocalPlatform):
     def _start(self, process: BaseProcess) -> None:
         try:
             self._fork(process)
-        except (ConnectionError, EOFError) as error:
-            # It hung and was killed. Or its user has sent something to its socket, which ends it, and that takes
-            # seconds with much imported.
-            _kill_fork_server(f"has closed its socket ({error!r})")
-            self._fork(process)
+            return
+        except EOFError:  # it hung and was killed
+            end_fork_server()
+        except ConnectionError as error:
+            # Anything that its user sends to its socket ends it, which takes seconds with much imported.
+            _kill_fork_server(f"has closed its socket ({error})")
+        self._fork(process)
 
     def _fork(self, process: BaseProcess) -> None:
         # SIGINT stays unblocked here: the fork server would inherit the mask and pass it on to all its processes.
@@ -90,7 +92,7 @@ def local_platform(context: Any) -> LocalPlatform:
 
 
 def end_fork_server() -> None:
-    """End this process's fork server, whose processes have ended; it would take seconds to end by itself."""
+    """End this process's fork server and wait for its end; by itself it takes seconds."""
     pid = _fork_server()
     if pid is not None:
         _kill(pid)

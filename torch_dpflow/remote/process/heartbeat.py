@@ -44,7 +44,9 @@ class HeartbeatSender:
         self._stuck_s = stuck_s
         self._iterated_at = time.monotonic()
         self._node = service.place.connect(service.place.node_address)
-        self._thread = PeriodicCall(self._send, HEARTBEAT_S, "dpflow-heartbeat")
+        self._thread = PeriodicCall(
+            self._send, HEARTBEAT_S, "dpflow-heartbeat", what="the heartbeat to the node"
+        )
         self._thread.wake()
         self._thread.start()
 

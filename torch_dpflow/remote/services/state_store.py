@@ -84,7 +84,7 @@ def open_store(url: str) -> StateStore:
     if scheme in ("redis", "rediss", "unix"):
         return RedisStore(url)
     raise OptionError(
-        f"state={_without_password(url)!r}: give a path, sqlite:///PATH, redis://HOST:PORT/NUMBER "
+        f"--state {_without_password(url)!r}: give a path, sqlite:///PATH, redis://HOST:PORT/NUMBER "
         "or unix://PATH of a Redis socket"
     )
 
@@ -199,7 +199,7 @@ class RedisStore:
             raise
         except (ValueError, TypeError):  # a port that is no number, or an option that it does not know
             raise OptionError(
-                f"state={self._url!r}: give redis://HOST:PORT/NUMBER or unix://PATH; of options those of the package "
+                f"--state {self._url!r}: give redis://HOST:PORT/NUMBER or unix://PATH; of options those of the package "
                 "redis"
             ) from None
 

@@ -36,7 +36,9 @@ class ShardRegistration:
         self._client: RpcClient | None = None
         #: The newest routing generation that the router has sent.
         self._generation = 0
-        sender = PeriodicCall(self._register, REGISTER_S, "dpflow-register")
+        sender = PeriodicCall(
+            self._register, REGISTER_S, "dpflow-register", what="registering with the router"
+        )
         sender.wake()
         sender.start()
 
@@ -76,7 +78,9 @@ class WorkerWatch:
         self._node = service.place.connect(service.place.node_address, timeout_s=10.0)
         #: Number and incarnation of the workers that are to end.
         self._orders: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-        self._thread = PeriodicCall(self._call_node, WATCH_S, "dpflow-workers")
+        self._thread = PeriodicCall(
+            self._call_node, WATCH_S, "dpflow-workers", what="asking the node about workers"
+        )
 
     def end(self, worker: int, incarnation: int) -> None:
         """Have the node kill a worker, without waiting for it."""
