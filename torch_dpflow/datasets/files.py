@@ -13,7 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import check_kept_out
-from torch_dpflow.datasets.storage.deadlines import call_with_deadline, exclusive
+from torch_dpflow.datasets.storage.deadlines import call_with_deadline, exclusive, is_thread_safe
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system
 from torch_dpflow.datasets.urls import join_url, split_chain, split_login
@@ -22,7 +22,6 @@ from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, Op
 #: Options with which a put fails if the object exists, by protocol.
 _EXCLUSIVE_PUT: dict[str, dict[str, Any]] = {
     "s3": {"mode": "create"},
-    "memory": {"mode": "create"},
     "oss": {"headers": {"x-oss-forbid-overwrite": "true"}},
 }
 #: How many deadlines of a read a listing may take: it is a request for every 1,000 entries.
@@ -173,15 +172,17 @@ class Files:
         fs = self.filesystem
         protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
         try:
-            self._put(path, data, **_EXCLUSIVE_PUT.get(protocol, {}))
+            self._put(path, data, new=True, **_EXCLUSIVE_PUT.get(protocol, {}))
         except Exception as error:
             if self.exists(path):
                 raise FileExistsError(f"{self._url(path)} exists already") from error
             raise
 
-    def _put(self, path: str, data: bytes, **options: Any) -> None:
+    def _put(self, path: str, data: bytes, *, new: bool = False, **options: Any) -> None:
         fs, full = self.filesystem, self._full(path)
         with exclusive(fs):
+            if new and not is_thread_safe(fs) and fs.exists(full):
+                raise FileExistsError(f"{self._url(path)} exists already")
             if needs_host(type(fs)):
                 fs.makedirs(full.rpartition("/")[0], exist_ok=True)
             fs.pipe_file(full, data, **options)

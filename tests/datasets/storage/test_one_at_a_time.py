@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import sys
 import tarfile
 import threading
 import zipfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import fsspec
 import pytest
 
+from torch_dpflow.datasets.files import Files
 from torch_dpflow.datasets.objects import Objects
 from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
@@ -130,3 +133,45 @@ def test_a_zip_is_read_right(tmp_path: Path) -> None:
     spans = [ByteRange(f"zip://{number}.bin") for number in range(COUNT)]
     with ObjectReader({"fo": str(tmp_path / "data.zip")}) as reader:
         assert reader.read_many(spans) == [_content(number) for number in range(COUNT)]
+
+
+@pytest.fixture
+def eager_switches() -> Iterator[None]:
+    """Threads that take turns after every few instructions."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_of_two_who_create_a_file_in_memory_one_succeeds(eager_switches: None) -> None:
+    files = Files("memory://created-at-once")
+
+    def create(number: int) -> bool:
+        try:
+            files.create(f"{number}.bin", b"x")
+        except FileExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(2) as pool:
+        created = list(pool.map(create, (number // 2 for number in range(2000))))
+    assert sum(created) == 1000
+
+
+def test_memory_is_listed_while_another_thread_removes(eager_switches: None) -> None:
+    files = Files("memory://listed-while-removed")
+    ended = threading.Event()
+
+    def change() -> None:
+        for _ in range(100):
+            for number in range(20):
+                files.write(f"folder/{number}.bin", b"x")
+            files.remove("folder")
+        ended.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        changing = pool.submit(change)
+        while not ended.is_set() and not changing.done():
+            assert len(files.children("folder")) <= 20
+        changing.result()

@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 
 #: Modules whose file systems are thread-safe. Calls of others are serialized: `tar` and `zip` would return
-#: each other's bytes (they share one position in one file), `sftp` hangs.
+#: each other's bytes (they share one position in one file), `sftp` hangs, `memory` fails to list what another
+#: thread removes and creates a file twice.
 _THREAD_SAFE = (
     "fsspec.implementations.local",
-    "fsspec.implementations.memory",
     "fsspec.implementations.arrow",
     "ossfs",
 )
@@ -49,10 +49,13 @@ def call_with_deadline(file_system: Any, seconds: float, call: Callable[[], T]) 
     """Call a file system of fsspec with a time limit: vendors' libraries may wait for hours, and then try again.
 
     Calls are serialized if the file system is not thread-safe. Raises what the call raises, and TimeoutError if it
-    has not ended in time. Calls of disks have no limit.
+    has not ended in time. Calls of disks have no
+    limit, those of memory none but for waiting.
     """
-    if isinstance(file_system, LocalFileSystem | MemoryFileSystem):
+    if isinstance(file_system, LocalFileSystem):
         return call()
+    if isinstance(file_system, MemoryFileSystem):
+        return _serialized(seconds, call)
     if is_thread_safe(file_system):
         return call_within(seconds, call)
     return call_within(seconds, lambda: _serialized(seconds, call))
