@@ -105,6 +105,16 @@ def test_equal_sets_always_draw_the_same_and_disjoint_ones_never() -> None:
         assert len(set(sample_round(apart, [0, 1], rng).values())) == 2
 
 
+def test_a_cell_that_was_empty_when_it_was_restored_takes_samples() -> None:
+    cells, again = cells_of({1}, {1, 2}), Cells(SIZE)
+    (place,) = cells.needed_by(2, short_of=1)
+    assert cells.take((place, 0), 2) == 2
+    again.load_state_dict(cells.state_dict())
+    (place,) = again.needed_by(3)
+    assert again.take((place, 0), 1) == 1
+    assert needs_of(again) == {1: {1}}
+
+
 def test_a_job_that_sits_out_loses_nothing() -> None:
     cells = cells_of(range(20), range(20), range(20))
     for _ in range(20):

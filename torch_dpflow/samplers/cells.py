@@ -141,7 +141,9 @@ class Cells:
             self.sizes.append(0)
         length, samples = self.sizes[place], self._samples[place]
         if length == len(samples):
-            samples = self._samples[place] = np.concatenate([samples, np.empty_like(samples)])
+            # One that was empty when it was restored has no room at all.
+            samples = np.concatenate([samples, np.empty(max(8, length), samples.dtype)])
+            self._samples[place] = samples
         samples[length] = sample
         self.sizes[place] = length + 1
 
