@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 import psutil
+import torch  # noqa: F401  # strategies import it with their first permutation, which is not to be measured
 from numpy.typing import NDArray
 
 from benchmarks.simulation.contestants import make_group, make_policy
