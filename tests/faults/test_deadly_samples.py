@@ -257,7 +257,7 @@ def test_an_interruption_beside_a_wait_loses_nothing(
     OurLoader: Any, monkeypatch: pytest.MonkeyPatch, owner: type, step: str, in_order: bool
 ) -> None:
     """Control-C between the end of the wait and the note of what it was for, or just after that."""
-    loader = OurLoader(Indices(12), batch_size=None, num_workers=2, in_order=in_order)
+    loader = OurLoader(Indices(60), batch_size=None, num_workers=2, in_order=in_order)
     iterator = iter(loader)
     seen = [next(iterator)]
     for _ in range(3):
@@ -265,7 +265,7 @@ def test_an_interruption_beside_a_wait_loses_nothing(
             patch.setattr(owner, step, interrupted)
             read_until_interrupted(iterator, seen)
         seen.append(next(iterator))
-    assert sorted([*seen, *iterator]) == list(range(12))
+    assert sorted([*seen, *iterator]) == list(range(60))
 
 
 @pytest.mark.parametrize(("owner", "step"), [(WorkerProcesses, "start"), (PrivateShard, "acknowledge")])
