@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 #: significance level of the Benjamini-Hochberg procedure
 LEVEL = 0.05
@@ -103,6 +102,8 @@ class Counts:
 
 def _chi_square(table: NDArray[np.int32], epochs: int) -> tuple[NDArray[np.float64], float]:
     """Adjusted p value of each row, and the mean of chi-square over its degrees of freedom."""
+    from scipy import stats  # takes a second, and only verdicts need it
+
     items = table.shape[1]
     expected = epochs / items
     statistic = np.square(table - expected).sum(axis=1) / expected

@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.simulation import plots
-from benchmarks.simulation.cli import main
+from tests.later import Later
+
+cli, plots = Later("benchmarks.simulation.cli"), Later("benchmarks.simulation.plots")
 
 SMALL = ["--simulated", "200", "--seeds", "1", "--samples", "20000", "--sample-size", "100kB"]
 
@@ -20,7 +21,7 @@ def _fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(arguments) == 0
+    assert cli.main(arguments) == 0
     return capsys.readouterr().out
 
 
@@ -92,5 +93,5 @@ def test_uniformity_prints_and_draws(capsys: pytest.CaptureFixture[str], tmp_pat
 )
 def test_mistakes_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main([*SMALL, *arguments])
+        cli.main([*SMALL, *arguments])
     assert message in capsys.readouterr().err

@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.simulation import plots
-from benchmarks.simulation.figures import FIGURES, draw_bars, draw_curves
 from benchmarks.simulation.scenarios import SCENARIOS
 from benchmarks.simulation.study import Case, measure
 from benchmarks.simulation.targets import Target, all_targets, compare, hit_rates
+from tests.later import Later
+
+figures, plots = Later("benchmarks.simulation.figures"), Later("benchmarks.simulation.plots")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -59,7 +60,7 @@ def test_the_last_target_spans_all_cases() -> None:
 
 
 def test_every_figure_has_cases_for_every_bar_and_point() -> None:
-    for name, factory in FIGURES.items():
+    for name, factory in figures.FIGURES.items():
         cases = factory().cases
         settings = {(one.scenario, one.capacity) for one in cases}
         contestants = {(one.scenario, one.sampler, one.policy) for one in cases}
@@ -70,7 +71,7 @@ def test_curves_and_bars_are_written(tmp_path: Path) -> None:
     outcomes = [
         measure(case("independent", policy, share), [0]) for policy in ("lru", "alsd") for share in (0.1, 0.5)
     ]
-    draw_curves(tmp_path / "curves.png", "curves", outcomes, {30.0: "12 GiB"})
-    draw_bars(tmp_path / "bars.png", "bars", outcomes[::2])
+    figures.draw_curves(tmp_path / "curves.png", "curves", outcomes, {30.0: "12 GiB"})
+    figures.draw_bars(tmp_path / "bars.png", "bars", outcomes[::2])
     for picture in tmp_path.iterdir():
         assert picture.read_bytes().startswith(b"\x89PNG")

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torchvision.datasets import ImageFolder
 
 from tests.datasets.samples_source import check_starts
+from tests.later import Later
 from torch_dpflow.datasets import DatasetStore, Draft, verify
 from torch_dpflow.datasets.importers import IMPORTERS, Item, importer_class
 from torch_dpflow.datasets.importers.coco import CocoImporter
@@ -19,6 +19,8 @@ from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.importers.listing import ListingImporter
 from torch_dpflow.datasets.importers.speech import SpeechImporter
 from torch_dpflow.errors import OptionError, SourceError, StorageError
+
+datasets = Later("torchvision.datasets")
 
 
 def _write(root: Path, *paths: str) -> None:
@@ -39,7 +41,7 @@ def pets(tmp_path: Path) -> Path:
 
 def test_image_trees_are_read_as_torchvision_does(pets: Path) -> None:
     importer = ImageFolderImporter(str(pets))
-    theirs = ImageFolder(str(pets))
+    theirs = datasets.ImageFolder(str(pets))
     found = check_starts(importer)
     visible = [(path, label) for path, label in theirs.samples if not Path(path).name.startswith(".")]
     assert [(f"{pets}/{item.path}", item.meta["label"]) for item in found] == visible

@@ -6,15 +6,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
-from pyarrow import csv, parquet
 
 from tests.datasets.samples_source import check_starts
+from tests.later import Later
 from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.importers.importer_registry import make_importer
 from torch_dpflow.datasets.importers.listing import ListingImporter
 from torch_dpflow.errors import MissingExtraError, OptionError, SourceError
+
+pa, csv, parquet = Later("pyarrow"), Later("pyarrow.csv"), Later("pyarrow.parquet")
 
 
 def _rows(count: int) -> list[dict[str, Any]]:

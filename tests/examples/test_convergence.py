@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples import convergence, natural_images
-from examples.convergence import Run, digits, main, plot, report
+from examples import natural_images
+from tests.later import Later
 from tests.shared_cluster import TestCluster
+
+convergence = Later("examples.convergence")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Have matplotlib open its fonts, which it keeps open: before a test counts what it leaves behind."""
-    run = Run(side="torch", seed=0, losses=[1.0], accuracies=[0.5], stall_share=None)
-    plot([run], "fonts", tmp_path_factory.mktemp("fonts") / "curves.png")
+    run = convergence.Run(side="torch", seed=0, losses=[1.0], accuracies=[0.5], stall_share=None)
+    convergence.plot([run], "fonts", tmp_path_factory.mktemp("fonts") / "curves.png")
 
 
 @pytest.mark.slow
@@ -27,7 +29,12 @@ def test_each_side_learns_each_seed_and_is_drawn(
     cluster = TestCluster.start(tmp_path_factory.mktemp("c"))
     try:
         given = ["--epochs=2", "--seeds=2", "--workers=1", "--quiet", f"--address={cluster.address}"]
-        assert main([*given, f"--plot={tmp_path / 'curves.png'}", f"--json={tmp_path / 'runs.json'}"]) == 0
+        assert (
+            convergence.main(
+                [*given, f"--plot={tmp_path / 'curves.png'}", f"--json={tmp_path / 'runs.json'}"]
+            )
+            == 0
+        )
     finally:
         cluster.stop()
     runs = json.loads((tmp_path / "runs.json").read_text())
@@ -44,17 +51,17 @@ def test_each_side_learns_each_seed_and_is_drawn(
 def test_the_report_has_means_spreads_and_differences() -> None:
     finals = {"torch": (0.9, 0.92), "dpflow private": (0.92, 0.93)}
     runs = [
-        Run(side=side, seed=seed, losses=[1.0], accuracies=[value], stall_share=None)
+        convergence.Run(side=side, seed=seed, losses=[1.0], accuracies=[value], stall_share=None)
         for side, values in finals.items()
         for seed, value in enumerate(values)
     ]
-    lines = list(report(runs))
+    lines = list(convergence.report(runs))
     assert lines[2] == "| torch | 91.00 | 1.41 | 90.00 to 92.00 | +0.00 |"
     assert lines[3] == "| dpflow private | 92.50 | 0.71 | 92.00 to 93.00 | +1.50 |"
 
 
 def test_digits_are_split_and_shifted() -> None:
-    problem = digits()
+    problem = convergence.digits()
     images, labels = problem.test
     assert (len(problem.train), len(labels)) == (1347, 450)
     assert images.shape == (450, 1, 8, 8)
@@ -69,9 +76,12 @@ def test_jpegs_are_generated_once_and_learnt_from(
 ) -> None:
     few = natural_images.Specification(classes=2, train=8, val=4)
     natural_images.generate(tmp_path / "images", few, processes=1, progress=False)
-    monkeypatch.setattr(convergence, "JPEGS", few)
+    monkeypatch.setattr("examples.convergence.JPEGS", few)
     given = ["--problem=jpegs", "--epochs=1", "--seeds=1", "--workers=1", "--quiet"]
-    assert main([*given, f"--images={tmp_path / 'images'}", f"--plot={tmp_path / 'curves.png'}"]) == 0
+    assert (
+        convergence.main([*given, f"--images={tmp_path / 'images'}", f"--plot={tmp_path / 'curves.png'}"])
+        == 0
+    )
     told = capsys.readouterr().out
     assert "jpegs: 1 epochs, 1 seeds" in told
     assert "| dpflow private |" in told

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from torchvision import tv_tensors
-from torchvision.transforms import v2
 
-from examples import classify_digits, detect_shapes, transcribe_tones
+from tests.later import Later
 from tests.shared_cluster import TestCluster
+
+tv_tensors, v2 = Later("torchvision.tv_tensors"), Later("torchvision.transforms.v2")
+classify_digits, detect_shapes, transcribe_tones = (
+    Later(f"examples.{name}") for name in ("classify_digits", "detect_shapes", "transcribe_tones")
+)
 
 TASKS = {"digits": classify_digits, "shapes": detect_shapes, "tones": transcribe_tones}
 SMALL = ("--train=16", "--val=4", "--batch-size=8", "--workers=1", "--quiet")

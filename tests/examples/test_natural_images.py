@@ -10,12 +10,12 @@ import numpy as np
 import psutil
 import pytest
 from PIL import Image
-from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
-from torchvision.datasets import ImageFolder
 
 from examples import natural_images
 from examples.natural_images import OPPONENT_AXES, Look, Specification, generate, prototype, render, variation
+from tests.later import Later
 
+discriminant_analysis, datasets = Later("sklearn.discriminant_analysis"), Later("torchvision.datasets")
 SMALL = Specification(classes=2, train=4, val=2, seed=3)
 
 
@@ -73,7 +73,7 @@ def test_an_image_depends_on_its_own_place_only(tmp_path: Path) -> None:
 def test_it_is_an_image_folder_with_equal_classes(tmp_path: Path) -> None:
     generate(tmp_path / "data", Specification(classes=3, train=6, val=3), processes=1, progress=False)
     for split, each in (("train", 2), ("val", 1)):
-        folder = ImageFolder(tmp_path / "data" / split)
+        folder = datasets.ImageFolder(tmp_path / "data" / split)
         assert folder.classes == ["class_00", "class_01", "class_02"]
         assert [folder.targets.count(label) for label in range(3)] == [each] * 3
         assert folder[0][0].mode == "RGB"
@@ -175,6 +175,6 @@ def test_classes_can_be_learnt_from_flipped_crops_but_overlap() -> None:
         top, left = rng.integers(0, 188 - 112), rng.integers(0, 250 - 112)
         crop = image[top : top + 112, left : left + 112]
         seen.append(traits(crop[:, ::-1] if rng.random() < 0.5 else crop))
-    learner = LinearDiscriminantAnalysis().fit(seen[:160], labels[:160])
+    learner = discriminant_analysis.LinearDiscriminantAnalysis().fit(seen[:160], labels[:160])
     accuracy = learner.score(seen[160:], labels[160:])
     assert 0.6 < accuracy < 0.99

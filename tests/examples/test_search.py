@@ -9,19 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from examples import natural_images, search
+from examples import natural_images
 from examples.cluster import found_or_started, loads
 from examples.option_values import require_answer
+from tests.later import Later
 from tests.shared_cluster import TestCluster
 
-IMAGES = natural_images.Specification(classes=search.CLASSES, train=32, val=8)
+search = Later("examples.search")
 SMALL = ("--train=32", "--val=8", "--epochs=2", "--workers=2", "--lr=0.01,0.1")
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("images") / "data"
-    natural_images.generate(folder, IMAGES, processes=1, progress=False)
+    images = natural_images.Specification(classes=search.CLASSES, train=32, val=8)
+    natural_images.generate(folder, images, processes=1, progress=False)
     return folder
 
 

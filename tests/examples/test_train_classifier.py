@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from examples import natural_images
-from examples.train_classifier import main
 from tests.holdings import Holdings
+from tests.later import Later
 from torch_dpflow.directory import sweep
 
+train_classifier = Later("examples.train_classifier")
 IMAGES = natural_images.Specification(classes=2, train=16, val=8)
 #: An epoch is four batches of four. The model has dropout, so it draws random numbers as it trains.
 SMALL = (
@@ -40,7 +41,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def train(data: Path) -> Callable[..., int]:
-    return lambda *arguments: main([f"--data={data}", *SMALL, *map(str, arguments)])
+    return lambda *arguments: train_classifier.main([f"--data={data}", *SMALL, *map(str, arguments)])
 
 
 def checkpoint_of(folder: Path) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def test_resume_equals_an_uninterrupted_run(
 @pytest.fixture(scope="module")
 def uninterrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    main([f"--data={data}", *SMALL, "--loader=dpflow", f"--output={folder}"])
+    train_classifier.main([f"--data={data}", *SMALL, "--loader=dpflow", f"--output={folder}"])
     return checkpoint_of(folder)
 
 

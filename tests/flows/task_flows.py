@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torchvision.transforms import v2
 
+from tests.later import Later
 from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.importers.importer_registry import make_importer
 from torch_dpflow.flows import DataLoadFlow, ImagePilDecode, TargetTransform
+
+v2 = Later("torchvision.transforms.v2")
 
 
 def publish_source(

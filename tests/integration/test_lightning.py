@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,37 +10,45 @@ import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
+from tests.later import Later
 from tests.loader_cases import Augmented, WhoLoads
 from torch_dpflow.options import LoaderOptions
 
-lightning = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers.*",
-    "ignore:.*Checkpoint directory.*",
-    "ignore:.*mid-epoch.*",
-    "ignore:.*The number of training batches.*",
-    "ignore::DeprecationWarning:lightning",
-    "ignore::FutureWarning:lightning",
-)
+lightning = Later("lightning.pytorch")
+pytestmark = [
+    pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed"),
+    pytest.mark.filterwarnings(
+        "ignore:.*does not have many workers.*",
+        "ignore:.*Checkpoint directory.*",
+        "ignore:.*mid-epoch.*",
+        "ignore:.*The number of training batches.*",
+        "ignore::DeprecationWarning:lightning",
+        "ignore::FutureWarning:lightning",
+    ),
+]
 
 
-class Recorder(lightning.LightningModule):
-    """Trains one weight and remembers every batch."""
+@pytest.fixture(scope="module")
+def Recorder() -> Any:
+    class Recorder(lightning.LightningModule):
+        """Trains one weight and remembers every batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.seen: list[tuple[int, list[list[float]]]] = []
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+            self.seen: list[tuple[int, list[list[float]]]] = []
 
-    def training_step(self, batch: Any, _number: int) -> torch.Tensor:
-        self.seen.append((self.current_epoch, [column.tolist() for column in batch]))
-        return self.weight * batch[0].float().mean()
+        def training_step(self, batch: Any, _number: int) -> torch.Tensor:
+            self.seen.append((self.current_epoch, [column.tolist() for column in batch]))
+            return self.weight * batch[0].float().mean()
 
-    def predict_step(self, batch: Any, _number: int) -> list[int]:
-        return batch[0].tolist()
+        def predict_step(self, batch: Any, _number: int) -> list[int]:
+            return batch[0].tolist()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Recorder
 
 
 def trainer(**arguments: Any) -> Any:
@@ -47,7 +56,7 @@ def trainer(**arguments: Any) -> Any:
     return lightning.Trainer(accelerator="cpu", **{"enable_checkpointing": False, **quiet, **arguments})
 
 
-def test_fit_reads_through_our_workers(OurLoader: Any) -> None:
+def test_fit_reads_through_our_workers(OurLoader: Any, Recorder: Any) -> None:
     model = Recorder()
     loader = OurLoader(WhoLoads(12), batch_size=3, num_workers=2)
     fitting = trainer(max_epochs=2)
@@ -60,7 +69,7 @@ def test_fit_reads_through_our_workers(OurLoader: Any) -> None:
     assert {worker for _, batch in model.seen for worker in batch[1]} <= {0, 1}
 
 
-def test_predict_rebuilds_the_loader_with_its_options(OurLoader: Any) -> None:
+def test_predict_rebuilds_the_loader_with_its_options(OurLoader: Any, Recorder: Any) -> None:
     loader = OurLoader(WhoLoads(7), batch_size=3, num_workers=1, options=LoaderOptions(read_threads=3))
     predicting = trainer()
     assert predicting.predict(Recorder(), loader) == [[0, 1, 2], [3, 4, 5], [6]]
@@ -92,12 +101,12 @@ def test_a_distributed_sampler_is_put_in(OurLoader: Any) -> None:
     assert [index for batch in rebuilt for index in batch[0].tolist()] == [1, 3, 5, 7, 9]
 
 
-def test_a_subclass_made_in_a_hook_is_rebuilt(OurLoader: Any) -> None:
+def test_a_subclass_made_in_a_hook_is_rebuilt(OurLoader: Any, Recorder: Any) -> None:
     class Ours(OurLoader):  # type: ignore[misc]
         def __init__(self, size: int, **arguments: Any) -> None:
             super().__init__(WhoLoads(size), **arguments)
 
-    class Hooked(Recorder):
+    class Hooked(Recorder):  # type: ignore[misc]
         def predict_dataloader(self) -> Any:
             return Ours(5, batch_size=2, num_workers=1, options=LoaderOptions(restart_limit=3))
 
@@ -107,7 +116,7 @@ def test_a_subclass_made_in_a_hook_is_rebuilt(OurLoader: Any) -> None:
     assert predicting.predict_dataloaders.options.restart_limit == 3
 
 
-def test_a_run_resumes_in_mid_epoch(OurLoader: Any, tmp_path: Path) -> None:
+def test_a_run_resumes_in_mid_epoch(OurLoader: Any, Recorder: Any, tmp_path: Path) -> None:
     """Lightning keeps the state of a loader that has one in its checkpoint, and gives it back."""
 
     def loader(num_workers: int) -> Any:

@@ -8,25 +8,21 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, default_collate
 
+from tests.later import Later
 from tests.loader_cases import assert_same
 from torch_dpflow import LoaderOptions
 
-torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed")
-from torchvision import tv_tensors  # noqa: E402
-from torchvision.datasets import FakeData  # noqa: E402
-from torchvision.datasets.samplers import (  # noqa: E402
-    DistributedSampler,
-    RandomClipSampler,
-    UniformClipSampler,
-)
-from torchvision.datasets.video_utils import VideoClips  # noqa: E402
-from torchvision.transforms import v2  # noqa: E402
+tv_tensors, v2 = Later("torchvision.tv_tensors"), Later("torchvision.transforms.v2")
+datasets, samplers = Later("torchvision.datasets"), Later("torchvision.datasets.samplers")
+video_utils = Later("torchvision.datasets.video_utils")
+pytestmark = pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is not installed")
 
 #: torch's random numbers: the recipes augment.
 ALIKE = {"options": LoaderOptions(seeding="worker")}
@@ -116,7 +112,7 @@ class Clips(Dataset[Any]):
             "video_pts": [torch.arange(12), torch.arange(20)],
             "video_fps": [10, 10],
         }
-        self.video_clips = VideoClips(["a", "b"], 4, 2, _precomputed_metadata=videos)
+        self.video_clips = video_utils.VideoClips(["a", "b"], 4, 2, _precomputed_metadata=videos)
 
     def __len__(self) -> int:
         return int(self.video_clips.num_clips())
@@ -126,11 +122,9 @@ class Clips(Dataset[Any]):
         return tv_tensors.Video(torch.full((4, 3, 2, 2), index)), torch.zeros(1, 0), video, clip
 
 
-MIX = v2.RandomChoice([v2.MixUp(num_classes=10), v2.CutMix(num_classes=10)])
-
-
 def mixed(batch: Any) -> Any:
-    return MIX(*default_collate(batch))
+    mix = v2.RandomChoice([v2.MixUp(num_classes=10), v2.CutMix(num_classes=10)])
+    return mix(*default_collate(batch))
 
 
 def zipped(batch: Any) -> Any:
@@ -144,7 +138,7 @@ def without_audio(batch: Any) -> Any:
 def classification() -> dict[str, Any]:
     preset = [v2.PILToTensor(), v2.RandomResizedCrop(16), v2.RandomHorizontalFlip(), v2.TrivialAugmentWide()]
     preset += [v2.ToDtype(torch.float, scale=True), v2.Normalize((0.5,), (0.5,)), v2.RandomErasing(0.5)]
-    data = FakeData(20, (3, 24, 24), transform=v2.Compose([*preset, v2.ToPureTensor()]))
+    data = datasets.FakeData(20, (3, 24, 24), transform=v2.Compose([*preset, v2.ToPureTensor()]))
     return {"dataset": data, "batch_size": 4, "sampler": RASampler(20, 2, 1), "collate_fn": mixed}
 
 
@@ -155,15 +149,17 @@ def detection() -> dict[str, Any]:
 
 def video(sampler: Any) -> dict[str, Any]:
     clips = Clips()
-    chosen: Any = DistributedSampler(sampler(clips.video_clips, 3), num_replicas=2, rank=0, group_size=3)
+    chosen: Any = samplers.DistributedSampler(
+        sampler(clips.video_clips, 3), num_replicas=2, rank=0, group_size=3
+    )
     return {"dataset": clips, "batch_size": 2, "sampler": chosen, "collate_fn": without_audio}
 
 
 RECIPES = {
     "classification": classification,
     "detection": detection,
-    "random clips": lambda: video(RandomClipSampler),
-    "uniform clips": lambda: video(UniformClipSampler),
+    "random clips": lambda: video(samplers.RandomClipSampler),
+    "uniform clips": lambda: video(samplers.UniformClipSampler),
 }
 
 

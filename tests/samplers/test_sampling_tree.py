@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
+from tests.later import Later
 from torch_dpflow.errors import OptionError
 from torch_dpflow.samplers import sampling_group
 from torch_dpflow.samplers.cells import MAX_MEMBERS, Cells, bits_of, free_bit
 from torch_dpflow.samplers.sampling_tree import sample_round
 
+stats = Later("scipy.stats")
 SIZE = 24
 
 

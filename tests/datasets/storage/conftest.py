@@ -7,11 +7,13 @@ from collections.abc import Iterator
 
 import fsspec.asyn
 import pytest
-from moto.server import ThreadedMotoServer
 
 from benchmarks.oss_server import OSSServer
 from tests.datasets.storage.servers import BUCKET, s3_client
+from tests.later import Later
 from torch_dpflow.datasets.storage import ReadOptions
+
+moto = Later("moto.server")
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def oss() -> Iterator[OSSServer]:
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     """An S3 server with one bucket, for all tests: it takes a second to start."""
-    server = ThreadedMotoServer(port=0, verbose=False)
+    server = moto.ThreadedMotoServer(port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     endpoint = f"http://{host}:{port}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import boto3
+from tests.later import Later
 
+boto3 = Later("boto3")
 BUCKET = "data"
 S3_KEYS = {"key": "test-key-id", "secret": "test-secret"}
 

@@ -9,8 +9,6 @@ from datetime import datetime, timedelta, timezone
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
-import botocore.credentials
-import botocore.utils
 import pytest
 
 from benchmarks.oss_server import OSSServer, StoredObject
@@ -145,7 +143,7 @@ def metadata(role: _Role, monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer
 def _let_time_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an hour would, but for those that are good for several."""
     for limit in ("_advisory_refresh_timeout", "_mandatory_refresh_timeout"):
-        monkeypatch.setattr(botocore.credentials.RefreshableCredentials, limit, 2 * 3600)
+        monkeypatch.setattr(f"botocore.credentials.RefreshableCredentials.{limit}", 2 * 3600)
 
 
 def test_a_role_is_renewed_once_before_it_expires(
@@ -186,7 +184,7 @@ def test_a_role_that_cannot_be_renewed_is_a_failure_that_may_pass(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(botocore.utils.ContainerMetadataFetcher, "SLEEP_TIME", 0)
+    monkeypatch.setattr("botocore.utils.ContainerMetadataFetcher.SLEEP_TIME", 0)
     caplog.set_level(logging.CRITICAL, "botocore")  # a kept record keeps frames with open sockets
     assert reader.read("s3://data/x", 10, 20) == DATA[10:20]
     role.is_broken = True

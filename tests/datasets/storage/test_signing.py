@@ -6,17 +6,17 @@ from datetime import datetime, timezone
 from types import SimpleNamespace
 from typing import Any
 
-import botocore.auth
-import botocore.awsrequest
-import botocore.credentials
-import oss2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.later import Later
 from torch_dpflow.datasets.storage.credentials import Credentials
 from torch_dpflow.datasets.storage.signing import encode_path, sign_oss_v1, sign_oss_v4, sign_s3
 
+oss2, auth, awsrequest, credentials_of = map(
+    Later, ("oss2", "botocore.auth", "botocore.awsrequest", "botocore.credentials")
+)
 NOW = datetime(2024, 3, 1, 12, 30, 59, tzinfo=timezone.utc)
 KEYS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=40)
 CREDENTIALS = st.builds(
@@ -41,7 +41,7 @@ def frozen_clocks() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("oss2.auth.datetime", Frozen)
         patch.setattr("oss2.utils.http_date", lambda: "Fri, 01 Mar 2024 12:30:59 GMT")
-        patch.setattr(botocore.auth, "get_current_datetime", lambda remove_tzinfo=True: Frozen.utcnow())
+        patch.setattr("botocore.auth.get_current_datetime", lambda remove_tzinfo=True: Frozen.utcnow())
         yield
 
 
@@ -49,10 +49,10 @@ def frozen_clocks() -> Any:
 def test_s3(key: str, credentials: Credentials) -> None:
     path = encode_path(f"/bucket/{key}")
     ours = sign_s3("127.0.0.1:9000", path, "eu-west-1", credentials, NOW)
-    theirs = botocore.awsrequest.AWSRequest("GET", f"http://127.0.0.1:9000{path}")
+    theirs = awsrequest.AWSRequest("GET", f"http://127.0.0.1:9000{path}")
     theirs.context["signing"] = {"disableDoubleEncoding": True}
-    signer = botocore.auth.S3SigV4Auth(
-        botocore.credentials.Credentials(credentials.key_id, credentials.secret, credentials.token),
+    signer = auth.S3SigV4Auth(
+        credentials_of.Credentials(credentials.key_id, credentials.secret, credentials.token),
         "s3",
         "eu-west-1",
     )
