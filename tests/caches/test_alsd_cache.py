@@ -293,12 +293,12 @@ def test_the_librarys_own_sampler_tells_its_order() -> None:
 # -- processes -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_serves_torchs_workers(context: str) -> None:
+@pytest.mark.parametrize(("context", "num_workers"), [("fork", 2), ("spawn", 1)])
+def test_serves_torchs_workers(context: str, num_workers: int) -> None:
     sampler = DynaGCSSampler(range(12), shuffle=False)
     cache = ALSDCache(Counting(12), 12, transform=negate, sampler=sampler)
     workers: dict[str, Any] = {"persistent_workers": True, "multiprocessing_context": context}
-    loader = DataLoader(cache, batch_size=4, num_workers=2, sampler=sampler, **workers)
+    loader = DataLoader(cache, batch_size=4, num_workers=num_workers, sampler=sampler, **workers)
     for _ in range(2):
         assert torch.cat(list(loader))[:, 0].tolist() == [-k for k in range(12)]
     assert cache.statistics().misses == 0

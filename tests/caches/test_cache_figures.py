@@ -49,10 +49,15 @@ def orders(seed: int, epochs: int) -> list[list[Order]]:
 
 @cache
 def figure(
-    policy: str, share: float, starts: tuple[int, ...] | None = None, epochs: int = 1, announce: str = "order"
+    policy: str,
+    share: float,
+    starts: tuple[int, ...] | None = None,
+    epochs: int = 1,
+    announce: str = "order",
+    seeds: int = SEEDS,
 ) -> float:
     rates = []
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         asked = requests(orders(seed, epochs), starts=starts)
         subject = POLICIES[policy](int(SAMPLES * share), asked)
         rates.append(hit_rate(subject, asked, orders(seed, epochs), announce=announce))
@@ -99,7 +104,7 @@ def test_knowing_the_next_epoch_makes_the_minimum_optimal_over_epochs() -> None:
 @pytest.mark.parametrize("share", [0.05, 0.25, 0.5])
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "opt"])
 def test_nothing_beats_opt(policy: str, share: float, starts: tuple[int, ...] | None) -> None:
-    assert figure(policy, share, starts) <= figure("opt", share, starts)
+    assert figure(policy, share, starts, seeds=1) <= figure("opt", share, starts, seeds=1)
 
 
 def test_without_any_lookahead_one_job_hits_as_often_as_if_nothing_were_replaced() -> None:

@@ -47,20 +47,24 @@ def place() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize(
-    ("method", "hung"),
-    [("fork", []), ("fork", [2, 3, 4, 5]), pytest.param("forkserver", [], marks=pytest.mark.slow)],
-    ids=["fork", "hung", "forkserver"],
+    ("number", "method", "hung"),
+    [
+        (signal.SIGTERM, "fork", []),
+        (signal.SIGKILL, "fork", [2, 3, 4, 5]),
+        pytest.param(signal.SIGKILL, "forkserver", [], marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "forkserver", [], marks=pytest.mark.slow),
+    ],
+    ids=["fork", "hung", "forkserver-kill", "forkserver-term"],
 )
 def test_nothing_outlives_a_killed_training_process(
     OurLoader: Any,
     eventually: Any,
     monkeypatch: pytest.MonkeyPatch,
     place: Path,
+    number: int,
     method: str,
     hung: list[int],
-    number: int,
 ) -> None:
     """Not even workers that hang in the user's code; and files only until the next loader is made."""
     env = {"TMPDIR": str(place)}
@@ -160,7 +164,7 @@ ENDINGS = {
 
 #: Imports once, and lets each ending happen in a forked interpreter of its own, which then comes to its end.
 ENDING = """
-import json, multiprocessing, os, sys
+import gc, json, multiprocessing, os, sys
 import tests.loader_cases as cases
 if sys.argv[2] == "dpflow":
     from torch_dpflow import DPFlowDataLoader as Loader
@@ -168,6 +172,7 @@ else:
     from torch.utils.data import DataLoader as Loader
 from pathlib import Path
 
+gc.freeze()  # what was imported is no matter of how a script ends, and takes most of that time
 endings = json.loads(Path(sys.argv[1], "endings.json").read_text())
 gate = multiprocessing.get_context("fork").Event()
 children = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,41 +16,44 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torch_dpflow.samplers import DynaGCSSampler, sampling_group
 
-rank, rendezvous, grouped = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "grouped"
+rank, rendezvous = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method="file://" + rendezvous, rank=rank, world_size=2)
-group = sampling_group("shared-log", 37) if grouped else None
-sampler = DynaGCSSampler(range(37), group=group, batch_size=4, seed=3)
-epochs = []
-for epoch in range(2):
-    sampler.set_epoch(epoch)
-    loader = DataLoader(range(37), batch_size=4, sampler=sampler)
-    epochs.append([index for batch in loader for index in batch.tolist()])
-parts = [None, None]
-dist.all_gather_object(parts, epochs)
+told = {}
+for mode in ("alone", "grouped"):
+    group = sampling_group("shared-log", 37) if mode == "grouped" else None
+    sampler = DynaGCSSampler(range(37), group=group, batch_size=4, seed=3)
+    epochs = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        loader = DataLoader(range(37), batch_size=4, sampler=sampler)
+        epochs.append([index for batch in loader for index in batch.tolist()])
+    parts = [None, None]
+    dist.all_gather_object(parts, epochs)
+    told[mode] = [sampler.num_replicas, sampler.rank, parts]
 dist.destroy_process_group()
-print(json.dumps([sampler.num_replicas, sampler.rank, parts]))
+print(json.dumps(told))
 """
 
 
-def run_ranks(tmp_path: Path, mode: str) -> list[list[list[int]]]:
-    """What each rank read in each epoch, as both ranks have gathered it."""
-    rendezvous = str(tmp_path / "rendezvous")
-    ranks = [interpreter(RANK, str(rank), rendezvous, mode) for rank in range(2)]
-    gathered: list[Any] = []
-    for rank, process in enumerate(ranks):
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each rank says in each mode: the ranks, its own, and what all ranks read in each epoch."""
+    rendezvous = str(tmp_path_factory.mktemp("ranks") / "rendezvous")
+    ranks = [interpreter(RANK, str(rank), rendezvous) for rank in range(2)]
+    told = []
+    for process in ranks:
         with process:
             out, err = process.communicate(timeout=100)
         assert process.returncode == 0, err
-        replicas, own, parts = json.loads(out.splitlines()[-1])
-        assert (replicas, own) == (2, rank)
-        gathered.append(parts)
-    assert gathered[0] == gathered[1]
-    return gathered[0]
+        told.append(json.loads(out.splitlines()[-1]))
+    return told
 
 
 @pytest.mark.parametrize("mode", ["alone", "grouped"])
-def test_ranks_take_their_number_from_torch_and_share_one_epoch(tmp_path: Path, mode: str) -> None:
-    parts = run_ranks(tmp_path, mode)
+def test_ranks_take_their_number_from_torch_and_share_one_epoch(told: list[Any], mode: str) -> None:
+    assert [each[mode][:2] for each in told] == [[2, 0], [2, 1]]
+    parts, other = (each[mode][2] for each in told)
+    assert parts == other
     for epoch in range(2):
         read = parts[0][epoch] + parts[1][epoch]
         assert len(parts[0][epoch]) == len(parts[1][epoch]) == 19

@@ -21,7 +21,7 @@ from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.errors import StorageError, StorageTimeoutError
 
-COUNT = 200
+COUNT = 100
 
 
 def _content(number: int) -> bytes:

@@ -66,7 +66,7 @@ def opened(samples: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("in_a_row", [True, False])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(NUMBERS, min_size=1, max_size=6), st.sampled_from(DTYPES), st.integers(0, 3))
 def test_what_is_alike_is_put_together_as_torch_does(
     in_a_row: bool, numbers: list[tuple[Any, ...]], dtype: torch.dtype, beside: int

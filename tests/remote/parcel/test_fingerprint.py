@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -82,12 +84,16 @@ def scripts() -> list[str]:
     return made
 
 
-def test_it_is_the_same_in_every_process_and_another_where_code_state_or_values_differ() -> None:
+def test_it_is_the_same_in_every_process_and_another_where_code_state_or_values_differ(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also in a process that the script has spawned, where its module has another name."""
-    first, again = (run_interpreter(PROGRAM, name, *scripts()) for name in ("__main__", "__mp_main__"))
-    assert first.returncode == 0, first.stderr
-    told = first.stdout.split()
-    assert again.stdout.split() == told
+    done = run_interpreter(PROGRAM, "__main__", *scripts())
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.split()
+    monkeypatch.setattr(sys, "argv", ["-c", "__mp_main__", *scripts()])
+    exec(PROGRAM, {"__name__": "__main__"})
+    assert capsys.readouterr().out.split() == told
     assert len(told) == len(set(told)) == len(VARIANTS) + 6
     assert {len(one) for one in told} == {16}
 
