@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from tests import huge_pages
 from tests.holdings import Holdings
-from tests.shared_cluster import PATIENCE_S
+from tests.shared_cluster import PATIENCE_S, TestCluster
 
 #: How long a test's threads, processes and files may take to go after its end; seconds.
 GRACE_S = 10.0
@@ -130,6 +130,14 @@ def OurLoader(request: pytest.FixtureRequest) -> type[Any]:
     from torch_dpflow import DPFlowDataLoader
 
     return DPFlowDataLoader
+
+
+@pytest.fixture(scope="session")
+def common_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
+    """A cluster on this machine, for tests that end none of its own processes: flows of others live in it too."""
+    started = TestCluster.start(tmp_path_factory.mktemp("c"))
+    yield started
+    started.stop()
 
 
 @pytest.fixture

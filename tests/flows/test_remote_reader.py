@@ -55,10 +55,8 @@ def halve(number: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
-    started = TestCluster.start(tmp_path_factory.mktemp("c"))
-    yield started
-    started.stop()
+def cluster(common_cluster: TestCluster) -> TestCluster:
+    return common_cluster
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""One cluster for all tests of a file, and jobs that are closed at their end."""
+"""A cluster, and jobs that are closed at the test's end."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
-    """A cluster on this machine."""
+def cluster(common_cluster: TestCluster) -> TestCluster:
+    return common_cluster
+
+
+@pytest.fixture(scope="module")
+def cluster_of_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
+    """A cluster for the tests of one file."""
     started = TestCluster.start(tmp_path_factory.mktemp("c"))
     yield started
     started.stop()

@@ -27,6 +27,11 @@ from torch_dpflow.remote.rpc import RpcServer
 from torch_dpflow.remote.transport import listen
 
 
+@pytest.fixture(scope="module")
+def cluster(cluster_of_file: TestCluster) -> TestCluster:
+    return cluster_of_file
+
+
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(root, [*arguments], env={"COLUMNS": "200"})
 

@@ -32,6 +32,11 @@ from torch_dpflow.remote.wire.node import ProcessView, Running
 Join = Callable[..., SharedJob]
 
 
+@pytest.fixture(scope="module")
+def cluster(cluster_of_file: TestCluster) -> TestCluster:
+    return cluster_of_file
+
+
 class InMemory(Numbers):
     """Sample `i` is a byte of what the dataset holds, and `i`."""
 

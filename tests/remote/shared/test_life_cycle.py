@@ -23,6 +23,11 @@ from torch_dpflow.remote.rpc import ClientOptions, RpcClient
 from torch_dpflow.remote.wire.node import Running
 
 
+@pytest.fixture(scope="module")
+def cluster(cluster_of_file: TestCluster) -> TestCluster:
+    return cluster_of_file
+
+
 def run(cluster: TestCluster, *arguments: str) -> str:
     result = CliRunner().invoke(root, [*arguments, "--address", cluster.address], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output

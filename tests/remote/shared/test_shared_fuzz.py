@@ -32,6 +32,11 @@ BURST = 200
 MOST_GROWTH = 48 << 20
 
 
+@pytest.fixture(scope="module")
+def cluster(cluster_of_file: TestCluster) -> TestCluster:
+    return cluster_of_file
+
+
 class Reader:
     """A job that reads one epoch after the other, and checks each."""
 

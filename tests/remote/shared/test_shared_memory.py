@@ -19,6 +19,11 @@ SIZE = 120_000
 GROWTH = 5 << 20
 
 
+@pytest.fixture(scope="module")
+def cluster(cluster_of_file: TestCluster) -> TestCluster:
+    return cluster_of_file
+
+
 @pytest.mark.slow
 def test_services_do_not_grow_with_what_two_jobs_read(cluster: TestCluster, join: Join, flow: str) -> None:
     jobs = [join(flow, Numbers(SIZE), batch_size=64, seed=seed, workers=2) for seed in range(2)]
