@@ -48,6 +48,8 @@ LATER = (
     "torch_dpflow.caches",
     "torch_dpflow.datasets",
     "torch_dpflow.flows",
+    "torch_dpflow.loader.flow_iterator",
+    "torch_dpflow.remote.job",
     "torch_dpflow.remote.job.client",
     "torch_dpflow.remote.wire.bodies",
     "torch_dpflow.remote.job.epoch_reader",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
+import msgspec
 import torch
 
 from torch_dpflow.epoch.own_state import Unsaved, opened
@@ -69,8 +70,7 @@ class LoaderShape:
         }
 
 
-@dataclass(frozen=True)
-class GeneratorStates:
+class GeneratorStates(msgspec.Struct, frozen=True):
     """The generators that an epoch's order is drawn from, as they were before it was drawn."""
 
     #: The three generators of the process.
@@ -87,8 +87,7 @@ class GeneratorStates:
         return cls(capture_rng(), generator_state(loader.generator), [*map(encode_generator, held)])
 
 
-@dataclass(frozen=True, kw_only=True)
-class EpochStart:
+class EpochStart(msgspec.Struct, frozen=True, kw_only=True):
     """How an epoch began: its order and its random numbers follow from this."""
 
     epoch: int

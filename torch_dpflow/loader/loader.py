@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -16,14 +16,15 @@ from torch_dpflow.epoch.state import LoaderState
 from torch_dpflow.epoch.streams import at_rest
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.loader.accelerate_support import keep_class_under_accelerate
-from torch_dpflow.loader.flow_iterator import SharedLoaderIterator, check_shareable
 from torch_dpflow.loader.inline_iterator import SingleProcessIterator
 from torch_dpflow.loader.loader_arguments import check_types, has_processes
 from torch_dpflow.loader.runtime import LoaderRuntime
 from torch_dpflow.loader.worker_iterator import WorkerIterator
 from torch_dpflow.metrics import LoaderStats
 from torch_dpflow.options import LoaderOptions
-from torch_dpflow.remote.job.options import JobOptions
+
+if TYPE_CHECKING:
+    from torch_dpflow.remote.job.options import JobOptions
 
 T = TypeVar("T", covariant=True)
 
@@ -121,6 +122,8 @@ class DPFlowDataLoader(DataLoader[T]):
 
     def __iter__(self) -> Any:
         if self.flow is not None:
+            from torch_dpflow.loader.flow_iterator import SharedLoaderIterator
+
             return SharedLoaderIterator(self)
         if isinstance(self._iterator, WorkerIterator) and self._iterator.closed:
             self._iterator = (
@@ -210,13 +213,19 @@ class DPFlowDataLoader(DataLoader[T]):
             )
 
     def _check_sharing(self) -> None:
+        if self.flow is None and self.address is None and self.job is None:
+            return
+        # Imported here: a fifth of this module's import, which loaders without a flow do without.
+        from torch_dpflow.loader.flow_iterator import check_shareable
+        from torch_dpflow.remote.job.options import JobOptions
+
         if self.job is not None and not isinstance(self.job, JobOptions):
             raise OptionTypeError(
                 f"job={self.job!r} is a {type(self.job).__name__}; give a torch_dpflow.JobOptions or None"
             )
         if self.flow is not None:
             check_shareable(self)
-        elif self.address is not None or self.job is not None:
+        else:
             raise OptionError(
                 f"address={self.address!r}, job={self.job!r} without a flow: name the flow that the jobs share, as "
                 "flow='imagenet/train'"

@@ -1,17 +1,20 @@
-"""Events that a private shard's thread passes to the training thread."""
+"""Events that a private shard's thread passes to the training thread.
+
+Structs, as they are defined and made in a fraction of the time of dataclasses.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.platforms.base import Handle
 from torch_dpflow.remote.worker.batches import Begun
 
 
-@dataclass(frozen=True)
-class Arrived:
+class Arrived(msgspec.Struct, frozen=True):
     """The first result of a task has arrived, opened and pinned."""
 
     task: int
@@ -22,37 +25,32 @@ class Arrived:
     size: int
 
 
-@dataclass(frozen=True)
-class Poisoned:
+class Poisoned(msgspec.Struct, frozen=True):
     """These workers died over a task, one after the other."""
 
     task: int
     workers: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Started:
+class Started(msgspec.Struct, frozen=True):
     """A worker with a stream of its own has begun an epoch."""
 
     worker: int
     begun: Begun
 
 
-@dataclass(frozen=True)
-class Starved:
+class Starved(msgspec.Struct, frozen=True):
     """A worker has nothing to do."""
 
 
-@dataclass(frozen=True)
-class Died:
+class Died(msgspec.Struct, frozen=True):
     """A worker has ended; its tasks are queued again for its replacement or other workers."""
 
     worker: int
     handle: Handle
 
 
-@dataclass(frozen=True)
-class Broken:
+class Broken(msgspec.Struct, frozen=True):
     """The shard's thread has failed; this is the last event."""
 
     error: BaseException
@@ -61,8 +59,7 @@ class Broken:
 Event = Arrived | Poisoned | Started | Starved | Died | Broken
 
 
-@dataclass(frozen=True, kw_only=True)
-class Totals:
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
     """What the shard's scheduler has counted."""
 
     duplicates: int
