@@ -15,6 +15,7 @@ from multiprocessing import util
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from tests import huge_pages
@@ -23,21 +24,23 @@ from tests.shared_cluster import PATIENCE_S, TestCluster
 
 #: How long a test's threads, processes and files may take to go after its end; seconds.
 GRACE_S = 10.0
-#: What takes longest, because it starts processes and waits for them. Each file is run whole by one process: begun at
-#: the end, a long one would be waited for by all others.
+#: What takes longest, because it starts processes and waits for them; first what forks workers, while the test process
+#: is small. Each file is run whole by one process: begun at the end, a long one would be waited for by all others.
 LONG = (
-    "tests/contracts/test_resume_iterable.py",
-    "tests/properties",
-    "tests/flows",
-    "tests/chaos",
-    "tests/examples",
-    "tests/remote/shared",
     "tests/contracts",
     "tests/faults",
+    "tests/remote/shared",
+    "tests/chaos",
+    "tests/flows",
+    "tests/examples",
     "tests/integration",
     "tests/packaging",
+    "tests/remote/shard",
     "tests/platforms",
     "tests/benchmarks",
+    "tests/caches",
+    "tests/samplers",
+    "tests/properties",
 )
 
 
@@ -53,6 +56,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # A shell without job control starts what runs in the background with SIGINT ignored, and so do all its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Several test processes share the processors, where torch's threads would spin while they wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
     # How long a machine takes says nothing of the code: hypothesis would fail tests for it while others work.
     settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("untimed")

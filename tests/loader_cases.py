@@ -18,8 +18,8 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 Pair = namedtuple("Pair", ["left", "right"])
 
-#: `num_workers` and `persistent_workers`, as far as torch takes them together.
-WORKERS = [(0, False), (1, False), (1, True), (2, False), (2, True)]
+#: `num_workers` and `persistent_workers`.
+WORKERS = [(0, False), (1, True), (2, False), (2, True)]
 
 
 class Rows(Dataset):

@@ -17,9 +17,16 @@ from tests.loader_cases import WORKERS, Stream, Uneven, assert_same, epochs
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "drop_last"), [(None, False), (1, False), (1, True), (3, False), (3, True)]
+    ("batch_size", "drop_last", "persistent_workers"),
+    [
+        (None, False, False),
+        (None, False, True),
+        (1, False, False),
+        (1, True, True),
+        (3, False, True),
+        (3, True, False),
+    ],
 )
-@pytest.mark.parametrize("persistent_workers", [False, True])
 def test_uneven_shares_arrive_in_torchs_order(
     Loader: Any, batch_size: int | None, drop_last: bool, persistent_workers: bool
 ) -> None:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import queue
 import threading
+from collections.abc import Iterator
 from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,16 @@ def set_label(worker: int) -> None:
     info.dataset.label = f"set by {worker}"
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """For torch's operators in this process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_worker_info(Loader: Any, num_workers: int) -> None:
     def run(loader_class: Any) -> list[dict[str, Any]]:
@@ -233,6 +244,7 @@ def test_a_loader_with_workers_inside_a_worker_is_refused_as_by_torch(Loader: An
         list(Loader(Nesting(2), batch_size=None, num_workers=1))
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_work_after_fork_of_a_process_that_has_computed(Loader: Any) -> None:
     class Convolving(Indices):
         def __getitem__(self, index: int) -> torch.Tensor:

@@ -21,22 +21,22 @@ def consume(loader: Any, batches: int | None = None) -> None:
 
 @pytest.mark.parametrize("dataset", [Rows(40, 50_000), Stream(40)], ids=["map", "iterable"])
 @pytest.mark.parametrize("batches", [None, 7], ids=["whole epochs", "left early"])
-def test_twenty_epochs(Loader: Any, eventually: Any, dataset: Any, batches: int | None) -> None:
+def test_ten_epochs(Loader: Any, eventually: Any, dataset: Any, batches: int | None) -> None:
     loader = Loader(dataset, batch_size=4, num_workers=2)
     gc.collect()
     before = Holdings.now()
-    for _ in range(20):
+    for _ in range(10):
         consume(loader, batches)
     eventually(lambda: not Holdings.now().beyond(before), what=f"an end of {Holdings.now().beyond(before)}")
 
 
-def test_twenty_epochs_of_persistent_workers(Loader: Any, eventually: Any) -> None:
+def test_ten_epochs_of_persistent_workers(Loader: Any, eventually: Any) -> None:
     loader = Loader(Rows(40, 50_000), batch_size=4, num_workers=2, persistent_workers=True)
     consume(loader)
     gc.collect()
     before = Holdings.now()
     assert len(before.processes) >= 2
-    for _ in range(20):
+    for _ in range(10):
         consume(loader)
     assert len(Holdings.now().descriptors) == len(before.descriptors)
     assert Holdings.now().processes == before.processes
@@ -48,11 +48,11 @@ def test_twenty_epochs_of_persistent_workers(Loader: Any, eventually: Any) -> No
     eventually(lambda: all(map(has_ended, pids)), what="the end of the workers")
 
 
-def test_twenty_failing_epochs(OurLoader: Any, eventually: Any) -> None:
+def test_ten_failing_epochs(OurLoader: Any, eventually: Any) -> None:
     loader = OurLoader(Failing(40, {10: ValueError("bad value")}), batch_size=4, num_workers=2)
     gc.collect()
     before = Holdings.now()
-    for _ in range(20):
+    for _ in range(10):
         with pytest.raises(ValueError, match="bad value"):
             consume(loader)
 
@@ -68,7 +68,7 @@ def test_twenty_failing_epochs(OurLoader: Any, eventually: Any) -> None:
 def test_loaders_that_are_made_and_dropped(Loader: Any, eventually: Any) -> None:
     gc.collect()
     before = Holdings.now()
-    for number in range(20):
+    for number in range(10):
         Loader(Indices(8), num_workers=1, persistent_workers=bool(number % 2))
         iter(Loader(Indices(8), num_workers=1, persistent_workers=bool(number % 2)))
     gc.collect()
