@@ -31,6 +31,13 @@
     │   ├── ChecksumError          (ValueError)  other bytes than the dataset describes
     │   ├── StorageUnavailableError (ConnectionError)  refused, reset or overloaded, again and again
     │   └── StorageTimeoutError    (TimeoutError)  no answer in time
+    ├── PlatformError              a platform's control plane did not do what it was asked
+    │   ├── ThrottledError         too many calls: later
+    │   ├── QuotaError             the account or cluster has no room for another member
+    │   ├── DeniedError            (PermissionError)  wrong or expired credentials, or no right
+    │   ├── RejectedError          (ValueError)  no such image, function or parameter: never
+    │   ├── UnavailableError       (ConnectionError)  no connection, or the platform is broken
+    │   └── AnswerLostError        (TimeoutError)  no answer in time: it may have been done
     └── TransportError             a peer or the network
         ├── MessageError           (ValueError)  malformed or unknown bytes
         ├── PeerLostError          (ConnectionError)  the other side is gone
@@ -168,6 +175,42 @@ class StorageUnavailableError(StorageError, ConnectionError):
 
 class StorageTimeoutError(StorageError, TimeoutError):
     """The storage did not answer in time."""
+
+
+class PlatformError(DPFlowError):
+    """The control plane of a platform did not do what it was asked; the message names the member."""
+
+
+class ThrottledError(PlatformError):
+    """The platform takes no more calls for now."""
+
+    def __init__(self, text: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(text, retry_after_s)
+        #: For how long it asks to be left alone, seconds; 0 where it does not say.
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class QuotaError(PlatformError):
+    """The account or cluster has as many members as it may have."""
+
+
+class DeniedError(PlatformError, PermissionError):
+    """The platform does not know the credentials, or they have expired, or lack a right."""
+
+
+class RejectedError(PlatformError, ValueError):
+    """The platform will never start this: it has no such image or function, or a parameter is wrong."""
+
+
+class UnavailableError(PlatformError, ConnectionError):
+    """The control plane cannot be reached, or is broken; nothing was done."""
+
+
+class AnswerLostError(PlatformError, TimeoutError):
+    """The control plane did not answer in time; what it was asked may have been done."""
 
 
 class TransportError(DPFlowError):

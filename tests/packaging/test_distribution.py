@@ -36,8 +36,10 @@ BESIDE = ("benchmarks", "examples", "tests", "tools")
 #: Third parties test what they add with these; servers and simulated workers are the repository's own.
 SUITES = {
     "__init__",
+    "adapters",
     "exact_policies",
     "exact_traces",
+    "members",
     "platforms",
     "policies",
     "processes",

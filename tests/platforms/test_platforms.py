@@ -20,7 +20,7 @@ from tests.shared_cluster import wait
 from tests.workers import has_ended
 from torch_dpflow.errors import DescriptorLimitError, OptionError
 from torch_dpflow.loader.private_shard import PrivateShard
-from torch_dpflow.platforms.base import Capabilities, Platform, ProcessSpec
+from torch_dpflow.platforms.base import Limits, Platform, ProcessSpec
 from torch_dpflow.platforms.fork_server import ForkServerPlatform, local_platform
 from torch_dpflow.platforms.local import LocalPlatform
 from torch_dpflow.remote.process.spec import ClusterPlace
@@ -49,13 +49,13 @@ class TestForkServer(PlatformContract):
 class Elsewhere(LocalPlatform):
     """As one that runs its processes on other hosts."""
 
-    capabilities = Capabilities(shares_memory=False, accepts_connections=True, longest_life_s=None)
+    limits = Limits(shares_memory=False, accepts_connections=True, longest_life_s=None)
 
 
 class Unreachable(LocalPlatform):
     """As one that lets nobody connect to its processes."""
 
-    capabilities = Capabilities(shares_memory=True, accepts_connections=False, longest_life_s=None)
+    limits = Limits(shares_memory=True, accepts_connections=False, longest_life_s=None)
 
 
 def private_shard(platform: Platform) -> None:

@@ -19,8 +19,8 @@ MAX_REPORT_CHARS = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Capabilities:
-    """What the users of a platform may expect of its processes."""
+class Limits:
+    """What the users of a platform may expect of it. The fields with a default concern members alone: see `members`."""
 
     #: Whether its processes and the one that starts them can read each other's memory mappings. They run on one host
     #: then, and reach each other by ipc sockets. Each worker still proves it by its probe.
@@ -30,6 +30,21 @@ class Capabilities:
     #: After how many seconds the platform ends a process; None: never. Users handle that as any other end: they start
     #: another process, and a worker's unfinished tasks are requeued.
     longest_life_s: float | None
+    #: How long it leaves a member between telling it to end and killing it, seconds.
+    grace_s: float = 0.0
+    #: Members that the account or cluster may have at once, as far as that is known; None: unknown.
+    most_members: int | None = None
+    #: Starts a second, on average over 10 s, and calls of the control plane under way at once.
+    starts_per_s: float = 100.0
+    calls_at_once: int = 8
+    #: Most bytes of an order.
+    order_bytes: int = 8192
+    #: How long a member may take from its start to its hello, least and most, seconds; learned in between.
+    start_timeout_s: tuple[float, float] = (10.0, 120.0)
+    #: Whether it can say what became of a member, name those that a dead starter has left, and end one by force.
+    can_watch: bool = True
+    can_list: bool = True
+    can_stop: bool = True
 
 
 def require_same_host(platform: Platform, user: str) -> None:
@@ -37,7 +52,7 @@ def require_same_host(platform: Platform, user: str) -> None:
 
     user: who needs that, for the message.
     """
-    if not platform.capabilities.shares_memory:
+    if not platform.limits.shares_memory:
         raise OptionError(
             f"platform={platform!r} runs its processes where they share no memory with this one; {user} listens on an "
             "ipc socket, so give it a platform that runs them on this host"
@@ -123,7 +138,7 @@ class Platform(Protocol):
     methods belong to either.
     """
 
-    capabilities: Capabilities
+    limits: Limits
     #: A descriptor that is readable while `take_ended` has something to return. Not a callback: both users' threads
     #: wait for it beside their socket, so there is no other thread, no lock and nothing that a fork copies half done,
     #: and a death is handled after the messages that came before it.

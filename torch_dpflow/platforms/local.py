@@ -14,7 +14,7 @@ from typing import Any
 
 from torch_dpflow import descriptors
 from torch_dpflow.errors import LaunchError, NotPicklableError
-from torch_dpflow.platforms.base import MAX_REPORT_CHARS, Capabilities, End, ProcessSpec
+from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End, Limits, ProcessSpec
 from torch_dpflow.platforms.orphan import exit_with
 
 #: How long to wait for the exit code of an ended process, seconds; a fork server has to send it.
@@ -34,7 +34,7 @@ class LocalPlatform:
     #: Whether the kernel may kill a process with its parent. It takes the end of the starting thread for the end of
     #: the parent, so `launch` uses it from the main thread only.
     _may_be_killed_by_kernel = True
-    capabilities = Capabilities(shares_memory=True, accepts_connections=True, longest_life_s=None)
+    limits = Limits(shares_memory=True, accepts_connections=True, longest_life_s=None)
 
     def __init__(self, context: Any) -> None:
         self._context = context

@@ -29,6 +29,7 @@ except ImportError as error:
 
 from torch_dpflow.errors import NotPicklableError
 from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End, Handle, Platform, ProcessSpec
+from torch_dpflow.platforms.members import MemberPlatform
 from torch_dpflow.remote.shm.arena import ArenaReader
 from torch_dpflow.remote.wire.headers import WorkerHello, decode
 from torch_dpflow.testing.processes import (
@@ -202,7 +203,7 @@ class PlatformContract:
             starter.join()
             assert connection.recv(1) == b"", "the process has ended"
 
-    # --- capabilities ---
+    # --- limits ---
 
     def test_memory_is_shared_where_it_says_so(self, platform: Platform, door: socket.socket) -> None:
         self.launch(platform, lend, door.getsockname())
@@ -210,7 +211,7 @@ class PlatformContract:
         assert isinstance(hello, WorkerHello)
         assert hello.probe is not None
         with closing(ArenaReader(hello.pid)) as reader:
-            assert reader.probe(hello.probe) is platform.capabilities.shares_memory
+            assert reader.probe(hello.probe) is platform.limits.shares_memory
 
     def test_connections_are_accepted_where_it_says_so(self, platform: Platform, door: socket.socket) -> None:
         self.launch(platform, answer, door.getsockname())
@@ -218,14 +219,14 @@ class PlatformContract:
         heard = b""
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), PATIENCE_S) as connection:
             heard = connection.recv(16)
-        assert (heard == b"here") is platform.capabilities.accepts_connections
+        assert (heard == b"here") is platform.limits.accepts_connections
 
     def test_a_life_has_a_length(self, platform: Platform) -> None:
-        longest = platform.capabilities.longest_life_s
+        longest = platform.limits.longest_life_s
         assert longest is None or longest > 0
 
 
-def wakes(platform: Platform, within_s: float) -> bool:
+def wakes(platform: Platform | MemberPlatform, within_s: float) -> bool:
     """Whether an end is reported within so many seconds."""
     poller = select.poll()
     poller.register(platform.wakeup_fd, select.POLLIN)

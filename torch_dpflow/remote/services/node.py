@@ -87,7 +87,7 @@ class Node:
         *,
         lease_s: float = LEASE_S,
     ) -> None:
-        if not platform.capabilities.accepts_connections:
+        if not platform.limits.accepts_connections:
             raise OptionError(
                 f"platform={platform!r}: services must be reached by others, which it does not allow"
             )

@@ -1,0 +1,510 @@
+"""What becomes of an adapter's blocking calls: throttling, quotas, lost answers, hung calls, and the end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import random
+import select
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from tests.shared_cluster import PATIENCE_S, wait
+from torch_dpflow.errors import (
+    AnswerLostError,
+    OptionError,
+    PlatformError,
+    QuotaError,
+    RejectedError,
+    ThrottledError,
+    UnavailableError,
+)
+from torch_dpflow.platforms import calls
+from torch_dpflow.platforms.base import End, Limits
+from torch_dpflow.platforms.calls import Calls
+from torch_dpflow.platforms.members import Accepted, Answerless, Ended, Fate, Outcome, Refused, Warned
+
+#: So short a deadline that hung calls are found soon.
+SOON_S = 0.2
+
+
+class ScriptedAdapter:
+    """A test double: a control plane that does what the test says, in threads that are real.
+
+    `raises` are the errors of the next calls of a kind; `gates` hold calls of a kind up until they are opened.
+    """
+
+    def __init__(self, **limits: Any) -> None:
+        self.limits = Limits(shares_memory=False, accepts_connections=False, longest_life_s=None, **limits)
+        #: What the platform has, by name.
+        self.there: dict[str, str] = {}
+        self.made: list[tuple[str, Any]] = []
+        self.raises: dict[str, list[Exception]] = defaultdict(list)
+        self.gates: dict[str, threading.Event] = {}
+        self.fates: dict[str, Fate] = {}
+        self.at_once: Counter[str] = Counter()
+        self.most_at_once = 0
+        self.closed = 0
+        self._lock = threading.Lock()
+
+    def made_of(self, kind: str) -> list[Any]:
+        return [what for made, what in self.made if made == kind]
+
+    @contextmanager
+    def _call(self, kind: str, what: Any) -> Iterator[None]:
+        with self._lock:
+            self.made.append((kind, what))
+            self.at_once[kind] += 1
+            self.most_at_once = max(self.most_at_once, self.at_once.total())
+            error = self.raises[kind].pop(0) if self.raises[kind] else None
+        try:
+            if kind in self.gates:
+                assert self.gates[kind].wait(PATIENCE_S)
+            if error is not None and not isinstance(error, AnswerLostError):
+                raise error
+            yield
+            if error is not None:  # it was done, and nobody hears of it
+                raise error
+        finally:
+            with self._lock:
+                self.at_once[kind] -= 1
+
+    def check(self) -> list[Any]:
+        return []
+
+    def start(self, name: str, order: bytes, *, deadline_s: float) -> str:
+        with self._call("start", name):
+            self.there[name] = f"ref of {name}"
+        return self.there[name]
+
+    def look(self, members: Mapping[str, str | None]) -> dict[str, Fate]:
+        with self._call("look", dict(members)):
+            return {name: self.fates.get(name, Fate()) for name in members if name in self.there}
+
+    def stop(self, name: str, ref: str | None) -> None:
+        with self._call("stop", (name, ref)):
+            self.there.pop(name, None)
+
+    def list(self, prefix: str) -> dict[str, str]:
+        return {name: ref for name, ref in self.there.items() if name.startswith(prefix)}
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def make(stack: ExitStack) -> Callable[..., tuple[Calls, ScriptedAdapter]]:
+    """Makes a platform over a scripted adapter, with some gates shut; they are opened before it is closed."""
+
+    def new(
+        *shut: str, deadline_s: float = 60.0, sweep_s: float = 60.0, **limits: Any
+    ) -> tuple[Calls, ScriptedAdapter]:
+        adapter = ScriptedAdapter(**limits)
+        adapter.gates = {kind: threading.Event() for kind in shut}
+        platform = Calls(adapter, deadline_s=deadline_s, sweep_s=sweep_s)
+        stack.callback(platform.close)
+        for gate in adapter.gates.values():
+            stack.callback(gate.set)
+        return platform, adapter
+
+    return new
+
+
+def take(platform: Calls, count: int) -> list[Outcome]:
+    """Wait for so many outcomes; the descriptor says when there are some."""
+    poller = select.poll()
+    poller.register(platform.wakeup_fd, select.POLLIN)
+    found: list[Outcome] = []
+    while len(found) < count:
+        assert poller.poll(PATIENCE_S * 1000), f"nothing follows {found}"
+        fresh = platform.take()
+        assert fresh, "readable only where there is something"
+        found += fresh
+    assert len(found) == count
+    assert not poller.poll(0)
+    return found
+
+
+def test_a_start_waits_for_nothing_and_is_told_when_it_is_accepted(make: Any) -> None:
+    platform, adapter = make("start")
+    platform.start("a", b"{}")
+    wait(lambda: adapter.made_of("start") == ["a"], what="the call")
+    assert platform.take() == []
+    adapter.gates["start"].set()
+    assert take(platform, 1) == [Accepted("a", "ref of a")]
+
+
+def test_no_more_calls_are_under_way_than_the_platform_bears(make: Any) -> None:
+    platform, adapter = make("start", calls_at_once=3)
+    for number in range(10):
+        platform.start(str(number), b"{}")
+    wait(lambda: len(adapter.made_of("start")) == 2, what="two starts: one call is kept for stops")
+    platform.stop("stranger")
+    wait(lambda: adapter.made_of("stop") == [("stranger", None)], what="the stop")
+    adapter.gates["start"].set()
+    told = take(platform, 10)
+    assert {outcome.name for outcome in told if isinstance(outcome, Accepted)} == set("0123456789")
+    assert adapter.most_at_once <= 3
+
+
+def test_starts_are_spread_over_time_and_stops_are_not(make: Any) -> None:
+    platform, adapter = make(starts_per_s=0.3)
+    for name in "abcde":
+        platform.start(name, b"{}")
+    assert {outcome.name for outcome in take(platform, 3)} == set("abc")
+    for name in "abcde":
+        platform.stop(name, "enough")
+    assert {outcome.name for outcome in take(platform, 5) if isinstance(outcome, Ended)} == set("abcde")
+    assert len(adapter.made_of("start")) == 3, "two have never been asked for"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ThrottledError("slow down", 3.0),
+        QuotaError("full"),
+        RejectedError("no image"),
+        UnavailableError("503"),
+    ],
+)
+def test_a_refusal_is_told_and_not_tried_again(make: Any, error: PlatformError) -> None:
+    platform, adapter = make()
+    adapter.raises["start"].append(error)
+    platform.start("a", b"{}")
+    assert take(platform, 1) == [Refused("a", error)]
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.__dict__) == (type(error), str(error), error.__dict__)
+    platform.start("b", b"{}")
+    take(platform, 1)
+    assert adapter.made_of("start") == ["a", "b"]
+    platform.suspect("a")  # which is not known any more
+    assert platform.take() == []
+
+
+@pytest.mark.parametrize("error", [AnswerLostError("timed out"), ValueError("a fault of the adapter")])
+def test_a_member_whose_answer_was_lost_is_stopped_by_its_name(make: Any, error: Exception) -> None:
+    platform, adapter = make()
+    adapter.raises["start"].append(error)
+    platform.start("a", b"{}")
+    (told,) = take(platform, 1)
+    assert isinstance(told, Answerless)
+    assert str(error) in told.text
+    platform.stop("a", "it has not come")
+    assert take(platform, 1) == [Ended("a", End(killed_for="it has not come"))]
+    assert adapter.made_of("stop") == [("a", None)]
+    assert adapter.there == {}
+
+
+def test_a_start_that_hangs_holds_up_no_other_and_is_stopped_whenever_it_lands(make: Any) -> None:
+    platform, adapter = make("start", deadline_s=SOON_S, calls_at_once=1)
+    platform.start("a", b"{}")
+    (told,) = take(platform, 1)
+    assert isinstance(told, Answerless)
+    platform.stop("a", "it has not come")
+    assert take(platform, 1) == [Ended("a", End(killed_for="it has not come"))]
+    platform.start("b", b"{}")
+    wait(lambda: adapter.made_of("start") == ["a", "b"], what="the other's call")
+    platform.stop("b")
+    adapter.gates["start"].set()
+    wait(lambda: ("a", "ref of a") in adapter.made_of("stop"), what="the stop of what was started so late")
+    platform.close()
+    assert adapter.there == {}
+    ends = [outcome.name for outcome in platform._news if isinstance(outcome, Ended)]
+    assert ends.count("b") == 1
+    assert "a" not in ends, "it was told before"
+
+
+def test_what_lands_during_a_look_that_misses_it_is_stopped_again(make: Any) -> None:
+    platform, adapter = make("start", deadline_s=SOON_S)
+    looked, answer = threading.Event(), threading.Event()
+
+    def look(members: Mapping[str, str | None]) -> dict[str, Fate]:
+        looked.set()
+        assert answer.wait(PATIENCE_S)
+        return {}
+
+    adapter.look = look
+    platform.start("a", b"{}")
+    take(platform, 1)
+    platform.stop("a")
+    assert looked.wait(PATIENCE_S)
+    assert adapter.made_of("stop") == [("a", None)], "accepted, and there was nothing to stop yet"
+    adapter.raises["stop"].append(UnavailableError("503"))
+    adapter.gates["stop"] = threading.Event()
+    adapter.gates["start"].set()
+    wait(lambda: len(adapter.made_of("stop")) == 2, what="another stop")
+    answer.set()
+    wait(lambda: not platform._looking, what="the end of the look")
+    adapter.gates["stop"].set()
+    assert take(platform, 1) == [Ended("a", End())]
+    assert adapter.there == {}
+
+
+def test_a_stop_waits_for_the_answer_of_a_start_that_is_under_way(make: Any) -> None:
+    platform, adapter = make("start")
+    platform.start("a", b"{}")
+    wait(lambda: adapter.made_of("start") == ["a"], what="the call")
+    platform.stop("a", "changed my mind")
+    platform.stop("other")
+    wait(lambda: adapter.made_of("stop") == [("other", None)], what="the other's stop")
+    adapter.gates["start"].set()
+    assert take(platform, 1) == [Ended("a", End(killed_for="changed my mind"))]
+    assert adapter.made_of("stop")[1:] == [("a", "ref of a")]
+
+
+def test_what_is_stopped_while_its_start_is_refused_was_refused(make: Any) -> None:
+    platform, adapter = make("start")
+    adapter.raises["start"].append(QuotaError("full"))
+    platform.start("a", b"{}")
+    wait(lambda: adapter.made_of("start") == ["a"], what="the call")
+    platform.stop("a")
+    adapter.gates["start"].set()
+    (told,) = take(platform, 1)
+    assert isinstance(told, Refused)
+    assert adapter.made_of("stop") == []
+
+
+def test_names_that_nobody_knows_can_be_stopped(make: Any) -> None:
+    platform, adapter = make()
+    adapter.there["left"] = "by another"
+    platform.stop("left", "swept")
+    wait(lambda: adapter.there == {}, what="its end")
+    platform.close()
+    assert platform.take() == [], "it was not started here"
+
+
+def test_a_stop_is_repeated_until_it_is_accepted(make: Any) -> None:
+    platform, adapter = make()
+    platform.start("a", b"{}")
+    take(platform, 1)
+    adapter.raises["stop"] += [ThrottledError("slow down"), ValueError("a fault of the adapter")]
+    platform.stop("a")
+    assert take(platform, 1) == [Ended("a", End())]
+    assert len(adapter.made_of("stop")) == 3
+
+
+def test_suspects_are_looked_at_and_nobody_else(make: Any) -> None:
+    platform, adapter = make()
+    for name in "abc":
+        platform.start(name, b"{}")
+    take(platform, 3)
+    adapter.fates["b"] = Fate(end=End(code=3, report="alas"))
+    platform.suspect("b")
+    assert take(platform, 1) == [Ended("b", End(code=3, report="alas"))]
+    assert adapter.made_of("look") == [{"b": "ref of b"}]
+
+
+def test_all_are_looked_at_now_and_then(make: Any) -> None:
+    platform, adapter = make(sweep_s=0.05)
+    for name in "ab":
+        platform.start(name, b"{}")
+    take(platform, 2)
+    wait(lambda: {"a": "ref of a", "b": "ref of b"} in adapter.made_of("look"), what="a sweep")
+    adapter.fates["a"] = Fate(end=End(code=1))
+    assert take(platform, 1) == [Ended("a", End(code=1))]
+
+
+def test_a_warning_is_told_once(make: Any) -> None:
+    platform, adapter = make(sweep_s=0.02)
+    platform.start("a", b"{}")
+    take(platform, 1)
+    adapter.fates["a"] = Fate(until_s=30.0)
+    assert take(platform, 1) == [Warned("a", 30.0)]
+    seen = len(adapter.made_of("look"))
+    wait(lambda: len(adapter.made_of("look")) > seen + 1, what="two more looks")
+    assert platform.take() == []
+
+
+def test_a_look_that_fails_is_repeated(make: Any) -> None:
+    platform, adapter = make()
+    platform.start("a", b"{}")
+    take(platform, 1)
+    adapter.raises["look"].append(UnavailableError("503"))
+    adapter.fates["a"] = Fate(end=End(code=1))
+    platform.suspect("a")
+    assert take(platform, 1) == [Ended("a", End(code=1))]
+
+
+def test_a_stop_that_nobody_can_confirm_counts(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    platform, _ = make(can_watch=False)
+    platform.start("a", b"{}")
+    take(platform, 1)
+    platform.suspect("a")
+    platform.stop("a")
+    assert take(platform, 1) == [Ended("a", End())]
+    monkeypatch.setattr(calls, "CONFIRM_S", 0.05)
+    platform, adapter = make()
+    platform.start("a", b"{}")
+    take(platform, 1)
+    adapter.stop = lambda name, ref: None  # accepted, and it stays
+    platform.stop("a")
+    assert take(platform, 1) == [Ended("a", End())]
+    adapter.there.clear()
+
+
+def test_closing_stops_starts_that_are_under_way_and_drops_those_that_wait(make: Any) -> None:
+    platform, adapter = make("start", calls_at_once=4)
+    for number in range(8):
+        platform.start(str(number), b"{}")
+    wait(lambda: len(adapter.made_of("start")) == 3, what="the first starts")
+    closer = threading.Thread(target=platform.close)
+    closer.start()
+    wait(lambda: platform._closed, what="closing")
+    with pytest.raises(OptionError, match="closed"):
+        platform.start("late", b"{}")
+    adapter.gates["start"].set()
+    closer.join(PATIENCE_S)
+    assert not closer.is_alive()
+    assert len(adapter.made_of("start")) == 3
+    assert len(adapter.made_of("stop")) == 3
+    assert adapter.there == {}
+    assert adapter.closed == 1
+
+
+def test_closing_gives_members_time_to_leave_and_ends_the_others(make: Any) -> None:
+    platform, adapter = make()
+    for name in "ab":
+        platform.start(name, b"{}")
+    take(platform, 2)
+    adapter.fates["a"] = Fate(end=End(code=0))  # told by the first look
+    platform.close(grace_s=0.3)
+    assert adapter.made_of("stop") == [("b", "ref of b")]
+    platform.close()
+    assert adapter.closed == 1
+
+
+def test_closing_does_not_wait_for_ever(
+    make: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "CLOSE_S", 2 * SOON_S)
+    platform, adapter = make("start", "stop", deadline_s=SOON_S)
+    platform.start("a", b"{}")
+    wait(lambda: adapter.made_of("start") == ["a"], what="the call")
+    platform.close()
+    assert "not known to be stopped: a" in caplog.text
+    adapter.gates["stop"].set()
+    adapter.gates["start"].set()
+    wait(lambda: ("a", "ref of a") in adapter.made_of("stop"), what="the stop of what was started too late")
+    wait(
+        lambda: "started after its platform was closed: stopped" in caplog.text, what="the line that says so"
+    )
+
+
+def test_a_fork_ends_no_member_of_its_parent(make: Any) -> None:
+    platform, adapter = make()
+    platform.start("a", b"{}")
+    take(platform, 1)
+    child = multiprocessing.get_context("fork").Process(target=platform.close)
+    child.start()
+    child.join(PATIENCE_S)
+    assert child.exitcode == 0
+    assert [*adapter.there] == ["a"]
+    assert adapter.closed == 0
+
+
+def test_what_cannot_be_started_is_refused_at_once(make: Any) -> None:
+    platform, adapter = make("start", order_bytes=4)
+    platform.start("a", b"1234")
+    with pytest.raises(OptionError, match="a cannot be started again"):
+        platform.start("a", b"{}")
+    with pytest.raises(OptionError, match="5 bytes, of at most 4"):
+        platform.start("b", b"12345")
+    adapter.gates["start"].set()
+    assert take(platform, 1) == [Accepted("a", "ref of a")]
+
+
+def test_an_order_is_not_shown_and_forgotten_once_it_is_sent(make: Any) -> None:
+    platform, _ = make(starts_per_s=0.1)
+    for name in "ab":
+        platform.start(name, b"a secret")
+    take(platform, 1)
+    assert platform._members["a"].order == b""
+    assert platform._members["b"].order == b"a secret", "it waits"
+    assert "secret" not in repr(platform._members)
+
+
+def test_where_no_thread_can_be_had_members_are_stopped_still(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform, adapter = make()
+    platform.start("a", b"{}")
+    take(platform, 1)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "dpflow-call":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    platform.close()
+    assert adapter.there == {}
+    assert platform.take() == [Ended("a", End(killed_for="its platform is closed"))]
+
+
+def test_the_thread_idles_while_nothing_is_due(make: Any) -> None:
+    platform, _ = make()
+    platform.start("a", b"{}")
+    take(platform, 1)
+    with platform._changed:
+        idle_s = platform._idle_s(time.monotonic())
+    assert idle_s is not None
+    assert idle_s > 1.0
+
+
+class FaultyAdapter(ScriptedAdapter):
+    """A test double whose calls take their time and fail as chance, which is seeded, has it."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(starts_per_s=1000.0, calls_at_once=4)
+        self._chance = random.Random(seed)
+
+    @contextmanager
+    def _call(self, kind: str, what: Any) -> Iterator[None]:
+        with self._lock:
+            pause_s = self._chance.choice([0.0, 0.0, 0.001, 0.01, 2 * SOON_S if kind == "start" else 0.0])
+            errors: list[Exception | None] = [None, None, ThrottledError("slow down"), ValueError("a fault")]
+            if kind == "start":
+                errors += [AnswerLostError("timed out"), QuotaError("full")]
+            self.raises[kind] = [error for error in [self._chance.choice(errors)] if error is not None]
+        threading.Event().wait(pause_s)
+        with super()._call(kind, what):
+            yield
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_goes_wrong_each_end_is_told_once_and_nothing_is_left(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "LONGEST_PAUSE_S", 0.05)  # most stops are repeated
+    adapter, chance = FaultyAdapter(seed), random.Random(seed)
+    platform = Calls(adapter, deadline_s=SOON_S, sweep_s=0.05)
+    names = [str(number) for number in range(40)]
+    told: list[Outcome] = []
+    for name in names:
+        platform.start(name, b"{}")
+        for act in chance.sample([platform.stop, platform.suspect], chance.randrange(3)):
+            act(chance.choice(names[: int(name) + 1]))
+        told += platform.take()
+    platform.close(grace_s=chance.choice([0.0, 0.1]))
+    told += platform.take()
+    lasts = Counter(outcome.name for outcome in told if isinstance(outcome, Ended | Refused))
+    assert lasts == Counter(names)
+    for name in names:
+        (last,) = [
+            outcome for outcome in told if isinstance(outcome, Ended | Refused) and outcome.name == name
+        ]
+        assert [outcome for outcome in told if outcome.name == name][-1] is last
+    wait(lambda: not adapter.there and not adapter.at_once.total(), what="the stops of what was started late")

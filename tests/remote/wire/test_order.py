@@ -1,0 +1,86 @@
+"""The order of a member: what it carries, and what it does not say aloud."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_dpflow.errors import MessageError, OptionError
+from torch_dpflow.remote.wire.order import MAX_ADDRESSES, MAX_ORDER, Order, decode_order, encode_order
+
+SECRET = "s3cr3t-key-of-one-member-0123456789-ABCD"
+
+
+def order(**fields: Any) -> Order:
+    given = {
+        "name": "dpf-0c0ffee0-0123456789-0-1",
+        "role": "worker",
+        "number": 0,
+        "incarnation": 1,
+        "addresses": ["tcp://dpflow.internal:7700"],
+        "server_public": "s" * 40,
+        "public": "p" * 40,
+        "secret": SECRET,
+        "start_within_s": 60.0,
+        "lifetime_s": None,
+        "silence_s": 30.0,
+    }
+    return Order(**{**given, **fields})
+
+
+def test_an_order_arrives_as_it_was() -> None:
+    one = order(lifetime_s=900.0, content="d" * 64, code="e" * 64)
+    data = encode_order(one)
+    assert decode_order(data) == one
+    assert json.loads(data)["lifetime_s"] == 900.0
+
+
+def test_an_order_does_not_show_its_secret() -> None:
+    assert SECRET not in repr(order())
+    with pytest.raises(OptionError, match="fewer or shorter addresses") as raised:
+        encode_order(order(addresses=["tcp://" + "x" * 190] * MAX_ADDRESSES * 3))
+    assert SECRET not in str(raised.value)
+
+
+def test_an_order_of_another_release_says_what_to_do() -> None:
+    other = json.loads(encode_order(order())) | {"version": 2, "added": 1}
+    with pytest.raises(
+        MessageError, match="version 2, and this torch_dpflow reads 1: install the same release"
+    ):
+        decode_order(json.dumps(other).encode())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": ""},
+        {"role": "king"},
+        {"number": -1},
+        {"addresses": []},
+        {"addresses": ["x"] * (MAX_ADDRESSES + 1)},
+        {"secret": SECRET + "x"},
+        {"silence_s": -1.0},
+        {"added": 1},
+        {"version": "1"},
+    ],
+)
+def test_what_is_no_order_is_refused_and_not_quoted(change: dict[str, Any]) -> None:
+    data = json.dumps(json.loads(encode_order(order())) | change).encode()
+    with pytest.raises(MessageError) as raised:
+        decode_order(data)
+    assert "s3cr3t" not in str(raised.value)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(MessageError):
+        decode_order(data)
+
+
+def test_too_many_bytes_are_not_read() -> None:
+    with pytest.raises(MessageError, match="at most"):
+        decode_order(b" " * MAX_ORDER + encode_order(order()))

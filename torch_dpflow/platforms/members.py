@@ -1,0 +1,144 @@
+"""The contract of members: processes that a platform starts through its control plane, wherever they run.
+
+A member has a name, which is never used again, and an order: bytes that say what it is to do and whom to call. It
+connects out. Whether it lives is for those to say whom it calls; what the platform says shortens the waiting and
+explains ends.
+
+`Adapter` is what a platform's module implements, with blocking calls and no state machine of its own; `calls.Calls`
+makes a `MemberPlatform` of it. `torch_dpflow.testing.adapters` has the contract suite.
+
+Beside `base.Platform`, with which it shares `Limits`, `End`, `wakeup_fd` and `close`, because starts differ. A process
+of this host is started by a function with what a fork inherits, in the calling thread, which gets the error. A member
+is started by bytes; its start takes seconds, and may be refused or have happened unknown to us, so what became of it is
+news.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from torch_dpflow.errors import PlatformError
+from torch_dpflow.platforms.base import End, Limits
+
+#: How the platform knows a member, as its id there. Text, so that whoever comes after its starter can use it.
+Ref: TypeAlias = str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a check of a platform has found, for people."""
+
+    good: bool
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fate:
+    """What a platform says of a member that it knows."""
+
+    #: How it has ended; None while it lives.
+    end: End | None = None
+    #: In how many seconds the platform will end it, where it has announced that.
+    until_s: float | None = None
+
+
+class Adapter(Protocol):
+    """A platform's control plane. Any thread may call; several do at once.
+
+    Every call ends in some time of its own. Errors are those of `PlatformError`, and quote nothing of an order. After a
+    DeniedError credentials are looked up again.
+    """
+
+    limits: Limits
+
+    def check(self) -> Sequence[Finding]:
+        """Look at credentials, quota, image and the way to the control plane, without any effect."""
+
+    def start(self, name: str, order: bytes, *, deadline_s: float) -> Ref:
+        """Ask for one member, once: neither this nor its library tries again.
+
+        Where the platform can tell, a second start under a name is the first one's member.
+
+        Raises:
+            PlatformError: AnswerLostError if the member may have been started, any other if it has not.
+        """
+
+    def look(self, members: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
+        """What became of these; those that the platform does not know are left out. None: go by the name."""
+
+    def stop(self, name: str, ref: Ref | None) -> None:
+        """End a member by force, by its name without a ref. That it is not there, or has ended, is no error."""
+
+    def list(self, prefix: str) -> Mapping[str, Ref]:
+        """The members that the platform has under such names, whoever started them."""
+
+    def close(self) -> None:
+        """Release connections and threads; ends no member. Idempotent."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The platform starts this member."""
+
+    name: str
+    ref: Ref
+
+
+@dataclass(frozen=True)
+class Refused:
+    """This member was not started, and will not be."""
+
+    name: str
+    error: PlatformError
+
+
+@dataclass(frozen=True)
+class Answerless:
+    """Nobody knows whether this member was started; `Accepted` or `Refused` may still follow."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Warned:
+    """The platform will end this member in so many seconds."""
+
+    name: str
+    until_s: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """This member has ended, or will never be started."""
+
+    name: str
+    end: End
+
+
+Outcome: TypeAlias = Accepted | Refused | Answerless | Warned | Ended
+
+
+class MemberPlatform(Protocol):
+    """Starts and ends members. Nothing but `close` waits; any thread may call."""
+
+    limits: Limits
+    #: A descriptor that is readable while `take` has something to return.
+    wakeup_fd: int
+
+    def start(self, name: str, order: bytes) -> None:
+        """Have this member started. Raises OptionError if the name is taken or the order too long."""
+
+    def stop(self, name: str, why: str = "") -> None:
+        """Have this member ended by force, whatever its start has come to. Of others' members nothing is told."""
+
+    def suspect(self, name: str) -> None:
+        """Ask the platform about this member soon: it has not come, is silent, or has said that it leaves."""
+
+    def take(self) -> Sequence[Outcome]:
+        """What has happened since the last call, in order. `Refused` or `Ended` is the last of a name."""
+
+    def close(self, *, grace_s: float = 0.0) -> None:
+        """End all members that it has started, after `grace_s` in which they may end themselves. Idempotent."""

@@ -1,0 +1,259 @@
+"""The contract suite of adapters: subclass `AdapterContract`, make one, and let pytest collect it.
+
+::
+
+    class TestMyAdapter(AdapterContract):
+        def new_adapter(self, module):
+            return MyAdapter(entry=module)
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from typing import Any
+
+try:
+    import pytest
+except ImportError as error:
+    raise ImportError(
+        "torch_dpflow.testing.adapters needs pytest, and it is not installed: pip install 'torch_dpflow[testing]'"
+    ) from error
+
+from torch_dpflow.errors import OptionError, PlatformError
+from torch_dpflow.platforms.calls import Calls
+from torch_dpflow.platforms.members import Accepted, Adapter, Ended, MemberPlatform, Outcome
+from torch_dpflow.platforms.names import MemberName, prefix_of
+from torch_dpflow.testing.members import CODE, LAST_WORDS
+from torch_dpflow.testing.platforms import wakes
+from torch_dpflow.testing.processes import PATIENCE_S
+
+CLUSTER, GROUP = "0c0ffee0", "0123456789"
+PREFIX = prefix_of(CLUSTER)
+#: In all orders, as a member's secret key is.
+SECRET = "m3mb3r-s3cr3t"
+PROGRAM = "torch_dpflow.testing.members"
+
+
+def name_of(number: int) -> str:
+    return str(MemberName(CLUSTER, GROUP, number, 1))
+
+
+class AdapterContract:
+    """The contract of `torch_dpflow.platforms.members`, as tests, of an adapter by itself and under `Calls`."""
+
+    #: How a process is started that starts members and is killed.
+    starter: Any = multiprocessing.get_context("fork")
+
+    def new_adapter(self, module: str) -> Adapter:
+        """An adapter whose members run `module`, as `python -m module` or by its `run(order)`."""
+        raise NotImplementedError(f"{type(self).__name__} must say what to test")
+
+    def refusing(self) -> Mapping[type[PlatformError], Callable[[], Adapter]]:
+        """For errors that can be brought about, an adapter whose starts are refused with them."""
+        return {}
+
+    # --- fixtures ---
+
+    @pytest.fixture
+    def adapter(self) -> Iterator[Adapter]:
+        with closing(self.new_adapter(PROGRAM)) as adapter:
+            yield adapter
+            remove_all(adapter)
+
+    @pytest.fixture
+    def platform(self, adapter: Adapter) -> Iterator[MemberPlatform]:
+        with closing(Calls(adapter)) as platform:
+            yield platform
+
+    @pytest.fixture
+    def door(self) -> Iterator[socket.socket]:
+        """A listening socket, to which members connect."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(PATIENCE_S)
+            yield server
+
+    # --- starts ---
+
+    def test_a_start_is_told_and_the_member_calls(
+        self, platform: MemberPlatform, door: socket.socket
+    ) -> None:
+        order = order_to(door)
+        platform.start(name_of(0), order)
+        (told,) = news(platform)
+        assert isinstance(told, Accepted)
+        assert told.name == name_of(0)
+        with caller(door) as (_, received):
+            assert received == order
+
+    def test_the_longest_order_arrives_whole(self, platform: MemberPlatform, door: socket.socket) -> None:
+        order = order_to(door)
+        order = order_to(door, padding="x" * (platform.limits.order_bytes - len(order)))
+        assert len(order) == platform.limits.order_bytes
+        platform.start(name_of(0), order)
+        with caller(door) as (_, received):
+            assert received == order
+        with pytest.raises(OptionError, match="bytes"):
+            platform.start(name_of(1), order + b" ")
+
+    def test_a_start_may_be_repeated_under_its_name(self, adapter: Adapter, door: socket.socket) -> None:
+        if not adapter.limits.can_list:
+            pytest.skip("the platform cannot tell")
+        for _ in range(2):
+            with suppress(PlatformError):
+                adapter.start(name_of(0), order_to(door), deadline_s=PATIENCE_S)
+        with caller(door):
+            assert [*adapter.list(PREFIX)] == [name_of(0)]
+
+    def test_a_refusal_says_why_and_starts_nothing(self, door: socket.socket) -> None:
+        for kind, new in self.refusing().items():
+            with closing(new()) as adapter:
+                with pytest.raises(kind, match=name_of(0)):
+                    adapter.start(name_of(0), order_to(door), deadline_s=PATIENCE_S)
+                assert name_of(0) not in adapter.look({name_of(0): None})
+
+    def test_a_check_has_no_effect(self, adapter: Adapter) -> None:
+        assert all(finding.good and finding.text for finding in adapter.check())
+        assert adapter.limits.can_list is False or not adapter.list(PREFIX)
+
+    # --- ends ---
+
+    @pytest.mark.parametrize("by_name", [False, True])
+    def test_a_stop_ends_a_member_and_may_be_repeated(
+        self, adapter: Adapter, door: socket.socket, by_name: bool
+    ) -> None:
+        ref = adapter.start(name_of(0), order_to(door), deadline_s=PATIENCE_S)
+        with caller(door) as (connection, _):
+            for _ in range(2):
+                adapter.stop(name_of(0), None if by_name else ref)
+            assert connection.recv(1) == b"", "it has ended"
+        adapter.stop(name_of(0), ref)
+
+    def test_what_is_not_there_can_be_stopped_and_is_not_known(self, adapter: Adapter) -> None:
+        adapter.stop(name_of(9), None)
+        assert adapter.look({name_of(9): None}) == {}
+
+    def test_an_end_is_told_once_with_the_last_words(
+        self, platform: MemberPlatform, door: socket.socket
+    ) -> None:
+        platform.start(name_of(0), order_to(door, leave=True))
+        (told,) = news(platform)
+        assert isinstance(told, Accepted)
+        end = ended(platform, name_of(0)).end
+        assert end.code == CODE
+        assert LAST_WORDS in str(end)
+        platform.suspect(name_of(0))
+        assert not wakes(platform, 0.0)
+
+    def test_a_stopped_member_is_told_to_have_ended(
+        self, platform: MemberPlatform, door: socket.socket
+    ) -> None:
+        platform.start(name_of(0), order_to(door))
+        with caller(door) as (connection, _):
+            platform.stop(name_of(0), "it was in the way")
+            assert ended(platform, name_of(0)).end.killed_for == "it was in the way"
+            assert connection.recv(1) == b""
+
+    # --- what is left ---
+
+    def test_others_find_and_end_what_a_killed_starter_has_left(
+        self, adapter: Adapter, door: socket.socket
+    ) -> None:
+        if not adapter.limits.can_list:
+            pytest.skip("the platform cannot list")
+        starter = self.starter.Process(target=start_and_stay, args=(self.new_adapter, order_to(door)))
+        starter.start()
+        with caller(door) as (connection, _):
+            starter.kill()
+            starter.join()
+            assert [*adapter.list(PREFIX)] == [name_of(0)]
+            adapter.stop(name_of(0), None)
+            assert connection.recv(1) == b""
+
+    def test_closing_an_adapter_ends_no_member(self, adapter: Adapter, door: socket.socket) -> None:
+        with closing(self.new_adapter(PROGRAM)) as first:
+            first.start(name_of(0), order_to(door), deadline_s=PATIENCE_S)
+            with caller(door) as (connection, _):
+                first.close()
+                assert adapter.look({name_of(0): None})[name_of(0)].end is None
+                adapter.stop(name_of(0), None)
+                assert connection.recv(1) == b""
+
+    def test_closing_a_platform_leaves_nothing(self, adapter: Adapter, door: socket.socket) -> None:
+        platform = Calls(adapter)
+        for number in range(3):
+            platform.start(name_of(number), order_to(door))
+        with caller(door) as (connection, _):
+            platform.close()  # the others may be on their way
+            assert connection.recv(1) == b""
+        assert not adapter.limits.can_list or not adapter.list(PREFIX)
+        platform.close()
+
+    # --- secrets ---
+
+    def test_no_text_quotes_an_order(
+        self, adapter: Adapter, door: socket.socket, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("DEBUG")
+        with closing(Calls(adapter)) as platform:
+            platform.start(name_of(0), order_to(door, leave=True))
+            texts = [repr(platform.take()), repr(ended(platform, name_of(0))), repr(adapter), repr(platform)]
+        for new in self.refusing().values():
+            with closing(new()) as refusing, pytest.raises(PlatformError) as raised:
+                refusing.start(name_of(1), order_to(door), deadline_s=PATIENCE_S)
+            texts.append(repr(raised.value))
+        assert not [text for text in [*texts, caplog.text] if SECRET in text]
+
+
+def order_to(door: socket.socket, **told: Any) -> bytes:
+    """An order to call at `door`."""
+    return json.dumps({"address": door.getsockname(), "secret": SECRET, "padding": "", **told}).encode()
+
+
+@contextmanager
+def caller(door: socket.socket) -> Iterator[tuple[socket.socket, bytes]]:
+    """The next member that calls, and the order that it has got. It ends after the block."""
+    connection, _ = door.accept()
+    with connection:
+        connection.settimeout(PATIENCE_S)
+        size = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big")
+        yield connection, connection.recv(size, socket.MSG_WAITALL)
+
+
+def news(platform: MemberPlatform) -> list[Outcome]:
+    """Wait for news."""
+    assert wakes(platform, PATIENCE_S), "nothing has happened"
+    return list(platform.take())
+
+
+def ended(platform: MemberPlatform, name: str) -> Ended:
+    """Wait for the end of a member, which is suspected."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        platform.suspect(name)
+        if wakes(platform, 1.0):
+            for outcome in platform.take():
+                if isinstance(outcome, Ended):
+                    assert outcome.name == name
+                    return outcome
+    raise AssertionError(f"{name} has not ended")
+
+
+def remove_all(adapter: Adapter) -> None:
+    """End what a test has left."""
+    deadline = time.monotonic() + PATIENCE_S
+    while adapter.limits.can_list and (left := adapter.list(PREFIX)):
+        for name, ref in left.items():
+            adapter.stop(name, ref)
+        assert time.monotonic() < deadline, f"cannot be ended: {sorted(left)}"
+
+
+def start_and_stay(new_adapter: Callable[[str], Adapter], order: bytes) -> None:
+    """Start a member, and keep running."""
+    adapter = new_adapter(PROGRAM)
+    adapter.start(name_of(0), order, deadline_s=PATIENCE_S)
+    time.sleep(PATIENCE_S)

@@ -1,0 +1,31 @@
+"""What the members in `torch_dpflow.testing.adapters` run: apart, so that it imports no torch or pytest.
+
+Platforms that start a command run it as `python -m`, others call `run`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+
+from torch_dpflow.platforms.subprocesses import ORDER_VARIABLE
+
+#: What a member writes before it leaves, and its exit code.
+LAST_WORDS, CODE = "the cupboard is bare", 7
+
+
+def run(order: bytes) -> None:
+    """Send the order to the address in it, and keep running until that hangs up; with "leave" in it end at once."""
+    told = json.loads(order)
+    if told.get("leave"):
+        print(LAST_WORDS, file=sys.stderr)
+        sys.exit(CODE)
+    with socket.create_connection(tuple(told["address"])) as connection:
+        connection.sendall(len(order).to_bytes(4, "big") + order)
+        connection.recv(1)
+
+
+if __name__ == "__main__":
+    run(os.environ.pop(ORDER_VARIABLE).encode())
