@@ -1,0 +1,121 @@
+"""A fleet, the calls of a platform, and members that are real processes: they fit together."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+
+from tests.shared_cluster import PATIENCE_S
+from torch_dpflow.platforms.calls import Calls
+from torch_dpflow.platforms.members import Accepted
+from torch_dpflow.platforms.names import MemberName, prefix_of
+from torch_dpflow.platforms.subprocesses import SubprocessAdapter
+from torch_dpflow.remote.control.fleet import Fleet
+from torch_dpflow.remote.control.fleet_members import (
+    AdmitMember,
+    DrainMember,
+    FleetInstruction,
+    MemberState,
+    RefuseMember,
+    StartMember,
+    StopMember,
+    SuspectMember,
+)
+from torch_dpflow.testing.adapters import PROGRAM, order_to
+
+CLUSTER, GROUP = "f1ee7000", "00000000aa"
+
+
+class Keeper:
+    """The shell of one fleet, as small as it can be: a member lives as long as its connection."""
+
+    def __init__(self, platform: Calls, door: socket.socket) -> None:
+        self.platform, self.door = platform, door
+        self.fleet = Fleet(prefix_of(CLUSTER, GROUP), platform.limits, draw=lambda: 0.5)
+        self.connections: dict[str, socket.socket] = {}
+        self.refs: dict[str, str] = {}
+        self.started: list[str] = []
+        self.admitted: list[str] = []
+
+    def obey(self, instructions: list[FleetInstruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case StartMember(name):
+                    self.started.append(name)
+                    self.platform.start(name, order_to(self.door, name=name))
+                case AdmitMember(name):
+                    self.admitted.append(name)
+                case SuspectMember(name):
+                    self.platform.suspect(name)
+                case StopMember(name, why):
+                    self.platform.stop(name, why)
+                case DrainMember(name) | RefuseMember(name):
+                    self.connections.pop(name).close()  # which has it leave
+                    self.fleet.drained(name, time.monotonic())
+
+    def run_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, self.fleet.members
+            watched = [self.door, self.platform.wakeup_fd, *self.connections.values()]
+            readable, _, _ = select.select(watched, [], [], 0.2)
+            if self.door in readable:
+                self.welcome()
+            for name, connection in [*self.connections.items()]:
+                if connection in readable:
+                    self.connections.pop(name).close()
+                    self.fleet.silent(name, time.monotonic())
+            for outcome in self.platform.take():
+                if isinstance(outcome, Accepted):
+                    self.refs[outcome.name] = outcome.ref
+                self.fleet.handle(outcome, time.monotonic())
+            self.obey(self.fleet.tick(time.monotonic()))
+
+    def welcome(self) -> None:
+        connection, _ = self.door.accept()
+        size = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "big")
+        name = json.loads(connection.recv(size, socket.MSG_WAITALL))["name"]
+        self.connections[name] = connection
+        self.fleet.arrived(name, "", time.monotonic())
+        self.fleet.ready(name)
+
+    def working(self) -> list[str]:
+        return [one.name for one in self.fleet.members if one.state is MemberState.WORKING]
+
+
+@pytest.fixture
+def keeper() -> Iterator[Keeper]:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        door.settimeout(PATIENCE_S)
+        with closing(Calls(SubprocessAdapter(PROGRAM))) as platform:
+            keeper = Keeper(platform, door)
+            yield keeper
+        for connection in keeper.connections.values():
+            connection.close()
+
+
+def test_a_fleet_survives_kills_and_leaves_nothing(keeper: Keeper) -> None:
+    keeper.fleet.target(3)
+    keeper.run_until(lambda: len(keeper.working()) == 3)
+    victim = keeper.working()[1]
+    os.kill(int(keeper.refs[victim]), signal.SIGKILL)
+    keeper.run_until(lambda: victim not in keeper.working() and len(keeper.working()) == 3)
+    successor = MemberName.parse(keeper.working()[-1])
+    assert (successor.number, successor.incarnation) == (1, 4)
+    keeper.fleet.target(1)
+    keeper.run_until(lambda: len(keeper.fleet.members) == 1)
+    keeper.fleet.target(0)
+    keeper.run_until(lambda: not keeper.fleet.members)
+    assert len(set(keeper.started)) == len(keeper.started) == 4
+    assert sorted(keeper.admitted) == sorted(keeper.started)
+    assert keeper.connections == {}
+    with closing(SubprocessAdapter(PROGRAM)) as stranger:
+        assert stranger.list(prefix_of(CLUSTER)) == {}

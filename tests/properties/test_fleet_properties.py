@@ -1,0 +1,304 @@
+"""A fleet under any sequence of events: what its machine promises about starts, places, ends and money."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from torch_dpflow.errors import (
+    DeniedError,
+    PlatformError,
+    QuotaError,
+    RejectedError,
+    ThrottledError,
+    UnavailableError,
+)
+from torch_dpflow.platforms.base import End, Limits
+from torch_dpflow.platforms.members import Accepted, Answerless, Ended, Outcome, Refused, Warned
+from torch_dpflow.remote.control.fleet import DRAIN_S, LEAVE_S, STOP_S, Fleet
+from torch_dpflow.remote.control.fleet_members import (
+    AdmitMember,
+    DrainMember,
+    Fail,
+    FleetInstruction,
+    MemberState,
+    RefuseMember,
+    StartMember,
+    StopMember,
+)
+from torch_dpflow.remote.control.start_limits import RAISE_S
+
+LIFETIME_S, GRACE_S, MOST = 600.0, 5.0, 12
+#: Errors that are waited out, or that lower the ceiling.
+PASSING: list[PlatformError] = [
+    QuotaError("full"),
+    ThrottledError("slow down", 2.0),
+    DeniedError("expired"),
+    UnavailableError("503"),
+]
+ANY = st.integers(0, 1 << 16)
+
+
+@dataclass
+class Known:
+    """What a model remembers of a member for ever."""
+
+    started: StartMember
+    at: float
+    answered: bool = False
+    arrived: bool = False
+    fit: bool = False
+    ready: bool = False
+    admitted: bool = False
+    stopped: bool = False
+    gone: bool = False
+
+
+class FleetMachine(RuleBasedStateMachine):
+    """The platform and the shard answer as they like, or not at all."""
+
+    @initialize(
+        rate=st.sampled_from([0.05, 0.5, 3.0]),
+        lifetime=st.sampled_from([None, LIFETIME_S]),
+        members=st.integers(0, 11),
+        seed=st.integers(0, 99),
+    )
+    def begin(self, rate: float, lifetime: float | None, members: int, seed: int) -> None:
+        self.limits = Limits(
+            shares_memory=False,
+            accepts_connections=False,
+            longest_life_s=lifetime,
+            grace_s=GRACE_S,
+            most_members=MOST,
+            starts_per_s=rate,
+            start_timeout_s=(10.0, 60.0),
+        )
+        self.rate, self.lifetime = rate, lifetime
+        self.fleet = Fleet("dpf-", self.limits, draw=random.Random(seed).random)
+        self.now, self.wanted = 0.0, 0
+        self.known: dict[str, Known] = {}
+        self.failed = False
+        #: The ceiling that a refusal has shown, and when.
+        self.shown: tuple[int, float] | None = None
+        self.target(members)
+        self.come(0)
+
+    # -- the world ----------------------------------------------------------------------------------------
+
+    def step(self) -> list[FleetInstruction]:
+        """Do what follows from the events."""
+        instructions = self.fleet.tick(self.now)
+        self.obey(instructions)
+        return instructions
+
+    def obey(self, instructions: list[FleetInstruction]) -> None:
+        self.fleet.validate(self.now)
+        alive = {member.name for member in self.fleet.members}
+        fresh = [one for one in instructions if isinstance(one, StartMember)]
+        for one in instructions:
+            match one:
+                case StartMember(name):
+                    assert name not in self.known, "each name is started once"
+                    assert not self.failed
+                    self.known[name] = Known(one, self.now)
+                case AdmitMember(name):
+                    known = self.known[name]
+                    assert known.fit
+                    assert known.ready
+                    assert not known.stopped, "who was stopped is never admitted"
+                    assert not known.gone
+                    assert not known.admitted
+                    known.admitted = True
+                case StopMember(name):
+                    assert not self.known[name].stopped
+                    self.known[name].stopped = True
+                case DrainMember(name):
+                    assert self.known[name].fit
+                case Fail():
+                    assert not self.failed
+                    self.failed = True
+        for name, known in self.known.items():
+            known.gone |= name not in alive
+        if fresh:
+            self.check_starts(len(alive))
+
+    def check_starts(self, alive: int) -> None:
+        spare = max(1, self.wanted // 10)
+        assert alive <= min(self.wanted + spare, MOST)
+        if self.shown is not None:
+            ceiling, at = self.shown
+            assert alive <= ceiling + (self.now - at) // RAISE_S, "one more a minute"
+        period_s = max(10.0, 1.0 / self.rate)
+        latest = [one for one in self.known.values() if one.at > self.now - period_s]
+        assert len(latest) <= max(1, self.rate * period_s), "the bucket"
+        held = [one.number for one in self.fleet.members if one.state.holds_place]
+        assert len(held) - len(set(held)) <= spare, "no more successors at a time"
+
+    def tell(self, outcome: Outcome) -> None:
+        self.fleet.handle(outcome, self.now)
+        self.step()
+
+    def one(self, place: int, **having: Any) -> Known | None:
+        """Some member that is not gone and of which this is true."""
+        found = [
+            known
+            for known in self.known.values()
+            if not known.gone and all(getattr(known, name) is value for name, value in having.items())
+        ]
+        return found[place % len(found)] if found else None
+
+    # -- events -------------------------------------------------------------------------------------------
+
+    @rule(members=st.integers(0, 10))
+    def target(self, members: int) -> None:
+        self.wanted = members
+        self.fleet.target(members)
+        self.step()
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 1.0, 7.0, 31.0, 70.0, 400.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.step()
+
+    @rule(place=ANY, lost=st.booleans())
+    def accept(self, place: int, lost: bool) -> None:
+        if known := self.one(place, answered=False):
+            known.answered = True
+            name = known.started.name
+            self.tell(Answerless(name, "timed out") if lost else Accepted(name, "ref"))
+
+    @rule(place=ANY, error=st.sampled_from(PASSING))
+    def refuse(self, place: int, error: PlatformError) -> None:
+        if known := self.one(place, answered=False, arrived=False):
+            known.answered = True
+            if isinstance(error, QuotaError):
+                self.shown = (len(self.fleet.members) - 1, self.now)
+            self.tell(Refused(known.started.name, error))
+            assert known.gone
+
+    @precondition(lambda self: not self.failed)
+    @rule(place=ANY, dice=st.integers(0, 9))
+    def reject(self, place: int, dice: int) -> None:
+        if dice == 0 and (known := self.one(place, answered=False, arrived=False)):
+            known.answered = True
+            self.tell(Refused(known.started.name, RejectedError("no image")))
+            assert self.failed
+
+    @rule(place=ANY, unfit=st.sampled_from(["", "", "", "old image", "no module"]))
+    def arrive(self, place: int, unfit: str) -> None:
+        if known := self.one(place, arrived=False):
+            leaving = self.state(known) in (MemberState.LEAVING, MemberState.STOPPING)
+            if not leaving:
+                known.arrived, known.fit = True, not unfit
+            self.fleet.arrived(known.started.name, unfit, self.now)
+            refused = any(isinstance(one, RefuseMember) for one in self.step())
+            assert refused is (leaving or bool(unfit)), "who was given up is turned away"
+
+    @rule(last=st.integers(0, 2))
+    def come(self, last: int) -> None:
+        """As it goes when nothing goes wrong, which steps by chance seldom achieve; for all but the last few."""
+        coming = [one.name for one in self.fleet.members if one.state.is_expected]
+        for name in coming[: len(coming) - last]:
+            known = self.known[name]
+            known.answered = known.arrived = known.fit = known.ready = True
+            self.fleet.handle(Accepted(name, "ref"), self.now)
+            self.fleet.arrived(name, "", self.now)
+            self.fleet.ready(name)
+        self.step()
+
+    @rule(place=ANY)
+    def call_again(self, place: int) -> None:
+        if known := self.one(place, arrived=True):
+            before = self.state(known)
+            self.fleet.arrived(known.started.name, "", self.now)
+            told = self.step()
+            turned_away = any(isinstance(one, RefuseMember) for one in told)
+            assert turned_away is (before in (MemberState.LEAVING, MemberState.STOPPING))
+            assert known.gone or not turned_away or not self.state(known).holds_place
+
+    @rule(place=ANY)
+    def arrive_after_the_end(self, place: int) -> None:
+        gone = [known for known in self.known.values() if known.gone]
+        if gone:
+            name = gone[place % len(gone)].started.name
+            self.fleet.arrived(name, "", self.now)
+            assert any(isinstance(one, RefuseMember) and one.name == name for one in self.step())
+
+    @rule(place=ANY)
+    def get_ready(self, place: int) -> None:
+        if known := self.one(place, fit=True, ready=False):
+            known.ready = True
+            self.fleet.ready(known.started.name)
+            self.step()
+
+    @rule(place=ANY, how=st.sampled_from(["drained", "bye", "silent"]))
+    def quieten(self, place: int, how: str) -> None:
+        if known := self.one(place, arrived=True):
+            getattr(self.fleet, how)(known.started.name, self.now)
+            self.step()
+
+    @rule(place=ANY)
+    def end(self, place: int) -> None:
+        if known := self.one(place):
+            before = len(self.fleet.members)
+            self.fleet.handle(Ended(known.started.name, End(code=1)), self.now)
+            assert len(self.fleet.members) == before - 1, "who has died is not counted any more"
+            self.step()
+
+    @rule(place=ANY, until_s=st.sampled_from([1.0, 30.0, 120.0]))
+    def warn(self, place: int, until_s: float) -> None:
+        if known := self.one(place):
+            self.tell(Warned(known.started.name, until_s))
+
+    @rule(seed=ANY)
+    def go_on(self, seed: int) -> None:
+        """Many events by chance, as what only a long life brings about is seldom found one at a time."""
+        chance = random.Random(seed)
+        acts = [
+            lambda: self.target(chance.randrange(11)),
+            lambda: self.wait(chance.choice([0.1, 1.0, 7.0, 31.0])),
+            lambda: self.come(chance.randrange(3)),
+            lambda: self.refuse(chance.randrange(99), chance.choice(PASSING)),
+            lambda: self.warn(chance.randrange(99), 120.0),
+            lambda: self.end(chance.randrange(99)),
+        ]
+        for _ in range(20):
+            chance.choice(acts)()
+            self.places_are_no_more_than_wanted()
+            self.nobody_outlives_a_lifetime_without_a_stop()
+
+    def state(self, known: Known) -> MemberState:
+        return next(one.state for one in self.fleet.members if one.name == known.started.name)
+
+    # -- what always holds ----------------------------------------------------------------------------------
+
+    @invariant()
+    def places_are_no_more_than_wanted(self) -> None:
+        held = {one.number for one in self.fleet.members if one.state.holds_place}
+        assert len(held) <= self.wanted
+
+    @invariant()
+    def nobody_outlives_a_lifetime_without_a_stop(self) -> None:
+        if self.lifetime is not None:
+            for known in self.known.values():
+                assert known.gone or known.stopped or self.now < known.at + self.lifetime + GRACE_S
+
+    def teardown(self) -> None:
+        if not hasattr(self, "fleet"):
+            return
+        # With no help from anybody.
+        self.target(0)
+        for _ in range(3):
+            for seconds in (DRAIN_S, LEAVE_S, max(STOP_S, 2 * GRACE_S)):
+                self.now += seconds
+                self.step()
+        assert self.fleet.members == []
+
+
+FleetMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestFleetMachine = FleetMachine.TestCase

@@ -1,0 +1,387 @@
+"""The life of a fleet's members, arc by arc; `tests/properties/test_fleet_properties.py` has what always holds."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import pytest
+
+from torch_dpflow.errors import (
+    DeniedError,
+    PlatformError,
+    QuotaError,
+    RejectedError,
+    ThrottledError,
+    UnavailableError,
+)
+from torch_dpflow.platforms.base import End, Limits
+from torch_dpflow.platforms.members import Accepted, Answerless, Ended, Outcome, Refused, Warned
+from torch_dpflow.remote.control.fleet import (
+    DRAIN_S,
+    LEAVE_S,
+    MOST_FALSE_STARTS,
+    MOST_UNFIT,
+    ROTATE,
+    STOP_S,
+    Fleet,
+)
+from torch_dpflow.remote.control.fleet_members import (
+    AdmitMember,
+    DrainMember,
+    Fail,
+    FleetInstruction,
+    MemberState,
+    RefuseMember,
+    Report,
+    StartMember,
+    StopMember,
+    SuspectMember,
+)
+from torch_dpflow.remote.control.start_limits import DENIED_S, LONGEST_PAUSE_S, RAISE_S
+
+PREFIX = "dpf-0c0ffee0-0123456789-"
+LEAST_S, MOST_S = 10.0, 60.0
+T = TypeVar("T")
+
+
+class Prompt(Fleet):
+    """Says at once what follows from an event."""
+
+    def target(self, members: int, now: float) -> list[FleetInstruction]:
+        super().target(members)
+        return self.tick(now)
+
+    def handle(self, outcome: Outcome, now: float) -> list[FleetInstruction]:
+        super().handle(outcome, now)
+        return self.tick(now)
+
+    def arrived(self, name: str, unfit: str, now: float) -> list[FleetInstruction]:
+        super().arrived(name, unfit, now)
+        return self.tick(now)
+
+    def ready(self, name: str, now: float) -> list[FleetInstruction]:
+        super().ready(name)
+        return self.tick(now)
+
+    def drained(self, name: str, now: float) -> list[FleetInstruction]:
+        super().drained(name, now)
+        return self.tick(now)
+
+    def bye(self, name: str, now: float) -> list[FleetInstruction]:
+        super().bye(name, now)
+        return self.tick(now)
+
+    def silent(self, name: str, now: float) -> list[FleetInstruction]:
+        super().silent(name, now)
+        return self.tick(now)
+
+
+def fleet_limits(*, lifetime_s: float | None = None, **limits: Any) -> Limits:
+    return Limits(
+        shares_memory=False,
+        accepts_connections=False,
+        longest_life_s=lifetime_s,
+        start_timeout_s=(LEAST_S, MOST_S),
+        **limits,
+    )
+
+
+def fleet(**limits: Any) -> Prompt:
+    return Prompt(PREFIX, fleet_limits(**limits), draw=lambda: 0.5)
+
+
+def named(number: int, incarnation: int) -> str:
+    return f"{PREFIX}{number}-{incarnation}"
+
+
+def only(kind: type[T], instructions: list[FleetInstruction]) -> list[T]:
+    return [one for one in instructions if isinstance(one, kind)]
+
+
+def starts(instructions: list[FleetInstruction]) -> list[str]:
+    return [start.name for start in only(StartMember, instructions)]
+
+
+def come(machine: Prompt, name: str, now: float) -> list[FleetInstruction]:
+    machine.handle(Accepted(name, "ref"), now)
+    machine.arrived(name, "", now)
+    return machine.ready(name, now)
+
+
+def working(members: int, **limits: Any) -> Prompt:
+    machine = fleet(**limits)
+    for name in starts(machine.target(members, 0.0)):
+        assert come(machine, name, 1.0)[0] == AdmitMember(name)
+    return machine
+
+
+def states(machine: Fleet) -> dict[str, str]:
+    return {one.name.removeprefix(PREFIX): one.state.value for one in machine.members}
+
+
+def test_a_member_lives_from_its_start_to_its_end() -> None:
+    machine = fleet(lifetime_s=100.0)
+    assert machine.target(1, 0.0) == [StartMember(named(0, 1), 0, 1, 100.0)]
+    assert states(machine) == {"0-1": "requested"}
+    assert machine.handle(Accepted(named(0, 1), "ref"), 1.0) == []
+    assert states(machine) == {"0-1": "starting"}
+    assert machine.arrived(named(0, 1), "", 2.0) == []
+    assert states(machine) == {"0-1": "on deck"}
+    assert machine.arrived(named(0, 1), "", 2.5) == [], "hellos are repeated"
+    assert machine.ready(named(0, 1), 3.0) == [AdmitMember(named(0, 1))]
+    assert machine.target(0, 4.0) == [DrainMember(named(0, 1))]
+    assert machine.drained(named(0, 1), 5.0) == [SuspectMember(named(0, 1))]
+    assert states(machine) == {"0-1": "leaving"}
+    assert machine.handle(Ended(named(0, 1), End(code=0)), 6.0) == []
+    assert machine.members == []
+
+
+def test_what_follows_from_several_events_is_said_together() -> None:
+    machine = Fleet(PREFIX, fleet_limits(), draw=lambda: 0.5)
+    machine.target(2)
+    first, second = starts(machine.tick(0.0))
+    for name in (first, second):
+        machine.handle(Accepted(name, "ref"), 1.0)
+        machine.arrived(name, "", 1.0)
+        machine.ready(name)
+    machine.handle(Ended(second, End(code=1)), 1.0)
+    assert machine.tick(1.0) == [AdmitMember(first), StartMember(named(1, 3), 1, 3, None)]
+
+
+def test_one_that_calls_before_its_start_was_answered_is_not_taken_for_refused() -> None:
+    machine = fleet()
+    machine.target(1, 0.0)
+    machine.arrived(named(0, 1), "", 1.0)
+    assert machine.handle(Refused(named(0, 1), UnavailableError("503")), 2.0) == []
+    assert machine.handle(Accepted(named(0, 1), "ref"), 2.0) == []
+    assert states(machine) == {"0-1": "on deck"}
+
+
+@pytest.mark.parametrize(
+    ("error", "by", "pause_s"),
+    [
+        (ThrottledError("slow down"), "throttling", 0.25),
+        (ThrottledError("slow down", 7.0), "throttling", 7.0),
+        (UnavailableError("503"), "platform", 0.25),
+        (DeniedError("expired"), "credentials", DENIED_S + 0.25),
+        (QuotaError("full"), "quota", RAISE_S),
+    ],
+)
+def test_refusals_are_waited_out_and_told(error: PlatformError, by: str, pause_s: float) -> None:
+    machine = fleet()
+    machine.target(1, 0.0)
+    assert machine.handle(Refused(named(0, 1), error), 1.0) == [Report(by, str(error))]
+    assert machine.limited_by == by
+    assert machine.tick(1.0 + pause_s - 0.01) == []
+    assert starts(machine.tick(1.0 + pause_s)) == [named(0, 2)]
+    assert come(machine, named(0, 2), 100.0)[-1] == AdmitMember(named(0, 2))
+    assert machine.limited_by == ""
+
+
+def test_after_a_refusal_one_start_is_tried_at_a_time() -> None:
+    machine = fleet()
+    for name in starts(machine.target(4, 0.0)):
+        machine.handle(Refused(name, UnavailableError("503")), 0.0)
+    now = LONGEST_PAUSE_S
+    (tried,) = starts(machine.tick(now))
+    assert starts(machine.tick(now + 1.0)) == []
+    assert len(starts(machine.handle(Accepted(tried, "ref"), now + 2.0))) == 3
+
+
+def test_a_quota_is_a_ceiling_that_rises_by_one_a_minute() -> None:
+    machine = fleet()
+    names = starts(machine.target(5, 0.0))
+    for name in names[:3]:
+        come(machine, name, 1.0)
+    for name in names[3:]:
+        machine.handle(Refused(name, QuotaError("full")), 10.0)
+    assert starts(machine.tick(9.0 + RAISE_S)) == []
+    (one,) = starts(machine.tick(10.0 + RAISE_S))
+    assert starts(machine.handle(Refused(one, QuotaError("full")), 10.0 + RAISE_S)) == []
+    assert starts(machine.handle(Ended(names[0], End(code=1)), 11.0 + RAISE_S)) == [named(0, 7)], (
+        "below it at once"
+    )
+
+
+def test_a_rejected_start_fails_the_fleet() -> None:
+    machine = working(1)
+    machine.target(2, 2.0)
+    told = machine.handle(Refused(named(1, 2), RejectedError("no image")), 3.0)
+    assert Fail("no image") in told
+    assert starts(machine.target(5, 1000.0)) == []
+    assert states(machine)["0-1"] == "working", "who works goes on"
+
+
+def test_a_member_whose_answer_was_lost_may_come_or_is_stopped_by_its_name() -> None:
+    machine = fleet()
+    machine.target(2, 0.0)
+    for number in (0, 1):
+        machine.handle(Answerless(named(number, number + 1), "timed out"), 1.0)
+    machine.arrived(named(0, 1), "", 2.0)
+    # What has come in two seconds teaches that the others come soon too.
+    assert machine.tick(1.0 + MOST_S) == [SuspectMember(named(1, 2))]
+    told = machine.tick(1.0 + MOST_S + LEAVE_S)
+    assert [stop.name for stop in only(StopMember, told)] == [named(1, 2)]
+    assert machine.arrived(named(1, 2), "", 70.0) == [
+        RefuseMember(named(1, 2), "nobody waits for it any more")
+    ]
+
+
+def test_how_long_a_start_may_take_is_learned() -> None:
+    machine = working(3)  # in a second each
+    (late,) = starts(machine.target(4, 100.0))
+    machine.handle(Accepted(late, "ref"), 100.0)
+    assert machine.tick(100.0 + LEAST_S - 0.1) == []
+    assert machine.tick(100.0 + LEAST_S) == [SuspectMember(late)]
+
+
+def test_who_waits_for_room_that_a_platform_does_not_have_is_a_ceiling_too() -> None:
+    machine = fleet()
+    names = starts(machine.target(6, 0.0))
+    for name in names[:2]:
+        come(machine, name, 1.0)
+    for name in names[2:]:
+        machine.handle(Accepted(name, "ref"), 1.0)
+    machine.tick(1.0 + MOST_S)
+    told = machine.tick(1.0 + MOST_S + LEAVE_S)
+    assert [stop.name for stop in only(StopMember, told)] == names[2:]
+    assert only(Fail, told) == [], "two work"
+    assert machine.limited_by == "members that do not call"
+    stopped_at = 1.0 + MOST_S + LEAVE_S
+    assert starts(machine.tick(stopped_at + STOP_S)) == []
+    assert len(starts(machine.tick(stopped_at + RAISE_S))) == 1
+
+
+def test_members_that_never_call_fail_the_fleet_with_their_last_words() -> None:
+    machine = fleet()
+    now = 0.0
+    told = machine.target(1, now)
+    for _ in range(MOST_FALSE_STARTS):
+        (name,) = starts(told) or starts(machine.tick(now := now + LONGEST_PAUSE_S))
+        told = machine.handle(Ended(name, End(code=1, place="pid 7", report="no module named foo")), now)
+    (failure,) = only(Fail, told)
+    assert "3 workers were started and none could be used" in failure.text
+    assert "no module named foo" in failure.text
+
+
+def test_an_unfit_member_is_refused_and_three_for_one_reason_fail_the_fleet() -> None:
+    machine = fleet()
+    now = 0.0
+    told = machine.target(1, now)
+    for count in range(1, MOST_UNFIT + 1):
+        (name,) = starts(told) or starts(machine.tick(now := now + LONGEST_PAUSE_S))
+        told = machine.arrived(name, "image has 0.1, the cluster 0.2", now)
+        assert only(RefuseMember, told) == [RefuseMember(name, "image has 0.1, the cluster 0.2")]
+        assert bool(only(Fail, told)) is (count == MOST_UNFIT)
+        assert only(AdmitMember, machine.ready(name, now)) == []
+        told = machine.handle(Ended(name, End(code=0)), now)
+    assert starts(machine.tick(now + 1000.0)) == []
+
+
+def test_members_that_died_are_replaced_in_their_places() -> None:
+    machine = working(3)
+    assert starts(machine.handle(Ended(named(1, 2), End(signal=9)), 5.0)) == [named(1, 4)]
+    told = machine.bye(named(0, 1), 6.0)
+    assert told == [SuspectMember(named(0, 1)), StartMember(named(0, 5), 0, 5, None)], (
+        "one may be too many meanwhile"
+    )
+    machine.silent(named(2, 3), 6.0)
+    assert starts(machine.tick(7.0)) == [], "two may not"
+    for name in (named(1, 4), named(0, 5)):
+        come(machine, name, 7.0)
+    assert only(StopMember, machine.tick(6.0 + LEAVE_S)) == [
+        StopMember(named(0, 1), "it has not ended in time"),
+        StopMember(named(2, 3), "it has not ended in time"),
+    ]
+    assert starts(machine.tick(6.0 + LEAVE_S + STOP_S)) == [named(2, 6)]
+
+
+def test_who_has_not_come_leaves_first_then_who_ends_soonest() -> None:
+    machine = working(3, lifetime_s=1000.0)
+    machine.target(5, 10.0)
+    machine.handle(Warned(named(1, 2), 120.0), 10.0)
+    assert machine.target(3, 11.0) == [
+        StopMember(named(4, 5), "it is not needed any more"),
+        StopMember(named(3, 4), "it is not needed any more"),
+    ]
+    assert machine.target(2, 12.0) == [
+        DrainMember(named(1, 2)),
+        StopMember(named(1, 6), "it is not needed any more"),
+    ], "the warned one, and its successor"
+    assert machine.target(1, 13.0) == [DrainMember(named(2, 3))], "of equals the highest number"
+
+
+def test_a_member_gets_a_successor_before_its_lifetime_ends() -> None:
+    machine = working(2, lifetime_s=1000.0)
+    rotates = 1000.0 * sum(ROTATE) / 2
+    assert machine.tick(rotates - 1.0) == []
+    assert starts(machine.tick(rotates)) == [named(0, 3)], "one at a time"
+    machine.handle(Accepted(named(0, 3), "ref"), rotates)
+    assert machine.arrived(named(0, 3), "", rotates + 2.0) == []
+    assert machine.ready(named(0, 3), rotates + 3.0) == [DrainMember(named(0, 1))]
+    assert states(machine) == {"0-1": "draining", "1-2": "working", "0-3": "on deck"}
+    told = machine.drained(named(0, 1), rotates + 5.0)
+    assert told == [SuspectMember(named(0, 1)), AdmitMember(named(0, 3))]
+    assert starts(machine.handle(Ended(named(0, 1), End(code=0)), rotates + 6.0)) == [named(1, 4)], "the next"
+
+
+def test_a_successor_that_waits_leaves_with_its_predecessor() -> None:
+    machine = working(1)
+    (successor,) = starts(machine.handle(Warned(named(0, 1), 1000.0), 10.0))
+    machine.handle(Accepted(successor, "ref"), 11.0)
+    machine.arrived(successor, "", 12.0)
+    told = machine.target(0, 13.0)
+    assert told == [DrainMember(named(0, 1)), DrainMember(successor), SuspectMember(successor)]
+    assert machine.ready(successor, 14.0) == []
+    assert states(machine) == {"0-1": "draining", "0-2": "leaving"}, "it has no tasks to finish"
+
+
+def test_a_member_without_a_successor_is_drained_at_last_and_stopped_in_the_end() -> None:
+    machine = working(1, lifetime_s=1000.0, grace_s=5.0)
+    (successor,) = starts(machine.tick(950.0))
+    machine.handle(Refused(successor, QuotaError("full")), 950.0)
+    assert machine.tick(960.0) == []
+    assert only(DrainMember, machine.tick(970.0)) == [DrainMember(named(0, 1))]
+    told = machine.tick(970.0 + DRAIN_S)
+    assert only(StopMember, told) == [StopMember(named(0, 1), "it has not ended in time")]
+    machine = working(1, lifetime_s=1000.0, grace_s=5.0)
+    told = machine.tick(1006.0)  # as after a pause of the process
+    assert only(StopMember, told) == [StopMember(named(0, 1), "its lifetime has ended")]
+
+
+def test_a_warned_member_is_replaced_and_drained_in_half_of_its_time() -> None:
+    machine = working(1)
+    assert starts(machine.handle(Warned(named(0, 1), 30.0), 10.0)) == [named(0, 2)]
+    machine.arrived(named(0, 2), "", 12.0)
+    assert machine.tick(24.0) == []
+    assert machine.tick(25.0) == [DrainMember(named(0, 1))]
+
+
+def test_starts_are_no_more_than_the_platform_takes() -> None:
+    machine = fleet(starts_per_s=0.3)
+    assert len(starts(machine.target(8, 0.0))) == 3
+    assert starts(machine.tick(9.9)) == []
+    assert len(starts(machine.tick(10.0))) == 3
+
+
+def test_there_are_never_more_than_the_account_may_have() -> None:
+    machine = fleet(most_members=3)
+    assert len(starts(machine.target(8, 0.0))) == 3
+    assert starts(machine.tick(10 * RAISE_S)) == []
+
+
+def test_a_lowered_target_takes_back_starts_whose_answer_is_still_out() -> None:
+    machine = fleet()
+    machine.target(1, 0.0)
+    assert machine.target(0, 1.0) == [StopMember(named(0, 1), "it is not needed any more")]
+    assert machine.handle(Accepted(named(0, 1), "ref"), 2.0) == []
+    assert states(machine) == {"0-1": MemberState.STOPPING.value}
+    assert machine.handle(Ended(named(0, 1), End()), 3.0) == []
+    assert machine.members == []
+    assert machine.limited_by == "", "it was no false start"
+
+
+def test_names_go_on_where_another_fleet_of_the_group_has_ended() -> None:
+    limits = Limits(shares_memory=False, accepts_connections=False, longest_life_s=None)
+    machine = Prompt(PREFIX, limits, draw=lambda: 0.5, incarnation=41)
+    assert starts(machine.target(1, 0.0)) == [named(0, 42)]

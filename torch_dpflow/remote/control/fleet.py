@@ -1,0 +1,361 @@
+"""The life of the members of one fleet: a pure state machine without a socket, thread, clock or chance inside.
+
+::
+
+    StartMember ──> REQUESTED ──Accepted──> STARTING ──arrived, fit──> ON_DECK ──ready, number free──> WORKING
+                     │ Refused: gone                                                                     │
+                     │ Answerless: STARTING, and the platform may not have it                            │
+                     └ no hello in time ──> LEAVING            target lowered, warned, lifetime ──> DRAINING
+    unfit, bye, silent, drained ──> LEAVING ──Ended: gone; else in time──> STOPPING ──Ended, or in time: gone
+
+A fleet has as many places as its target; a place's number lasts, and each member in it has a higher incarnation. Before
+its lifetime ends, a member gets a successor in its place, which waits on deck until it is drained: what belongs to a
+number, as a stream does, moves then. No more members are replaced so at a time than a tenth of the target, or one.
+
+Whether a member that has called lives is for the lease at its shard to say (`silent`); in all other states there is a
+time limit. The platform's word comes by `handle`. Events of members that are not known are answered where somebody
+waits, and otherwise ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+from torch_dpflow.errors import RejectedError
+from torch_dpflow.platforms.base import Limits
+from torch_dpflow.platforms.members import Accepted, Answerless, Ended, Outcome, Refused, Warned
+from torch_dpflow.remote.control.fleet_members import (
+    AdmitMember,
+    DrainMember,
+    Fail,
+    FleetInstruction,
+    FleetMember,
+    MemberState,
+    RefuseMember,
+    Report,
+    StartMember,
+    StopMember,
+    SuspectMember,
+)
+from torch_dpflow.remote.control.start_limits import StartLimits
+
+#: How long a member may take to finish what it has, unless it ends before, and to leave by itself, seconds.
+DRAIN_S, LEAVE_S = 30.0, 5.0
+#: How long the platform may take to end a member by force, at least; else twice its grace; seconds.
+STOP_S = 10.0
+#: The parts of a lifetime after which a successor is started, drawn for each member so that not all end together, and
+#: after which a member is drained even without one.
+ROTATE, LAST = (0.80, 0.95), 0.97
+#: After so many members in a row that never called, or that are unfit for one reason, the fleet fails.
+MOST_FALSE_STARTS, MOST_UNFIT = 3, 3
+#: Most reasons of unfitness that are kept: members choose parts of them.
+MOST_REASONS = 64
+
+
+class Fleet:
+    """Keeps as many members as the target says. Not thread-safe; an event is O(1), a tick O(members).
+
+    Args:
+        prefix: of the members' names: see `platforms.names.prefix_of`.
+        limits: of the platform.
+        draw: gives numbers from 0 to below 1, for jitter.
+        lifetime_s: after how long members are replaced, if not the platform ends them before, seconds; None: never.
+        incarnation: the highest that was ever given to a member of this group; 0 if there was none.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        limits: Limits,
+        *,
+        draw: Callable[[], float],
+        lifetime_s: float | None = None,
+        incarnation: int = 0,
+    ) -> None:
+        self._prefix = prefix
+        self._grace_s = limits.grace_s
+        self._draw = draw
+        lifetimes = [one for one in (lifetime_s, limits.longest_life_s) if one is not None]
+        self._lifetime_s = min(lifetimes, default=None)
+        self._limits = StartLimits(limits, draw)
+        self._incarnation = incarnation
+        self._target = 0
+        self._members: dict[str, FleetMember] = {}
+        self._has_arrived = False
+        self._unfit: Counter[str] = Counter()
+        self._out: list[FleetInstruction] = []
+        #: Why there are fewer members than the target says; empty if nothing limits them.
+        self.limited_by = ""
+        #: Why the fleet starts no member any more; empty while it does.
+        self.failure = ""
+
+    # -- what has happened: `tick` says what follows -------------------------------------------------------
+
+    def target(self, members: int) -> None:
+        """So many members are wanted from now on."""
+        self._target = members
+
+    def handle(self, outcome: Outcome, now: float) -> None:
+        """The platform has told this."""
+        member = self._members.get(outcome.name)
+        if member is None:
+            return
+        match outcome:
+            case Accepted() | Answerless():
+                self._on_started(member, outcome, now)
+            case Refused(_, error) if not member.arrived:
+                del self._members[member.name]
+                self._limit(self._limits.note_refused(error, len(self._members), now), str(error))
+                if isinstance(error, RejectedError):
+                    self._fail(str(error))
+            case Warned(_, until_s):
+                self._on_warned(member, until_s, now)
+            case Ended(_, end):
+                del self._members[member.name]
+                if not member.arrived and member.state is not MemberState.STOPPING:
+                    self._note_false_start(f"{member.name} {end}", now)
+
+    def arrived(self, name: str, unfit: str, now: float) -> None:
+        """A member has called. unfit: why it cannot be used; empty if it can."""
+        member = self._members.get(name)
+        if member is None or not (member.state.is_expected or member.arrived):
+            self._out.append(RefuseMember(name, "nobody waits for it any more"))
+        elif not member.arrived:
+            member.arrived = True
+            if unfit:
+                self._note_unfit(member, unfit, now)
+            else:
+                self._has_arrived = True
+                self._limits.note_arrived(now - member.begun)
+                member.state, member.due = MemberState.ON_DECK, math.inf
+        elif not member.state.holds_place and member.state is not MemberState.DRAINING:
+            self._out.append(RefuseMember(name, unfit or "it is to leave"))
+
+    def ready(self, name: str) -> None:
+        """A member has loaded what it needs and can work."""
+        member = self._members.get(name)
+        if member is not None:
+            member.ready = True
+
+    def drained(self, name: str, now: float) -> None:
+        """A member that drains has no task left; it was told to leave."""
+        self._gone_quiet(name, now, MemberState.DRAINING)
+
+    def bye(self, name: str, now: float) -> None:
+        """A member has said that it leaves."""
+        self._gone_quiet(name, now, MemberState.ON_DECK, MemberState.WORKING, MemberState.DRAINING)
+
+    #: A member has not been heard of during its lease at the shard: what it had is given to others.
+    silent = bye
+
+    def tick(self, now: float) -> list[FleetInstruction]:
+        """What is to be done, in order. To be called after events, and at least once a second."""
+        self._expire(now)
+        self._vacate(now)
+        self._drain_old(now)
+        self._admit()
+        self._fill(now)
+        out, self._out = self._out, []
+        return out
+
+    @property
+    def members(self) -> list[FleetMember]:
+        """All that are not gone, in the order in which they were started."""
+        return [*self._members.values()]
+
+    # -- single events ---------------------------------------------------------------------------------------
+
+    def _on_started(self, member: FleetMember, outcome: Accepted | Answerless, now: float) -> None:
+        if isinstance(outcome, Accepted):
+            self._limits.note_accepted()
+        if member.state is MemberState.REQUESTED:
+            member.state, member.due = MemberState.STARTING, now + self._limits.timeout_s
+
+    def _on_warned(self, member: FleetMember, until_s: float, now: float) -> None:
+        """Treated as the end of its lifetime; half of the time is for its successor, half for what it has."""
+        member.ends = min(member.ends, now + until_s)
+        member.rotates = min(member.rotates, now)
+        member.drains = min(member.drains, now + until_s / 2)
+
+    def _note_unfit(self, member: FleetMember, reason: str, now: float) -> None:
+        self._out.append(RefuseMember(member.name, reason))
+        self._leave(member, now)
+        self._limits.note_false_start(now)
+        self._limit("unfit members", reason)
+        if len(self._unfit) >= MOST_REASONS and reason not in self._unfit:
+            self._unfit.clear()
+        self._unfit[reason] += 1
+        if self._unfit[reason] >= MOST_UNFIT:
+            self._fail(reason)
+
+    def _note_false_start(self, text: str, now: float) -> None:
+        self._limits.note_false_start(now)
+        self._limit("members that do not call", text)
+        if not self._has_arrived and self._limits.false_starts >= MOST_FALSE_STARTS:
+            count = self._limits.false_starts
+            self._fail(f"{count} workers were started and none could be used; the last one: {text}")
+
+    def _gone_quiet(self, name: str, now: float, *states: MemberState) -> None:
+        member = self._members.get(name)
+        if member is not None and member.state in states:
+            self._leave(member, now)
+
+    # -- what follows from the state and the time ------------------------------------------------------------
+
+    def _expire(self, now: float) -> None:
+        for member in self.members:
+            if member.state is not MemberState.STOPPING and now >= member.ends + self._grace_s:
+                self._stop(member, "its lifetime has ended", now)
+            if now < member.due:
+                continue
+            if member.state.is_expected:
+                self._leave(member, now)  # the platform may say what became of it
+            elif member.state is MemberState.STOPPING:
+                del self._members[member.name]
+            else:
+                if not member.arrived:
+                    waited_s = now - member.begun
+                    # The platform may have no room and say nothing, as Ray does; those that wait with it show it too.
+                    self._limits.lower(sum(one.state.holds_place for one in self.members), now)
+                    self._note_false_start(f"{member.name} has not called within {waited_s:.0f} s", now)
+                self._stop(member, "it has not ended in time", now)
+
+    def _vacate(self, now: float) -> None:
+        """Have members leave whose places are not wanted: who has not called, then who ends soonest."""
+        places: dict[int, list[FleetMember]] = {}
+        for member in self.members:
+            if member.state.holds_place:
+                places.setdefault(member.number, []).append(member)
+        excess = len(places) - self._target
+        if excess <= 0:
+            return
+
+        def order(number: int) -> tuple[bool, float, int]:
+            ends = min((one.ends for one in places[number] if one.arrived), default=math.inf)
+            return any(one.arrived for one in places[number]), ends, -number
+
+        for number in sorted(places, key=order)[:excess]:
+            for member in places[number]:
+                if member.arrived:
+                    self._drain(member, now)
+                else:
+                    self._stop(member, "it is not needed any more", now)
+
+    def _drain_old(self, now: float) -> None:
+        waiting = {one.number for one in self.members if one.state is MemberState.ON_DECK and one.ready}
+        for member in self.members:
+            if member.state is MemberState.WORKING and (
+                (now >= member.rotates and member.number in waiting) or now >= member.drains
+            ):
+                self._drain(member, now)
+
+    def _admit(self) -> None:
+        busy = {
+            one.number for one in self.members if one.state in (MemberState.WORKING, MemberState.DRAINING)
+        }
+        for member in self.members:
+            if member.state is MemberState.ON_DECK and member.ready and member.number not in busy:
+                member.state = MemberState.WORKING
+                busy.add(member.number)
+                self._out.append(AdmitMember(member.name))
+
+    def _fill(self, now: float) -> None:
+        most = min(self._target + self._spare, self._limits.ceiling(now))
+        requested = any(one.state is MemberState.REQUESTED for one in self.members)
+        for number in self._next_places(now):
+            if len(self._members) >= most or not self._limits.may_start(now, requested=requested):
+                break
+            self._start(number, now)
+            requested = True
+        usable = sum(one.arrived and one.state.holds_place for one in self.members)
+        if self.limited_by and usable >= self._target:
+            self._limit("", "")
+
+    @property
+    def _spare(self) -> int:
+        """How many members there may be beyond the target, while others leave."""
+        return max(1, self._target // 10) if self._target else 0
+
+    def _next_places(self, now: float) -> list[int]:
+        """The numbers of the next members to start: of free places, then of members that need a successor."""
+        if self.failure:
+            return []
+        # Of those that never called nobody knows whether they run: the next in their place would be one too many.
+        held = Counter(
+            one.number
+            for one in self.members
+            if one.state.holds_place or (one.state is MemberState.LEAVING and not one.arrived)
+        )
+        free = [number for number in range(self._target) if number not in held]
+        old = [
+            one
+            for one in self.members
+            if one.state is MemberState.WORKING and now >= one.rotates and held[one.number] == 1
+        ]
+        free = free[: max(0, self._target - len(held))]
+        return free + [one.number for one in sorted(old, key=lambda one: one.ends)]
+
+    # -- changes of state ------------------------------------------------------------------------------------
+
+    def _start(self, number: int, now: float) -> None:
+        self._incarnation += 1
+        name = f"{self._prefix}{number}-{self._incarnation}"
+        member = FleetMember(name, number, self._incarnation, now, now + self._limits.timeout_s)
+        if self._lifetime_s is not None:
+            # From here on, though it begins later: the platform may count so.
+            first, last = ROTATE
+            member.ends = now + self._lifetime_s
+            member.rotates = now + self._lifetime_s * (first + (last - first) * self._draw())
+            member.drains = now + self._lifetime_s * LAST
+        self._members[name] = member
+        self._limits.note_start(now)
+        self._out.append(StartMember(name, number, self._incarnation, self._lifetime_s))
+
+    def _drain(self, member: FleetMember, now: float) -> None:
+        waited = member.state is MemberState.ON_DECK  # and so has no tasks
+        ends = member.ends if member.ends > now else math.inf
+        member.state, member.due = MemberState.DRAINING, min(now + DRAIN_S, ends)
+        self._out.append(DrainMember(member.name))
+        if waited:
+            self._leave(member, now)
+
+    def _leave(self, member: FleetMember, now: float) -> None:
+        member.state, member.due = MemberState.LEAVING, now + LEAVE_S
+        self._out.append(SuspectMember(member.name))
+
+    def _stop(self, member: FleetMember, why: str, now: float) -> None:
+        member.state, member.due = MemberState.STOPPING, now + max(STOP_S, 2 * self._grace_s)
+        self._out.append(StopMember(member.name, why))
+
+    def _limit(self, by: str, text: str) -> None:
+        if by != self.limited_by:
+            self.limited_by = by
+            self._out.append(Report(by, text))
+
+    def _fail(self, text: str) -> None:
+        if not self.failure:
+            self.failure = text
+            self._out.append(Fail(text))
+
+    def validate(self, now: float) -> None:
+        """Check every invariant after a tick at `now`; O(members), for tests. Raises AssertionError."""
+        members = self.members
+        places = Counter(one.number for one in members if one.state.holds_place)
+        assert len(places) <= self._target
+        assert all(count <= 2 for count in places.values())
+        busy = [one.number for one in members if one.state in (MemberState.WORKING, MemberState.DRAINING)]
+        assert len(busy) == len(set(busy)), "two members work in one place"
+        assert not [
+            one
+            for one in members
+            if one.state is MemberState.ON_DECK and one.ready and one.number not in busy
+        ]
+        for one in members:
+            assert one.name == f"{self._prefix}{one.number}-{one.incarnation}"
+            assert one.incarnation <= self._incarnation
+            leased = one.state in (MemberState.ON_DECK, MemberState.WORKING)
+            assert one.arrived if leased else now < one.due < math.inf
+            assert one.state is MemberState.STOPPING or now < one.ends + self._grace_s
+        self._limits.validate(now, [one.begun for one in members])

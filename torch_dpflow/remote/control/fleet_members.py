@@ -1,0 +1,116 @@
+"""The members of a fleet: their states, and what is to be done about them."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+
+
+class MemberState(enum.Enum):
+    """Where a member is in its life; see `fleet`."""
+
+    #: The platform has not answered.
+    REQUESTED = "requested"
+    STARTING = "starting"
+    #: Has called, gets ready, and has no task yet.
+    ON_DECK = "on deck"
+    WORKING = "working"
+    #: Gets no more tasks.
+    DRAINING = "draining"
+    #: Is to end by itself, or said to have done so; the platform is asked.
+    LEAVING = "leaving"
+    #: To be ended by force.
+    STOPPING = "stopping"
+
+    @property
+    def holds_place(self) -> bool:
+        """Whether it has its number, or will get it."""
+        return self in (MemberState.REQUESTED, MemberState.STARTING, MemberState.ON_DECK, MemberState.WORKING)
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether it has been started and has not called."""
+        return self in (MemberState.REQUESTED, MemberState.STARTING)
+
+
+@dataclass(slots=True)
+class FleetMember:
+    """A member that is not gone. Times are seconds on the clock of the machine's caller."""
+
+    name: str
+    number: int
+    incarnation: int
+    begun: float
+    #: When its state ends whatever happens; infinite where the lease at its shard watches it.
+    due: float
+    #: When the platform ends it.
+    ends: float = math.inf
+    #: From when on a successor is started, and when it is drained even without one.
+    rotates: float = math.inf
+    drains: float = math.inf
+    state: MemberState = MemberState.REQUESTED
+    arrived: bool = False
+    ready: bool = False
+
+
+class StartMember(msgspec.Struct, frozen=True):
+    """Start this member; its name is new. It is to leave by itself after `lifetime_s`, None: never."""
+
+    name: str
+    number: int
+    incarnation: int
+    lifetime_s: float | None
+
+
+class AdmitMember(msgspec.Struct, frozen=True):
+    """Give this member tasks: its number is free."""
+
+    name: str
+
+
+class RefuseMember(msgspec.Struct, frozen=True):
+    """Tell whoever called under this name to leave, and why."""
+
+    name: str
+    why: str
+
+
+class DrainMember(msgspec.Struct, frozen=True):
+    """Give this member no more tasks, and have it leave when it has none."""
+
+    name: str
+
+
+class SuspectMember(msgspec.Struct, frozen=True):
+    """Have the platform look at this member."""
+
+    name: str
+
+
+class StopMember(msgspec.Struct, frozen=True):
+    """Have the platform end this member by force."""
+
+    name: str
+    why: str
+
+
+class Report(msgspec.Struct, frozen=True):
+    """For people: what limits the fleet now, empty if nothing does, and details."""
+
+    limited_by: str
+    text: str
+
+
+class Fail(msgspec.Struct, frozen=True):
+    """The fleet starts no member any more: tell the jobs why."""
+
+    text: str
+
+
+FleetInstruction: TypeAlias = (
+    StartMember | AdmitMember | RefuseMember | DrainMember | SuspectMember | StopMember | Report | Fail
+)

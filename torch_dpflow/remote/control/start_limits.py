@@ -1,0 +1,125 @@
+"""When a fleet may start another member: its rate, its pauses after failures, its ceiling, its patience. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+
+from torch_dpflow.backoff import Backoff
+from torch_dpflow.errors import (
+    DeniedError,
+    PlatformError,
+    QuotaError,
+    RejectedError,
+    ThrottledError,
+    UnavailableError,
+)
+from torch_dpflow.platforms.base import Limits
+from torch_dpflow.platforms.rate_limit import RateLimit
+
+#: The longest pause after a failure, first and at all, seconds.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+#: After how long to try again with credentials that were refused, seconds.
+DENIED_S = 30.0
+#: How often a ceiling that the platform has shown rises by one, seconds.
+RAISE_S = 60.0
+#: From how many starts the patience is learned, and how many times their 95th percentile it is.
+STARTS, TIMES = 32, 3.0
+#: Why there are fewer members than there should be, by the error of a start.
+LIMITED_BY: dict[type[PlatformError], str] = {
+    QuotaError: "quota",
+    ThrottledError: "throttling",
+    DeniedError: "credentials",
+    RejectedError: "rejection",
+    UnavailableError: "platform",
+}
+
+
+class StartLimits:
+    """Limits of one fleet's starts. Not thread-safe.
+
+    While the latest start has been refused, one is tried at a time.
+
+    Args:
+        limits: of the platform.
+        draw: gives the jitter of pauses, from 0 to below 1.
+    """
+
+    def __init__(self, limits: Limits, draw: Callable[[], float]) -> None:
+        self._limits = limits
+        self._rate = RateLimit(limits.starts_per_s)
+        self._most = math.inf if limits.most_members is None else limits.most_members
+        #: The ceiling that the platform has shown, and when.
+        self._ceiling, self._shown_at = self._most, 0.0
+        self._resume_at = -math.inf
+        self._refusals = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, draw=draw)
+        self._false_starts = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, draw=draw)
+        self._delays: deque[float] = deque(maxlen=STARTS)
+
+    @property
+    def false_starts(self) -> int:
+        """How many members in a row have ended before they called."""
+        return self._false_starts.failures
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a member may take from its start to its hello, seconds."""
+        least, most = self._limits.start_timeout_s
+        if not self._delays:
+            return most
+        usual = sorted(self._delays)[math.ceil(0.95 * len(self._delays)) - 1]
+        return max(least, min(TIMES * usual, most))
+
+    def ceiling(self, now: float) -> float:
+        """How many members there may be, as far as is known."""
+        return min(self._most, self._ceiling + max(0.0, now - self._shown_at) // RAISE_S)
+
+    def may_start(self, now: float, *, requested: bool) -> bool:
+        """Whether one may be started now. requested: the platform has not answered for another one."""
+        if now < self._resume_at or (requested and self._refusals.failures > 0):
+            return False
+        return self._rate.wait_s(now) <= 0
+
+    def note_start(self, now: float) -> None:
+        """One is started."""
+        self._rate.note(now)
+
+    def note_accepted(self) -> None:
+        """The platform has accepted a start."""
+        self._refusals.reset()
+
+    def note_refused(self, error: PlatformError, others: int, now: float) -> str:
+        """A start was refused while there were so many others; returns what limits the fleet."""
+        match error:
+            case QuotaError():
+                self.lower(others, now)
+            case DeniedError():
+                self._pause(now, DENIED_S + self._refusals.pause_s())
+            case ThrottledError(retry_after_s=asked_s):
+                self._pause(now, max(asked_s, self._refusals.pause_s()))
+            case _:
+                self._pause(now, self._refusals.pause_s())
+        return LIMITED_BY.get(type(error), "platform")
+
+    def note_arrived(self, delay_s: float) -> None:
+        """A member has called, so long after its start."""
+        self._delays.append(delay_s)
+        self._false_starts.reset()
+
+    def note_false_start(self, now: float) -> None:
+        """A member has ended before it called, or could not be used."""
+        self._pause(now, self._false_starts.pause_s())
+
+    def lower(self, ceiling: int, now: float) -> None:
+        """The platform has shown that it has room for so many and no more; it rises by one each `RAISE_S`."""
+        self._ceiling, self._shown_at = min(ceiling, self._most), now
+
+    def _pause(self, now: float, pause_s: float) -> None:
+        self._resume_at = max(self._resume_at, now + pause_s)
+
+    def validate(self, now: float, starts: list[float]) -> None:
+        """Check every invariant, given when members were started; for tests. Raises AssertionError."""
+        latest = [begun for begun in starts if begun > now - self._rate.period_s]
+        assert len(latest) <= max(1, self._limits.starts_per_s * self._rate.period_s)
+        assert self.ceiling(now) <= self._most
