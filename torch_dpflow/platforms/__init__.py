@@ -1,1 +1,12 @@
-"""Where processes run: `base` has the contract, each other module an implementation."""
+"""Where processes run: `base` and `members` have the contracts, each other module an implementation."""
+
+from typing import TYPE_CHECKING
+
+from torch_dpflow.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from torch_dpflow.platforms.processes import Processes
+
+__all__ = ["Processes"]
+
+__getattr__, __dir__ = lazy_names(__name__, {"processes": ["Processes"]})

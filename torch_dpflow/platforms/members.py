@@ -142,3 +142,33 @@ class MemberPlatform(Protocol):
 
     def close(self, *, grace_s: float = 0.0) -> None:
         """End all members that it has started, after `grace_s` in which they may end themselves. Idempotent."""
+
+
+class PlatformSpec(Protocol):
+    """What users give as `platform=`: a small frozen dataclass of settings, which pickles. It holds no connection.
+
+    Its fields have defaults, so that its name alone gives one: see `registry`.
+    """
+
+    @property
+    def name(self) -> str:
+        """As in `platform="ray"`; for messages."""
+
+    @property
+    def sends_code(self) -> bool:
+        """Whether members need the user's own modules sent to them; not where the platform has a way of its own."""
+
+    def open(self) -> MemberPlatform:
+        """Connect to the platform, whose members run `torch_dpflow.member.run` with their order.
+
+        Raises:
+            MissingExtraError: its library is not installed.
+            OptionError: a setting is not possible, or there is no such platform to connect to.
+            PlatformError: it cannot be reached, or refuses.
+        """
+
+    def listen_at(self) -> str:
+        """Where to listen for its members unless the user says: `tcp://HOST:0`. Called while the platform is open."""
+
+    def check_listen(self, address: str) -> None:
+        """Raise OptionError for an address which its members cannot reach, as 127.0.0.1 from another host."""

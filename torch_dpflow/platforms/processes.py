@@ -1,0 +1,45 @@
+"""Members as processes of this host, which call over tcp as those of any other platform do."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch_dpflow.errors import OptionError
+from torch_dpflow.platforms.calls import Calls
+from torch_dpflow.platforms.members import MemberPlatform
+from torch_dpflow.platforms.subprocesses import SubprocessAdapter
+
+#: What a member runs.
+MODULE = "torch_dpflow.member"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """`platform="processes"`: for trials and tests of what only other hosts need; slower than forked workers.
+
+    Args:
+        python: the interpreter of members; empty: this one, with this one's module path.
+        env: variables for members, beside those of this process.
+    """
+
+    python: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    name = "processes"
+    sends_code = True
+
+    def open(self) -> MemberPlatform:
+        path = {} if self.python else {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        return Calls(
+            SubprocessAdapter(MODULE, python=self.python or sys.executable, env={**path, **self.env})
+        )
+
+    def listen_at(self) -> str:
+        return "tcp://127.0.0.1:0"
+
+    def check_listen(self, address: str) -> None:
+        if not address.startswith("tcp://"):
+            raise OptionError(f"listen={address!r}: members call over tcp, as at tcp://127.0.0.1:0")
