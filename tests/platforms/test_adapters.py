@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from torch_dpflow.errors import PlatformError, RejectedError
 from torch_dpflow.platforms.members import Adapter
 from torch_dpflow.platforms.subprocesses import SubprocessAdapter
-from torch_dpflow.testing.adapters import PROGRAM, AdapterContract
+from torch_dpflow.testing.adapters import PROGRAM, SECRET, AdapterContract, caller, name_of, order_to
+from torch_dpflow.testing.processes import PATIENCE_S
 
 
 class TestSubprocesses(AdapterContract):
@@ -16,3 +19,11 @@ class TestSubprocesses(AdapterContract):
 
     def refusing(self) -> Mapping[type[PlatformError], Callable[[], Adapter]]:
         return {RejectedError: lambda: SubprocessAdapter(PROGRAM, python="/nowhere/python")}
+
+    def test_an_order_is_nowhere_to_be_read_once_it_was_taken(
+        self, adapter: Adapter, door: socket.socket
+    ) -> None:
+        pid = adapter.start(name_of(0), order_to(door), deadline_s=PATIENCE_S)
+        with caller(door):
+            kept = [Path(f"/proc/{pid}/{file}").read_bytes() for file in ("environ", "cmdline", "fd/0")]
+            assert not [text for text in kept if SECRET.encode() in text]

@@ -18,9 +18,8 @@ from torch_dpflow.errors import RejectedError, UnavailableError
 from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End, Limits
 from torch_dpflow.platforms.members import Fate, Finding, Ref
 
-#: Where a member finds its order, and its name.
+#: Where a member finds its name, and its order if its standard input is not it.
 ORDER_VARIABLE, NAME_VARIABLE = "DPFLOW_ORDER", "DPFLOW_MEMBER"
-
 
 #: How long a killed process may take to end, seconds.
 END_S = 5.0
@@ -36,8 +35,18 @@ class _Child:
     end: End | None = None
 
 
+def take_order() -> bytes:
+    """The order of this process, which its children cannot find: from the environment, else from standard input."""
+    order = os.environ.pop(ORDER_VARIABLE, "").encode()
+    if not order:
+        order = sys.stdin.buffer.read()
+        with suppress(OSError):  # a pipe, which is read once
+            os.ftruncate(0, 0)
+    return order
+
+
 class SubprocessAdapter:
-    """Starts `python -m module`, which finds its order in the environment and ends by itself when nobody answers it.
+    """Starts `python -m module`, which takes its order by `take_order` and ends by itself when nobody answers it.
 
     A member leads a session of its own, and what it starts is killed with it. Others find it by its environment, which
     only this user may read.
@@ -46,20 +55,27 @@ class SubprocessAdapter:
         module: what members run.
         python: the interpreter.
         env: variables for members, beside those of this process.
+        prefix: a command that runs another one, which is given to it; its first word is a path.
     """
 
     limits = Limits(shares_memory=True, accepts_connections=True, longest_life_s=None)
 
     def __init__(
-        self, module: str, *, python: str = sys.executable, env: Mapping[str, str] | None = None
+        self,
+        module: str,
+        *,
+        python: str = sys.executable,
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
-        self._command = (python, "-m", module)
+        self._python = python
+        self._command = (*prefix, python, "-m", module)
         self._env = dict(env or {})
         self._children: dict[str, _Child] = {}
         self._lock = threading.Lock()
 
     def check(self) -> Sequence[Finding]:
-        python = self._command[0]
+        python = self._python
         good = os.access(python, os.X_OK)
         return [Finding(good, f"{python} {'can' if good else 'cannot'} be executed")]
 
@@ -104,21 +120,30 @@ class SubprocessAdapter:
                 self._fate(child)
                 child.errors.close()
 
+    def _command_of(self, name: str) -> tuple[str, ...]:
+        """What is run for this member."""
+        return self._command
+
     def _spawn(self, name: str, order: bytes) -> _Child:
-        env = {**os.environ, **self._env, NAME_VARIABLE: name, ORDER_VARIABLE: order.decode()}
+        env = {**os.environ, **self._env, NAME_VARIABLE: name}
+        command = self._command_of(name)
         try:
             with ExitStack() as stack:
                 errors = stack.enter_context(tempfile.TemporaryFile())
-                files = [
-                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                    (os.POSIX_SPAWN_DUP2, errors.fileno(), 2),
-                ]
-                # Not subprocess.Popen, which warns of children that live on: members may outlive who has started them.
-                pid = os.posix_spawn(self._command[0], self._command, env, file_actions=files, setsid=True)
+                # Not in its environment, which can be read as long as it lives: the order has a key.
+                with os.fdopen(os.memfd_create("order"), "w+b") as orders:
+                    orders.write(order)
+                    orders.seek(0)
+                    files = [
+                        (os.POSIX_SPAWN_DUP2, orders.fileno(), 0),
+                        (os.POSIX_SPAWN_DUP2, errors.fileno(), 2),
+                    ]
+                    # Not subprocess.Popen, which warns of children that live on: members may outlive their starter.
+                    pid = os.posix_spawn(command[0], command, env, file_actions=files, setsid=True)
                 stack.pop_all()
         except OSError as error:
             kind = RejectedError if isinstance(error, _LASTING) else UnavailableError
-            raise kind(f"{name} cannot be started by {self._command[0]}: {error.strerror}") from error
+            raise kind(f"{name} cannot be started by {command[0]}: {error.strerror}") from error
         return _Child(pid, errors)
 
     def _fate(self, child: _Child) -> Fate:

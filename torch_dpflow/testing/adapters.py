@@ -48,6 +48,8 @@ class AdapterContract:
 
     #: How a process is started that starts members and is killed.
     starter: Any = multiprocessing.get_context("fork")
+    #: The address of this host at which members can call.
+    near = "127.0.0.1"
 
     def new_adapter(self, module: str) -> Adapter:
         """An adapter whose members run `module`, as `python -m module` or by its `run(order)`."""
@@ -73,7 +75,7 @@ class AdapterContract:
     @pytest.fixture
     def door(self) -> Iterator[socket.socket]:
         """A listening socket, to which members connect."""
-        with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_server((self.near, 0)) as server:
             server.settimeout(PATIENCE_S)
             yield server
 

@@ -6,11 +6,10 @@ Platforms that start a command run it as `python -m`, others call `run`.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 
-from torch_dpflow.platforms.subprocesses import ORDER_VARIABLE
+from torch_dpflow.platforms.subprocesses import take_order
 
 #: What a member writes before it leaves, and its exit code.
 LAST_WORDS, CODE = "the cupboard is bare", 7
@@ -28,4 +27,4 @@ def run(order: bytes) -> None:
 
 
 if __name__ == "__main__":
-    run(os.environ.pop(ORDER_VARIABLE).encode())
+    run(take_order())
