@@ -1,0 +1,114 @@
+"""What unpickling imports is known beforehand, and nothing of it runs."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import fractions
+import importlib.util
+import io
+import pathlib
+import pickle
+import types
+import uuid
+from contextlib import suppress
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_dpflow.errors import MessageError
+from torch_dpflow.remote.parcel.script import pack
+from torch_dpflow.remote.process.pickled_names import names_in
+
+LEAVES = [
+    collections.OrderedDict(a=1),
+    collections.deque([1, 2]),
+    datetime.datetime(2026, 1, 1),
+    decimal.Decimal("1.5"),
+    fractions.Fraction(1, 3),
+    pathlib.PurePosixPath("a/b"),
+    uuid.UUID(int=7),
+    np.arange(3),
+    np.float32(1.5),
+    torch.arange(3),
+    torch.float16,
+    datetime.timedelta,
+    len,
+    io.StringIO,
+    bytearray(b"x"),
+    slice(1, 2),
+]
+VALUES = st.recursive(
+    st.sampled_from(LEAVES) | st.none() | st.integers() | st.text() | st.binary() | st.floats(),
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(st.text(), inner)
+        | st.tuples(inner, inner)
+        | st.frozensets(st.text())
+    ),
+    max_leaves=8,
+)
+
+
+class Recording(pickle.Unpickler):
+    """Notes what it is asked for."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.found: set[str] = set()
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        self.found.add(module)
+        return super().find_class(module, name)
+
+
+@given(value=VALUES, protocol=st.integers(0, pickle.HIGHEST_PROTOCOL))
+def test_modules_of_any_pickle(value: Any, protocol: int) -> None:
+    pickled = pickle.dumps(value, protocol)
+    recording = Recording(io.BytesIO(pickled))
+    recording.load()
+    found = names_in(pickled).modules
+    if protocol >= 3:
+        assert found == recording.found
+    else:  # which name modules as Python 2 did
+        assert len(found) == len(recording.found)
+        assert all(importlib.util.find_spec(name) for name in found)
+
+
+@given(data=st.binary(max_size=50))
+def test_of_what_may_be_no_pickle_nothing_else_is_raised(data: bytes) -> None:
+    for pickled in (data, b"\x80\x05" + data):
+        with suppress(MessageError):
+            names_in(pickled)
+    with pytest.raises(MessageError, match=r"^no pickle: "):
+        names_in(b"\xff" + data)
+
+
+def test_nothing_of_it_runs() -> None:
+    def touch(path: str) -> None:
+        raise AssertionError(path)
+
+    class Traps:
+        def __reduce__(self) -> Any:
+            return eval, ("1/0",)
+
+    pickled = cloudpickle.dumps({"a": [touch, Traps()]})
+    with pytest.raises(ZeroDivisionError):
+        pickle.loads(pickled)
+    assert "builtins" in names_in(pickled).modules
+
+
+def test_names_in_code_that_travels() -> None:
+    source = "import json.decoder\ndef read(path):\n    import late.module\n    return json.decoder.x(path)\n"
+    module = types.ModuleType("__main__")
+    exec(source, vars(module))
+    names = names_in(pack([module.read, module.read]))
+    assert "json.decoder" in names.modules
+    assert {"late.module", "decoder"} <= names.used
+    assert not {"__main__", "late"} & names.modules

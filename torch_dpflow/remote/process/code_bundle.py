@@ -1,0 +1,336 @@
+"""Sends the user's own modules to members: a reproducible archive of what a pickle needs.
+
+Files and not pickled code: classes keep one identity, so samples come back by name, and relative and late imports work.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib
+import io
+import os
+import shutil
+import stat
+import sys
+import tempfile
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from torch_dpflow.errors import LifetimeError, MessageError, OptionError, OptionTypeError, UsageError
+from torch_dpflow.remote.process.own_modules import (
+    OwnModule,
+    imports_of,
+    is_importable,
+    is_namespace,
+    is_own_path,
+    own_module,
+    own_names,
+)
+from torch_dpflow.remote.process.pickled_names import names_in
+
+#: Most bytes and files of a bundle, and most bytes of its archive, which names each file twice.
+MAX_BYTES, MAX_FILES, MAX_ARCHIVE_BYTES = 16 << 20, 5_000, 24 << 20
+#: Longest name of a file in it, and part of one between slashes, bytes.
+_LONGEST_NAME, _LONGEST_PART = 512, 255
+#: Most entries of directories that are looked through.
+_MOST_ENTRIES = 200_000
+_TIME = (1980, 1, 1, 0, 0, 0)
+
+#: Which code of the user's is sent. "auto": what the pickle needs; paths: these too; None: none.
+Code: TypeAlias = Literal["auto"] | Sequence[str] | None
+
+
+@dataclass(frozen=True)
+class CodeBundle:
+    """The user's own modules."""
+
+    #: SHA-256 of `data`, hexadecimal; the same wherever the files are.
+    digest: str
+    #: A zip archive, not compressed.
+    data: bytes = field(repr=False)
+
+
+def check_code(code: Code) -> None:
+    """Raise OptionTypeError or OptionError unless this is allowed as `code`, and its paths exist."""
+    if code is None or code == "auto":
+        return
+    given = f"code={code!r:.200}"
+    if isinstance(code, str) or not isinstance(code, Sequence):
+        raise OptionTypeError(f"{given}: give 'auto', None, or a list of paths such as ['src/mylib']")
+    for path in code:
+        if not isinstance(path, str | os.PathLike):
+            raise OptionTypeError(f"{given}: {path!r} is no path")
+        if not os.path.exists(path):
+            raise OptionError(f"{given}: there is no {os.fspath(path)!r} in {os.getcwd()}")
+
+
+def make_bundle(pickled: bytes, code: Code) -> CodeBundle | None:
+    """The user's own modules that unpickling needs, and those that they import; None where there are none.
+
+    Raises:
+        OptionError: they are too large; or an added path does not exist.
+        OptionTypeError: `code` is none of what is allowed.
+    """
+    check_code(code)
+    if code is None:
+        return None
+    names = names_in(pickled)
+    collected = _Collected()
+    for name in sorted(names.modules | own_names(names.used)):
+        collected.need(name)
+    for path in () if code == "auto" else code:
+        collected.add_path(os.path.abspath(path))
+    return collected.bundle()
+
+
+class _Collected:
+    """The files of a bundle, by their places in it."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, bytes] = {}
+        self._sizes: Counter[str] = Counter()
+        self._entries = 0
+        #: Names that were asked for, and whether a top-level one is a namespace.
+        self._asked: set[str] = set()
+        self._namespaces: dict[str, bool] = {}
+
+    def need(self, name: str) -> None:
+        """Add the user's own package or module that `name` is in, and what it imports; nothing for others."""
+        wanted = [name]
+        while wanted:
+            name = wanted.pop()
+            top = name.partition(".")[0]
+            if top not in self._namespaces:
+                self._namespaces[top] = is_namespace(top)
+            key = name if self._namespaces[top] else top
+            if key not in self._asked:
+                self._asked.add(key)
+                module = own_module(name)
+                wanted.extend(() if module is None else self._add_module(module))
+
+    def add_path(self, path: str) -> None:
+        """Add a file, or a directory with everything in it that is not hidden, and what its modules import."""
+        place = _place_of(path)
+        found = list(self._below(path, place, all_files=True)) if os.path.isdir(path) else [(place, path)]
+        for name in self._add_files(found):
+            self.need(name)
+
+    def bundle(self) -> CodeBundle | None:
+        """All of it."""
+        if not self._files:
+            return None
+        out = io.BytesIO()
+        with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
+            for place, content in sorted(self._files.items()):
+                info = zipfile.ZipInfo(place, _TIME)
+                info.create_system, info.external_attr = 3, (stat.S_IFREG | 0o600) << 16
+                archive.writestr(info, content)
+        data = out.getvalue()
+        try:
+            _checked(data)
+        except ValueError as error:
+            raise OptionError(f"the code that workers need cannot be sent: {error}") from error
+        return CodeBundle(hashlib.sha256(data).hexdigest(), data)
+
+    def _add_module(self, module: OwnModule) -> list[str]:
+        place = module.name.replace(".", "/")
+        if not module.is_package:
+            (path,) = module.paths
+            return self._add_files(
+                [(f"{place.rpartition('/')[0]}/{os.path.basename(path)}".lstrip("/"), path)]
+            )
+        return self._add_files(
+            [one for path in module.paths for one in self._below(path, place, all_files=False)]
+        )
+
+    def _add_files(self, found: Sequence[tuple[str, str]]) -> list[str]:
+        """Add files, by place and path, and return what they import."""
+        new = [(place, path) for place, path in found if place not in self._files]
+        for place, path in new:
+            self._sizes[place] = os.stat(path).st_size
+        self._check()
+        imported: list[str] = []
+        for place, path in new:
+            if place not in self._files:  # else an earlier directory of its package has it
+                content = self._files[place] = _content_of(path)
+                self._sizes[place] = len(content)
+                if path.endswith(".py"):
+                    imported.extend(imports_of(content, os.path.dirname(place).replace("/", ".")))
+        self._check()
+        return imported
+
+    def _check(self) -> None:
+        total = self._sizes.total()
+        if total <= MAX_BYTES and len(self._sizes) <= MAX_FILES:
+            return
+        tops: Counter[str] = Counter()
+        for place, size in self._sizes.items():
+            tops[place.partition("/")[0]] += size
+        parts = ", ".join(f"{top} {size / 1e6:,.1f} MB" for top, size in tops.most_common(5))
+        largest = ", ".join(f"{place} {size / 1e6:,.1f} MB" for place, size in self._sizes.most_common(3))
+        raise OptionError(
+            f"the code that workers need takes {total / 1e6:,.1f} MB in {len(self._sizes):,} files ({parts}; the "
+            f"largest: {largest}); {MAX_BYTES / 1e6:,.1f} MB in {MAX_FILES:,} files are allowed. Keep data out "
+            "of packages, or install them where the workers run and give code=None, so that nothing is sent"
+        )
+
+    def _below(self, folder: str, place: str, *, all_files: bool) -> Iterator[tuple[str, str]]:
+        """Files in a directory and below it, with their places."""
+        seen: set[str] = set()
+        waiting = [(folder, place)]
+        while waiting:
+            folder, place = waiting.pop()
+            real = os.path.realpath(folder)
+            if real in seen:  # a link that leads back
+                continue
+            seen.add(real)
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    self._count(folder)
+                    inside = f"{place}/{entry.name}".lstrip("/")
+                    if entry.is_dir():
+                        if _is_wanted_folder(entry.name, all_files=all_files):
+                            waiting.append((entry.path, inside))
+                    elif entry.is_file() and _is_wanted_file(entry.name, all_files=all_files):
+                        yield inside, entry.path
+
+    def _count(self, folder: str) -> None:
+        self._entries += 1
+        if self._entries > _MOST_ENTRIES:
+            raise OptionError(
+                f"the code that workers need lies among more than {_MOST_ENTRIES:,} files, such as those in {folder}; "
+                "keep data out of packages, or install them where the workers run and give code=None"
+            )
+
+
+def _is_wanted_folder(name: str, *, all_files: bool) -> bool:
+    return name != "__pycache__" and (not name.startswith(".") if all_files else name.isidentifier())
+
+
+def _is_wanted_file(name: str, *, all_files: bool) -> bool:
+    return not name.startswith(".") and not name.endswith(".pyc") if all_files else is_importable(name)
+
+
+def _content_of(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise OptionError(
+            f"{path}, which workers need, cannot be read: {error.strerror}; make it readable, or give code=None"
+        ) from error
+
+
+def _place_of(path: str) -> str:
+    """Where an added path lies in a bundle: a package where it is imported from, others as in an entry of sys.path."""
+    inner = path if os.path.isdir(path) else os.path.dirname(path)
+    root = inner
+    while os.path.exists(os.path.join(root, "__init__.py")):
+        root = os.path.dirname(root)
+    if root == inner:
+        above = [os.path.abspath(folder or os.getcwd()) for folder in sys.path]
+        above = [one for one in above if is_own_path(one) and os.path.commonpath([one, path]) == one]
+        root = max(above, key=len, default=os.path.dirname(path))
+    place = os.path.relpath(path, root)
+    return "" if place == "." else place
+
+
+def install_bundle(data: bytes, directory: str | Path) -> Path:
+    """Unpack a bundle into a directory of its own inside of `directory`, and import from there first.
+
+    Nothing is written before all of it was checked. Where it was unpacked before, it is used as it is.
+
+    Raises:
+        MessageError: it is no bundle, or one that is larger than `make_bundle` makes.
+        LifetimeError: this process has imported another module of one of its names.
+        UsageError: others may write into `directory`.
+    """
+    directory = Path(directory)
+    try:
+        contents = _checked(data)
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise MessageError(f"no bundle of code: {error}") from error
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(directory)
+    target = directory / f"code-{hashlib.sha256(data).hexdigest()[:32]}"
+    _check_not_loaded({place.partition("/")[0].partition(".")[0] for place in contents}, target)
+    if not target.exists():
+        _unpack(contents, directory, target)
+    _check_private(target)
+    if str(target) not in sys.path:
+        sys.path.insert(0, str(target))
+    importlib.invalidate_caches()
+    return target
+
+
+def _checked(data: bytes) -> dict[str, bytes]:
+    """The files of an archive, which is checked before any is read. Raises ValueError and what zipfile raises."""
+    if len(data) > MAX_ARCHIVE_BYTES:
+        raise ValueError(f"{len(data):,} bytes; at most {MAX_ARCHIVE_BYTES:,} are allowed")
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = archive.infolist()
+        size = sum(entry.file_size for entry in entries)
+        if len(entries) > MAX_FILES or size > MAX_BYTES:
+            raise ValueError(
+                f"{len(entries):,} files of {size:,} bytes; {MAX_FILES:,} of {MAX_BYTES:,} are allowed"
+            )
+        places = [entry.filename for entry in entries]
+        folders = {str(parent) for place in places for parent in Path(place).parents}
+        if len(set(places)) != len(places) or folders.intersection(places):
+            raise ValueError("two files have one name")
+        for entry in entries:
+            _check_entry(entry)
+        return {entry.filename: archive.read(entry) for entry in entries}
+
+
+def _check_entry(entry: zipfile.ZipInfo) -> None:
+    name = entry.filename
+    parts = name.split("/")
+    longest = max(len(part.encode()) for part in parts)
+    if len(name.encode()) > _LONGEST_NAME or longest > _LONGEST_PART or not name.isprintable():
+        raise ValueError(f"{name[:100]!r} is too long for a file's name, or not printable")
+    if "\\" in name or {"", ".", ".."}.intersection(parts):
+        raise ValueError(f"{name[:100]!r} is no name of a file below its directory")
+    if stat.S_IFMT(entry.external_attr >> 16) not in (0, stat.S_IFREG):
+        raise ValueError(f"{name!r} is no regular file")
+    if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+        raise ValueError(f"{name!r} is compressed")
+
+
+def _check_private(directory: Path) -> None:
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise UsageError(
+            f"{directory} is no directory of this user's that nobody else may write into; code that is to be run "
+            "must not lie there: give another one, of mode 0700"
+        )
+
+
+def _check_not_loaded(tops: set[str], target: Path) -> None:
+    for top in sorted(tops):
+        file = getattr(sys.modules.get(top), "__file__", None)
+        if file is not None and not Path(file).is_relative_to(target):
+            raise LifetimeError(
+                f"the user's module {top!r} cannot be used in this process, which has imported {file} by that name; "
+                "rename the user's, or start a new process"
+            )
+
+
+def _unpack(contents: dict[str, bytes], directory: Path, target: Path) -> None:
+    """Write files beside their place, and rename them: whoever finds the place finds all of them."""
+    beside = Path(tempfile.mkdtemp(prefix=".unpacking-", dir=directory))
+    try:
+        for place, content in contents.items():
+            path = beside / place
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.write_bytes(content)
+        os.rename(beside, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another process was faster
+            raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)

@@ -1,0 +1,146 @@
+"""Whether a member can load what its head loads: compared by versions and modules, before anything is unpickled."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+import re
+import sys
+from collections.abc import Iterable, Mapping
+
+from torch_dpflow._version import __version__
+from torch_dpflow.remote.process.own_modules import find_spec, is_own_path
+from torch_dpflow.remote.process.pickled_names import names_in
+
+#: Distributions that are compared, by the names that they have in `versions_here`.
+_COMPARED = {
+    "torch": "torch",
+    "numpy": "numpy",
+    "cloudpickle": "cloudpickle",
+    "torchvision": "torchvision",
+    "pillow": "Pillow",
+}
+#: With these, equal samples are not always equal to the last bit.
+_OF_SAMPLES = ("torch", "torchvision", "numpy", "pillow")
+#: The least release of torch that setup.cfg allows.
+_LEAST_TORCH = (2, 6)
+_RELEASE = re.compile(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?")
+
+
+def versions_here() -> dict[str, str]:
+    """The versions of Python, of this package and of what samples are made with, as far as they are installed."""
+    found = {"python": platform.python_version(), "torch_dpflow": __version__}
+    for name, distribution in _COMPARED.items():
+        version = _version_of(distribution)
+        if version is not None:
+            found[name] = version
+    return found
+
+
+def unfit(member: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """Why a member with these versions cannot load what is pickled here, and what to do; empty if it can."""
+    for name, parts, reason in (
+        ("torch_dpflow", 2, "they would not understand each other"),
+        ("python", 2, "functions travel as bytecode"),
+        ("numpy", 1, "arrays are pickled by the names of its modules"),
+        ("cloudpickle", 1, "functions are pickled by the names of its own"),
+    ):
+        there, own = member.get(name, ""), here.get(name, "")
+        if own and _release(there)[:parts] != _release(own)[:parts]:
+            text = f"it has {_called(name, there)} and this process {_called(name, own)}; {reason}"
+            return f"{text}. {_remedy(name, own)}"
+    there = member.get("torch", "")
+    if _release(there) < _LEAST_TORCH:
+        least = ".".join(map(str, _LEAST_TORCH))
+        return f"it has {_called('torch', there)}, and {least} is the least. {_remedy('torch', here.get('torch', ''))}"
+    return ""
+
+
+def warnings_of(member: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    """What may make a fit member's samples differ from this process's, for people."""
+    found = []
+    for name in _OF_SAMPLES:
+        there, own = member.get(name), here.get(name)
+        if there is not None and own is not None and _release(there) != _release(own):
+            found.append(
+                f"workers have {_called(name, there)} and this process {_called(name, own)}: samples may differ in "
+                "their last bits"
+            )
+    return found
+
+
+def required_modules(pickled: bytes) -> frozenset[str]:
+    """The modules that unpickling imports and that Python has not itself. Raises MessageError for what is no pickle."""
+    names = names_in(pickled).modules
+    return frozenset(name for name in names if name.partition(".")[0] not in sys.stdlib_module_names)
+
+
+def missing_modules(names: Iterable[str]) -> list[str]:
+    """Those of these modules that cannot be imported here. Imports none of them, and their parents only in doubt."""
+    found: set[str] = set()
+    for name in names:
+        if find_spec(name) is None:
+            found.update(_missing(name))
+    return sorted(found)
+
+
+def missing_text(names: Iterable[str]) -> str:
+    """That members lack these modules, with what to do; to be called where the modules are installed."""
+    distributions = importlib.metadata.packages_distributions()
+    tops = dict.fromkeys(name.partition(".")[0] for name in sorted(set(names)))
+    pinned, own, unknown = [], [], []
+    for top in tops:
+        spec = find_spec(top)
+        if top in distributions:
+            distribution = distributions[top][0]
+            pinned.append(f"'{distribution}=={(_version_of(distribution) or '').partition('+')[0]}'")
+        elif spec is not None and spec.origin is not None and is_own_path(spec.origin):
+            own.append(repr(spec.origin))
+        else:
+            unknown.append(top)
+    advice = [
+        f"install there what this process has: pip install {' '.join(pinned)}" if pinned else "",
+        f"send what is yours with code=[{', '.join(own)}]" if own else "",
+        f"install there what has {', '.join(unknown)}, or send it with code=[...]" if unknown else "",
+    ]
+    return f"modules are missing where workers run: {', '.join(tops)}; {'; '.join(filter(None, advice))}"
+
+
+def _missing(name: str) -> list[str]:
+    """The module, unless its package makes it when it is imported; or what that package lacks itself."""
+    if find_spec(name.partition(".")[0]) is None:
+        return [name]
+    try:
+        return [] if importlib.util.find_spec(name) is not None or name in sys.modules else [name]
+    except ModuleNotFoundError as error:
+        return [error.name or name]
+    except Exception:  # the user's own code, which unpickling will run as well: its error is to be seen there
+        return []
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a release, without what follows them, such as "+cpu"; of anything else none."""
+    found = _RELEASE.match(version)
+    return () if found is None else tuple(int(part) for part in found.groups() if part is not None)
+
+
+def _called(name: str, version: str) -> str:
+    shown = "Python" if name == "python" else name
+    if not version:
+        return f"no {shown}"
+    return f"{shown} {version[:40] if version.isprintable() else ascii(version[:40])}"
+
+
+def _remedy(name: str, version: str) -> str:
+    if name == "python":
+        return f"Run workers with Python {'.'.join(version.split('.')[:2])}, or this process with theirs"
+    release = version.partition("+")[0]  # builds such as "+cpu" are on indexes of their own
+    return f"Where workers run: pip install '{name}=={release}' (or build their image anew with it)"

@@ -1,0 +1,166 @@
+"""Finds modules, and tells the user's own from those that are installed, without importing any."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ModuleSpec, PathFinder
+from typing import NamedTuple
+
+#: Directories that pip and distributions install into.
+_INSTALLED = {"site-packages", "dist-packages"}
+#: This package. A member has imported its own when code arrives, so it is compared by version and never sent, from
+#: wherever it was imported here: an editable install is an install.
+_THIS = __name__.partition(".")[0]
+#: What can be imported; bytecode comes from sources.
+_SUFFIXES = (*SOURCE_SUFFIXES, *EXTENSION_SUFFIXES)
+#: Statements that import, also inside functions. Finds some in texts too, which costs a file that nobody needs.
+_IMPORTS = re.compile(
+    rb"(?:^|[;:])[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]*(\([^)]*\)|[^\n;#]*)|import[ \t]+([\w.,\\ \t]+))",
+    re.MULTILINE,
+)
+
+
+class OwnModule(NamedTuple):
+    """A package of the user's, with all that lies below it, or a module that is in no package but namespaces."""
+
+    #: Dotted.
+    name: str
+    #: Directories of a package, the first first; the file of a module.
+    paths: tuple[str, ...]
+    is_package: bool
+
+
+def find_spec(name: str) -> ModuleSpec | None:
+    """Where a module is imported from; None if there is none. Unlike importlib's, it imports no parent."""
+    found, places = None, None
+    for prefix in _prefixes(name):
+        if found is not None and places is None:  # a module that is no package
+            return None
+        loaded = sys.modules.get(prefix)
+        found = getattr(loaded, "__spec__", None) or _search(prefix, places)
+        if found is None:
+            return None
+        inside = getattr(loaded, "__path__", None) or found.submodule_search_locations
+        places = None if inside is None else list(inside)
+    return found
+
+
+def own_module(name: str) -> OwnModule | None:
+    """The user's own package or module that has to be there for `name`; None: it is installed, or not to be found.
+
+    His own is what lies neither in site-packages nor in the standard library: beside the script, below PYTHONPATH, or
+    where an editable install points to.
+    """
+    for prefix in _prefixes(name):
+        spec = find_spec(prefix)
+        if spec is None or prefix == _THIS:
+            return None
+        if spec.has_location and spec.origin is not None:
+            inside = getattr(sys.modules.get(prefix), "__path__", None) or spec.submodule_search_locations
+            places = tuple(place for place in inside or (spec.origin,) if is_own_path(place))
+            return OwnModule(prefix, places, inside is not None) if is_own_path(spec.origin) else None
+        if spec.submodule_search_locations is None:  # it is part of the interpreter
+            return None
+    return None
+
+
+def is_namespace(name: str) -> bool:
+    """Whether this is a package without code of its own, whose parts may lie in many places."""
+    spec = find_spec(name)
+    return spec is not None and not spec.has_location and spec.submodule_search_locations is not None
+
+
+def is_own_path(file: str) -> bool:
+    """Whether what lies there is the user's own."""
+    real = os.path.realpath(file)
+    installed = _INSTALLED.intersection(real.split(os.sep)) or _INSTALLED.intersection(file.split(os.sep))
+    return not installed and not real.startswith(_standard_library())
+
+
+def is_importable(file: str) -> bool:
+    """Whether a file of this name can be imported by it; what is only bytecode is not sent."""
+    return file.endswith(_SUFFIXES) and file.partition(".")[0].isidentifier()
+
+
+def imports_of(source: bytes, package: str) -> Iterator[str]:
+    """The dotted names that a module's source may import, at its top or inside functions.
+
+    package: what the module is in, dotted.
+    """
+    for start, names, modules in _IMPORTS.findall(source):
+        for module in modules.replace(b"\\", b"").split(b","):
+            yield from [word.decode(errors="replace") for word in module.split()[:1]]
+        base = _absolute(start.decode(errors="replace"), package)
+        if base:
+            yield base
+            yield from (f"{base}.{one.decode(errors='replace')}" for one in re.findall(rb"\w+", names))
+
+
+def own_names(names: Iterable[str]) -> set[str]:
+    """Those of these names, which stand in code and may mean anything, that may be modules of the user's."""
+    tops = _own_tops()
+    return {name for name in names if name.partition(".")[0] in tops}
+
+
+def _absolute(name: str, package: str) -> str:
+    """What a name with leading dots means inside of a package; empty where it means nothing."""
+    level = len(name) - len(name.lstrip("."))
+    if not level:
+        return name
+    outer = package.split(".")
+    within = outer[: len(outer) - level + 1]
+    return ".".join([*within, name[level:]]).rstrip(".") if all(within) else ""
+
+
+def _own_tops() -> set[str]:
+    """Names of modules that lie where the user's own code is imported from, and of those of his that are loaded."""
+    found = {
+        name for name, module in list(sys.modules.items()) if "." not in name and _fileis_own_path(module)
+    }
+    for folder in sys.path:
+        folder = folder or os.getcwd()
+        if is_own_path(os.path.join(folder, "_")) and os.path.isdir(folder):
+            found.update(_modules_in(folder))
+    return found - {_THIS}
+
+
+def _modules_in(folder: str) -> Iterator[str]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if is_importable(entry.name):
+                yield entry.name.partition(".")[0]
+            elif entry.name.isidentifier() and os.path.exists(os.path.join(entry.path, "__init__.py")):
+                yield entry.name
+
+
+def _fileis_own_path(module: object) -> bool:
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and is_own_path(file)
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+
+
+def _search(name: str, places: list[str] | None) -> ModuleSpec | None:
+    if places is not None:
+        # By its last part: for the whole name of a namespace Python looks at its parents, which are not imported.
+        return PathFinder.find_spec(name.rpartition(".")[2], places)
+    for finder in sys.meta_path:
+        search = getattr(finder, "find_spec", None)
+        spec: ModuleSpec | None = None if search is None else search(name, None)
+        if spec is not None:
+            return spec
+    return None
+
+
+@lru_cache(maxsize=1)
+def _standard_library() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return tuple({os.path.realpath(paths[name]) + os.sep for name in ("stdlib", "platstdlib")})
