@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 from tests import huge_pages
 from tests.holdings import Holdings
 from tests.shared_cluster import PATIENCE_S, TestCluster
+from torch_dpflow.testing import hosts
 
 #: How long a test's threads, processes and files may take to go after its end; seconds.
 GRACE_S = 10.0
@@ -86,6 +87,24 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     huge_pages.collapse()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("hosts") and (why := hosts.missing()):
+        pytest.skip(_NO_HOSTS + why)
+
+
+_NO_HOSTS = "no hosts: "
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    reasons = [text.partition(_NO_HOSTS)[2].rstrip("')") for text in skipped if _NO_HOSTS in text]
+    if reasons:
+        terminalreporter.write_line(
+            f"NOT RUN: {len(reasons)} tests of workers on other hosts: {reasons[0]}", yellow=True
+        )
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,30 +9,37 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.chaos_jobs import ChaosJob, Nursery
-from tests.chaos.namespaces import Namespace, namespace_or_skip
 from tests.shared_cluster import TestCluster, wait
+from torch_dpflow.testing.hosts import Host, Hosts
+
+pytestmark = pytest.mark.hosts
 
 
 @pytest.fixture(scope="module")
-def elsewhere() -> Iterator[Namespace]:
-    """Another host."""
-    namespace = namespace_or_skip(subnet=77)
-    yield namespace
-    namespace.remove()
+def hosts() -> Iterator[Hosts]:
+    """This host, as another one sees it."""
+    with Hosts(1) as hosts:
+        yield hosts
 
 
 @pytest.fixture(scope="module")
-def cluster(elsewhere: Namespace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
+def elsewhere(hosts: Hosts) -> Host:
+    """The other one."""
+    return hosts[0]
+
+
+@pytest.fixture(scope="module")
+def cluster(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
     """A cluster that listens on the link."""
-    started = TestCluster.start_over_tcp(tmp_path_factory.mktemp("c"), elsewhere.address)
+    started = TestCluster.start_over_tcp(tmp_path_factory.mktemp("c"), hosts.address)
     yield started
     started.stop()
 
 
 @pytest.fixture(scope="module")
-def nursery(elsewhere: Namespace) -> Iterator[Nursery]:
+def nursery(elsewhere: Host) -> Iterator[Nursery]:
     """What jobs are forked of, on the other host."""
-    started = Nursery(*elsewhere.prefix)
+    started = Nursery(*elsewhere.network_prefix)
     yield started
     started.close()
 
@@ -66,7 +72,7 @@ def finish(jobs: list[ChaosJob], folder: Path) -> None:
         assert job.finish() >= 2
 
 
-def cut_for(elsewhere: Namespace, jobs: list[ChaosJob], seconds: float) -> None:
+def cut_for(elsewhere: Host, jobs: list[ChaosJob], seconds: float) -> None:
     """Cut the link, bring it up again, and wait until all jobs go on."""
     elsewhere.cut()
     try:
@@ -81,7 +87,7 @@ def cut_for(elsewhere: Namespace, jobs: list[ChaosJob], seconds: float) -> None:
 
 
 def test_jobs_go_on_after_a_short_cut(
-    elsewhere: Namespace, nursery: Nursery, cluster: TestCluster, tmp_path: Path
+    elsewhere: Host, nursery: Nursery, cluster: TestCluster, tmp_path: Path
 ) -> None:
     jobs = begin(nursery, cluster, tmp_path, False, True)
     cut_for(elsewhere, jobs, 1.0)
@@ -91,7 +97,7 @@ def test_jobs_go_on_after_a_short_cut(
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [5.0, 20.0, 45.0])
 def test_jobs_go_on_after_cuts_longer_than_every_lease(
-    elsewhere: Namespace, nursery: Nursery, cluster: TestCluster, tmp_path: Path, seconds: float
+    elsewhere: Host, nursery: Nursery, cluster: TestCluster, tmp_path: Path, seconds: float
 ) -> None:
     jobs = begin(nursery, cluster, tmp_path, False, True, False)
     cut_for(elsewhere, jobs, seconds)
@@ -100,7 +106,7 @@ def test_jobs_go_on_after_cuts_longer_than_every_lease(
 
 @pytest.mark.slow
 def test_a_link_that_comes_and_goes(
-    elsewhere: Namespace, nursery: Nursery, cluster: TestCluster, tmp_path: Path
+    elsewhere: Host, nursery: Nursery, cluster: TestCluster, tmp_path: Path
 ) -> None:
     jobs = begin(nursery, cluster, tmp_path, False, True)
     for _ in range(5):
@@ -109,14 +115,10 @@ def test_a_link_that_comes_and_goes(
 
 
 @pytest.mark.slow
-def test_packets_that_are_late_or_lost(
-    elsewhere: Namespace, nursery: Nursery, cluster: TestCluster, tmp_path: Path
-) -> None:
-    try:
-        elsewhere.disturb("delay", "40ms", "20ms", "loss", "2%")
-    except (FileNotFoundError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"tc cannot disturb a link here: {getattr(error, 'stderr', error)}")
-    try:
+def test_packets_that_are_late_or_lost(tmp_path: Path) -> None:
+    with Hosts(1, rtt_s=0.04, loss=0.02) as hosts:
+        cluster = TestCluster.start_over_tcp(tmp_path, hosts.address)
+        nursery = Nursery(*hosts[0].network_prefix)
         finish(begin(nursery, cluster, tmp_path, False, True), tmp_path)
-    finally:
-        elsewhere.disturb("delay", "0ms")
+        nursery.close()
+        cluster.stop()
