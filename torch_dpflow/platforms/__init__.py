@@ -6,7 +6,8 @@ from torch_dpflow.lazy import lazy_names
 
 if TYPE_CHECKING:
     from torch_dpflow.platforms.processes import Processes
+    from torch_dpflow.platforms.ray import Ray
 
-__all__ = ["Processes"]
+__all__ = ["Processes", "Ray"]
 
-__getattr__, __dir__ = lazy_names(__name__, {"processes": ["Processes"]})
+__getattr__, __dir__ = lazy_names(__name__, {"processes": ["Processes"], "ray": ["Ray"]})

@@ -11,6 +11,7 @@ from torch_dpflow.platforms.members import PlatformSpec
 #: By name, the module and its class, which has a default for every setting.
 _KNOWN = {
     "processes": ("torch_dpflow.platforms.processes", "Processes"),
+    "ray": ("torch_dpflow.platforms.ray", "Ray"),
 }
 
 

@@ -1,0 +1,273 @@
+"""Members as actors of a Ray cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_dpflow.byte_sizes import parse_bytes
+from torch_dpflow.checks import check_fields, check_number, check_seconds, check_type
+from torch_dpflow.errors import AnswerLostError, OptionError, PlatformError, QuotaError, UnavailableError
+from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End, Limits
+from torch_dpflow.platforms.calls import Calls
+from torch_dpflow.platforms.members import Fate, Finding, MemberPlatform, Ref
+from torch_dpflow.platforms.names import MemberName
+from torch_dpflow.platforms.processes import MODULE
+from torch_dpflow.platforms.ray_cluster import Room, amount, connect, failure, nodes_of, refuse_client
+from torch_dpflow.platforms.ray_member import MemberActor
+
+#: Ray's namespace of all members: a name is unique in it, whoever starts them.
+NAMESPACE = "dpflow"
+#: Ray's unit of a fractional resource.
+LEAST_SHARE = 0.0001
+#: How long a start may take beyond the wait for room, seconds.
+START_S = 40.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ray:
+    """`platform="ray"`: workers as actors of the Ray cluster that this process is in, or that `RAY_ADDRESS` names.
+
+    An actor leaves the placement group of the task or actor that starts it, as of a trial of Ray Tune, so the cluster
+    needs room beside it. It ends with the process that has started it.
+
+    Args:
+        cpus: of each actor; fractions are allowed.
+        memory: that Ray is to keep for each actor, as "2GiB"; empty: none is kept.
+        resources: of each actor, of the cluster's own kinds.
+        address: of the cluster, as "10.0.0.5:6379"; empty: of this process's, else `RAY_ADDRESS`, else of this host's.
+        runtime_env: Ray's, of each actor. With "working_dir" or "py_modules" the user's modules are not sent besides.
+        wait_s: how long an actor waits for room in the cluster before it counts as refused, seconds. To be raised where
+            an autoscaler adds nodes, which it does for actors that wait.
+
+    Raises:
+        OptionError: a value is out of range, or the address is one of Ray Client (`ray://`).
+        OptionTypeError: a value is of another type.
+    """
+
+    cpus: float = 1.0
+    memory: str = ""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    address: str = ""
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    wait_s: float = 20.0
+
+    name = "ray"
+
+    def __post_init__(self) -> None:
+        check_fields(self, check_number, "cpus", minimum=LEAST_SHARE, unit="a number of CPUs")
+        check_fields(self, check_seconds, "wait_s", zero=True)
+        for text in ("memory", "address"):
+            check_type(text, getattr(self, text), str, "text")
+        for table in ("resources", "runtime_env"):
+            check_type(table, getattr(self, table), Mapping, "a dict")
+        if self.memory:
+            parse_bytes("memory", self.memory)
+        for kind, share in self.resources.items():
+            check_number(f"resources[{kind!r}]", share, minimum=LEAST_SHARE)
+            if kind in ("CPU", "GPU", "memory"):
+                raise OptionError(
+                    f"resources has {kind!r}, and takes the cluster's own kinds: give cpus or memory"
+                )
+        refuse_client(self.address)
+
+    @property
+    def sends_code(self) -> bool:
+        return not {"working_dir", "py_modules"} & self.runtime_env.keys()
+
+    def open(self) -> MemberPlatform:
+        return Calls(RayAdapter(self), deadline_s=self.wait_s + START_S)
+
+    def listen_at(self) -> str:
+        return f"tcp://{connect(self.address).util.get_node_ip_address()}:0"
+
+    def check_listen(self, address: str) -> None:
+        host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        if not address.startswith("tcp://"):
+            raise OptionError(f"listen={address!r}: members call over tcp, as at tcp://10.0.0.5:0")
+        if host.startswith("127.") or host in ("localhost", "::1"):
+            ray = connect(self.address)
+            mine = ray.util.get_node_ip_address()
+            others = {str(node["NodeManagerAddress"]) for node in nodes_of(ray)} - {mine}
+            if others:
+                raise OptionError(
+                    f"listen={address!r} cannot be reached from other nodes of the Ray cluster, as {min(others)}: give "
+                    f"an address of this host, as tcp://{mine}:0"
+                )
+
+
+class RayAdapter:
+    """The control plane of a Ray cluster.
+
+    Args:
+        settings: of the actors and the cluster.
+        module: what members run, by its `run(order)`.
+        detached: whether actors outlive the process that starts them.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        OptionError: this process is a Ray client, or is in another cluster.
+        PlatformError: the cluster cannot be reached, or refuses.
+    """
+
+    limits = Limits(
+        shares_memory=False,
+        accepts_connections=False,
+        longest_life_s=None,
+        # Every start that waits for room is a call, and shows an autoscaler how much is missing.
+        calls_at_once=64,
+        start_timeout_s=(30.0, 300.0),
+    )
+
+    def __init__(self, settings: Ray, *, module: str = MODULE, detached: bool = False) -> None:
+        self._ray = connect(settings.address)
+        self._wait_s = settings.wait_s
+        self._module = module
+        memory = {"memory": float(parse_bytes("memory", settings.memory))} if settings.memory else {}
+        self._needs = {"CPU": settings.cpus, **settings.resources, **memory}
+        self._room = Room(self._ray, self._needs)
+        self._options: dict[str, Any] = {
+            "namespace": NAMESPACE,
+            "lifetime": "detached" if detached else "non_detached",
+            "max_restarts": 0,
+            "num_cpus": settings.cpus,
+            "resources": dict(settings.resources),
+            "runtime_env": dict(settings.runtime_env) or None,
+            # Out of the placement group of this task or actor, whose room is the trial's own.
+            "scheduling_strategy": self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                None
+            ),
+            **memory,
+        }
+        self._class = self._ray.remote(MemberActor)
+        #: The actors that were started here, which live as long as their handles, and the answers of their `run`.
+        self._started: dict[str, tuple[Any, Any]] = {}
+        #: Those that were seen to run.
+        self._running: set[str] = set()
+        #: How many members the largest fleet has wanted, and until when its lack of room is taken for known.
+        self._wanted = 0
+        self._full_until = 0.0
+
+    def check(self) -> Sequence[Finding]:
+        total, fitting = self._ray.cluster_resources(), self._room.fitting()
+        has = ", ".join(amount(kind, total.get(kind, 0.0)) for kind in self._needs)
+        where = self._ray.get_runtime_context().gcs_address
+        return [
+            Finding(True, f"Ray {self._ray.__version__} at {where} answers"),
+            Finding(
+                fitting > 0, f"{len(nodes_of(self._ray))} nodes have {has}: room for {fitting} workers in all"
+            ),
+        ]
+
+    def start(self, name: str, order: bytes, *, deadline_s: float) -> Ref:
+        if name in self._started:
+            return name
+        self._wanted = max(self._wanted, MemberName.parse(name).number + 1)
+        if time.monotonic() < self._full_until and (kind := self._room.lacking()):
+            raise self._full(name, kind)
+        actor = self._create(name)
+        if actor is not None:
+            ready = actor.ready.remote()
+            # Not as an argument of its class, which the cluster's store would keep: the order has a key.
+            self._started[name] = actor, actor.run.remote(self._module, order)
+            self._await_place(name, ready, min(self._wait_s, deadline_s))
+        return name
+
+    def look(self, members: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
+        runs = {one[1]: name for name in members if (one := self._started.get(name))}
+        ended = self._ray.wait([*runs], num_returns=len(runs), timeout=0)[0] if runs else []
+        fates = {name: Fate() for name in runs.values()}
+        fates |= {runs[run]: Fate(end=self._end_of(runs[run], run)) for run in ended}
+        if strangers := members.keys() - fates.keys():
+            fates |= {name: Fate() for name in self.list("") if name in strangers}
+        return fates
+
+    def stop(self, name: str, ref: Ref | None) -> None:
+        self._running.discard(name)
+        with _translated(f"{name} cannot be stopped"), suppress(ValueError):  # there is none of this name
+            self._ray.kill(self._ray.get_actor(name, namespace=NAMESPACE))
+
+    def list(self, prefix: str) -> Mapping[str, Ref]:
+        with _translated("members cannot be listed"):
+            actors = self._ray.util.list_named_actors(all_namespaces=True)
+        names = [one["name"] for one in actors if one["namespace"] == NAMESPACE]
+        return {name: name for name in names if name.startswith(prefix)}
+
+    def close(self) -> None:
+        """Nothing: the connection is the process's, which may use Ray for more."""
+
+    def _create(self, name: str) -> Any:
+        """The handle of a new actor of this name, which has no order yet; None if another has started it before."""
+        from_ray = self._ray.exceptions
+        try:
+            return self._class.options(name=name, **self._options).remote()
+        except from_ray.ActorAlreadyExistsError:
+            return None
+        except Exception as error:
+            lost = failure(f"{name} cannot be started", error)
+            if not isinstance(lost, AnswerLostError):
+                raise lost from error
+            return self._find(name, lost)
+
+    def _find(self, name: str, lost: PlatformError) -> Any:
+        """The actor whose creation was not answered; raises UnavailableError if there is none."""
+        try:
+            return self._ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:
+            raise UnavailableError(str(lost)) from lost
+        except Exception:
+            raise lost from None
+
+    def _await_place(self, name: str, ready: Any, wait_s: float) -> None:
+        """Wait until an actor runs. Raises PlatformError, after ending it, if it has failed or there is no room."""
+        if self._ray.wait([ready], timeout=wait_s)[0]:
+            try:
+                self._ray.get(ready)
+                self._running.add(name)
+                return
+            except Exception as error:
+                refusal = failure(f"{name} cannot be started", error)
+        elif kind := self._room.lacking():
+            refusal = self._full(name, kind)
+            self._full_until = time.monotonic() + self._wait_s
+        else:
+            return  # there is room, so it is being prepared
+        self.stop(name, None)
+        self._started.pop(name, None)
+        raise refusal
+
+    def _full(self, name: str, kind: str) -> QuotaError:
+        return QuotaError(
+            f"{name} has no room in Ray: {self._room.explain(kind, len(self._running), self._wanted)}"
+        )
+
+    def _end_of(self, name: str, run: Any) -> End:
+        """How a member has ended whose `run` has, and be rid of its actor."""
+        try:
+            pid, code, words = self._ray.get(run)
+        except Exception as error:
+            end = End(report=str(error).strip()[-MAX_REPORT_CHARS:], place="its actor")
+        else:
+            is_signal = code < 0
+            end = End(
+                code=None if is_signal else code,
+                signal=-code if is_signal else None,
+                report=words,
+                place=f"pid {pid}",
+            )
+        with suppress(PlatformError):
+            self.stop(name, None)  # it ends by itself a little later, and keeps the name until then
+        self._started.pop(name, None)
+        return end
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """Raise errors of Ray's as ours."""
+    try:
+        yield
+    except Exception as error:
+        raise failure(what, error) from error

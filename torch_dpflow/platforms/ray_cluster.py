@@ -1,0 +1,157 @@
+"""A connection to a Ray cluster, and what it has room for: the only module that imports ray, when one is wanted."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch_dpflow.errors import (
+    AnswerLostError,
+    DeniedError,
+    MissingExtraError,
+    OptionError,
+    PlatformError,
+    RejectedError,
+    UnavailableError,
+)
+
+_CLIENT = "ray://"
+_NO_CLIENT = (
+    "Ray Client (ray://) is not supported: its process is outside the cluster's network, where workers cannot call it; "
+    "run the script on a node of the cluster, as with `ray job submit`"
+)
+_TOLERANCE = 1e-6
+
+
+def refuse_client(address: str) -> None:
+    """Raise OptionError for an address of Ray Client."""
+    if address.startswith(_CLIENT):
+        raise OptionError(f"address={address!r}: {_NO_CLIENT}")
+
+
+def connect(address: str) -> Any:
+    """The module `ray`, connected: as this process is already, else to this address, `RAY_ADDRESS`, or this host's.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        OptionError: this process is a Ray client, or in another cluster than this address's.
+        PlatformError: there is no cluster, or it refuses.
+    """
+    try:
+        import ray
+        from ray.util import client, scheduling_strategies  # noqa: F401  (the latter is used through `ray`)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            "platform='ray' needs Ray; install it with: pip install 'torch_dpflow[ray]'"
+        ) from error
+    if client.ray.is_connected():
+        raise OptionError(f"this process is connected by ray://: {_NO_CLIENT}")
+    if ray.is_initialized():
+        connected = ray.get_runtime_context().gcs_address
+        if address not in ("", "auto", "local", connected):
+            raise OptionError(
+                f"address={address!r}, and this process is in the Ray cluster at {connected!r}: give no address, or "
+                "call ray.shutdown() before"
+            )
+        return ray
+    wanted = address or os.environ.get("RAY_ADDRESS", "")
+    refuse_client(wanted)
+    try:
+        ray.init(address=wanted or "auto", logging_level=logging.WARNING)
+    except ConnectionError as error:
+        where = f"at {wanted!r}" if wanted else "on this host"
+        raise UnavailableError(
+            f"no Ray cluster answers {where}: start one with `ray start --head`, name one by RAY_ADDRESS, or call "
+            f"ray.init() before ({_line_of(error)})"
+        ) from error
+    except (RuntimeError, ValueError) as error:  # other versions, or no address
+        raise failure(f"the Ray cluster {wanted or 'of this host'} cannot be used", error) from error
+    return ray
+
+
+def failure(what: str, error: Exception) -> PlatformError:
+    """An error of Ray's as one of ours. One that is of none of the kinds leaves open whether anything was done."""
+    from ray import exceptions
+
+    text = f"{what}: {_line_of(error)}"
+    if isinstance(error, exceptions.AuthenticationError):
+        return DeniedError(f"{text}; see RAY_AUTH_MODE and ~/.ray/auth_token")
+    if isinstance(error, exceptions.RuntimeEnvSetupError | ValueError | TypeError | RuntimeError):
+        return RejectedError(text)
+    if isinstance(error, exceptions.RayActorError):
+        if "No module named 'torch_dpflow'" in str(error):
+            return RejectedError(
+                f"{what}: the cluster's nodes have no torch_dpflow; install it there, or give "
+                "Ray(runtime_env={'pip': ['torch_dpflow']})"
+            )
+        return UnavailableError(text)
+    return AnswerLostError(text)
+
+
+def nodes_of(ray: Any) -> list[Mapping[str, Any]]:
+    """The nodes of the cluster that live, as Ray describes them."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+class Room:
+    """What actors need, and what the cluster has of it.
+
+    Args:
+        needs: of one actor, by Ray's names of resources.
+    """
+
+    def __init__(self, ray: Any, needs: Mapping[str, float]) -> None:
+        self._ray = ray
+        self._needs = dict(needs)
+
+    def fitting(self) -> int:
+        """How many actors the nodes could hold if they held nothing else."""
+        return sum(
+            min(
+                int(node["Resources"].get(kind, 0.0) / need + _TOLERANCE)
+                for kind, need in self._needs.items()
+            )
+            for node in nodes_of(self._ray)
+        )
+
+    def lacking(self) -> str:
+        """The resource of which the cluster has too little left for another actor; empty if there is none."""
+        free = self._ray.available_resources()
+        return next(
+            (kind for kind, need in self._needs.items() if free.get(kind, 0.0) < need - _TOLERANCE), ""
+        )
+
+    def explain(self, kind: str, running: int, wanted: int) -> str:
+        """Why there is no room for all of so many actors, and what to do, for people."""
+        total, free = (
+            self._ray.cluster_resources().get(kind, 0.0),
+            self._ray.available_resources().get(kind, 0.0),
+        )
+        need = self._needs[kind]
+        has = f"{amount(kind, total)}, {amount(kind, free)} of them free"
+        text = f"{running} of {wanted} actors run; the cluster has {has}"
+        if kind != "CPU":
+            return f"{text}, and each takes {amount(kind, need)}: give less of it, or add nodes"
+        share = int((free + running * need) / wanted * 100) / 100
+        advice = f"cpus={share:g} or more nodes" if 0 < share < need else "add nodes"
+        return f"{text}, and each takes {need:g}: {advice}"
+
+
+def amount(kind: str, quantity: float) -> str:
+    """A quantity of a resource, for people."""
+    if kind == "memory":
+        return f"{quantity / 2**30:.3g} GiB of memory"
+    return f"{quantity:g} CPUs" if kind == "CPU" else f"{quantity:g} of {kind!r}"
+
+
+def _line_of(error: Exception) -> str:
+    """What an error says, on one line, without a traceback of another process."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    is_traceback = any(line.startswith("Traceback") for line in lines)
+    return (
+        f"{type(error).__name__}: {lines[-1] if is_traceback else ' '.join(lines)[:600]}"
+        if lines
+        else repr(error)
+    )
