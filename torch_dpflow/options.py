@@ -39,6 +39,8 @@ class LoaderOptions:
             killed it. torch's `timeout` is something else: how long the training loop waits for its next batch.
         shared_memory: bytes of shared memory that each worker may fill; 0 sends every batch through the socket;
             None allows a quarter of the machine's memory, divided among the workers.
+        listen: with `platform=`, where to listen for workers: "tcp://HOST:PORT", port 0 for a free one. They have to
+            reach it. None: an address of this host that the platform suggests.
 
     Raises:
         OptionError: a value is out of range.
@@ -52,12 +54,15 @@ class LoaderOptions:
     poison_limit: int = 3
     task_timeout_s: float | None = None
     shared_memory: int | None = None
+    listen: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, check_int, "read_threads", "poison_limit", minimum=1)
         check_fields(self, check_int, "restart_limit", minimum=0)
         check_fields(self, check_seconds, "task_timeout_s", optional=True)
         check_fields(self, check_int, "shared_memory", minimum=0, optional=True)
+        if self.listen is not None and not str(self.listen).startswith("tcp://"):
+            raise OptionError(f"listen={self.listen!r}: give tcp://HOST:PORT, or None")
         if self.seeding not in get_args(Seeding):
             raise OptionError(f"seeding={self.seeding!r} is not one of {get_args(Seeding)}")
         check_fields(self, check_number, "window_growth", minimum=1, maximum=MOST_GROWTH)

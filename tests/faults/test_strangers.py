@@ -52,7 +52,7 @@ def test_strangers_at_the_socket_are_not_heard(OurLoader: Any) -> None:
     loader = OurLoader(Indices(SIZE), batch_size=2, num_workers=2)
     iterator = iter(loader)
     seen = next(iterator).tolist()
-    path = os.path.join(iterator._shard._directory.path, "shard")
+    path = os.path.join(iterator._shard.processes.directory.path, "shard")
     for identity, frames in said_by_strangers():
         say(path, identity, frames)
         seen += next(iterator).tolist()
@@ -74,7 +74,7 @@ def test_a_worker_that_was_replaced_is_told_so_and_ends(OurLoader: Any) -> None:
         worker=0,
         incarnation=9,
         address=shard._listener.address,
-        directory=shard._directory.path,
+        directory=shard.processes.directory.path,
     )
     platform = LocalPlatform(multiprocessing.get_context("fork"))
     report_file = exit_report_path(worker_spec)

@@ -19,7 +19,7 @@ import pytest
 from tests.shared_cluster import wait
 from tests.workers import has_ended
 from torch_dpflow.errors import DescriptorLimitError, OptionError
-from torch_dpflow.loader.private_shard import PrivateShard
+from torch_dpflow.loader.worker_processes import WorkerProcesses
 from torch_dpflow.platforms.base import Limits, Platform, ProcessSpec
 from torch_dpflow.platforms.fork_server import ForkServerPlatform, local_platform
 from torch_dpflow.platforms.local import LocalPlatform
@@ -59,10 +59,8 @@ class Unreachable(LocalPlatform):
 
 
 def private_shard(platform: Platform) -> None:
-    order: Any = None
-    PrivateShard(
-        platform, order, workers=1, order=order, streams=[], poison_limit=3, task_timeout_s=None, pin=None
-    )
+    spec: Any = None
+    WorkerProcesses(platform, spec, 1)
 
 
 def node(platform: Platform) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 _ACCELERATE = "accelerate.data_loader"
 #: The arguments that torch's loader does not have.
-_OURS = ("options", "flow", "address", "job")
+_OURS = ("options", "flow", "address", "job", "platform")
 
 
 def keep_class_under_accelerate(ours: type[Any]) -> None:

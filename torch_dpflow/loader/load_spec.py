@@ -10,11 +10,8 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 from torch_dpflow.epoch.own_state import has_state
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.remote.shm.headroom import of_machine
-from torch_dpflow.remote.worker.batches import LoadSpec
+from torch_dpflow.remote.worker.batches import SHARED_FRACTION, LoadSpec
 from torch_dpflow.torch_private import DatasetKind, sharding_worker_init_fn
-
-#: All workers of a loader together may share this part of the machine's memory with it: a quarter.
-SHARED_FRACTION = 4
 
 
 def load_spec(iterator: Any, loader: Any, options: LoaderOptions, *, own_stream: bool) -> LoadSpec:
@@ -25,7 +22,7 @@ def load_spec(iterator: Any, loader: Any, options: LoaderOptions, *, own_stream:
             sharding_worker_init_fn, worker_init_fn, iterator._world_size, iterator._rank
         )
     shared_memory = options.shared_memory
-    if shared_memory is None:
+    if shared_memory is None and loader.platform is None:
         shared_memory = of_machine("MemTotal") // SHARED_FRACTION // iterator._num_workers
     return LoadSpec(
         dataset=iterator._dataset,

@@ -18,6 +18,7 @@ from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.loader.accelerate_support import keep_class_under_accelerate
 from torch_dpflow.loader.inline_iterator import SingleProcessIterator
 from torch_dpflow.loader.loader_arguments import check_types, has_processes
+from torch_dpflow.loader.remote_start import check_platform
 from torch_dpflow.loader.runtime import LoaderRuntime
 from torch_dpflow.loader.worker_iterator import WorkerIterator
 from torch_dpflow.metrics import LoaderStats
@@ -25,6 +26,9 @@ from torch_dpflow.options import LoaderOptions
 
 if TYPE_CHECKING:
     from torch_dpflow.remote.job.options import JobOptions
+
+if TYPE_CHECKING:
+    from torch_dpflow.platforms.members import PlatformSpec
 
 T = TypeVar("T", covariant=True)
 
@@ -54,6 +58,8 @@ class DPFlowDataLoader(DataLoader[T]):
         address: of the cluster that the flow lives in: a connection file, or "auto" for the one that DPFLOW_ADDRESS
             names or that runs on this machine. None: "auto".
         job: what this job asks of the flow, a `JobOptions`; None for its defaults.
+        platform: where workers run, if not on this host: "processes", or an object of `torch_dpflow.platforms` with
+            settings of its own.
 
     The others are torch's; see its documentation.
 
@@ -87,12 +93,14 @@ class DPFlowDataLoader(DataLoader[T]):
         flow: str | None = None,
         address: str | None = None,
         job: JobOptions | None = None,
+        platform: str | PlatformSpec | None = None,
     ) -> None:
         if options is not None and not isinstance(options, LoaderOptions):
             raise OptionTypeError(
                 f"options={options!r} is a {type(options).__name__}; give a torch_dpflow.LoaderOptions or None"
             )
-        self.flow = flow  # before torch's constructor, which warns about too many workers
+        self.flow = flow  # both before torch's constructor, which warns about too many workers
+        self.platform = platform
         super().__init__(
             dataset,
             batch_size,
@@ -119,6 +127,8 @@ class DPFlowDataLoader(DataLoader[T]):
         self.job = job
         self._runtime = LoaderRuntime()
         self._check_sharing()
+        if platform is not None:
+            check_platform(self)
 
     def __iter__(self) -> Any:
         if self.flow is not None:
@@ -140,8 +150,8 @@ class DPFlowDataLoader(DataLoader[T]):
         return WorkerIterator(self)
 
     def check_worker_number_rationality(self) -> None:
-        """torch's warning about more workers than processors; a flow's are not this process's."""
-        if self.flow is None:
+        """torch's warning about more workers than processors; a flow's and a platform's are not this machine's."""
+        if self.flow is None and self.platform is None:
             super().check_worker_number_rationality()
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,24 +17,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch_dpflow import descriptors
-from torch_dpflow.directory import PrivateDirectory
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.errors import DescriptorLimitError, LifetimeError, MessageError
 from torch_dpflow.loader.shard_events import Arrived, Broken, Died, Event, Poisoned, Started, Starved, Totals
-from torch_dpflow.loader.worker_processes import WorkerProcesses, require_descriptors
-from torch_dpflow.platforms.base import Handle, Platform, require_same_host
+from torch_dpflow.platforms.base import Handle
 from torch_dpflow.remote.parcel.codec import decode
 from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow.remote.scheduler.machine import Scheduler
 from torch_dpflow.remote.shard.engine import Shard
 from torch_dpflow.remote.shm.arena import ArenaReader
 from torch_dpflow.remote.shm.running_task import RunningTaskReader
-from torch_dpflow.remote.transport import listen
+from torch_dpflow.remote.transport import Listener
 from torch_dpflow.remote.wire.headers import FAILURE, Finished, WorkerHello
-from torch_dpflow.remote.worker.batches import Begun, EpochSpec, LoadSpec
+from torch_dpflow.remote.worker.batches import Begun, EpochSpec
 from torch_dpflow.torch_private import ExceptionWrapper
 
 #: Tasks that a worker holds: one that it loads and one that waits, so that it never idles for an answer. More would
@@ -48,42 +46,60 @@ TICK_S = 0.5
 SIGNALS_S = 1.0
 
 
+class Workers(Protocol):
+    """The workers of one loader, wherever they are."""
+
+    #: Where they connect; the shard closes it.
+    listener: Listener
+
+    def __len__(self) -> int:
+        """How many there are to be."""
+
+    def start_all(self) -> None:
+        """Start them. Belongs to the training thread."""
+
+    def ended(self) -> Sequence[tuple[int, Handle]]:
+        """Workers whose processes have ended since the last call, with these."""
+
+    def refusal(self, worker: int, incarnation: int) -> str:
+        """Why a process is not the latest one of its worker; empty if it is."""
+
+    def kill(self, worker: int, why: str) -> None:
+        """Kill a worker's process."""
+
+    def close(self) -> None:
+        """End all of them."""
+
+
 class PrivateShard:
     """Runs a shard for one loader in this process.
 
     All methods belong to the training thread.
 
     Args:
-        platform: starts the workers; closed with the shard.
-        spec: what all of them load.
-        workers: how many.
+        processes: the workers, not started yet; closed with the shard.
         order: the first epoch, alike for all workers; `streams` has where each one's own stream begins.
         streams: per worker, or empty.
         poison_limit, task_timeout_s: see `LoaderOptions`.
         pin: applied to each batch in the shard's thread (copies it to pinned memory), or None.
-
-    Raises:
-        OptionError: the platform's processes cannot reach this one.
-        DescriptorLimitError: this process may not have as many files open as the workers take.
     """
+
+    #: Whether there is something to look at from time to time whatever the options are.
+    ticks = False
 
     def __init__(
         self,
-        platform: Platform,
-        spec: LoadSpec,
+        processes: Workers,
         *,
-        workers: int,
         order: EpochSpec,
         streams: Sequence[StreamState | None],
         poison_limit: int,
         task_timeout_s: float | None,
         pin: Callable[[Any], Any] | None,
     ) -> None:
-        require_same_host(platform, "a loader")
-        require_descriptors(workers)
         self._pin = pin
         self._order = order
-        self._streams: list[StreamState | None] = [*streams] or [None] * workers
+        self._streams: list[StreamState | None] = [*streams] or [None] * len(processes)
         #: The latest task of all.
         self._latest = -1
         self._events: deque[Event] = deque()
@@ -95,13 +111,9 @@ class PrivateShard:
         self._closing = False
         self._grace_s = GRACE_S
         self._owner = os.getpid()
-        self._directory = PrivateDirectory()
-        self._listener = listen(f"ipc://{self._directory.path}/shard")
-        self._listener.watch(platform.wakeup_fd)
-        #: Of the workers; the training thread starts and replaces them.
-        self.processes = WorkerProcesses(
-            platform, spec, workers, self._listener.address, self._directory.path
-        )
+        #: Of the workers; the training thread starts and replaces those of this host.
+        self.processes = processes
+        self._listener = processes.listener
         self._task_timeout_s = task_timeout_s
         # Time for which this process was stopped, by a debugger or with its container, does not count for workers.
         self._clock = SuspendAwareClock()
@@ -109,13 +121,15 @@ class PrivateShard:
         self._shard = Shard(
             self._listener, self._scheduler, self, clock=self._clock, start_timeout_s=task_timeout_s
         )
+        self._receive = self._receiver()
         #: How often to look at time limits, seconds, and when next; None: there are none.
-        self._tick_s = None if task_timeout_s is None else min(task_timeout_s / 4, TICK_S)
+        self._tick_s = TICK_S if self.ticks else None
+        if task_timeout_s is not None:
+            self._tick_s = min(task_timeout_s / 4, TICK_S)
         self._tick_at = 0.0
         self._thread = threading.Thread(target=self._run, name="dpflow-shard", daemon=True)
         try:
-            for worker in range(workers):
-                self.processes.start(worker)
+            self.processes.start_all()
         except BaseException:
             self.close(grace_s=0)
             raise
@@ -214,7 +228,6 @@ class PrivateShard:
         self._readers.clear()
         self._running.clear()
         self._events.clear()
-        self._directory.remove()
 
     def _check_owner(self) -> None:
         if not self.is_own:
@@ -244,16 +257,24 @@ class PrivateShard:
         message = self._listener.receive(self._tick_s)
         is_quiet = message is None  # a death wakes the listener without a message
         while message is not None:
-            self._shard.on_message(*message)
+            self._receive(*message)
             message = self._listener.receive(0)
         while self._commands:
             self._commands.popleft()()
-        if is_quiet:
-            for worker, handle in self.processes.ended():
-                self._on_end(worker, handle)
-        if self._tick_s is not None and time.monotonic() >= self._tick_at:
+        is_due = self._tick_s is not None and time.monotonic() >= self._tick_at
+        if is_quiet or is_due:
+            self._look_after_workers()
+        if is_due and self._tick_s is not None:
             self._shard.check_timeouts()
             self._tick_at = time.monotonic() + self._tick_s
+
+    def _receiver(self) -> Callable[[bytes, list[memoryview]], None]:
+        """What handles a message."""
+        return self._shard.on_message
+
+    def _look_after_workers(self) -> None:
+        for worker, handle in self.processes.ended():
+            self._on_end(worker, handle)
 
     def _notify(self, event: Event) -> None:
         self._events.append(event)
@@ -272,11 +293,17 @@ class PrivateShard:
     def _on_end(self, worker: int, handle: Handle) -> None:
         if self.processes.refusal(worker, handle.incarnation):
             return  # launched by an interrupted `start`, which was repeated since
-        # Results that it sent before its end count; only then its tasks go to others.
+        self._drain()
+        self._lose(worker, Died(worker, handle))
+
+    def _drain(self) -> None:
+        """Handle what has come: results that a worker sent before its end count; only then its tasks go to others."""
         while (message := self._listener.receive(0)) is not None:
-            self._shard.on_message(*message)
+            self._receive(*message)
+
+    def _lose(self, worker: int, event: Event) -> None:
         # The death is notified first, so that its exit report is known when a task is reported as poisoned.
-        self._notify(Died(worker, handle))
+        self._notify(event)
         running = self._running.pop(worker, None)
         self._shard.on_worker_lost(worker, None if running is None else running.tasks())
         self._readers.pop(worker, None)

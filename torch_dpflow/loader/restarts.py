@@ -45,17 +45,37 @@ class Restarts:
             DescriptorLimitError: this process has too many files open; it can be called again.
         """
         self._deaths += 1
+        if self._are_too_many():
+            raise self._given_up(worker, processes.reap(worker))
+        self._replaced(worker, processes.replace(worker, dead))
+
+    def note_lost(self, worker: int, how: str) -> None:
+        """A worker elsewhere has ended, and is replaced without a call from here.
+
+        Raises:
+            WorkerStartError: too many have died in a row.
+        """
+        self._deaths += 1
+        if self._are_too_many():
+            raise self._given_up(worker, how)
+        self._replaced(worker, how)
+
+    def _are_too_many(self) -> bool:
         limit = self._limit if self._has_loaded else min(self._limit, self._workers + FALSE_STARTS)
-        if self._deaths > limit:
-            self._exit_report = processes.reap(worker)
-            raise WorkerStartError(
-                f"{self._deaths} workers ended one after the other and no batch came in between; the last one, "
-                f"worker {worker}, {self._exit_report}\nRun with num_workers=0 to see where it happens."
-                + (RAISE_THE_LIMIT if self._has_loaded else "")
-            )
-        self._exit_report = processes.replace(worker, dead)
+        return self._deaths > limit
+
+    def _given_up(self, worker: int, how: str) -> WorkerStartError:
+        self._exit_report = how
+        return WorkerStartError(
+            f"{self._deaths} workers ended one after the other and no batch came in between; the last one, "
+            f"worker {worker}, {how}\nRun with num_workers=0 to see where it happens."
+            + (RAISE_THE_LIMIT if self._has_loaded else "")
+        )
+
+    def _replaced(self, worker: int, how: str) -> None:
+        self._exit_report = how
         self._meter.restarts += 1
-        LOADER.warning("worker %d is replaced: %s", worker, self._exit_report)
+        LOADER.warning("worker %d is replaced: %s", worker, how)
 
     def poison_error(self, index: Any, deaths: int) -> PoisonTaskError:
         """The error for the batch of these indices, which so many workers died over."""

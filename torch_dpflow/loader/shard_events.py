@@ -50,13 +50,20 @@ class Died(msgspec.Struct, frozen=True):
     handle: Handle
 
 
+class Lost(msgspec.Struct, frozen=True):
+    """As `Died`, of a worker that a platform runs elsewhere and replaces by itself. how: it ended, for people."""
+
+    worker: int
+    how: str
+
+
 class Broken(msgspec.Struct, frozen=True):
     """The shard's thread has failed; this is the last event."""
 
     error: BaseException
 
 
-Event = Arrived | Poisoned | Started | Starved | Died | Broken
+Event = Arrived | Poisoned | Started | Starved | Died | Lost | Broken
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,8 +18,20 @@ from torch_dpflow.loader.iteration_start import begin
 from torch_dpflow.loader.load_spec import has_own_streams, load_spec
 from torch_dpflow.loader.pinning import Pin
 from torch_dpflow.loader.private_shard import PrivateShard
+from torch_dpflow.loader.remote_start import remote_workers
 from torch_dpflow.loader.restarts import Restarts, named
-from torch_dpflow.loader.shard_events import Arrived, Broken, Died, Event, Poisoned, Started, Starved, Totals
+from torch_dpflow.loader.shard_events import (
+    Arrived,
+    Broken,
+    Died,
+    Event,
+    Lost,
+    Poisoned,
+    Started,
+    Starved,
+    Totals,
+)
+from torch_dpflow.loader.worker_processes import WorkerProcesses
 from torch_dpflow.options import LoaderOptions
 from torch_dpflow.platforms.base import Handle
 from torch_dpflow.platforms.fork_server import local_platform
@@ -62,10 +74,9 @@ class WorkerIterator(BaseDataLoaderIter):
         self._progress = begin(self, loader, OPENING_WORKERS, self._start_as_torch)
         self._begin_epoch(loader, resumes=pending is not None)
         try:
-            self._shard = PrivateShard(
-                local_platform(loader.multiprocessing_context or torch.multiprocessing),
-                load_spec(self, loader, self._options, own_stream=self._own_stream),
-                workers=self._num_workers,
+            kind, workers = self._make_workers(loader)
+            self._shard = kind(
+                workers,
                 order=self._order(),
                 streams=self._progress.streams,
                 poison_limit=self._options.poison_limit,
@@ -80,6 +91,14 @@ class WorkerIterator(BaseDataLoaderIter):
         self._close = Finalize(self, self._shard.close, exitpriority=0)
         self._start_loading(epoch, pending, progress)
 
+    def _make_workers(self, loader: Any) -> tuple[type[PrivateShard], Any]:
+        """The workers, not started yet, and the kind of shard that they need."""
+        spec = load_spec(self, loader, self._options, own_stream=self._own_stream)
+        if loader.platform is not None:
+            return remote_workers(loader, self._options, spec)
+        platform = local_platform(loader.multiprocessing_context or torch.multiprocessing)
+        return PrivateShard, WorkerProcesses(platform, spec, self._num_workers)
+
     @property
     def closed(self) -> bool:
         """Whether its workers have been ended, or are not this process's."""
@@ -90,8 +109,10 @@ class WorkerIterator(BaseDataLoaderIter):
         # torch's name: code of others looks into torch's iterator for the processes.
         if self._shard is None:
             return self._ended_workers
-        handles = self._shard.processes.handles
-        return [handle.process for handle in handles if isinstance(handle, LocalHandle)]
+        processes = self._shard.processes
+        if not isinstance(processes, WorkerProcesses):
+            return []
+        return [handle.process for handle in processes.handles if isinstance(handle, LocalHandle)]
 
     # -- an epoch ----------------------------------------------------------------------------------------
 
@@ -337,6 +358,8 @@ class WorkerIterator(BaseDataLoaderIter):
                 self._has_idle_worker = True
             case Died(worker, handle):
                 self._replace(worker, handle)
+            case Lost(worker, how):
+                self._note_lost(worker, how)
             case Broken(error):
                 self._shutdown_workers()
                 raise error
@@ -351,8 +374,16 @@ class WorkerIterator(BaseDataLoaderIter):
 
     def _replace(self, worker: int, dead: Handle) -> None:
         assert self._shard is not None
+        assert isinstance(self._shard.processes, WorkerProcesses)
         try:
             self._restarts.replace(self._shard.processes, worker, dead)
+        except WorkerStartError:
+            self._shutdown_workers()
+            raise
+
+    def _note_lost(self, worker: int, how: str) -> None:
+        try:
+            self._restarts.note_lost(worker, how)
         except WorkerStartError:
             self._shutdown_workers()
             raise

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from torch_dpflow import descriptors
+from torch_dpflow.directory import PrivateDirectory
 from torch_dpflow.errors import NotPicklableError
-from torch_dpflow.platforms.base import Handle, Platform, ProcessSpec
+from torch_dpflow.platforms.base import Handle, Platform, ProcessSpec, require_same_host
+from torch_dpflow.remote.transport import listen
 from torch_dpflow.remote.worker import batch_worker
 from torch_dpflow.remote.worker.batch_worker import WorkerSpec
 from torch_dpflow.remote.worker.batches import LoadSpec
@@ -31,17 +33,22 @@ class WorkerProcesses:
         platform: runs the processes; closed with this.
         spec: what all of them load.
         workers: how many.
-        address: the shard's.
-        directory: for their exit reports.
+
+    Raises:
+        OptionError: the platform's processes cannot reach this one.
+        DescriptorLimitError: this process may not have as many files open as the workers take.
     """
 
-    def __init__(
-        self, platform: Platform, spec: LoadSpec, workers: int, address: str, directory: str
-    ) -> None:
+    def __init__(self, platform: Platform, spec: LoadSpec, workers: int) -> None:
+        require_same_host(platform, "a loader")
+        require_descriptors(workers)
         self._platform = platform
         self._load_spec = DeferredPickle(spec)
-        self._address = address
-        self._directory = directory
+        #: For the socket and exit reports.
+        self.directory = PrivateDirectory()
+        #: Where they connect.
+        self.listener = listen(f"ipc://{self.directory.path}/shard")
+        self.listener.watch(platform.wakeup_fd)
         #: By the names under which they are launched.
         self._numbers = {f"worker-{worker}": worker for worker in range(workers)}
         self._handles: dict[int, Handle] = {}
@@ -55,6 +62,11 @@ class WorkerProcesses:
         """The processes, by worker."""
         return [handle for _, handle in sorted(self._handles.items())]
 
+    def start_all(self) -> None:
+        """Start every worker. Raises as `start`."""
+        for worker in range(len(self)):
+            self.start(worker)
+
     def start(self, worker: int) -> None:
         """Start a process for this worker.
 
@@ -65,8 +77,8 @@ class WorkerProcesses:
         spec = WorkerSpec(
             worker=worker,
             incarnation=self._incarnations[worker],
-            address=self._address,
-            directory=self._directory,
+            address=self.listener.address,
+            directory=self.directory.path,
         )
         process = ProcessSpec(
             name=f"worker-{worker}",
@@ -74,7 +86,7 @@ class WorkerProcesses:
             target=batch_worker.main,
             arguments=(self._load_spec, spec),
             report_file=batch_worker.exit_report_path(spec),
-            directory=self._directory,
+            directory=self.directory.path,
         )
         try:
             self._handles[worker] = self._platform.launch(process)
@@ -131,3 +143,4 @@ class WorkerProcesses:
         for handle in self._handles.values():
             handle.describe()  # also those whose end nobody has taken
         self._handles.clear()
+        self.directory.remove()

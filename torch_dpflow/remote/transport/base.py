@@ -21,7 +21,7 @@ from torch_dpflow.errors import MessageError, OptionError
 from torch_dpflow.remote.wire.parcel_table import Frame
 
 if TYPE_CHECKING:
-    from torch_dpflow.remote.transport.keys import ClientKeys, ServerKeys
+    from torch_dpflow.remote.transport.keys import ClientKeys, DoorKeys, ServerKeys
 
 #: ZeroMQ's longest peer identity, bytes.
 MAX_IDENTITY_BYTES = 255
@@ -44,7 +44,7 @@ class TransportOptions:
     #: tcp only: a peer that sends nothing for this long is disconnected, seconds.
     silence_s: float = 30.0
     #: With keys, CURVE is mandatory over tcp; without them tcp is allowed for loopback addresses only.
-    keys: ServerKeys | ClientKeys | None = None
+    keys: ServerKeys | DoorKeys | ClientKeys | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, check_int, "max_frame_bytes", "max_frames", "queue_messages", minimum=1)
@@ -112,8 +112,8 @@ class Connection(Protocol):
     def wake(self) -> None:
         """Make the `receive` that waits now, or the next one that would wait, return None. Any thread may call."""
 
-    def close(self) -> None:
-        """Close at once; unsent messages are lost. May be called twice."""
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """Close, after at most `linger_s` in which messages leave; those left then are lost. May be called twice."""
 
 
 def is_loopback(address: str) -> bool:

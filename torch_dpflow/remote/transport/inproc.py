@@ -195,7 +195,7 @@ class InprocConnection(_InprocEndpoint):
             exchange.waiting[self.identity] += 1
             exchange.changed.notify_all()
 
-    def close(self) -> None:
+    def close(self, *, linger_s: float = 0.0) -> None:
         if self._closed:
             return
         self._closed = True

@@ -19,7 +19,7 @@ from torch_dpflow.remote.wire.parcel_table import ParcelTable
 from torch_dpflow.remote.wire.shared_blocks import BlockRef, ProbeRef
 
 #: Raised by every change that an older release would misread.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 #: Longest header frame, bytes. Bulk data travels in payload frames.
 MAX_HEADER_BYTES = 8 * 1024 * 1024
 
@@ -219,6 +219,73 @@ class Stop(_Header, tag=35):
     """Shard to worker: finish the running task, and end."""
 
 
+# --- between a member of a platform and its shard -----------------------------------------------------------
+
+# A member has two connections. On the first, which a thread of its own serves, it says who it is, fetches what it is to
+# load and gives signs of life; on the other it is a worker as any. `WorkerRefused` may come on the first at any time.
+
+#: Most bytes of one piece of a content, and most names in a hello.
+PIECE_BYTES, MAX_NAMES = 4 << 20, 256
+
+#: What a member calls something, and the text of a version.
+_Short = Annotated[str, msgspec.Meta(max_length=128)]
+
+
+class MemberHello(_Header, tag=40):
+    """Member to shard, first, and again until it is answered.
+
+    In all releases its first field is the version: `version_of` reads it.
+    """
+
+    version: Count
+    #: By the name of a distribution, as far as it is installed; also "python".
+    versions: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=MAX_NAMES)]
+    #: Digests of contents that it has already.
+    has: Annotated[list[_Short], msgspec.Meta(max_length=MAX_NAMES)]
+
+
+class MemberWelcome(_Header, tag=41):
+    """Shard to member: fetch these contents, by their digests. An empty digest stands for nothing."""
+
+    #: What it loads, and how large that is.
+    content: _Short
+    nbytes: Count
+    #: The modules that this needs.
+    code: _Short
+    code_nbytes: Count
+
+
+class Fetch(_Header, tag=42):
+    """Member to shard: send the piece of this content that begins here."""
+
+    digest: _Short
+    offset: Count
+
+
+class Piece(_Header, tag=43):
+    """Shard to member: a piece of a content. One frame follows, at most `PIECE_BYTES` long."""
+
+    digest: _Short
+    offset: Count
+
+
+class WorkerBeat(_Header, tag=44):
+    """Member to shard, at times, and the shard's answer."""
+
+    #: Messages that the sender has sent on the other connection so far. Who has received fewer for some time knows that
+    #: one was lost with a connection.
+    sent: Count
+    #: Of the member: how long the answer to an earlier one took, seconds.
+    round_trip_s: Seconds = 0.0
+
+
+class WorkerBye(_Header, tag=45):
+    """Member to shard, its last message: it ends now."""
+
+    #: Why, as a traceback; empty where it was told to.
+    words: Text
+
+
 # --- all of them --------------------------------------------------------------------------------------------
 
 
@@ -229,6 +296,10 @@ class _AnyHello(msgspec.Struct, array_like=True, tag=1):
 
 
 class _AnyWelcome(msgspec.Struct, array_like=True, tag=2):
+    version: Count
+
+
+class _AnyMemberHello(msgspec.Struct, array_like=True, tag=40):
     version: Count
 
 
@@ -260,13 +331,18 @@ Header: TypeAlias = (
     | Window
     | Exchange
     | Stop
+    | MemberHello
+    | MemberWelcome
+    | Fetch
+    | Piece
+    | WorkerBeat
+    | WorkerBye
 )
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Header] = msgspec.msgpack.Decoder(Header)
-_greetings: msgspec.msgpack.Decoder[_AnyHello | _AnyWelcome | _AnyWorkerHello] = msgspec.msgpack.Decoder(
-    _AnyHello | _AnyWelcome | _AnyWorkerHello
-)
+_AnyGreeting: TypeAlias = _AnyHello | _AnyWelcome | _AnyWorkerHello | _AnyMemberHello
+_greetings: msgspec.msgpack.Decoder[_AnyGreeting] = msgspec.msgpack.Decoder(_AnyGreeting)
 
 T = TypeVar("T")
 

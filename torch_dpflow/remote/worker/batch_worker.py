@@ -17,7 +17,7 @@ from torch_dpflow.errors import NotPicklableError, WorkerError
 from torch_dpflow.remote.parcel.codec import encode as encode_parcel
 from torch_dpflow.remote.shm.arena import Arena
 from torch_dpflow.remote.shm.running_task import RunningTask
-from torch_dpflow.remote.transport import Frame, connect
+from torch_dpflow.remote.transport import Connection, Frame, connect
 from torch_dpflow.remote.wire.headers import (
     FAILURE,
     EpochBegin,
@@ -76,7 +76,9 @@ def main(load_spec: DeferredPickle, spec: WorkerSpec) -> None:
         faulthandler.enable(file=report)
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the platform may have blocked it
-            worker = _Worker(load_spec.open(), spec)
+            opened = load_spec.open()
+            connection = connect(spec.address, identity=f"{spec.worker}/{spec.incarnation}".encode())
+            worker = BatchWorker(opened, spec.worker, spec.incarnation, connection)
             use_sched_batch()  # not before: the socket's thread, which exists by now, has to answer quickly
             worker.work()
         except BaseException as error:
@@ -91,25 +93,35 @@ def _exit_report(error: BaseException) -> str:
     return ExceptionWrapper((type(error), error, error.__traceback__), "").exc_msg
 
 
-class _Worker:
-    """Holds its window, the tasks that the shard's scheduler has assigned, and loads the oldest."""
+class RefusedError(WorkerError):
+    """The shard does not want this worker (any more)."""
 
-    def __init__(self, load_spec: LoadSpec, spec: WorkerSpec) -> None:
-        self._spec = spec
+
+class BatchWorker:
+    """Holds its window, the tasks that the shard's scheduler has assigned, and loads the oldest.
+
+    Args:
+        connection: to the shard; its identity begins with the worker's number. Closed at the end.
+    """
+
+    def __init__(self, load_spec: LoadSpec, number: int, incarnation: int, connection: Connection) -> None:
+        self._number = number
+        self._incarnation = incarnation
         self._load_spec = load_spec
         self._arena = Arena(budget_bytes=load_spec.shared_memory) if load_spec.shared_memory else None
         self._running = RunningTask(self._arena)
-        self._connection = connect(spec.address, identity=f"{spec.worker}/{spec.incarnation}".encode())
+        self._connection = connection
         self._source: BatchSource | None = None
         self._tasks: deque[tuple[int, bytes]] = deque()
         self._stopped = False
 
     def work(self) -> None:
+        """Load until the shard says `Stop`. Raises RefusedError if it does not want this worker."""
         probe = self._arena.probe_ref() if self._arena is not None else None
-        hello = WorkerHello(self._spec.worker, self._spec.incarnation, os.getpid(), probe, self._running.ref)
+        hello = WorkerHello(self._number, self._incarnation, os.getpid(), probe, self._running.ref)
         self._connection.send([encode(hello)])
         # After the hello: the answer comes while torch is set up.
-        self._source = BatchSource(self._load_spec, self._spec.worker)
+        self._source = BatchSource(self._load_spec, self._number)
         while not self._stopped:
             self._receive(wait=not self._tasks)
             if self._tasks and not self._stopped:
@@ -136,7 +148,7 @@ class _Worker:
                 self._begin(frames[0])
                 self._connection.send([encode(WorkerReady())])
             case WorkerRefused(reason=reason):
-                raise WorkerError(f"the shard refuses this worker: {reason}")
+                raise RefusedError(f"the shard refuses this worker: {reason}")
             case EpochBegin():
                 held = len(self._tasks)
                 self._tasks.clear()
@@ -187,7 +199,7 @@ class _Worker:
             if loaded.kind == FAILURE:
                 # The exception's class cannot be pickled; its text can.
                 return encode_parcel(_as_runtime_error(loaded.value))
-            return encode_parcel(unpicklable_failure(self._spec.worker, error))
+            return encode_parcel(unpicklable_failure(self._number, error))
 
 
 def _as_runtime_error(failure: ExceptionWrapper) -> ExceptionWrapper:

@@ -20,6 +20,9 @@ from torch_dpflow.remote.wire.headers import BATCH, END, FAILURE
 from torch_dpflow.remote.worker.fetching import ThreadedFetcher, failure
 from torch_dpflow.torch_private import DatasetKind, generate_state, set_worker_info
 
+#: All workers of a loader together may share this part of a machine's memory: a quarter.
+SHARED_FRACTION = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSpec:
@@ -37,7 +40,8 @@ class LoadSpec:
     #: Whether random numbers are this worker's own stream, as torch's are, and not keyed by batch.
     own_stream: bool
     read_threads: int
-    shared_memory: int
+    #: Bytes; None: as much as a worker may fill on the host where it runs.
+    shared_memory: int | None
 
 
 @dataclass(frozen=True, kw_only=True)

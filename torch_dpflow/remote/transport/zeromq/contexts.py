@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import functools
-import hmac
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 import zmq
 from zmq.utils import z85
 
 from torch_dpflow.descriptors import require
-from torch_dpflow.remote.transport.keys import ServerKeys
+from torch_dpflow.remote.transport.keys import DoorKeys, ServerKeys
 
 #: How many descriptors a context, its two threads and its first socket have open.
 DESCRIPTORS = 12
 ZAP_DOMAIN = b"dpflow"
+#: Of a key that is no text.
+_KEY_BYTES = 32
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 #: Just below the size from which on glibc always returns freed memory to the kernel at once (32 MiB), bytes.
 _LARGEST_KEPT = 31 * 1024 * 1024
@@ -79,17 +81,16 @@ def disown_after_fork(inheritable: Inheritable) -> None:
     _inheritables.add(inheritable)
 
 
-def guarded_context(keys: ServerKeys) -> zmq.SyncContext:
-    """A context whose listener accepts one client key; libzmq authenticates a peer before it passes on any message.
+def guarded_context(keys: ServerKeys | DoorKeys) -> zmq.SyncContext:
+    """A context whose listener accepts these clients; libzmq authenticates a peer before it passes on any message.
 
     libzmq has one authenticator for each context, hence a context of its own for each listener with keys.
     """
     context = _new_context()
     authenticator = context.socket(zmq.REP)
     authenticator.bind(_ZAP_ADDRESS)
-    accepted = z85.decode(keys.client_public)
     threading.Thread(
-        target=_authenticate, args=(authenticator, accepted), name="dpflow-zap", daemon=True
+        target=_authenticate, args=(authenticator, keys.user_of), name="dpflow-zap", daemon=True
     ).start()
     return context
 
@@ -118,15 +119,17 @@ def keep_freed_memory() -> None:
     bytes(_LARGEST_KEPT)
 
 
-def _authenticate(socket: zmq.SyncSocket, accepted: bytes) -> None:
+def _authenticate(socket: zmq.SyncSocket, user_of: Callable[[bytes], str | None]) -> None:
     """Answer ZAP requests until the context ends."""
     with socket:
         while True:
             try:
                 version, request, _domain, _address, _identity, mechanism, *keys = socket.recv_multipart()
-                known = mechanism == b"CURVE" and hmac.compare_digest(b"".join(keys), accepted)
-                code, text = (b"200", b"OK") if known else (b"400", b"not the key of this cluster")
-                socket.send_multipart([version, request, code, text, b"", b""])
+                key = b"".join(keys)
+                known = mechanism == b"CURVE" and len(key) == _KEY_BYTES
+                user = user_of(z85.encode(key)) if known else None
+                code, text = (b"400", b"no key of a client") if user is None else (b"200", b"OK")
+                socket.send_multipart([version, request, code, text, (user or "").encode(), b""])
             except zmq.ContextTerminated:
                 return
 

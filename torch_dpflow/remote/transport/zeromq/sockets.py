@@ -25,7 +25,7 @@ from torch_dpflow import descriptors
 from torch_dpflow.errors import OptionError, PeerLostError, StateError, TransportError
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.remote.transport.base import TransportOptions, check_frames, check_identity, is_loopback
-from torch_dpflow.remote.transport.keys import ClientKeys, ServerKeys
+from torch_dpflow.remote.transport.keys import ClientKeys, DoorKeys, ServerKeys
 from torch_dpflow.remote.transport.zeromq import contexts
 from torch_dpflow.remote.wire.parcel_table import Frame
 
@@ -166,14 +166,14 @@ class _SocketEndpoint:
             if not self._closed and not self._foreign:
                 os.eventfd_write(self._wake_fd, 1)
 
-    def close(self) -> None:
+    def close(self, *, linger_s: float = 0.0) -> None:
         with self._wake_lock:
             if self._closed:
                 return
             self._closed = True
             os.close(self._wake_fd)
         if not self._foreign:
-            self._socket.close(linger=0)
+            self._socket.close(linger=math.ceil(linger_s * 1000))
             if self._own_context is None:
                 contexts.shared.give_back()
             else:
@@ -194,9 +194,10 @@ class ZeroMQListener(_SocketEndpoint):
     """A bound ROUTER."""
 
     def __init__(self, address: str, options: TransportOptions) -> None:
-        context = None
-        if address.startswith("tcp://") and isinstance(options.keys, ServerKeys):
-            context = contexts.guarded_context(options.keys)
+        context, keys = None, options.keys
+        if address.startswith("tcp://") and isinstance(keys, ServerKeys | DoorKeys):
+            context = contexts.guarded_context(keys)
+        self._door = keys if isinstance(keys, DoorKeys) else None
         #: Whether it accepts no connections, for lack of descriptors.
         self._refuses = False
         super().__init__(zmq.ROUTER, address, options, context)
@@ -239,7 +240,7 @@ class ZeroMQListener(_SocketEndpoint):
     def _configure_tcp(self) -> None:
         super()._configure_tcp()
         keys = self._options.keys
-        if isinstance(keys, ServerKeys):
+        if isinstance(keys, ServerKeys | DoorKeys):
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
@@ -267,6 +268,15 @@ class ZeroMQListener(_SocketEndpoint):
                 return bytes(frames[0]), frames[1:]
             self.dropped += 1  # an identity without frames, which no connection of ours sends
 
+    def _collect(self, frame: zmq.Frame) -> list[memoryview] | None:
+        # libzmq lets an admitted peer have any identity, also another's.
+        is_own = self._door is None or self._door.admits(str(frame.get("User-Id")), frame.bytes)
+        frames = super()._collect(frame)
+        if is_own or frames is None:
+            return frames
+        self.dropped += 1
+        return None
+
     def _look_after_descriptors(self) -> None:
         self._look_at = time.monotonic() + LOOK_S
         path = self.address.removeprefix("ipc://")
@@ -283,8 +293,8 @@ class ZeroMQListener(_SocketEndpoint):
                 self._complain_at = self._look_at + COMPLAIN_S
                 TRANSPORT.error("%s", descriptors.exhausted(f"{path} accepts no connections for now"))
 
-    def close(self) -> None:
-        super().close()
+    def close(self, *, linger_s: float = 0.0) -> None:
+        super().close(linger_s=linger_s)
         if self._refuses and not self._foreign:
             with suppress(OSError):
                 os.unlink(self.address.removeprefix("ipc://") + _ASIDE)

@@ -1,0 +1,234 @@
+"""A loader whose workers call over tcp: the same batches as with workers of this host, through kills and strangers."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.conftest import GRACE_S
+from tests.holdings import Holdings
+from tests.loader_cases import Augmented, Stream, WhoLoads, assert_same, epochs
+from torch_dpflow import DPFlowDataLoader, LoaderOptions
+from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.platforms.members import MemberPlatform
+from torch_dpflow.platforms.processes import Processes
+from torch_dpflow.platforms.subprocesses import ORDER_VARIABLE
+from torch_dpflow.remote.transport import TransportOptions, connect
+from torch_dpflow.remote.transport.keys import ClientKeys
+from torch_dpflow.remote.wire.headers import WorkerRefused, decode
+from torch_dpflow.remote.wire.order import Order, decode_order
+
+#: Enough for members to start on a busy machine, seconds.
+PATIENCE_S = 60.0
+SOCKET_ONLY = LoaderOptions(shared_memory=0, seeding="batch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording(Processes):
+    """Keeps what its members are told."""
+
+    orders: list[bytes] = field(default_factory=list)
+
+    def open(self) -> MemberPlatform:
+        platform = super().open()
+        start = platform.start
+
+        def recorded(name: str, order: bytes) -> None:
+            self.orders.append(order)
+            start(name, order)
+
+        platform.start = recorded  # type: ignore[method-assign]
+        return platform
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_leaks() -> Iterator[None]:
+    """In place of the check after each test: the loader that they share replaces a member in one of them."""
+    before = Holdings.now()
+    yield
+    deadline = time.monotonic() + GRACE_S
+    while (leaked := Holdings.now().beyond(before)) and time.monotonic() < deadline:
+        gc.collect()
+        multiprocessing.active_children()
+        time.sleep(0.05)
+    assert not leaked
+
+
+@pytest.fixture(scope="module")
+def recording(no_leaks: None) -> Recording:
+    return Recording()
+
+
+def shuffled(size: int, **options: Any) -> DPFlowDataLoader[Any]:
+    arguments: dict[str, Any] = {
+        "batch_size": 2,
+        "shuffle": True,
+        "num_workers": 2,
+        "persistent_workers": True,
+    }
+    generator = torch.Generator().manual_seed(7)
+    return DPFlowDataLoader(Augmented(size), generator=generator, **{**arguments, **options})
+
+
+@pytest.fixture(scope="module")
+def remote(recording: Recording) -> Iterator[DPFlowDataLoader[Any]]:
+    """One loader for all tests of this module: its members take seconds to start."""
+    loader = shuffled(24, platform=recording, options=SOCKET_ONLY)
+    yield loader
+    loader._iterator._shutdown_workers()
+
+
+@pytest.fixture(scope="module")
+def local(no_leaks: None) -> Iterator[DPFlowDataLoader[Any]]:
+    loader = shuffled(24, options=LoaderOptions(seeding="batch"))
+    yield loader
+    loader._iterator._shutdown_workers()
+
+
+def members(recording: Recording) -> dict[str, int]:
+    """The pids of the members that run, by name."""
+    return {order.name: pid for order in map(decode_order, recording.orders) if (pid := pid_of(order.name))}
+
+
+def pid_of(name: str) -> int:
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"DPFLOW_MEMBER={name}".encode() in (entry / "environ").read_bytes():
+                return int(entry.name)
+        except OSError:
+            continue
+    return 0
+
+
+def test_batches_equal_those_of_local_workers_through_a_kill(
+    remote: DPFlowDataLoader[Any], local: DPFlowDataLoader[Any], recording: Recording
+) -> None:
+    assert_same(epochs(remote), epochs(local))
+    iterator, expected = iter(remote), list(local)
+    seen = [next(iterator)]
+    os.kill(next(iter(members(recording).values())), signal.SIGKILL)
+    assert_same([*seen, *iterator], expected)
+    assert remote.stats().restarts >= 1
+
+
+def test_what_a_member_was_told_is_found_nowhere(
+    remote: DPFlowDataLoader[Any], recording: Recording, eventually: Callable[..., None]
+) -> None:
+    eventually(lambda: remote._iterator._shard.processes.working == 2)
+    for order in map(decode_order, recording.orders):
+        pid = pid_of(order.name)
+        if pid:
+            assert order.secret.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+            assert order.secret.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert order.secret not in repr(order)
+
+
+def test_an_order_used_again_is_refused(remote: DPFlowDataLoader[Any], recording: Recording) -> None:
+    """One whose member works, and one whose member is gone."""
+    expected = len(list(remote))
+    running = members(recording)
+    orders = {order.name: data for data in recording.orders if (order := decode_order(data))}
+    again = next(data for name, data in orders.items() if name in running)
+    copy = subprocess.run(
+        [sys.executable, "-m", "torch_dpflow.member"],
+        env={**os.environ, ORDER_VARIABLE: again.decode()},
+        stderr=subprocess.PIPE,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert copy.returncode == 0, copy.stderr
+    assert b"another process is" in copy.stderr
+    gone = next(decode_order(data) for name, data in orders.items() if name not in running)
+    assert not answered(gone, f"{gone.number}/{gone.incarnation}/feed/line", gone.addresses[0])
+    assert len(list(remote)) == expected
+    assert members(recording) == running
+
+
+def answered(order: Order, identity: str, address: str) -> Any:
+    """What the door answers to garbage from a connection with an order's key; None if it does not hear it."""
+    keys = ClientKeys(
+        public=order.public.encode(), secret=order.secret.encode(), server_public=order.server_public.encode()
+    )
+    connection = connect(address, identity=identity.encode(), options=TransportOptions(keys=keys))
+    try:
+        connection.send([b"garbage"])
+        frames = connection.receive(1.0)
+        return None if frames is None else decode(frames[0])
+    finally:
+        connection.close()
+
+
+def test_strangers_and_garbage_change_nothing(remote: DPFlowDataLoader[Any], recording: Recording) -> None:
+    expected = len(list(remote))
+    running = members(recording)
+    own, other = (order for order in map(decode_order, recording.orders) if order.name in running)
+    address = own.addresses[0]
+    assert isinstance(answered(own, f"{own.number}/{own.incarnation}/feed/line", address), WorkerRefused)
+    assert answered(own, f"{other.number}/{other.incarnation}/feed/line", address) is None  # another's name
+    naked = connect(address)
+    naked.send([b"let me in"])
+    assert naked.receive(0.2) is None
+    naked.close()
+    assert len(list(remote)) == expected
+    assert members(recording) == running
+
+
+def test_streams_and_worker_init_fn_equal_torchs() -> None:
+    torch.manual_seed(3)
+    torchs = epochs(
+        DataLoader(Stream(18, augment=True), batch_size=2, num_workers=2, persistent_workers=True)
+    )
+    torch.manual_seed(3)
+    ours = DPFlowDataLoader(
+        Stream(18, augment=True), batch_size=2, num_workers=2, persistent_workers=True, platform="processes"
+    )
+    first = list(ours)
+    iterator = iter(ours)
+    begun = [next(iterator) for _ in range(3)]
+    state = ours.state_dict()
+    assert_same([first, [*begun, *iterator]], torchs)
+    ours._iterator._shutdown_workers()
+    rest = DPFlowDataLoader(Stream(18, augment=True), batch_size=2, num_workers=2)
+    rest.load_state_dict(state)
+    assert_same(list(rest), torchs[1][3:])
+
+
+def test_closing_leaves_no_member(eventually: Callable[..., None]) -> None:
+    recording = Recording()
+    loader = DPFlowDataLoader(WhoLoads(4), batch_size=None, num_workers=1, platform=recording)
+    assert [row[0] for row in loader] == [0, 1, 2, 3]
+    assert not members(recording)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"platform": "procesess", "num_workers": 1}, OptionError, "did you mean 'processes'"),
+        ({"platform": 7, "num_workers": 1}, OptionTypeError, "is a int; give one of"),
+        ({"platform": "processes"}, OptionError, "say how many workers"),
+        (
+            {"platform": "processes", "num_workers": 1, "multiprocessing_context": "fork"},
+            OptionError,
+            "leave it out",
+        ),
+        ({"platform": "processes", "num_workers": 1, "flow": "a/b"}, OptionError, "leave out one of the two"),
+    ],
+)
+def test_platforms_that_cannot_be_are_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        DPFlowDataLoader(Augmented(2), **arguments)

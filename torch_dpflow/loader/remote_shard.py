@@ -1,0 +1,58 @@
+"""A private shard whose workers a platform runs elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch_dpflow.loader.private_shard import PrivateShard
+from torch_dpflow.loader.remote_workers import RemoteWorkers
+from torch_dpflow.loader.shard_events import Broken, Lost
+
+
+class RemoteShard(PrivateShard):
+    """As `PrivateShard`; its thread starts and replaces workers by itself."""
+
+    ticks = True
+
+    def __init__(self, processes: RemoteWorkers, **arguments: Any) -> None:
+        self._members = processes
+        processes.shell = self
+        super().__init__(processes, **arguments)
+
+    # -- for the workers (`Shell`) -----------------------------------------------------------------------
+
+    def admit(self, peer: bytes, hello: list[memoryview]) -> None:
+        self._shard.on_message(peer, hello)
+
+    def deliver(self, peer: bytes, frames: list[memoryview]) -> None:
+        self._shard.on_message(peer, frames)
+
+    def drain(self) -> None:
+        self._drain()
+
+    def lose(self, worker: int, how: str) -> None:
+        self._lose(worker, Lost(worker, how))
+
+    def fail(self, error: Exception) -> None:
+        self._notify(Broken(error))
+
+    # -- the shard's thread ------------------------------------------------------------------------------
+
+    def _receiver(self) -> Callable[[bytes, list[memoryview]], None]:
+        return self._members.on_message
+
+    def _look_after_workers(self) -> None:
+        self._members.look()
+
+    def _shut_down(self) -> None:
+        """Stop the workers and wait for those that work to say goodbye; the platform ends the others."""
+        self._shard.stop_workers()
+        self._members.dismiss()
+        deadline = time.monotonic() + self._grace_s
+        while self._members.working and (left_s := deadline - time.monotonic()) > 0:
+            message = self._listener.receive(left_s)
+            if message is not None:
+                self._receive(*message)
+        self._listener.close()

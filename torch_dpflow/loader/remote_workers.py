@@ -1,0 +1,388 @@
+"""The workers of one loader that a platform runs elsewhere: started, greeted, given what they load, and missed.
+
+Runs in the shard's thread. Decides nothing about lifetimes: that is the fleet's.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import SystemRandom
+from typing import Any, Protocol
+
+from torch_dpflow.errors import MessageError, WorkerStartError
+from torch_dpflow.loader.remote_content import RemoteContent, other_release
+from torch_dpflow.log import LOADER, TRANSPORT
+from torch_dpflow.platforms.base import Handle
+from torch_dpflow.platforms.members import Ended, MemberPlatform, PlatformSpec
+from torch_dpflow.platforms.names import prefix_of
+from torch_dpflow.remote.control.fleet import Fleet
+from torch_dpflow.remote.control.fleet_members import (
+    AdmitMember,
+    DrainMember,
+    Fail,
+    FleetInstruction,
+    RefuseMember,
+    Report,
+    StartMember,
+    StopMember,
+    SuspectMember,
+)
+from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
+from torch_dpflow.remote.transport import TransportOptions, listen
+from torch_dpflow.remote.transport.keys import DoorKeys
+from torch_dpflow.remote.transport.zeromq.contexts import draw_key_pair
+from torch_dpflow.remote.wire.fields import MAX_TEXT
+from torch_dpflow.remote.wire.headers import (
+    Fetch,
+    MemberHello,
+    MemberWelcome,
+    Piece,
+    Stop,
+    WorkerBeat,
+    WorkerBye,
+    WorkerHello,
+    WorkerRefused,
+    decode,
+    encode,
+    version_of,
+)
+from torch_dpflow.remote.wire.order import Order, encode_order
+
+#: After how long without a sign of life the platform is asked about a member, and after how long it is lost; after how
+#: long without an answer it leaves; seconds.
+SUSPECT_S, LEASE_S, SILENCE_S = 2.5, 10.0, 30.0
+#: How often to look at leases and time limits where nothing happens, seconds.
+LOOK_S = 0.25
+#: How long after the loader's end members may take to end, before they are killed, seconds.
+TERMINATE_S = 2.0
+
+
+class Shell(Protocol):
+    """The shard that has these workers."""
+
+    def admit(self, peer: bytes, hello: list[memoryview]) -> None:
+        """This connection is a worker from now on; its hello."""
+
+    def deliver(self, peer: bytes, frames: list[memoryview]) -> None:
+        """A message of a worker."""
+
+    def drain(self) -> None:
+        """Handle all messages that have come."""
+
+    def lose(self, worker: int, how: str) -> None:
+        """A worker has ended or does not answer, or ended before it was admitted."""
+
+    def fail(self, error: Exception) -> None:
+        """There will be no worker any more."""
+
+
+@dataclass(eq=False)
+class _Member:
+    name: str
+    number: int
+    incarnation: int
+    heard: float
+    #: Drawn by its process, so that two with one order are told apart.
+    nonce: bytes = b""
+    #: Its greeting as a worker, until it is admitted.
+    hello: list[memoryview] | None = None
+    is_working: bool = False
+    received: int = 0
+    sent: int = 0
+    #: Since when it has sent more than was received, as it says.
+    short_since: float | None = None
+    round_trip_s: float = 0.0
+    has_called: bool = False
+    #: When the platform was last asked about it.
+    suspected_at: float = -1.0
+
+    @property
+    def user(self) -> str:
+        return f"{self.number}/{self.incarnation}"
+
+    def peer(self, kind: bytes) -> bytes:
+        return b"/".join((self.user.encode(), self.nonce, kind))
+
+
+LINE, WORK = b"line", b"work"
+
+
+class RemoteWorkers:
+    """The members of one loader's fleet, as its workers.
+
+    Args:
+        platform: where they run; opened here, closed with this.
+        content: what they load.
+        workers: how many.
+        listen_at: where they call, `tcp://HOST:PORT`; empty: where the platform says.
+
+    Raises:
+        OptionError: members cannot reach that address, or a setting of the platform is not possible.
+        TransportError: the address cannot be listened at.
+        PlatformError, MissingExtraError: see `PlatformSpec.open`.
+    """
+
+    def __init__(
+        self, platform: PlatformSpec, content: RemoteContent, workers: int, *, listen_at: str = ""
+    ) -> None:
+        self._spec = platform
+        self._content = content
+        self._workers = workers
+        self._clock = SuspendAwareClock()
+        if listen_at:
+            platform.check_listen(listen_at)
+        public, secret = draw_key_pair()
+        self._keys = DoorKeys(public=public, secret=secret)
+        self._platform: MemberPlatform = platform.open()
+        try:
+            self.listener = listen(
+                listen_at or platform.listen_at(), options=TransportOptions(keys=self._keys)
+            )
+        except BaseException:
+            self._platform.close()
+            raise
+        self.listener.watch(self._platform.wakeup_fd)
+        self._prefix = prefix_of(secrets.token_hex(4), secrets.token_hex(5))
+        # Not `random`'s own generator, which is the user's.
+        self._fleet = Fleet(self._prefix, self._platform.limits, draw=SystemRandom().random)
+        self.shell: Shell
+        self._members: dict[str, _Member] = {}
+        self._by_user: dict[str, _Member] = {}
+        #: By the identity of their second connection, those that work.
+        self._working: dict[bytes, _Member] = {}
+        self._condemned: dict[int, str] = {}
+        self._has_news = True
+        self._look_at = 0.0
+        self._leaving = False
+
+    def __len__(self) -> int:
+        return self._workers
+
+    # -- for the shard -----------------------------------------------------------------------------------
+
+    def start_all(self) -> None:
+        """Have the platform start them."""
+        self._fleet.target(self._workers)
+        self.look()
+
+    def ended(self) -> Sequence[tuple[int, Handle]]:
+        """Nobody: ends are told by `Shell.lose`."""
+        return ()
+
+    def refusal(self, worker: int, incarnation: int) -> str:
+        """Why a process is not the latest one of its worker; empty if it is."""
+        member = self._by_user.get(f"{worker}/{incarnation}")
+        return "" if member is not None and member.is_working else "it was not admitted"
+
+    def kill(self, worker: int, why: str) -> None:
+        """Have a worker's process ended, and its place given to another, soon."""
+        self._condemned[worker] = why
+        self._has_news = True
+        self.listener.wake()
+
+    @property
+    def working(self) -> int:
+        """How many work."""
+        return len(self._working)
+
+    def dismiss(self) -> None:
+        """The loader closes: send away who does not work, and begin nothing any more."""
+        self._leaving = True
+        for member in self._members.values():
+            if not member.is_working:
+                self._refuse(member, "its loader is closed")
+
+    def close(self) -> None:
+        """End all of them."""
+        self._platform.close(grace_s=TERMINATE_S)
+
+    # -- messages ----------------------------------------------------------------------------------------
+
+    def on_message(self, peer: bytes, frames: list[memoryview]) -> None:
+        """A message of a member."""
+        member = self._working.get(peer)
+        if member is not None:
+            member.received += 1
+            member.heard = self._clock()
+            self.shell.deliver(peer, frames)
+            return
+        try:
+            user, nonce, kind = _parts(peer)
+            member = self._by_user.get(user)
+            if member is None:
+                self._send(peer, WorkerRefused("nobody waits for it any more"))
+            elif kind == LINE:
+                self._on_line(member, nonce, peer, frames)
+            elif nonce == member.nonce and isinstance(decode(frames[0]), WorkerHello):
+                member.hello, member.received = frames, member.received + 1
+                self._fleet.ready(member.name)
+                self._has_news = True
+        except MessageError as error:
+            TRANSPORT.warning("message of a member dropped: %s", error)
+            self._send(peer, WorkerRefused((other_release(version_of(frames[0])) or str(error))[:MAX_TEXT]))
+
+    def _on_line(self, member: _Member, nonce: bytes, peer: bytes, frames: list[memoryview]) -> None:
+        header: Any = decode(frames[0])
+        if member.nonce and nonce != member.nonce:
+            self._send(peer, WorkerRefused(f"another process is {member.name} already"))
+            return
+        member.heard = self._clock()
+        match header:
+            case MemberHello():
+                self._on_hello(member, nonce, header)
+            case Fetch(digest=digest, offset=offset):
+                piece = self._content.piece(digest, offset)
+                self.listener.send(peer, [encode(Piece(digest, offset)), piece])
+            case WorkerBeat(sent=sent, round_trip_s=round_trip_s):
+                member.round_trip_s = round_trip_s
+                self._check_count(member, sent)
+                self._send(peer, WorkerBeat(member.sent))
+            case WorkerBye(words=words):
+                self._on_bye(member, words)
+            case _:
+                raise MessageError(f"a member may not send a {type(header).__name__} here")
+
+    def _on_hello(self, member: _Member, nonce: bytes, hello: MemberHello) -> None:
+        member.nonce = nonce
+        self._keys.keep(member.user)
+        if not member.has_called:
+            member.has_called = self._has_news = True
+            unfit = other_release(hello.version) or self._content.unfit(hello.versions)
+            self._fleet.arrived(member.name, unfit, self._clock())
+            if unfit:
+                return
+        content = self._content
+        self._send(
+            member.peer(LINE),
+            MemberWelcome(content.digest, content.nbytes, content.code_digest, content.code_nbytes),
+        )
+
+    def _check_count(self, member: _Member, sent: int) -> None:
+        if sent <= member.received:
+            member.short_since = None
+        elif member.short_since is None:
+            member.short_since = member.heard
+        elif member.heard - member.short_since >= LEASE_S / 2:
+            self.kill(member.number, "messages of it were lost with a connection")
+
+    def _on_bye(self, member: _Member, words: str) -> None:
+        self._fleet.bye(member.name, self._clock())
+        self._lose(member, f"{member.name} has left{f': {words}' if words else ''}")
+        self._has_news = True
+
+    # -- what follows ------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Take the platform's news, check leases, and do what the fleet says. Cheap where nothing is due."""
+        outcomes = self._platform.take()
+        now = self._clock()
+        if not (outcomes or self._has_news or now >= self._look_at) or self._leaving:
+            return
+        self._has_news, self._look_at = False, now + LOOK_S
+        if any(isinstance(outcome, Ended) for outcome in outcomes):
+            self.shell.drain()
+        for outcome in outcomes:
+            self._fleet.handle(outcome, now)
+            member = self._members.get(outcome.name)
+            if isinstance(outcome, Ended) and member is not None:
+                self._lose(member, f"{outcome.name} {outcome.end}")
+        for member in list(self._members.values()):
+            why = self._condemned.pop(member.number, "") if member.is_working else ""
+            silent_s = now - member.heard if member.nonce else 0.0
+            if silent_s >= LEASE_S:
+                why = why or f"nothing was heard of it for {LEASE_S:g} s"
+            elif silent_s >= SUSPECT_S and member.suspected_at < member.heard:
+                member.suspected_at = now
+                self._platform.suspect(member.name)
+            if why:
+                self._fleet.silent(member.name, now)
+                self._platform.stop(member.name, why)
+                self._refuse(member, why)
+                self._lose(member, f"{member.name} was given up: {why}")
+        for instruction in self._fleet.tick(now):
+            self._obey(instruction, now)
+
+    def _obey(self, instruction: FleetInstruction, now: float) -> None:
+        member = self._members.get(getattr(instruction, "name", ""))
+        match instruction:
+            case StartMember():
+                self._start(instruction, now)
+            case SuspectMember(name):
+                self._platform.suspect(name)
+            case StopMember(name, why):
+                self._platform.stop(name, why)
+                if member is not None:
+                    self._lose(member, f"{name} was ended: {why}")
+            case RefuseMember(name, why) if member is not None:
+                self._refuse(member, why)
+                self._forget(member)
+            case AdmitMember() if member is not None and member.hello is not None:
+                hello, member.hello, member.is_working = member.hello, None, True
+                self._working[member.peer(WORK)] = member
+                self.shell.admit(member.peer(WORK), hello)
+            case DrainMember() if member is not None:
+                self._send(member.peer(WORK) if member.is_working else member.peer(LINE), Stop())
+            case Report(limited_by, text) if limited_by:
+                LOADER.warning(
+                    "%d of %d workers run on platform %r, limited by %s: %s",
+                    len(self._working),
+                    self._workers,
+                    self._spec.name,
+                    limited_by,
+                    text,
+                )
+            case Fail(text):
+                self.shell.fail(
+                    WorkerStartError(f"no worker can be had of platform {self._spec.name!r}: {text}")
+                )
+
+    def _start(self, start: StartMember, now: float) -> None:
+        member = _Member(start.name, start.number, start.incarnation, now)
+        within_s = self._platform.limits.start_timeout_s[1]
+        public, secret = draw_key_pair()
+        order = Order(
+            name=start.name,
+            role="worker",
+            number=start.number,
+            incarnation=start.incarnation,
+            addresses=[self.listener.address],
+            server_public=self._keys.public.decode(),
+            public=public.decode(),
+            secret=secret.decode(),
+            start_within_s=within_s,
+            lifetime_s=start.lifetime_s,
+            silence_s=SILENCE_S,
+            content=self._content.digest,
+            code=self._content.code_digest,
+        )
+        self._members[member.name] = self._by_user[member.user] = member
+        self._keys.expect(member.user, public, within_s)
+        self._platform.start(member.name, encode_order(order))
+
+    def _lose(self, member: _Member, how: str) -> None:
+        self._forget(member)
+        if member.nonce:
+            self.shell.lose(member.number, how)
+
+    def _forget(self, member: _Member) -> None:
+        self._members.pop(member.name, None)
+        self._by_user.pop(member.user, None)
+        self._working.pop(member.peer(WORK), None)
+        self._keys.drop(member.user)
+
+    def _refuse(self, member: _Member, why: str) -> None:
+        if member.nonce:
+            self._send(member.peer(LINE), WorkerRefused(why[:MAX_TEXT]))
+
+    def _send(self, peer: bytes, header: Any) -> None:
+        self.listener.send(peer, [encode(header)])
+
+
+def _parts(peer: bytes) -> tuple[str, bytes, bytes]:
+    """A connection's user, the nonce of its process, and which of its two connections it is."""
+    parts = peer.split(b"/")
+    if len(parts) != 4 or parts[3] not in (LINE, WORK) or not parts[2]:
+        raise MessageError("no connection of a member has such an identity")
+    return b"/".join(parts[:2]).decode(errors="replace"), parts[2], parts[3]

@@ -1,0 +1,11 @@
+"""What a platform runs beyond this host: a member, which calls whoever had it started and works for them.
+
+`run` is for platforms that call a function, `python -m torch_dpflow.member` for those that start a command.
+"""
+
+
+def run(order: bytes) -> int:
+    """Work as this order says, in the main thread of a process; returns the exit code. See `member.run`."""
+    from torch_dpflow.member.member import run as work  # not before the order is out of the environment
+
+    return work(order)

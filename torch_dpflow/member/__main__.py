@@ -1,0 +1,18 @@
+"""Take the order out of the environment, or out of a file, and work.
+
+The names of this module are `__main__`'s, where the user's script has its own, so there are few here.
+"""
+
+import os
+import sys
+
+from torch_dpflow.member import run
+from torch_dpflow.member.order import take_order
+
+if __name__ == "__main__":
+    code = run(take_order(sys.argv[1:]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(
+        code
+    )  # torch takes a second to leave an interpreter, and whoever waits for the end would wait so long

@@ -1,0 +1,283 @@
+"""A member's first connection to its shard: who it is, what it is to load, and signs of life.
+
+It has a thread of its own, since the member's main thread runs the user's code, which may take as long as it likes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch_dpflow.errors import DPFlowError, MessageError, PeerLostError
+from torch_dpflow.remote.transport import Connection, Frame, TransportOptions, connect
+from torch_dpflow.remote.transport.keys import ClientKeys
+from torch_dpflow.remote.wire.fields import MAX_TEXT
+from torch_dpflow.remote.wire.headers import (
+    PIECE_BYTES,
+    PROTOCOL_VERSION,
+    Fetch,
+    MemberHello,
+    MemberWelcome,
+    Piece,
+    WorkerBeat,
+    WorkerBye,
+    WorkerRefused,
+    decode,
+    encode,
+)
+from torch_dpflow.remote.wire.order import Order
+
+#: How often to give a sign of life, and to say hello where nobody answers, seconds.
+BEAT_S = 1.0
+#: How many pieces are on their way at once, and after how long without one they are asked for again, seconds.
+CREDIT, AGAIN_S = 4, 5.0
+#: How long to try one of several addresses, and how long last words may take to leave, seconds.
+ADDRESS_S, BYE_S = 5.0, 2.0
+#: Messages of one kind that get lost may do so unnoticed for so long, seconds.
+LOST_S = 6.0
+
+
+class RefusedMemberError(DPFlowError):
+    """The shard wants nothing of this member (any more)."""
+
+
+class _Download:
+    """A content on its way, in pieces."""
+
+    def __init__(self, digest: str, nbytes: int) -> None:
+        self.digest = digest
+        self.data = bytearray(nbytes)
+        self.missing = set(range(0, nbytes, PIECE_BYTES))
+        self.asked: dict[int, float] = {}
+
+    def take(self, piece: Piece, frame: memoryview) -> None:
+        if piece.digest != self.digest or piece.offset not in self.missing:
+            return
+        expected = min(PIECE_BYTES, len(self.data) - piece.offset)
+        if frame.nbytes != expected:
+            raise MessageError(f"a piece of {frame.nbytes} bytes; {expected} belong there")
+        self.data[piece.offset : piece.offset + expected] = frame
+        self.missing.discard(piece.offset)
+        self.asked.pop(piece.offset, None)
+
+    def due(self, now: float) -> list[int]:
+        """The offsets of the pieces to ask for now."""
+        late = [offset for offset, at in self.asked.items() if now - at >= AGAIN_S]
+        fresh = sorted(self.missing - self.asked.keys())[: max(0, CREDIT - len(self.asked))]
+        self.asked.update(dict.fromkeys([*late, *fresh], now))
+        return [*late, *fresh]
+
+
+class Line(threading.Thread):
+    """Calls the shard and stays in touch with it. Ends the process where nobody answers any more.
+
+    Args:
+        order: says whom to call.
+        versions: what is installed here.
+    """
+
+    def __init__(self, order: Order, versions: dict[str, str]) -> None:
+        super().__init__(name="dpflow-line", daemon=True)
+        self._order = order
+        self._versions = versions
+        self._identity = f"{order.number}/{order.incarnation}/{secrets.token_hex(8)}"
+        self._options = TransportOptions(
+            keys=ClientKeys(
+                public=order.public.encode(),
+                secret=order.secret.encode(),
+                server_public=order.server_public.encode(),
+            )
+        )
+        self._connection: Connection | None = None
+        self._address = ""
+        #: What the main thread waits for: contents by digest, or why there are none.
+        self._results: queue.SimpleQueue[tuple[MemberWelcome, dict[str, bytes]] | Exception] = (
+            queue.SimpleQueue()
+        )
+        self._begun = self._heard = self._said = self._asked = time.monotonic()
+        self._welcome: MemberWelcome | None = None
+        self._downloads: list[_Download] = []
+        self._words: str | None = None
+        self._round_trip_s = 0.0
+        #: The other connection; it counts its messages.
+        self._work: CountedConnection | None = None
+        self._short_since: float | None = None
+
+    # -- for the main thread -----------------------------------------------------------------------------
+
+    def contents(self) -> tuple[MemberWelcome, dict[str, bytes]]:
+        """What to load, by its digest, once it is here. Raises RefusedMemberError, PeerLostError."""
+        result = self._results.get()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def connect(self) -> CountedConnection:
+        """Open the other connection."""
+        inner = connect(self._address, identity=f"{self._identity}/work".encode(), options=self._options)
+        self._work = CountedConnection(inner)
+        return self._work
+
+    def bye(self, words: str) -> None:
+        """Say that this member ends, and why."""
+        self._words = words
+        if self._connection is not None and self.is_alive():
+            self._connection.wake()
+            self.join(2 * BYE_S)
+
+    # -- its thread --------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """The thread's body."""
+        try:
+            self._call()
+            self._stay()
+        except Exception as error:
+            self._results.put(error)
+        finally:
+            if self._connection is not None:
+                self._connection.close(linger_s=BYE_S)
+
+    def _call(self) -> None:
+        """Say hello at one address after the other, until somebody answers."""
+        addresses, patience_s = self._order.addresses, self._order.silence_s
+        for address in itertools.cycle(addresses):
+            connection = connect(address, identity=f"{self._identity}/line".encode(), options=self._options)
+            self._connection, self._address = connection, address
+            until = time.monotonic() + (ADDRESS_S if len(addresses) > 1 else patience_s)
+            if self._greet(connection, until):
+                return
+            self._connection = None
+            connection.close()
+            if time.monotonic() - self._begun >= patience_s:
+                raise PeerLostError(
+                    f"nobody answers {self._order.name} at {', '.join(addresses)}: is that reachable from here, and is "
+                    "the order's key still admitted?"
+                )
+
+    def _greet(self, connection: Connection, until: float) -> bool:
+        while time.monotonic() < until:
+            self._send(connection, encode(MemberHello(PROTOCOL_VERSION, self._versions, [])))
+            self._receive(connection, BEAT_S)
+            if self._welcome is not None:
+                return True
+        return False
+
+    def _stay(self) -> None:
+        connection = self._connection
+        assert connection is not None
+        while self._words is None:
+            now = time.monotonic()
+            if now - self._heard >= self._order.silence_s:
+                self._leave_at_once(f"nothing was heard of the shard for {self._order.silence_s:g} s")
+            if self._order.lifetime_s is not None and now - self._begun >= self._order.lifetime_s:
+                self._leave_at_once("its lifetime has ended")
+            for download in self._downloads:
+                for offset in download.due(now):
+                    self._send(connection, encode(Fetch(download.digest, offset)))
+            if now - self._said >= BEAT_S:
+                sent = 0 if self._work is None else self._work.sent
+                self._asked = now
+                self._send(connection, encode(WorkerBeat(sent, self._round_trip_s)))
+            self._receive(connection, max(0.0, self._said + BEAT_S - now))
+        self._send(connection, encode(WorkerBye(self._words[-MAX_TEXT:])))
+
+    def _send(self, connection: Connection, frame: Frame) -> None:
+        self._said = time.monotonic()
+        connection.send([frame])
+
+    def _receive(self, connection: Connection, timeout_s: float) -> None:
+        """Handle what comes within a time."""
+        frames = connection.receive(timeout_s)
+        while frames is not None:
+            self._heard = time.monotonic()
+            header: Any = decode(frames[0])
+            match header:
+                case MemberWelcome() if self._welcome is None:
+                    self._on_welcome(header)
+                case Piece():
+                    self._on_piece(header, frames[1])
+                case WorkerBeat():
+                    self._on_beat(header)
+                case WorkerRefused(reason=reason):
+                    self._on_refused(reason)
+            frames = connection.receive(0)
+
+    def _on_welcome(self, welcome: MemberWelcome) -> None:
+        self._welcome = welcome
+        wanted = ((welcome.content, welcome.nbytes), (welcome.code, welcome.code_nbytes))
+        self._downloads = [_Download(digest, nbytes) for digest, nbytes in wanted if digest]
+
+    def _on_piece(self, piece: Piece, frame: memoryview) -> None:
+        for download in self._downloads:
+            download.take(piece, frame)
+        if self._downloads and not any(download.missing for download in self._downloads):
+            assert self._welcome is not None
+            contents = {download.digest: bytes(download.data) for download in self._downloads}
+            self._downloads = []
+            self._results.put((self._welcome, contents))
+
+    def _on_beat(self, beat: WorkerBeat) -> None:
+        self._round_trip_s = time.monotonic() - self._asked
+        work = self._work
+        if work is None or not work.waits or beat.sent <= work.received:
+            self._short_since = None
+        elif self._short_since is None:
+            self._short_since = time.monotonic()
+        elif time.monotonic() - self._short_since >= LOST_S:
+            self._leave_at_once("messages of the shard were lost with a connection")
+
+    def _on_refused(self, reason: str) -> None:
+        if self._work is None:
+            raise RefusedMemberError(reason)
+        self._leave_at_once(f"the shard refuses it: {reason}", code=0)
+
+    def _leave_at_once(self, why: str, code: int = 1) -> None:
+        # The main thread may be in the user's code, for as long as that likes.
+        print(f"{self._order.name} ends: {why}", file=sys.stderr, flush=True)
+        os._exit(code)
+
+
+class CountedConnection:
+    """A connection that counts messages, so that one which is lost where the connection breaks is noticed."""
+
+    def __init__(self, inner: Connection) -> None:
+        self._inner = inner
+        self.identity = inner.identity
+        self.sent = self.received = 0
+        #: Whether the main thread waits for a message, and so has all that have come.
+        self.waits = False
+        self.wake: Callable[[], None] = inner.wake
+
+    def close(self, *, linger_s: float = BYE_S) -> None:
+        """As `Connection.close`, but results that are done leave first."""
+        self._inner.close(linger_s=linger_s)
+
+    @property
+    def dropped(self) -> int:
+        """As `Connection.dropped`."""
+        return self._inner.dropped
+
+    @dropped.setter
+    def dropped(self, value: int) -> None:
+        self._inner.dropped = value
+
+    def send(self, frames: Any) -> None:
+        """As `Connection.send`."""
+        self._inner.send(frames)
+        self.sent += 1
+
+    def receive(self, timeout_s: float | None) -> list[memoryview] | None:
+        """As `Connection.receive`."""
+        self.waits = timeout_s is None
+        frames = self._inner.receive(timeout_s)
+        self.received += frames is not None
+        self.waits = False
+        return frames

@@ -1,0 +1,36 @@
+"""The batch worker of a member: what it loads has come over the network, and its memory is its own host's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import IO, Any
+
+from torch_dpflow.errors import MessageError
+from torch_dpflow.remote.parcel.script import unpack
+from torch_dpflow.remote.shm.headroom import of_machine
+from torch_dpflow.remote.transport import Connection
+from torch_dpflow.remote.worker.batch_worker import BatchWorker, RefusedError
+from torch_dpflow.remote.worker.batches import SHARED_FRACTION, LoadSpec
+from torch_dpflow.remote.worker.sched_batch import use_sched_batch
+from torch_dpflow.torch_private import set_worker_signal_handlers
+
+__all__ = ["RefusedError", "open_spec", "work"]
+
+
+def open_spec(packed: IO[bytes]) -> LoadSpec:
+    """What to load. Raises whatever unpickling it raises."""
+    spec: Any = unpack(packed)
+    if not isinstance(spec, LoadSpec):
+        raise MessageError(f"the content is a {type(spec).__name__}; a LoadSpec belongs there")
+    if spec.shared_memory is None:
+        spec = replace(spec, shared_memory=of_machine("MemTotal") // SHARED_FRACTION // spec.num_workers)
+    opened: LoadSpec = spec
+    return opened
+
+
+def work(spec: LoadSpec, number: int, incarnation: int, connection: Connection) -> None:
+    """Load until the shard says that it is enough. Raises RefusedError if it does not want this worker."""
+    set_worker_signal_handlers()
+    worker = BatchWorker(spec, number, incarnation, connection)
+    use_sched_batch()  # not before: the threads of sockets have to answer quickly
+    worker.work()
