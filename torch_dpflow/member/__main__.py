@@ -1,4 +1,4 @@
-"""Take the order out of the environment, or out of a file, and work.
+"""Take the order out of a file, of the environment or of standard input, and work.
 
 The names of this module are `__main__`'s, where the user's script has its own, so there are few here.
 """
@@ -7,10 +7,10 @@ import os
 import sys
 
 from torch_dpflow.member import run
-from torch_dpflow.member.order import take_order
+from torch_dpflow.platforms.subprocesses import take_order
 
 if __name__ == "__main__":
-    code = run(take_order(sys.argv[1:]))
+    code = run(take_order(*sys.argv[1:2]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(

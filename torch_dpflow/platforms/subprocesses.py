@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -35,14 +36,29 @@ class _Child:
     end: End | None = None
 
 
-def take_order() -> bytes:
-    """The order of this process, which its children cannot find: from the environment, else from standard input."""
-    order = os.environ.pop(ORDER_VARIABLE, "").encode()
-    if not order:
-        order = sys.stdin.buffer.read()
-        with suppress(OSError):  # a pipe, which is read once
-            os.ftruncate(0, 0)
+def take_order(file: str = "") -> bytes:
+    """The order of this process: from a file, else from the environment or standard input, where nobody finds it later.
+
+    Raises OSError if the file cannot be read.
+    """
+    if file:
+        return Path(file).read_bytes()
+    if ORDER_VARIABLE in os.environ:
+        _erase(ORDER_VARIABLE)
+        return os.environ.pop(ORDER_VARIABLE).encode()
+    order = sys.stdin.buffer.read()
+    with suppress(OSError):  # a pipe, which is read once
+        os.ftruncate(0, 0)
     return order
+
+
+def _erase(name: str) -> None:
+    """Overwrite a variable where the process began with it: /proc/PID/environ and `ps` read it from there."""
+    library = ctypes.CDLL(None)
+    library.getenv.restype = ctypes.c_void_p
+    address = library.getenv(name.encode())
+    if address:
+        ctypes.memset(address, 0, len(os.environb[name.encode()]))
 
 
 class SubprocessAdapter:
