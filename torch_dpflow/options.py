@@ -1,5 +1,6 @@
 """Option objects: frozen, keyword-only, checked once when they are made."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -41,6 +42,9 @@ class LoaderOptions:
             None allows a quarter of the machine's memory, divided among the workers.
         listen: with `platform=`, where to listen for workers: "tcp://HOST:PORT", port 0 for a free one. They have to
             reach it. None: an address of this host that the platform suggests.
+        code: with `platform=`, which modules of your own workers are sent: "auto", those that the dataset needs; a list
+            of files and folders, these besides; None, none, where workers have them.
+        min_workers: with `platform=`, how many workers have to be there before the first batch is loaded.
 
     Raises:
         OptionError: a value is out of range.
@@ -55,12 +59,15 @@ class LoaderOptions:
     task_timeout_s: float | None = None
     shared_memory: int | None = None
     listen: str | None = None
+    code: Literal["auto"] | Sequence[str] | None = "auto"
+    min_workers: int = 1
 
     def __post_init__(self) -> None:
         check_fields(self, check_int, "read_threads", "poison_limit", minimum=1)
         check_fields(self, check_int, "restart_limit", minimum=0)
         check_fields(self, check_seconds, "task_timeout_s", optional=True)
         check_fields(self, check_int, "shared_memory", minimum=0, optional=True)
+        check_fields(self, check_int, "min_workers", minimum=1)
         if self.listen is not None and not str(self.listen).startswith("tcp://"):
             raise OptionError(f"listen={self.listen!r}: give tcp://HOST:PORT, or None")
         if self.seeding not in get_args(Seeding):

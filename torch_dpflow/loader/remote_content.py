@@ -3,33 +3,51 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch_dpflow._version import __version__
-from torch_dpflow.errors import MessageError, NotPicklableError
+from torch_dpflow.errors import MessageError, NotPicklableError, OptionError
+from torch_dpflow.log import LOADER
 from torch_dpflow.remote.parcel.script import pack
+from torch_dpflow.remote.process.code_bundle import Code, make_bundle
+from torch_dpflow.remote.process.fit import missing_text, required_modules, unfit, versions_here, warnings_of
 from torch_dpflow.remote.wire.headers import PIECE_BYTES, PROTOCOL_VERSION
 from torch_dpflow.remote.worker.batches import LoadSpec
 
+#: Most bytes that each worker fetches before it begins.
+MAX_BYTES = 256 << 20
+#: Parts of a dataset that an error names.
+_NAMED = 3
+
 
 class RemoteContent:
-    """A `LoadSpec` on its way to workers.
+    """A `LoadSpec` on its way to workers, and the user's modules that it needs.
+
+    Args:
+        code: see `LoaderOptions`.
 
     Raises:
         NotPicklableError: it cannot be sent.
+        OptionError: it, or the code, is too large.
     """
 
-    def __init__(self, spec: LoadSpec) -> None:
-        try:
-            data = pack(spec)
-        except Exception as error:
-            raise NotPicklableError(
-                f"the dataset, collate_fn or worker_init_fn cannot be sent: {type(error).__name__}: {error}. Leave out "
-                "open files, locks and connections, and make them where they are first used"
-            ) from error
-        self.digest, self.nbytes = _digest(data), len(data)
-        self.code_digest, self.code_nbytes = "", 0
+    def __init__(self, spec: LoadSpec, code: Code) -> None:
+        data = _packed(spec)
+        if len(data) > MAX_BYTES:
+            raise OptionError(
+                f"what each worker would have to fetch has {_mb(len(data))}, of at most {_mb(MAX_BYTES)}"
+                f"{_largest_parts(spec.dataset)}; keep it in files or in a DatasetStore that workers can reach"
+            )
+        bundle = make_bundle(data, code)
+        self.digest, self.nbytes = hashlib.sha256(data).hexdigest(), len(data)
+        self.code_digest, self.code_nbytes = ("", 0) if bundle is None else (bundle.digest, len(bundle.data))
         self._contents = {self.digest: memoryview(data)}
+        if bundle is not None:
+            self._contents[bundle.digest] = memoryview(bundle.data)
+        self._required = required_modules(data)
+        self._versions = versions_here()
+        self._warned: set[str] = set()
 
     def piece(self, digest: str, offset: int) -> memoryview:
         """A piece that begins here. Raises MessageError if there is none."""
@@ -39,8 +57,17 @@ class RemoteContent:
         return data[offset : offset + PIECE_BYTES]
 
     def unfit(self, versions: Mapping[str, str]) -> str:
-        """Why a member with these versions cannot load it; empty if it can."""
-        return ""
+        """Why a member with these versions cannot load it, and what to do; empty if it can."""
+        reason = unfit(versions, self._versions)
+        for text in () if reason else warnings_of(versions, self._versions):
+            if text not in self._warned:
+                self._warned.add(text)
+                LOADER.warning("%s", text)
+        return reason
+
+    def missing(self, modules: Sequence[str]) -> str:
+        """Why a member without these modules cannot load it, and what to do."""
+        return missing_text(self._required.intersection(modules))
 
 
 def other_release(version: int) -> str:
@@ -53,5 +80,23 @@ def other_release(version: int) -> str:
     )
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def _packed(spec: LoadSpec) -> bytes:
+    try:
+        return pack(spec)
+    except Exception as error:
+        raise NotPicklableError(
+            f"the dataset, collate_fn or worker_init_fn cannot be sent: {type(error).__name__}: {error}. Leave out "
+            "open files, locks and connections, and make them where they are first used"
+        ) from error
+
+
+def _largest_parts(dataset: Any) -> str:
+    sizes = sorted(
+        ((len(pack(value)), name) for name, value in getattr(dataset, "__dict__", {}).items()), reverse=True
+    )
+    parts = ", ".join(f"`{name}` {_mb(size)}" for size, name in sizes[:_NAMED])
+    return f": of the {type(dataset).__name__}'s attributes, {parts}" if parts else ""
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):,.0f} MiB"

@@ -16,8 +16,13 @@ if TYPE_CHECKING:
 def check_platform(loader: Any) -> None:
     """Raise OptionError or OptionTypeError for a platform that is none, or with arguments that go with no platform."""
     from torch_dpflow.platforms.registry import resolve
+    from torch_dpflow.remote.process.code_bundle import check_code
 
-    resolve(loader.platform)
+    options = loader.options or LoaderOptions()
+    platform = resolve(loader.platform)
+    check_code(options.code)
+    if options.listen is not None:
+        platform.check_listen(options.listen)
     if loader.flow is not None:
         raise OptionError(
             f"platform={loader.platform!r} with flow={loader.flow!r}: the cluster of a flow decides where its workers "
@@ -26,6 +31,11 @@ def check_platform(loader: Any) -> None:
     if loader.num_workers < 1:
         raise OptionError(
             f"platform={loader.platform!r} with num_workers={loader.num_workers}: say how many workers it is to run"
+        )
+    if options.min_workers > loader.num_workers:
+        raise OptionError(
+            f"min_workers={options.min_workers} with num_workers={loader.num_workers}: there are never so many; give "
+            f"at most {loader.num_workers}"
         )
     if loader.multiprocessing_context is not None:
         raise OptionError(
@@ -43,7 +53,9 @@ def remote_workers(
     from torch_dpflow.loader.remote_workers import RemoteWorkers
     from torch_dpflow.platforms.registry import resolve
 
-    content = RemoteContent(spec)
+    platform = resolve(loader.platform)
+    sends = platform.sends_code or options.code != "auto"
+    content = RemoteContent(spec, options.code if sends else None)
     return RemoteShard, RemoteWorkers(
-        resolve(loader.platform), content, spec.num_workers, listen_at=options.listen or ""
+        platform, content, spec.num_workers, listen_at=options.listen or "", least=options.min_workers
     )

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from random import SystemRandom
 from typing import Any, Protocol
 
 from torch_dpflow.errors import MessageError, WorkerStartError
 from torch_dpflow.loader.remote_content import RemoteContent, other_release
+from torch_dpflow.loader.remote_member import LINE, WORK, RemoteMember, parts_of
 from torch_dpflow.log import LOADER, TRANSPORT
 from torch_dpflow.platforms.base import Handle
 from torch_dpflow.platforms.members import Ended, MemberPlatform, PlatformSpec
@@ -37,6 +37,7 @@ from torch_dpflow.remote.wire.fields import MAX_TEXT
 from torch_dpflow.remote.wire.headers import (
     Fetch,
     MemberHello,
+    MemberLacks,
     MemberWelcome,
     Piece,
     Stop,
@@ -53,6 +54,8 @@ from torch_dpflow.remote.wire.order import Order, encode_order
 #: After how long without a sign of life the platform is asked about a member, and after how long it is lost; after how
 #: long without an answer it leaves; seconds.
 SUSPECT_S, LEASE_S, SILENCE_S = 2.5, 10.0, 30.0
+#: After how long to say how many workers have come, if not all have, seconds.
+COMPLAIN_S = 20.0
 #: How often to look at leases and time limits where nothing happens, seconds.
 LOOK_S = 0.25
 #: How long after the loader's end members may take to end, before they are killed, seconds.
@@ -78,37 +81,6 @@ class Shell(Protocol):
         """There will be no worker any more."""
 
 
-@dataclass(eq=False)
-class _Member:
-    name: str
-    number: int
-    incarnation: int
-    heard: float
-    #: Drawn by its process, so that two with one order are told apart.
-    nonce: bytes = b""
-    #: Its greeting as a worker, until it is admitted.
-    hello: list[memoryview] | None = None
-    is_working: bool = False
-    received: int = 0
-    sent: int = 0
-    #: Since when it has sent more than was received, as it says.
-    short_since: float | None = None
-    round_trip_s: float = 0.0
-    has_called: bool = False
-    #: When the platform was last asked about it.
-    suspected_at: float = -1.0
-
-    @property
-    def user(self) -> str:
-        return f"{self.number}/{self.incarnation}"
-
-    def peer(self, kind: bytes) -> bytes:
-        return b"/".join((self.user.encode(), self.nonce, kind))
-
-
-LINE, WORK = b"line", b"work"
-
-
 class RemoteWorkers:
     """The members of one loader's fleet, as its workers.
 
@@ -117,6 +89,7 @@ class RemoteWorkers:
         content: what they load.
         workers: how many.
         listen_at: where they call, `tcp://HOST:PORT`; empty: where the platform says.
+        least: how many have to be there before any works.
 
     Raises:
         OptionError: members cannot reach that address, or a setting of the platform is not possible.
@@ -125,11 +98,18 @@ class RemoteWorkers:
     """
 
     def __init__(
-        self, platform: PlatformSpec, content: RemoteContent, workers: int, *, listen_at: str = ""
+        self,
+        platform: PlatformSpec,
+        content: RemoteContent,
+        workers: int,
+        *,
+        listen_at: str = "",
+        least: int = 1,
     ) -> None:
         self._spec = platform
         self._content = content
         self._workers = workers
+        self._least = least
         self._clock = SuspendAwareClock()
         if listen_at:
             platform.check_listen(listen_at)
@@ -148,11 +128,16 @@ class RemoteWorkers:
         # Not `random`'s own generator, which is the user's.
         self._fleet = Fleet(self._prefix, self._platform.limits, draw=SystemRandom().random)
         self.shell: Shell
-        self._members: dict[str, _Member] = {}
-        self._by_user: dict[str, _Member] = {}
+        self._members: dict[str, RemoteMember] = {}
+        self._by_user: dict[str, RemoteMember] = {}
         #: By the identity of their second connection, those that work.
-        self._working: dict[bytes, _Member] = {}
+        self._working: dict[bytes, RemoteMember] = {}
+        #: Names of members that may work, until enough are there.
+        self._admitted: list[str] = []
         self._condemned: dict[int, str] = {}
+        #: When the workers were asked for, and whether it was told that not all have come.
+        self._begun = 0.0
+        self._has_complained = False
         self._has_news = True
         self._look_at = 0.0
         self._leaving = False
@@ -165,6 +150,7 @@ class RemoteWorkers:
     def start_all(self) -> None:
         """Have the platform start them."""
         self._fleet.target(self._workers)
+        self._begun = self._clock()
         self.look()
 
     def ended(self) -> Sequence[tuple[int, Handle]]:
@@ -209,7 +195,7 @@ class RemoteWorkers:
             self.shell.deliver(peer, frames)
             return
         try:
-            user, nonce, kind = _parts(peer)
+            user, nonce, kind = parts_of(peer)
             member = self._by_user.get(user)
             if member is None:
                 self._send(peer, WorkerRefused("nobody waits for it any more"))
@@ -223,7 +209,7 @@ class RemoteWorkers:
             TRANSPORT.warning("message of a member dropped: %s", error)
             self._send(peer, WorkerRefused((other_release(version_of(frames[0])) or str(error))[:MAX_TEXT]))
 
-    def _on_line(self, member: _Member, nonce: bytes, peer: bytes, frames: list[memoryview]) -> None:
+    def _on_line(self, member: RemoteMember, nonce: bytes, peer: bytes, frames: list[memoryview]) -> None:
         header: Any = decode(frames[0])
         if member.nonce and nonce != member.nonce:
             self._send(peer, WorkerRefused(f"another process is {member.name} already"))
@@ -239,12 +225,15 @@ class RemoteWorkers:
                 member.round_trip_s = round_trip_s
                 self._check_count(member, sent)
                 self._send(peer, WorkerBeat(member.sent))
+            case MemberLacks(modules=modules):
+                self._fleet.unfit(member.name, self._content.missing(modules), self._clock())
+                self._has_news = True
             case WorkerBye(words=words):
                 self._on_bye(member, words)
             case _:
                 raise MessageError(f"a member may not send a {type(header).__name__} here")
 
-    def _on_hello(self, member: _Member, nonce: bytes, hello: MemberHello) -> None:
+    def _on_hello(self, member: RemoteMember, nonce: bytes, hello: MemberHello) -> None:
         member.nonce = nonce
         self._keys.keep(member.user)
         if not member.has_called:
@@ -259,7 +248,7 @@ class RemoteWorkers:
             MemberWelcome(content.digest, content.nbytes, content.code_digest, content.code_nbytes),
         )
 
-    def _check_count(self, member: _Member, sent: int) -> None:
+    def _check_count(self, member: RemoteMember, sent: int) -> None:
         if sent <= member.received:
             member.short_since = None
         elif member.short_since is None:
@@ -267,7 +256,7 @@ class RemoteWorkers:
         elif member.heard - member.short_since >= LEASE_S / 2:
             self.kill(member.number, "messages of it were lost with a connection")
 
-    def _on_bye(self, member: _Member, words: str) -> None:
+    def _on_bye(self, member: RemoteMember, words: str) -> None:
         self._fleet.bye(member.name, self._clock())
         self._lose(member, f"{member.name} has left{f': {words}' if words else ''}")
         self._has_news = True
@@ -303,6 +292,26 @@ class RemoteWorkers:
                 self._lose(member, f"{member.name} was given up: {why}")
         for instruction in self._fleet.tick(now):
             self._obey(instruction, now)
+        if not self._has_complained and now - self._begun >= COMPLAIN_S:
+            self._has_complained = True
+            self._complain()
+
+    def _complain(self) -> None:
+        """Say once what is missing: nobody is to wait in silence."""
+        here = len(self._working)
+        if here < self._workers:
+            called = sum(bool(member.nonce) for member in self._members.values())
+            door = f"; is {self.listener.address} open to where they run?" if not called else ""
+            LOADER.warning(
+                "%d of %d workers of platform %r run %.0f s after they were asked for, %d more have called%s; those "
+                "that run go on, and the others are awaited",
+                here,
+                self._workers,
+                self._spec.name,
+                COMPLAIN_S,
+                called - here,
+                door,
+            )
 
     def _obey(self, instruction: FleetInstruction, now: float) -> None:
         member = self._members.get(getattr(instruction, "name", ""))
@@ -318,10 +327,9 @@ class RemoteWorkers:
             case RefuseMember(name, why) if member is not None:
                 self._refuse(member, why)
                 self._forget(member)
-            case AdmitMember() if member is not None and member.hello is not None:
-                hello, member.hello, member.is_working = member.hello, None, True
-                self._working[member.peer(WORK)] = member
-                self.shell.admit(member.peer(WORK), hello)
+            case AdmitMember() if member is not None:
+                self._admitted.append(member.name)
+                self._begin()
             case DrainMember() if member is not None:
                 self._send(member.peer(WORK) if member.is_working else member.peer(LINE), Stop())
             case Report(limited_by, text) if limited_by:
@@ -338,8 +346,21 @@ class RemoteWorkers:
                     WorkerStartError(f"no worker can be had of platform {self._spec.name!r}: {text}")
                 )
 
+    def _begin(self) -> None:
+        """Let those work that may, once there are enough."""
+        if self._least > len(self._members.keys() & set(self._admitted)):
+            return
+        self._least = 0
+        admitted, self._admitted = self._admitted, []
+        for name in admitted:
+            member = self._members.get(name)
+            if member is not None and member.hello is not None:
+                hello, member.hello, member.is_working = member.hello, None, True
+                self._working[member.peer(WORK)] = member
+                self.shell.admit(member.peer(WORK), hello)
+
     def _start(self, start: StartMember, now: float) -> None:
-        member = _Member(start.name, start.number, start.incarnation, now)
+        member = RemoteMember(start.name, start.number, start.incarnation, now)
         within_s = self._platform.limits.start_timeout_s[1]
         public, secret = draw_key_pair()
         order = Order(
@@ -361,28 +382,20 @@ class RemoteWorkers:
         self._keys.expect(member.user, public, within_s)
         self._platform.start(member.name, encode_order(order))
 
-    def _lose(self, member: _Member, how: str) -> None:
+    def _lose(self, member: RemoteMember, how: str) -> None:
         self._forget(member)
         if member.nonce:
             self.shell.lose(member.number, how)
 
-    def _forget(self, member: _Member) -> None:
+    def _forget(self, member: RemoteMember) -> None:
         self._members.pop(member.name, None)
         self._by_user.pop(member.user, None)
         self._working.pop(member.peer(WORK), None)
         self._keys.drop(member.user)
 
-    def _refuse(self, member: _Member, why: str) -> None:
+    def _refuse(self, member: RemoteMember, why: str) -> None:
         if member.nonce:
             self._send(member.peer(LINE), WorkerRefused(why[:MAX_TEXT]))
 
     def _send(self, peer: bytes, header: Any) -> None:
         self.listener.send(peer, [encode(header)])
-
-
-def _parts(peer: bytes) -> tuple[str, bytes, bytes]:
-    """A connection's user, the nonce of its process, and which of its two connections it is."""
-    parts = peer.split(b"/")
-    if len(parts) != 4 or parts[3] not in (LINE, WORK) or not parts[2]:
-        raise MessageError("no connection of a member has such an identity")
-    return b"/".join(parts[:2]).decode(errors="replace"), parts[2], parts[3]

@@ -12,18 +12,21 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
+from torch_dpflow.directory import PrivateDirectory
 from torch_dpflow.errors import DPFlowError, MessageError, PeerLostError
 from torch_dpflow.remote.transport import Connection, Frame, TransportOptions, connect
 from torch_dpflow.remote.transport.keys import ClientKeys
 from torch_dpflow.remote.wire.fields import MAX_TEXT
 from torch_dpflow.remote.wire.headers import (
+    MAX_NAMES,
     PIECE_BYTES,
     PROTOCOL_VERSION,
     Fetch,
     MemberHello,
+    MemberLacks,
     MemberWelcome,
     Piece,
     WorkerBeat,
@@ -105,6 +108,10 @@ class Line(threading.Thread):
         self._welcome: MemberWelcome | None = None
         self._downloads: list[_Download] = []
         self._words: str | None = None
+        #: Modules that are missing here, to be told.
+        self._lacks: list[str] = []
+        #: Removed where the process is left at once.
+        self.directory: PrivateDirectory | None = None
         self._round_trip_s = 0.0
         #: The other connection; it counts its messages.
         self._work: CountedConnection | None = None
@@ -118,6 +125,14 @@ class Line(threading.Thread):
         if isinstance(result, Exception):
             raise result
         return result
+
+    def refused_for(self, modules: Sequence[str]) -> NoReturn:
+        """Say that modules are missing here. Raises RefusedMemberError with what the shard says to that."""
+        self._lacks = [module[:128] for module in modules[:MAX_NAMES]]
+        assert self._connection is not None
+        self._connection.wake()
+        self.contents()
+        raise MessageError("the shard sends contents to a member that cannot use them")
 
     def connect(self) -> CountedConnection:
         """Open the other connection."""
@@ -179,6 +194,9 @@ class Line(threading.Thread):
                 self._leave_at_once(f"nothing was heard of the shard for {self._order.silence_s:g} s")
             if self._order.lifetime_s is not None and now - self._begun >= self._order.lifetime_s:
                 self._leave_at_once("its lifetime has ended")
+            if self._lacks:
+                self._send(connection, encode(MemberLacks(self._lacks)))
+                self._lacks = []
             for download in self._downloads:
                 for offset in download.due(now):
                     self._send(connection, encode(Fetch(download.digest, offset)))
@@ -242,6 +260,8 @@ class Line(threading.Thread):
     def _leave_at_once(self, why: str, code: int = 1) -> None:
         # The main thread may be in the user's code, for as long as that likes.
         print(f"{self._order.name} ends: {why}", file=sys.stderr, flush=True)
+        if self.directory is not None:
+            self.directory.remove()
         os._exit(code)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import faulthandler
 import io
-import platform
 import sys
 import traceback
 
-from torch_dpflow._version import __version__
+from torch_dpflow.directory import PrivateDirectory
 from torch_dpflow.errors import MessageError
 from torch_dpflow.member.line import Line, RefusedMemberError
+from torch_dpflow.remote.process.code_bundle import install_bundle
+from torch_dpflow.remote.process.fit import missing_modules, required_modules, versions_here
 from torch_dpflow.remote.wire.order import Order, decode_order
 
 
@@ -25,7 +26,7 @@ def run(order: bytes) -> int:
     told = decode_order(order)
     if told.role != "worker":
         raise MessageError(f"the order is for a {told.role}; this release can be a worker")
-    line = Line(told, _versions())
+    line = Line(told, versions_here())
     line.start()
     try:
         _work(told, line)
@@ -37,6 +38,9 @@ def run(order: bytes) -> int:
         print(words, file=sys.stderr)
         line.bye(words)
         return 1
+    finally:
+        if line.directory is not None:
+            line.directory.remove()
     line.bye("")
     return 0
 
@@ -44,16 +48,19 @@ def run(order: bytes) -> int:
 def _work(order: Order, line: Line) -> None:
     if not faulthandler.is_enabled():
         faulthandler.enable()
-    # While the contents come: importing torch takes seconds.
-    from torch_dpflow.remote.worker import member_worker
-
     welcome, contents = line.contents()
+    packed = contents.pop(welcome.content)
+    if welcome.code:
+        line.directory = PrivateDirectory()
+        install_bundle(contents.pop(welcome.code), line.directory.path)
+    missing = missing_modules(required_modules(packed))
+    if missing:
+        line.refused_for(missing)
+    from torch_dpflow.remote.worker import member_worker  # not before: importing torch takes seconds
+
     try:
-        spec = member_worker.open_spec(io.BytesIO(contents.pop(welcome.content)))
+        spec = member_worker.open_spec(io.BytesIO(packed))
+        del packed
         member_worker.work(spec, order.number, order.incarnation, line.connect())
     except member_worker.RefusedError as error:
         raise RefusedMemberError(str(error)) from error
-
-
-def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "torch_dpflow": __version__}

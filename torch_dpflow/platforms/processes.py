@@ -29,7 +29,10 @@ class Processes:
     env: Mapping[str, str] = field(default_factory=dict)
 
     name = "processes"
-    sends_code = True
+
+    @property
+    def sends_code(self) -> bool:
+        return bool(self.python)  # this one's members have its path
 
     def open(self) -> MemberPlatform:
         path = {} if self.python else {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -133,6 +133,12 @@ class Fleet:
         elif not member.state.holds_place and member.state is not MemberState.DRAINING:
             self._out.append(RefuseMember(name, unfit or "it is to leave"))
 
+    def unfit(self, name: str, reason: str, now: float) -> None:
+        """A member that has called cannot be used after all."""
+        member = self._members.get(name)
+        if member is not None and member.state is MemberState.ON_DECK:
+            self._note_unfit(member, reason, now)
+
     def ready(self, name: str) -> None:
         """A member has loaded what it needs and can work."""
         member = self._members.get(name)

@@ -269,6 +269,12 @@ class Piece(_Header, tag=43):
     offset: Count
 
 
+class MemberLacks(_Header, tag=46):
+    """Member to shard: it cannot load the content, since it has not these modules. `WorkerRefused` answers it."""
+
+    modules: Annotated[list[_Short], msgspec.Meta(max_length=MAX_NAMES)]
+
+
 class WorkerBeat(_Header, tag=44):
     """Member to shard, at times, and the shard's answer."""
 
@@ -335,6 +341,7 @@ Header: TypeAlias = (
     | MemberWelcome
     | Fetch
     | Piece
+    | MemberLacks
     | WorkerBeat
     | WorkerBye
 )
