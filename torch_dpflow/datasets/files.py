@@ -12,7 +12,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
-from torch_dpflow.datasets.storage.credentials import check_kept_out
+from torch_dpflow.datasets.storage.credentials import to_pickle
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline, exclusive, is_thread_safe
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system
@@ -273,8 +273,7 @@ class Files:
         return f"{self._root.rstrip('/')}/{path}"
 
     def __getstate__(self) -> dict[str, Any]:
-        check_kept_out(self.options)
-        return {"url": self.url, "options": self.options, "read_options": self.read_options}
+        return {"url": self.url, "options": to_pickle(self.options), "read_options": self.read_options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]

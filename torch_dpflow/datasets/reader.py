@@ -17,6 +17,7 @@ from torch_dpflow.datasets.compact import CompactShards
 from torch_dpflow.datasets.shard_cache import LoadedShard, ShardCache, shard_cost
 from torch_dpflow.datasets.spec import SampleMeta, SamplePlace, url_below
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage.credentials import to_pickle
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.datasets.urls import join_url
@@ -188,7 +189,9 @@ class DatasetReader(Dataset[Sample]):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _OF_PROCESS}
+        state = {name: value for name, value in self.__dict__.items() if name not in _OF_PROCESS}
+        options = self._storage_options
+        return {**state, "_storage_options": None if options is None else to_pickle(options)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -6,12 +6,13 @@ import configparser
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+from torch_dpflow.datasets.urls import without_login
 from torch_dpflow.errors import AccessDeniedError, UsageError
 
 
@@ -25,35 +26,133 @@ class Credentials:
 
 
 #: What names of options for secrets have in them, for all file systems that fsspec knows.
-_SECRET = ("secret", "token", "pass", "_key", "pkey", "credential", "connection_string", "auth", "cookie")
-_keeps_out: ContextVar[bool] = ContextVar("keeps_out", default=False)
+_SECRET = (
+    "secret",
+    "token",
+    "pass",
+    "_key",
+    "pkey",
+    "cred",
+    "connection_string",
+    "auth",
+    "cookie",
+    "signature",
+)
+#: Names of secrets that would have others in them that are none, such as `key_filename`.
+_SECRET_ENDS = ("customerkey", "apikey", "accesskey", "privatekey", "sharedkey", "key_content")
+#: Values of `token` that name a source, for gcsfs.
+_SOURCES = frozenset({"anon", "google_default", "cloud", "cache", "browser"})
+#: Belongs to a secret, and is of no use without it.
+_ACCOMPANIES = "key"
+
+#: What becomes of keys of a storage in objects that are pickled.
+_KeysAre = Literal["written", "refused", "left out"]
+_keys_are: ContextVar[_KeysAre] = ContextVar("keys_are", default="written")
+#: Names of options that were left out of what this process has unpickled.
+_left_out: set[str] = set()
 
 
 @contextmanager
 def kept_out() -> Iterator[None]:
     """Have objects that hold keys of a storage refuse to be pickled: others may read what is written meanwhile."""
-    before = _keeps_out.set(True)
+    with _keys("refused"):
+        yield
+
+
+@contextmanager
+def left_out() -> Iterator[None]:
+    """Have objects that hold keys of a storage be pickled without: who unpickles them is to have his own."""
+    with _keys("left out"):
+        yield
+
+
+@contextmanager
+def _keys(are: _KeysAre) -> Iterator[None]:
+    before = _keys_are.set(are)
     try:
         yield
     finally:
-        _keeps_out.reset(before)
+        _keys_are.reset(before)
 
 
-def check_kept_out(options: Mapping[str, Any]) -> None:
-    """Raise UsageError in `kept_out` if there are keys among these storage options."""
-    if _keeps_out.get() and (names := sorted(_secrets(options))):
+def to_pickle(options: Mapping[str, Any]) -> Any:
+    """These storage options as they are to be pickled: an object that unpickles to a mapping.
+
+    Raises UsageError in `kept_out` if there are keys among them.
+    """
+    are = _keys_are.get()
+    if are == "written":
+        return options
+    names: set[str] = set()
+    rest = _without_keys(options, names)
+    if are == "left out":
+        return _Rest(rest, sorted(names)) if names else rest
+    names.discard(_ACCOMPANIES)
+    if names:
         raise UsageError(
-            f"storage_options {names} would be written with it; leave them out, and give keys by the environment of "
-            "whoever reads it (AWS_ACCESS_KEY_ID, OSS_ACCESS_KEY_ID and so on) or by the vendor's own files"
+            f"storage_options {sorted(names)} would be written with it; leave them out, and give keys by the "
+            "environment of whoever reads it (AWS_ACCESS_KEY_ID, OSS_ACCESS_KEY_ID and so on) or by the vendor's own "
+            "files"
         )
+    return options
 
 
-def _secrets(options: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            yield from _secrets(value)
-        elif value and any(part in str(name).lower() for part in _SECRET):
-            yield str(name)
+def about_left_out() -> str:
+    """What to add to an error for missing or refused credentials, where that may be the reason; else nothing."""
+    if not _left_out:
+        return ""
+    return (
+        f"; storage_options {sorted(_left_out)} of the training process were not sent to this worker, as keys never "
+        "are: give it some of its own, by a role of its machine or function, the environment (AWS_ACCESS_KEY_ID, "
+        "OSS_ACCESS_KEY_ID and so on) or the vendor's files"
+    )
+
+
+@dataclass(frozen=True)
+class _Rest:
+    """Storage options without keys; unpickles to these, and the process remembers what they lack."""
+
+    options: Any
+    names: Sequence[str]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remember, (self.options, self.names)
+
+
+def _remember(options: Any, names: Sequence[str]) -> Any:
+    _left_out.update(names)
+    return options
+
+
+def _without_keys(value: Any, names: set[str]) -> Any:
+    """A copy without secrets, whose names are noted."""
+    if isinstance(value, Mapping):
+        pairs = [pair for pair in value.items() if not _is_secret_pair(pair, names)]
+        return {name: _without_keys(inner, names) for name, inner in pairs}
+    if isinstance(value, tuple | list):
+        kept = [inner for inner in value if not _is_secret_pair(inner, names)]
+        return type(value)(_without_keys(inner, names) for inner in kept)
+    if isinstance(value, str) and without_login(value) != value:
+        names.add("user and password of a URL")
+        return without_login(value)
+    return value
+
+
+def _is_secret_pair(pair: Any, names: set[str]) -> bool:
+    """Whether this is a secret's name and the secret, as also headers may be given; the name is noted."""
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+        return False
+    if not _is_secret(*pair):
+        return False
+    names.add(pair[0])
+    return True
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    low = name.lower().replace("-", "_")
+    if not value or isinstance(value, bool) or (isinstance(value, str) and value in _SOURCES):
+        return False
+    return low == _ACCOMPANIES or any(part in low for part in _SECRET) or low.endswith(_SECRET_ENDS)
 
 
 class CredentialChain(Protocol):
@@ -130,7 +229,7 @@ def no_credentials(url: str, how: str) -> AccessDeniedError:
     """The error for a private object without any credentials; `how` names the settings for them."""
     return AccessDeniedError(
         f"{url}: no credentials were found; set {how}, give storage_options with 'key' and 'secret', "
-        "or with 'anon': True for a public bucket"
+        f"or with 'anon': True for a public bucket{about_left_out()}"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch_dpflow.datasets.storage.base import ByteRange
 from torch_dpflow.datasets.storage.connections import Origin
 from torch_dpflow.datasets.storage.credentials import Credentials
-from torch_dpflow.datasets.storage.failures import BY_STATUS
+from torch_dpflow.datasets.storage.failures import error_of_status
 from torch_dpflow.errors import StorageError
 
 _ELEMENT = "<{0}>([^<]{{1,500}})</{0}>"
@@ -57,9 +57,9 @@ class ErrorResponse:
         message = self.element("Message")
         answer = f"{self.status} {self.element('Code') or self.reason}" + (f": {message}" if message else "")
         text = f"{span}: the storage answered {answer}"
-        known = BY_STATUS.get(self.meaning)
+        known = error_of_status(self.meaning, text)
         if known is not None:
-            return known[0](f"{text}; {known[1]}")
+            return known
         region = self.headers.get("x-amz-bucket-region")
         return StorageError(f"{text}; the bucket is in region {region}" if region else text)
 

@@ -8,6 +8,7 @@ import http.client
 import ssl
 
 from torch_dpflow.datasets.storage.base import ByteRange
+from torch_dpflow.datasets.storage.credentials import about_left_out
 from torch_dpflow.errors import (
     AccessDeniedError,
     ObjectMissingError,
@@ -20,7 +21,7 @@ from torch_dpflow.errors import (
 #: Characters of another library's message, which may quote a server's response.
 _LONGEST_TEXT = 300
 #: Errors for these statuses, and advice.
-BY_STATUS: dict[int, tuple[type[StorageError], str]] = {
+_BY_STATUS: dict[int, tuple[type[StorageError], str]] = {
     401: (AccessDeniedError, "check the credentials, their rights, and this machine's clock"),
     403: (AccessDeniedError, "check the credentials, their rights, and this machine's clock"),
     404: (ObjectMissingError, "check the bucket, the key and the region"),
@@ -38,15 +39,19 @@ def storage_error(span: ByteRange, error: Exception) -> StorageError:
     if isinstance(error, StorageError):
         return error
     text = f"{span}: {_text_of(error)}"
-    known = BY_STATUS.get(_http_status(error))
+    known = error_of_status(_http_status(error), text)
     if known is not None:
-        return known[0](f"{text}; {known[1]}")
+        return known
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return ObjectMissingError(f"{text}; there is no such object")
     if isinstance(error, PermissionError):
-        return AccessDeniedError(f"{text}; look at the credentials and at the rights of their owner")
+        return AccessDeniedError(
+            f"{text}; look at the credentials and at the rights of their owner{about_left_out()}"
+        )
     if type(error).__name__ == "ProfileNotFound":  # botocore's, which need not be installed
-        return AccessDeniedError(f"{text}; name one of ~/.aws/config by AWS_PROFILE or the option profile")
+        return AccessDeniedError(
+            f"{text}; name one of ~/.aws/config by AWS_PROFILE or the option profile{about_left_out()}"
+        )
     if isinstance(error, ssl.SSLCertVerificationError):
         return StorageError(f"{text}; the server's certificate is not trusted here")
     if isinstance(error, _TIMEOUTS):
@@ -55,7 +60,15 @@ def storage_error(span: ByteRange, error: Exception) -> StorageError:
         return StorageUnavailableError(f"{text}; the connection ended before the object did")
     if isinstance(error, ConnectionError | OSError | http.client.HTTPException):
         return StorageUnavailableError(f"{text}; the connection failed")
-    return StorageError(f"{text}")
+    return StorageError(f"{text}{about_left_out()}")
+
+
+def error_of_status(status: int, text: str) -> StorageError | None:
+    """The error, with this text and advice, for an answer of this HTTP status; None for one that says nothing."""
+    known = _BY_STATUS.get(status)
+    if known is None:
+        return None
+    return known[0](f"{text}; {known[1]}{about_left_out() if known[0] is AccessDeniedError else ''}")
 
 
 def is_transient(error: StorageError) -> bool:

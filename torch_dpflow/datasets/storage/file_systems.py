@@ -9,6 +9,7 @@ from typing import Any
 import fsspec
 
 from torch_dpflow.datasets.storage.base import ByteRange
+from torch_dpflow.datasets.storage.credentials import about_left_out
 from torch_dpflow.datasets.storage.deadlines import call_within
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
@@ -53,7 +54,7 @@ def open_file_system(address: str, options: Mapping[str, Any], seconds: float) -
     except (ValueError, TypeError) as error:
         raise OptionError(
             f"{url} cannot be opened: {error}; give a local path "
-            "or a URL that fsspec can open, and the options that it needs"
+            f"or a URL that fsspec can open, and the options that it needs{about_left_out()}"
         ) from error
     except Exception as error:
         raise storage_error(ByteRange(url), error) from error

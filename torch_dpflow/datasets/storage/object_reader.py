@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_dpflow.datasets.storage.base import ByteRange, Storage
 from torch_dpflow.datasets.storage.batch_deadline import BatchDeadline
-from torch_dpflow.datasets.storage.credentials import check_kept_out
+from torch_dpflow.datasets.storage.credentials import to_pickle
 from torch_dpflow.datasets.storage.fsspec_storage import FsspecStorage
 from torch_dpflow.datasets.storage.http_storage import HttpStorage
 from torch_dpflow.datasets.storage.local import LocalStorage
@@ -162,8 +162,7 @@ class ObjectReader:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        check_kept_out(self._storage_options)
-        return _rebuild, (self._storage_options, self.options)
+        return _rebuild, (to_pickle(self._storage_options), self.options)
 
     def _open(self) -> _OpenedFile:
         return _OpenedFile(self._storage_options, self.options)

@@ -24,15 +24,15 @@ def explain(obj: Any, error: Exception, *, name: str = "batch") -> NotPicklableE
 
 
 def explain_loading(
-    loads: Mapping[str, Any], error: Exception, *, dump: Callable[[Any], object]
+    loads: Mapping[str, Any], error: Exception, *, dump: Callable[[Any], object], workers: str
 ) -> NotPicklableError:
-    """The error for a flow's content, whose parts have names in the message, and for which `dump` raised `error`."""
+    """The error for what `workers` load, whose parts have names in the message, and for which `dump` raised `error`."""
     for name, obj in loads.items():
         failure = _failure_of(obj, dump)
         if failure is not None:
             path, culprit, reason = _find_culprit(obj, failure, name, dump)
-            return _error_of(path, culprit, reason, _loading_advice(culprit))
-    return _error_of(" and ".join(loads), loads, error, _loading_advice(loads))
+            return _error_of(path, culprit, reason, _loading_advice(culprit, workers))
+    return _error_of(" and ".join(loads), loads, error, _loading_advice(loads, workers))
 
 
 def _error_of(path: str, culprit: Any, reason: Exception, advice: str) -> NotPicklableError:
@@ -51,7 +51,7 @@ def _find_culprit(
     above: set[int] = set()
     for _ in range(_DEEPEST):
         above.add(id(obj))
-        for step, part in _parts(obj):
+        for step, part in parts_of(obj):
             trials += 1
             if trials > _MOST_TRIALS:
                 return path, obj, error
@@ -74,7 +74,8 @@ def _failure_of(obj: Any, dump: Callable[[Any], object]) -> Exception | None:
     return None
 
 
-def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
+def parts_of(obj: Any) -> Iterator[tuple[str, Any]]:
+    """The parts of an object, each with what follows the object's name in its own."""
     if isinstance(obj, dict):
         yield from ((f"[{key!r}]", value) for key, value in obj.items())
     elif isinstance(obj, tuple) and hasattr(obj, "_fields"):
@@ -99,8 +100,8 @@ def _advice(culprit: Any) -> str:
     )
 
 
-def _loading_advice(culprit: Any) -> str:
-    where = "The workers of a shared flow are not forked from this process"
+def _loading_advice(culprit: Any, workers: str) -> str:
+    where = f"The workers of {workers} are not forked from this process"
     if isinstance(culprit, types.FunctionType | types.MethodType):
         return f"{where}: make inside the function what it takes along from where it is defined"
     return f"{where}: make it where the first sample is read, and give the class a __getstate__ that leaves it out"

@@ -13,7 +13,7 @@ import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import cloudpickle
 
@@ -23,15 +23,14 @@ from torch_dpflow.remote.parcel.fingerprint import SCRIPT
 def pack(obj: Any) -> bytes:
     """Pickle `obj`, with the code of the script's classes and functions in it. Raises what pickling raises."""
     out = io.BytesIO()
-    pickler = _Pickler(out)
-    with _by_value():
-        pickler.dump(obj)
-        pickler.dump(pickler.own)
+    ScriptPickler(out).pack(obj)
     return out.getvalue()
 
 
 def unpack(packed: IO[bytes]) -> Any:
     """Unpickle from a file, and put the script's classes and functions into this process's `__main__`."""
+    for name in SCRIPT:  # whichever of the two names the script had where this was pickled
+        sys.modules.setdefault(name, sys.modules["__main__"])
     unpickler = pickle.Unpickler(packed)
     obj, own = unpickler.load(), unpickler.load()
     for name, value in sorted(own.items()):
@@ -41,16 +40,29 @@ def unpack(packed: IO[bytes]) -> Any:
     return obj
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Collects the classes and functions of the script that it pickles, by their names there.
+class Output(Protocol):
+    """What a pickle is written to."""
+
+    def write(self, chunk: Any, /) -> object:
+        """Take a part of it."""
+
+
+class ScriptPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles by `pack` alone. Collects the classes and functions of the script that it pickles, by their names there.
 
     An object that pickles its own parts with cloudpickle would hide them from this pickler; its class has a
     `__reduce_by_value__` for it, in place of `__reduce__`.
     """
 
-    def __init__(self, out: io.BytesIO) -> None:
+    def __init__(self, out: Output) -> None:
         super().__init__(out, protocol=5)
         self.own: dict[str, Any] = {}
+
+    def pack(self, obj: Any) -> None:
+        """Write `obj` for `unpack`."""
+        with _by_value():
+            self.dump(obj)
+            self.dump(self.own)
 
     def reducer_override(self, obj: Any) -> Any:
         by_value = getattr(type(obj), "__reduce_by_value__", None)

@@ -78,7 +78,7 @@ class SampleAssignment:
                 "stand_in": dataset.stand_in,
             }
             loads["worker_init_fn"] = self.worker_init_fn
-            raise explain_loading(loads, error, dump=pack) from error
+            raise explain_loading(loads, error, dump=pack, workers="a shared flow") from error
 
 
 class SampleSource:

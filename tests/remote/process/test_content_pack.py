@@ -1,0 +1,236 @@
+"""What members load travels without keys of storages, and not at all where it is too large or cannot travel."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Subset, default_collate
+
+from tests.new_process import in_fork
+from torch_dpflow.datasets.files import Files
+from torch_dpflow.datasets.reader import DatasetReader
+from torch_dpflow.datasets.storage import ObjectReader, credentials
+from torch_dpflow.errors import AccessDeniedError, NotPicklableError, OptionError, StorageError
+from torch_dpflow.remote.parcel.codec import decode, encode
+from torch_dpflow.remote.process.content_pack import pack_load_spec, unpack_load_spec
+from torch_dpflow.remote.worker.batches import BatchSource, EpochSpec, LoadSpec
+from torch_dpflow.torch_private import DatasetKind
+
+
+def spec_of(dataset: Any, *, collate_fn: Any = default_collate, worker_init_fn: Any = None) -> LoadSpec:
+    return LoadSpec(
+        dataset=dataset,
+        dataset_kind=DatasetKind.Map,
+        auto_collation=True,
+        collate_fn=collate_fn,
+        drop_last=False,
+        batch_size=2,
+        worker_init_fn=worker_init_fn,
+        num_workers=1,
+        base_seed=0,
+        own_stream=False,
+        read_threads=1,
+        shared_memory=0,
+    )
+
+
+class Held:
+    """A dataset with whatever attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+LARGE = [f"path/{number}" for number in range(2000)]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "place"),
+    [
+        (Held(samples=LARGE, size=3), r"dataset\.samples of type builtins\.list pickles to 0 MB"),
+        (
+            Subset(Held(tables={"train": LARGE, "test": []}), [0]),
+            r"dataset\.dataset\.tables\['train'\] of type",
+        ),
+        (Held(images=torch.zeros(1 << 20)), r"dataset\.images of type torch\.Tensor pickles to 4 MB"),
+        (
+            Held(images=np.zeros(1 << 20), lock=threading.Lock()),
+            r"dataset\.images of type numpy\.ndarray .* 8 MB",
+        ),
+        (Held(samples=LARGE * 40, lock=threading.Lock()), r"dataset\.samples"),
+        (list(range(100_000)), r"dataset of type builtins\.list"),
+    ],
+    ids=["list", "in a table", "tensor", "array", "beside a lock", "itself"],
+)
+def test_what_is_too_large_is_named(dataset: Any, place: str) -> None:
+    with pytest.raises(OptionError, match=rf"^{place}.*keep it in a file or in a DatasetStore") as caught:
+        pack_load_spec(spec_of(dataset), limit=10_000)
+    pickle.loads(pickle.dumps(caught.value))
+
+
+def test_a_large_variable_of_the_script_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    exec("TABLE = list(range(10_000))\ndef look_up(batch):\n    return TABLE[batch[0]]", vars(script))
+    with pytest.raises(OptionError, match=r"^the script's variable TABLE of type builtins\.list"):
+        pack_load_spec(spec_of([1], collate_fn=vars(script)["look_up"]), limit=10_000)
+
+
+def test_what_cannot_travel_is_named_with_its_place() -> None:
+    with pytest.raises(
+        NotPicklableError, match=r"^dataset\.guards\['reads'\] of type _thread.lock .* The workers of a p"
+    ):
+        pack_load_spec(spec_of(Held(guards={"reads": threading.Lock()})))
+
+
+SECRET = "se-cr-et"
+NAMES = [
+    *(
+        "key",
+        "secret",
+        "token",
+        "password",
+        "passphrase",
+        "account_key",
+        "sas_token",
+        "client_secret",
+        "credential",
+    ),
+    *(
+        "connection_string",
+        "aws_secret_access_key",
+        "aws_session_token",
+        "SSECustomerKey",
+        "Authorization",
+        "pkey",
+    ),
+    *("Cookie", "X-Api-Key", "api_key", "apikey", "private_key", "accessKey", "creds", "x-amz-signature"),
+]
+PLAIN = {
+    "endpoint": "http://127.0.0.1:9",
+    "region": "xy",
+    "anon": False,
+    "requester_pays": True,
+    "token": "anon",
+}
+SECRETS = st.sampled_from(NAMES).flatmap(
+    lambda name: st.sampled_from(
+        [
+            {name: SECRET},
+            {"client_kwargs": {name: SECRET, "region_name": "xy"}},
+            {"client_kwargs": {"headers": {name: SECRET}}},
+            {"headers": [(name, SECRET), ("Accept", "x")]},
+            {"s3": [{"inner": {name: [SECRET]}}]},
+            {"proxy": f"http://user:{SECRET}@proxy:80", name: SECRET},
+            {name: {"nested": SECRET}},
+        ]
+    )
+)
+
+
+@given(options=st.lists(SECRETS, max_size=4), plain=st.sets(st.sampled_from(list(PLAIN))))
+def test_no_secret_is_in_what_travels(options: list[dict[str, Any]], plain: set[str]) -> None:
+    given_: dict[str, Any] = {name: PLAIN[name] for name in plain}
+    for one in options:
+        given_ |= one
+    reader = ObjectReader(given_)
+    packed = pack_load_spec(spec_of([reader, Held(inner=reader)]))
+    assert SECRET.encode() not in packed
+    kept = unpack_load_spec(packed).dataset[0]._storage_options
+    credentials._left_out.clear()  # this process is no member
+    assert all(kept[name] == PLAIN[name] for name in plain if given_[name] == PLAIN[name])
+    assert pickle.loads(pickle.dumps(reader))._storage_options == given_  # elsewhere it is as it was
+
+
+def test_files_and_readers_of_stores_travel_without_secrets() -> None:
+    files = Files("memory://content-pack", {"password": SECRET, "mode": "x"})
+    reader: Any = DatasetReader.__new__(DatasetReader)
+    vars(reader).update(stored=None, _storage_options={"secret": SECRET, "region": "xy"})
+    packed = pack_load_spec(spec_of(Held(files=files, state=reader.__getstate__())))
+    assert b"region" in packed
+    assert SECRET.encode() in packed  # the state was taken elsewhere
+    assert SECRET.encode() not in pack_load_spec(spec_of(Held(files=files, reader=reader)))
+
+
+def test_a_member_without_keys_is_told_that_they_were_not_sent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "OSS_ACCESS_KEY_ID", "OSS_ACCESS_KEY_SECRET"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = {"key": "id", "secret": SECRET, "endpoint": "http://127.0.0.1:9"}
+    packed = pack_load_spec(spec_of([ObjectReader(options)]))
+
+    def errors() -> list[str]:
+        reader = unpack_load_spec(packed).dataset[0]
+        found = []
+        for url in ("s3://bucket/object", "oss://bucket/object"):
+            with pytest.raises(AccessDeniedError) as caught:
+                reader.read(url)
+            found.append(str(caught.value))
+        return found
+
+    for text in in_fork(errors):
+        assert "no credentials were found" in text
+        assert (
+            "storage_options ['key', 'secret'] of the training process were not sent to this worker" in text
+        )
+        assert "give it some of its own" in text
+        assert SECRET not in text
+    with pytest.raises(StorageError) as caught:
+        ObjectReader({"endpoint": "http://127.0.0.1:9"}).read("s3://bucket/object")
+    assert "not sent" not in str(caught.value)
+
+
+def test_batches_of_the_scripts_own_classes_come_back_as_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    exec(SCRIPT, vars(script))
+    packed = pack_load_spec(spec_of(vars(script)["Data"](), collate_fn=vars(script)["collate"]))
+
+    def load() -> list[Any]:
+        sys.modules["__main__"] = types.ModuleType("__main__")  # as a member's is, without any of it
+        source = BatchSource(unpack_load_spec(packed), 0)
+        source.begin(EpochSpec(epoch=0, base_seed=0, shared_seed=None, stream=None))
+        loaded = [
+            encode(source.load(position, index).value) for position, index in enumerate([[0, 1], [2, 3]])
+        ]
+        return [(table, [bytes(frame) for frame in frames]) for table, frames in loaded]
+
+    (batch, failure) = (
+        decode(table, [bytearray(frame) for frame in frames]) for table, frames in in_fork(load)
+    )
+    assert [type(box) for box in batch.boxes] == [vars(script)["Box"]] * 2
+    assert type(batch) is vars(script)["Batch"]
+    with pytest.raises(vars(script)["Wrong"], match="3 is odd and large"):
+        failure.reraise()
+
+
+SCRIPT = """
+import dataclasses, torch
+class Box:
+    def __init__(self, value):
+        self.value = value
+@dataclasses.dataclass
+class Batch:
+    boxes: list
+class Wrong(Exception):
+    pass
+class Data:
+    def __getitem__(self, index):
+        if index > 2:
+            raise Wrong(f"{index} is odd and large")
+        return Box(torch.tensor(index))
+def collate(samples):
+    return Batch(samples)
+"""

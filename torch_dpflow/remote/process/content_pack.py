@@ -1,0 +1,180 @@
+"""Packs what workers on other hosts load: with the code of the script, without keys of storages, and not too much."""
+
+from __future__ import annotations
+
+import io
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, suppress
+from itertools import islice
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torch_dpflow.errors import OptionError
+from torch_dpflow.remote.parcel.explain import explain_loading, parts_of
+from torch_dpflow.remote.parcel.script import ScriptPickler, unpack
+
+#: Most bytes that a member is sent, unless it may be more.
+MAX_CONTENT_BYTES = 256 << 20
+#: The parts of a load spec that are the user's.
+_PARTS = ("dataset", "collate_fn", "worker_init_fn")
+#: In the search for what is large: most parts of an object that are looked at, most levels, and most bytes of a part
+#: that are counted.
+_MOST_PARTS, _DEEPEST, _MOST_COUNTED = 1_000, 10, 64 << 30
+#: A pickler writes by as much, so that less of what cannot be pickled to its end is counted.
+_FRAME_BYTES = 1 << 16
+
+
+class _TooLargeError(Exception):
+    """More bytes than are allowed."""
+
+
+def pack_load_spec(spec: Any, *, limit: int = MAX_CONTENT_BYTES) -> bytes:
+    """Pickle a `LoadSpec` for members; `unpack_load_spec` is its inverse.
+
+    Args:
+        limit: most bytes.
+
+    Raises:
+        NotPicklableError: a part of it cannot be pickled; the message has its place.
+        OptionError: it is larger than `limit`; the message says what of it is.
+    """
+    out = io.BytesIO()
+    try:
+        with _keys_left_out():
+            _BoundedPickler(_Bounded(out, limit), limit).pack(spec)
+    except _TooLargeError:
+        raise _too_large(spec, limit) from None
+    except Exception as error:
+        loads = {name: getattr(spec, name) for name in _PARTS}
+        raise explain_loading(loads, error, dump=_dump, workers="a platform") from error
+    return out.getvalue()
+
+
+def unpack_load_spec(packed: bytes | memoryview) -> Any:
+    """The `LoadSpec`; classes and functions of the script are in this process's `__main__` afterwards.
+
+    Raises whatever unpickling it raises: ModuleNotFoundError where a module is missing here.
+    """
+    return unpack(io.BytesIO(packed))
+
+
+def _keys_left_out() -> AbstractContextManager[None]:
+    # Here, as members only unpack: the import takes 0.2 s.
+    from torch_dpflow.datasets.storage.credentials import left_out
+
+    return left_out()
+
+
+class _Bounded:
+    """A file that takes so many bytes only."""
+
+    def __init__(self, out: IO[bytes] | None, limit: int) -> None:
+        self._out = out
+        self._limit = limit
+        self.taken = 0
+
+    def write(self, chunk: Any) -> None:
+        self.count(len(chunk))
+        if self._out is not None:
+            self._out.write(chunk)
+
+    def count(self, nbytes: int) -> None:
+        self.taken += nbytes
+        if self.taken > self._limit:
+            raise _TooLargeError
+
+
+class _BoundedPickler(ScriptPickler):
+    """Stops at the first tensor or array that is too large by itself: to pickle one takes twice its memory."""
+
+    def __init__(self, out: _Bounded, limit: int) -> None:
+        super().__init__(out)
+        self._limit = limit
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor | np.ndarray) and _nbytes(obj) > self._limit:
+            raise _TooLargeError
+        return super().reducer_override(obj)
+
+
+class _CountingPickler(ScriptPickler):
+    """Counts bytes, and those of tensors and arrays without pickling them."""
+
+    def __init__(self, out: _Bounded) -> None:
+        super().__init__(out)
+        self._count = out.count
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) in (torch.Tensor, np.ndarray) and not getattr(
+            getattr(obj, "dtype", None), "hasobject", False
+        ):
+            self._count(_nbytes(obj))
+            return str, ()
+        return super().reducer_override(obj)
+
+
+def _nbytes(obj: Any) -> int:
+    try:
+        return int(obj.nbytes)
+    except Exception:  # tensors without storage, sparse ones among them
+        return 0
+
+
+def _dump(obj: Any) -> None:
+    with _keys_left_out():
+        ScriptPickler(_Bounded(None, _MOST_COUNTED)).pack(obj)
+
+
+def _size_of(obj: Any) -> int:
+    """How many bytes an object pickles to, or a part of it, if it cannot be pickled."""
+    out = _Bounded(None, _MOST_COUNTED)
+    with suppress(Exception), _keys_left_out():
+        _CountingPickler(out).pack(obj)
+    return out.taken
+
+
+class _Part(NamedTuple):
+    path: str
+    obj: Any
+    nbytes: int
+
+
+def _too_large(spec: Any, limit: int) -> OptionError:
+    named = [(name, getattr(spec, name)) for name in _PARTS]
+    path, obj, whole = first = _largest(named, _MOST_COUNTED)
+    for _ in range(_DEEPEST):
+        inner = _largest(islice(parts_of(obj), _MOST_PARTS), whole)
+        if inner.nbytes <= whole // 2:
+            break
+        path, obj, whole = path + inner.path, inner.obj, inner.nbytes
+    if path == first.path:  # it may be in variables of the script that its functions use
+        inner = _largest(_variables(), whole)
+        if inner.nbytes > whole // 2:
+            path, obj, whole = f"the script's variable {inner.path}", inner.obj, inner.nbytes
+    kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
+    return OptionError(
+        f"{path} of type {kind} pickles to {whole / 1e6:,.0f} MB, and workers on other hosts are sent "
+        f"{limit / 1e6:,.0f} MB at most, with everything: keep it in a file or in a DatasetStore that they can read, "
+        "and open that where the first sample is read"
+    )
+
+
+def _variables() -> Iterator[tuple[str, Any]]:
+    no_data = type | types.FunctionType | types.ModuleType
+    for name, value in vars(sys.modules["__main__"]).items():
+        if not name.startswith("__") and not isinstance(value, no_data):
+            yield name, value
+
+
+def _largest(parts: Iterable[tuple[str, Any]], most: int) -> _Part:
+    """The largest part that is no larger than `most`; one that is larger is left out where its whole is pickled."""
+    largest = _Part("", None, -1)
+    for path, obj in parts:
+        nbytes = _size_of(obj)
+        if largest.nbytes < nbytes <= most + _FRAME_BYTES:
+            largest = _Part(path, obj, nbytes)
+    return largest
