@@ -56,6 +56,8 @@ from torch_dpflow.remote.wire.order import Order, encode_order
 SUSPECT_S, LEASE_S, SILENCE_S = 2.5, 10.0, 30.0
 #: After how long to say how many workers have come, if not all have, seconds.
 COMPLAIN_S = 20.0
+#: How often the platform is asked about all members because connections have ended, at most, seconds.
+ASK_S = 2.0
 #: How often to look at leases and time limits where nothing happens, seconds.
 LOOK_S = 0.25
 #: How long after the loader's end members may take to end, before they are killed, seconds.
@@ -135,11 +137,11 @@ class RemoteWorkers:
         #: Names of members that may work, until enough are there.
         self._admitted: list[str] = []
         self._condemned: dict[int, str] = {}
-        #: When the workers were asked for, and whether it was told that not all have come.
-        self._begun = 0.0
-        self._has_complained = False
+        #: When to say that not all have come; None: it was said, or is not so.
+        self._complains_at: float | None = None
         self._has_news = True
-        self._look_at = 0.0
+        self._look_at = self._ask_at = 0.0
+        self._losses = 0
         self._leaving = False
 
     def __len__(self) -> int:
@@ -150,7 +152,7 @@ class RemoteWorkers:
     def start_all(self) -> None:
         """Have the platform start them."""
         self._fleet.target(self._workers)
-        self._begun = self._clock()
+        self._complains_at = self._clock() + COMPLAIN_S
         self.look()
 
     def ended(self) -> Sequence[tuple[int, Handle]]:
@@ -267,6 +269,11 @@ class RemoteWorkers:
         """Take the platform's news, check leases, and do what the fleet says. Cheap where nothing is due."""
         outcomes = self._platform.take()
         now = self._clock()
+        if self.listener.losses != self._losses and now >= self._ask_at:
+            # Who was killed has lost its connections at once. A stranger can connect and leave as often as it likes.
+            self._losses, self._ask_at = self.listener.losses, now + ASK_S
+            for name in self._members:
+                self._platform.suspect(name)
         if not (outcomes or self._has_news or now >= self._look_at) or self._leaving:
             return
         self._has_news, self._look_at = False, now + LOOK_S
@@ -292,26 +299,27 @@ class RemoteWorkers:
                 self._lose(member, f"{member.name} was given up: {why}")
         for instruction in self._fleet.tick(now):
             self._obey(instruction, now)
-        if not self._has_complained and now - self._begun >= COMPLAIN_S:
-            self._has_complained = True
+        if self._complains_at is not None and len(self._working) == self._workers:
+            self._complains_at = None
+        elif self._complains_at is not None and now >= self._complains_at:
+            self._complains_at = None
             self._complain()
 
     def _complain(self) -> None:
         """Say once what is missing: nobody is to wait in silence."""
         here = len(self._working)
-        if here < self._workers:
-            called = sum(bool(member.nonce) for member in self._members.values())
-            door = f"; is {self.listener.address} open to where they run?" if not called else ""
-            LOADER.warning(
-                "%d of %d workers of platform %r run %.0f s after they were asked for, %d more have called%s; those "
-                "that run go on, and the others are awaited",
-                here,
-                self._workers,
-                self._spec.name,
-                COMPLAIN_S,
-                called - here,
-                door,
-            )
+        called = sum(bool(member.nonce) for member in self._members.values())
+        door = f"; is {self.listener.address} open to where they run?" if not called else ""
+        LOADER.warning(
+            "%d of %d workers of platform %r run %.0f s after they were asked for, %d more have called%s; those that "
+            "run go on, and the others are awaited",
+            here,
+            self._workers,
+            self._spec.name,
+            COMPLAIN_S,
+            called - here,
+            door,
+        )
 
     def _obey(self, instruction: FleetInstruction, now: float) -> None:
         member = self._members.get(getattr(instruction, "name", ""))

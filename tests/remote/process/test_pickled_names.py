@@ -112,3 +112,12 @@ def test_names_in_code_that_travels() -> None:
     assert "json.decoder" in names.modules
     assert {"late.module", "decoder"} <= names.used
     assert not {"__main__", "late"} & names.modules
+
+
+def test_objects_of_a_class_that_travels_as_code() -> None:
+    """As a script's dataset does: what makes the object is itself made by a call."""
+    module = types.ModuleType("__main__")
+    source = "import torch\nclass Data(torch.utils.data.Dataset):\n    def __init__(self): self.rows = [1]\n"
+    exec(source, vars(module))
+    pickled = pack([module.Data(), {module.Data: module.Data()}])
+    assert {"torch.utils.data.dataset", "cloudpickle.cloudpickle"} <= names_in(pickled).modules

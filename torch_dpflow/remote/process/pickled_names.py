@@ -40,26 +40,29 @@ def names_in(pickled: bytes) -> PickledNames:
     return PickledNames(frozenset(names.modules), frozenset(names.used))
 
 
-class _StandIn:
-    """Takes the place of every class, function and object that a pickle names or makes."""
+class _Kind(type):
+    """What a stand-in can do as an object, since it is one too."""
+
+    def __setstate__(cls, state: Any) -> None: ...
+
+    def __setitem__(cls, key: Any, value: Any) -> None: ...
+
+    def append(cls, item: Any) -> None: ...
+
+    def extend(cls, items: Any) -> None: ...
+
+    def add(cls, item: Any) -> None: ...
+
+
+class _StandIn(metaclass=_Kind):
+    """Takes the place of every class, function and object that a pickle names or makes.
+
+    A class whose objects are this class: what a call makes may be a class of which objects are made, as those of a
+    script are.
+    """
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
-        return object.__new__(cls)
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        return self
-
-    def __setstate__(self, state: Any) -> None: ...
-
-    def __setitem__(self, key: Any, value: Any) -> None: ...
-
-    def append(self, item: Any) -> None: ...
-
-    def extend(self, items: Any) -> None: ...
-
-    def add(self, item: Any) -> None: ...
+        return cls
 
 
 class _Names(pickle.Unpickler):
@@ -96,7 +99,7 @@ class _Names(pickle.Unpickler):
     def _import(self, name: Any, *_: Any) -> Any:
         if isinstance(name, str):
             self.modules.add(name)
-        return _StandIn()
+        return _StandIn
 
     def _builtin_type(self, name: Any, *_: Any) -> Any:
         return self._note if name == "CodeType" else _StandIn
@@ -105,7 +108,7 @@ class _Names(pickle.Unpickler):
         """Note the names in the arguments of a code object, and the package that a function belongs to."""
         for argument in arguments:
             self.used.update(_identifiers(argument))
-        return _StandIn()
+        return _StandIn
 
 
 def _identifiers(argument: Any) -> Iterator[str]:

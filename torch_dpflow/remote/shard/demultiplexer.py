@@ -22,6 +22,8 @@ class WorkerDemultiplexer:
         on_worker_message: called with each message of a worker, in the thread that receives.
     """
 
+    losses = 0
+
     def __init__(
         self, listener: Listener, token: str, on_worker_message: Callable[[bytes, list[memoryview]], None]
     ) -> None:

@@ -92,6 +92,8 @@ class _InprocEndpoint:
 class InprocListener(_InprocEndpoint):
     """The listening side of an address."""
 
+    losses = 0
+
     def __init__(self, address: str, options: TransportOptions) -> None:
         super().__init__(address, options)
         self._watched = select.poll()

@@ -67,6 +67,8 @@ class _SocketEndpoint:
         descriptors.require(SOCKET_DESCRIPTORS, f"a socket for {address}")
         self._context = context or contexts.shared.take()
         self._socket: zmq.SyncSocket = self._context.socket(kind)
+        #: Tells of connections that end, where that is of interest.
+        self._monitor: zmq.SyncSocket | None = None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll_set: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._wake_fd, zmq.POLLIN)]
         contexts.disown_after_fork(self)
@@ -116,6 +118,8 @@ class _SocketEndpoint:
             if item is self._socket:
                 return True
             woken = woken or item == self._wake_fd
+            if item is self._monitor:
+                self._note_losses()
         if woken:
             os.eventfd_read(self._wake_fd)
         return False
@@ -141,6 +145,9 @@ class _SocketEndpoint:
             frames = self._collect(first)
             if frames is not None:
                 return frames
+
+    def _note_losses(self) -> None:
+        """Take what the monitor has told."""
 
     def _collect(self, frame: zmq.Frame) -> list[memoryview] | None:
         frames = [_view(frame)]
@@ -173,6 +180,9 @@ class _SocketEndpoint:
             self._closed = True
             os.close(self._wake_fd)
         if not self._foreign:
+            if self._monitor is not None:
+                self._socket.disable_monitor()
+                self._monitor.close(linger=0)
             self._socket.close(linger=math.ceil(linger_s * 1000))
             if self._own_context is None:
                 contexts.shared.give_back()
@@ -183,7 +193,7 @@ class _SocketEndpoint:
         """In a forked child: become unusable, without a call into the parent's socket."""
         self._foreign = True
         self._wake_lock = threading.Lock()
-        return [self._socket, self._own_context]
+        return [self._socket, self._own_context, self._monitor]
 
     def __del__(self) -> None:
         if hasattr(self, "_wake_fd"):
@@ -198,6 +208,7 @@ class ZeroMQListener(_SocketEndpoint):
         if address.startswith("tcp://") and isinstance(keys, ServerKeys | DoorKeys):
             context = contexts.guarded_context(keys)
         self._door = keys if isinstance(keys, DoorKeys) else None
+        self.losses = 0
         #: Whether it accepts no connections, for lack of descriptors.
         self._refuses = False
         super().__init__(zmq.ROUTER, address, options, context)
@@ -212,6 +223,9 @@ class ZeroMQListener(_SocketEndpoint):
                 f"cannot listen at {address}: {error}; choose an address that is free"
             ) from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        if self._door is not None:
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._poll_set.append((self._monitor, zmq.POLLIN))
 
     def _bind(self) -> None:
         # A listener of this process that was just closed holds its address until libzmq's thread has closed it too, and
@@ -267,6 +281,12 @@ class ZeroMQListener(_SocketEndpoint):
             if len(frames) > 1:
                 return bytes(frames[0]), frames[1:]
             self.dropped += 1  # an identity without frames, which no connection of ours sends
+
+    def _note_losses(self) -> None:
+        assert self._monitor is not None
+        while self._monitor.poll(0):
+            self._monitor.recv_multipart()
+            self.losses += 1
 
     def _collect(self, frame: zmq.Frame) -> list[memoryview] | None:
         # libzmq lets an admitted peer have any identity, also another's.
