@@ -1,56 +1,89 @@
-"""Ray, a real one that this module starts: its adapter keeps the contract, and says what is wrong."""
+"""Ray, a real one that this module starts: its adapter keeps the contract, and a loader's workers are its actors."""
 
 from __future__ import annotations
 
 import multiprocessing
-import shutil
-import tempfile
+import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
-from tests.shared_cluster import wait
-from torch_dpflow.errors import PlatformError, QuotaError, RejectedError
-from torch_dpflow.platforms import Ray
+from tests.loader_cases import Augmented, assert_same, epochs
+from tests.platforms.local_ray import members, names_in, ray_of
+from tests.shared_cluster import PATIENCE_S, wait
+from torch_dpflow import DPFlowDataLoader, LoaderOptions
+from torch_dpflow.errors import (
+    MissingExtraError,
+    OptionError,
+    OptionTypeError,
+    PlatformError,
+    QuotaError,
+    RejectedError,
+    UnavailableError,
+)
+from torch_dpflow.platforms import Ray, registry
+from torch_dpflow.platforms.base import End
 from torch_dpflow.platforms.members import Adapter
 from torch_dpflow.platforms.ray import RayAdapter
-from torch_dpflow.testing.adapters import PROGRAM, AdapterContract
+from torch_dpflow.testing.adapters import PROGRAM, SECRET, AdapterContract, caller, name_of, order_to
 
 #: So that several fit on any machine.
 SHARE = 0.1
+CPUS = 4
 
 
 @pytest.fixture(scope="module", autouse=True)
 def ray() -> Iterator[Any]:
     """A cluster of one node, for the whole module."""
-    directory = tempfile.mkdtemp(prefix="ray-")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_AUTH_TOKEN", "t" * 40)  # else one is written to the home directory
-        patch.delenv("RAY_ADDRESS", raising=False)
-        import ray
 
+    def start(ray: Any, directory: str) -> str:
         context = ray.init(
-            num_cpus=4, include_dashboard=False, object_store_memory=80 * 2**20, _temp_dir=directory
+            num_cpus=CPUS, include_dashboard=False, object_store_memory=80 * 2**20, _temp_dir=directory
         )
-        patch.setenv("RAY_ADDRESS", context.address_info["address"])
+        return str(context.address_info["address"])
+
+    with ray_of(start) as ray:
         yield ray
-        ray.shutdown()
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
 def no_leaks(ray: Any) -> Iterator[None]:
     """Instead of the check of all tests: Ray keeps sockets and processes as it likes. Of ours nothing is left."""
     yield
-    with closing(RayAdapter(Ray())) as adapter:
-        wait(lambda: not adapter.list(""), what="the end of all members")
+    wait(lambda: not names_in(adapter_of()) and not members(), what="the end of all members")
     wait(
         lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread"
     )
+
+
+@pytest.fixture
+def door() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(PATIENCE_S)
+        yield server
+
+
+def adapter_of(detached: bool = False, **settings: Any) -> RayAdapter:
+    return RayAdapter(Ray(**{"cpus": SHARE, **settings}), module=PROGRAM, detached=detached)
+
+
+def end_of(adapter: RayAdapter, name: str) -> End:
+    """Wait for the end of a member."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        end = adapter.look({name: name})[name].end
+        if end is not None:
+            return end
+    raise AssertionError(f"{name} has not ended")
 
 
 class TestRay(AdapterContract):
@@ -60,8 +93,207 @@ class TestRay(AdapterContract):
         return RayAdapter(Ray(cpus=SHARE), module=module, detached=True)
 
     def refusing(self) -> Mapping[type[PlatformError], Callable[[], Adapter]]:
-        nowhere = Ray(runtime_env={"working_dir": "/nowhere"})
         return {
-            RejectedError: lambda: RayAdapter(nowhere, module=PROGRAM),
-            QuotaError: lambda: RayAdapter(Ray(cpus=1000, wait_s=0.1), module=PROGRAM),
+            RejectedError: lambda: adapter_of(runtime_env={"working_dir": "/nowhere"}),
+            QuotaError: lambda: adapter_of(cpus=1000, wait_s=0.1),
         }
+
+
+# --- ends ---
+
+
+@pytest.mark.parametrize("victim", ["member", "actor"])
+def test_a_killed_process_is_told_to_have_ended(door: socket.socket, victim: str) -> None:
+    adapter = adapter_of()
+    adapter.start(name_of(0), order_to(door), deadline_s=PATIENCE_S)
+    with caller(door) as (connection, _):
+        ((member, actor),) = members().items()
+        os.kill(member if victim == "member" else actor, signal.SIGKILL)
+        assert connection.recv(1) == b"", "the member ends with its actor"
+        end = end_of(adapter, name_of(0))
+    assert (end.signal == signal.SIGKILL and end.place == f"pid {member}") or "died" in end.report
+    assert (end.signal is None) == (victim == "actor")
+
+
+def test_members_end_with_the_process_that_started_them(door: socket.socket) -> None:
+    starter = multiprocessing.get_context("spawn").Process(target=start_one_and_stay, args=(order_to(door),))
+    starter.start()
+    with caller(door) as (connection, _):
+        starter.kill()
+        starter.join()
+        assert connection.recv(1) == b""
+
+
+def start_one_and_stay(order: bytes) -> None:
+    adapter = adapter_of()
+    adapter.start(name_of(0), order, deadline_s=PATIENCE_S)
+    time.sleep(PATIENCE_S)
+
+
+def test_an_actor_whose_name_is_taken_is_the_member(ray: Any, door: socket.socket) -> None:
+    first, second = adapter_of(), adapter_of()
+    for adapter in (first, second):
+        assert adapter.start(name_of(0), order_to(door), deadline_s=PATIENCE_S) == name_of(0)
+    with caller(door):
+        assert len(members()) == 1
+        assert second.look({name_of(0): name_of(0)})[name_of(0)].end is None
+        second.stop(name_of(0), None)
+    assert "ray.kill" in end_of(first, name_of(0)).report
+
+
+# --- room ---
+
+
+def test_a_start_without_room_says_what_the_cluster_has(door: socket.socket) -> None:
+    adapter = adapter_of(cpus=CPUS / 2)
+    for number in range(2):
+        adapter.start(name_of(number), order_to(door), deadline_s=PATIENCE_S)
+    adapter._wait_s = 0.5
+    for number in (2, 9):  # the second one without a wait
+        told = (
+            rf"{name_of(number)} .* 2 of {number + 1} actors run; the cluster has 4 CPUs, 0 CPUs of them free"
+        )
+        with pytest.raises(QuotaError, match=told) as raised:
+            adapter.start(name_of(number), order_to(door), deadline_s=PATIENCE_S)
+    assert "takes 2: cpus=0.4 or more nodes" in str(raised.value)
+    assert sorted(names_in(adapter)) == [name_of(0), name_of(1)]
+    for number in range(2):
+        adapter.stop(name_of(number), None)
+
+
+@pytest.mark.parametrize(
+    ("needs", "told"),
+    [
+        ({"memory": "900TiB"}, "GiB of memory"),
+        ({"resources": {"loader": 1}}, "has 0 of 'loader'"),
+    ],
+)
+def test_what_the_cluster_lacks_is_named(door: socket.socket, needs: dict[str, Any], told: str) -> None:
+    adapter = adapter_of(**needs, wait_s=0.1)
+    with pytest.raises(QuotaError, match=told):
+        adapter.start(name_of(0), order_to(door), deadline_s=PATIENCE_S)
+    *_, room = adapter.check()
+    assert not room.good
+    assert "room for 0 workers" in room.text
+
+
+def test_actors_leave_the_placement_group_of_a_trial(ray: Any, door: socket.socket) -> None:
+    """As in Ray Tune, whose trials take all that their group has."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    def trial(order: bytes) -> str:
+        adapter = RayAdapter(Ray(cpus=SHARE), module=PROGRAM)
+        adapter.start(name_of(0), order, deadline_s=PATIENCE_S)
+        return str(end_of(adapter, name_of(0)))
+
+    group = placement_group([{"CPU": 1}])
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+    ended = ray.remote(trial).options(num_cpus=1, scheduling_strategy=strategy).remote(order_to(door))
+    with caller(door):
+        pass
+    assert "exited with code 0" in ray.get(ended)
+    remove_placement_group(group)
+
+
+def test_the_runtime_env_reaches_members_and_the_order_does_not_leak(door: socket.socket) -> None:
+    adapter = adapter_of(runtime_env={"env_vars": {"DPF_TRY": "there"}})
+    adapter.start(name_of(0), order_to(door), deadline_s=PATIENCE_S)
+    with caller(door):
+        (pid,) = members()
+        process = psutil.Process(pid)
+        assert process.environ()["DPF_TRY"] == "there"
+        assert SECRET not in f"{process.environ()} {process.cmdline()}"
+        adapter.stop(name_of(0), None)
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "told"),
+    [
+        ({"cpus": 0}, OptionError, "cpus=0 is out of range"),
+        ({"cpus": "2"}, OptionTypeError, "cpus='2'"),
+        ({"memory": "2 bags"}, OptionError, "memory='2 bags' is no size"),
+        ({"memory": 2**30}, OptionTypeError, "memory=1073741824"),
+        ({"resources": {"loader": -1}}, OptionError, "'loader'"),
+        ({"resources": {"CPU": 1}}, OptionError, "give cpus or memory"),
+        ({"address": "ray://head:10001"}, OptionError, "ray job submit"),
+        ({"wait_s": -1}, OptionError, "wait_s=-1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    settings: dict[str, Any], error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error, match=told):
+        Ray(**settings)
+
+
+def test_addresses_are_this_hosts_and_the_clusters_own(ray: Any) -> None:
+    settings = Ray()
+    assert settings.listen_at() == f"tcp://{ray.util.get_node_ip_address()}:0"
+    settings.check_listen("tcp://127.0.0.1:0")  # the cluster has no other node
+    with pytest.raises(OptionError, match="tcp"):
+        settings.check_listen("ipc:///tmp/door")
+    with pytest.raises(OptionError, match="in the Ray cluster at"):
+        Ray(address="10.9.8.7:6379").open()
+    assert all(finding.good for finding in adapter_of().check())
+    assert not Ray(runtime_env={"working_dir": "."}).sends_code
+    assert Ray(runtime_env={"pip": ["simplejpeg"]}).sends_code
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "told"),
+    [
+        ("ray://head:10001", OptionError, "ray job submit"),
+        ("127.0.0.1:1", UnavailableError, "ray start --head"),
+        ("nonsense", OptionError, "HOST:PORT"),
+    ],
+)
+def test_a_process_outside_is_told_how_to_reach_a_cluster(
+    address: str, error: type[Exception], told: str
+) -> None:
+    script = "from torch_dpflow.platforms import Ray; Ray().open()"
+    env = {**os.environ, "RAY_ADDRESS": address}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False
+    )
+    assert error.__name__ in done.stderr.splitlines()[-1]
+    assert told in done.stderr
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    settings = registry.resolve("ray")
+    with pytest.raises(MissingExtraError, match=r"pip install 'torch_dpflow\[ray\]'"):
+        settings.open()
+
+
+def test_naming_the_platform_does_not_load_ray() -> None:
+    script = "import sys; from torch_dpflow.platforms import Ray; Ray(); assert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# --- a loader ---
+
+
+def test_batches_equal_those_of_local_workers_through_a_kill() -> None:
+    def shuffled(**arguments: Any) -> DPFlowDataLoader[Any]:
+        generator = torch.Generator().manual_seed(7)
+        arguments = {"num_workers": 2, "persistent_workers": True, **arguments}
+        return DPFlowDataLoader(Augmented(24), batch_size=2, shuffle=True, generator=generator, **arguments)
+
+    remote = shuffled(platform=Ray(cpus=SHARE), options=LoaderOptions(seeding="batch"))
+    local = shuffled(options=LoaderOptions(seeding="batch"))
+    assert_same(epochs(remote), epochs(local))
+    iterator, expected = iter(remote), list(local)
+    seen = [next(iterator)]
+    os.kill(next(iter(members().values())), signal.SIGKILL)
+    assert_same([*seen, *iterator], expected)
+    assert remote.stats().restarts >= 1
+    names = names_in(adapter_of())
+    assert names
+    remote._iterator._shutdown_workers()
+    assert not set(names) & set(names_in(adapter_of()))
+    local._iterator._shutdown_workers()

@@ -40,8 +40,8 @@ class Ray:
         resources: of each actor, of the cluster's own kinds.
         address: of the cluster, as "10.0.0.5:6379"; empty: of this process's, else `RAY_ADDRESS`, else of this host's.
         runtime_env: Ray's, of each actor. With "working_dir" or "py_modules" the user's modules are not sent besides.
-        wait_s: how long an actor waits for room in the cluster before it counts as refused, seconds. To be raised where
-            an autoscaler adds nodes, which it does for actors that wait.
+        wait_s: after how long an actor that does not run in a full cluster counts as refused, seconds. To be raised
+            where an autoscaler adds nodes, which it does for actors that wait, and for a slow `runtime_env`.
 
     Raises:
         OptionError: a value is out of range, or the address is one of Ray Client (`ray://`).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ _NO_CLIENT = (
     "run the script on a node of the cluster, as with `ray job submit`"
 )
 _TOLERANCE = 1e-6
+#: How long the cluster may take to accept a connection, seconds.
+PROBE_S = 5.0
 
 
 def refuse_client(address: str) -> None:
@@ -50,7 +53,7 @@ def connect(address: str) -> Any:
         raise OptionError(f"this process is connected by ray://: {_NO_CLIENT}")
     if ray.is_initialized():
         connected = ray.get_runtime_context().gcs_address
-        if address not in ("", "auto", "local", connected):
+        if address not in ("", "auto", connected):
             raise OptionError(
                 f"address={address!r}, and this process is in the Ray cluster at {connected!r}: give no address, or "
                 "call ray.shutdown() before"
@@ -59,8 +62,10 @@ def connect(address: str) -> Any:
     wanted = address or os.environ.get("RAY_ADDRESS", "")
     refuse_client(wanted)
     try:
+        if wanted not in ("", "auto"):
+            _probe(wanted)
         ray.init(address=wanted or "auto", logging_level=logging.WARNING)
-    except ConnectionError as error:
+    except OSError as error:
         where = f"at {wanted!r}" if wanted else "on this host"
         raise UnavailableError(
             f"no Ray cluster answers {where}: start one with `ray start --head`, name one by RAY_ADDRESS, or call "
@@ -69,6 +74,16 @@ def connect(address: str) -> Any:
     except (RuntimeError, ValueError) as error:  # other versions, or no address
         raise failure(f"the Ray cluster {wanted or 'of this host'} cannot be used", error) from error
     return ray
+
+
+def _probe(address: str) -> None:
+    """Connect and hang up: Ray itself tries for minutes and then ends the process. Raises OSError or OptionError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise OptionError(
+            f"address={address!r} is no address of a Ray cluster; give HOST:PORT, as 10.0.0.5:6379"
+        )
+    socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
 
 
 def failure(what: str, error: Exception) -> PlatformError:
