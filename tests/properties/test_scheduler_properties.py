@@ -22,6 +22,7 @@ from torch_dpflow.remote.scheduler.events import (
     Lose,
     Poison,
     Revoke,
+    SetWindow,
     Submit,
     Tick,
 )
@@ -71,15 +72,17 @@ class Interleavings(RuleBasedStateMachine):
 
     @initialize(
         window=st.integers(1, 4),
+        more=st.integers(0, 3),
         poison_limit=st.integers(1, 3),
         overtake=st.sampled_from([None, 0.0, 2.0]),
         limit=st.sampled_from([None, 0.0, 4.0]),
         workers=st.permutations(range(4)),
     )
-    def begin(self, window, poison_limit, overtake, limit, workers):
+    def begin(self, window, more, poison_limit, overtake, limit, workers):
         self.poison_limit = poison_limit
         self.scheduler = Scheduler(
             window=window,
+            most_window=window + more,
             poison_limit=poison_limit,
             overtake_after_s=overtake,
             task_timeout_s=limit,
@@ -135,6 +138,10 @@ class Interleavings(RuleBasedStateMachine):
 
     def open_tasks(self):
         return self.pins.keys() - self.delivered - self.cancelled - self.poisoned
+
+    @rule(worker=WORKERS, window=st.integers(1, 9))
+    def widen(self, worker, window):
+        self.tell(SetWindow, worker, window)
 
     @rule(count=st.integers(0, 6), pin=st.one_of(st.none(), st.none(), WORKERS))
     def submit(self, count, pin):

@@ -100,3 +100,41 @@ class Rotation:
     def end(self, worker: int) -> None:
         """This worker's stream has ended."""
         self._active[worker] = False
+
+
+class Room:
+    """How many batches may be in flight: as many as with torch."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def at_start(self, largest: int) -> int:
+        """How many to plan at the start of an epoch. largest: bytes of the largest batch so far."""
+        return self._most
+
+    def next(self, largest: int, in_flight: int) -> int:
+        """How many to plan in place of the one that is due, which is still in flight."""
+        return 1
+
+
+class BoundedRoom(Room):
+    """As many as with torch, unless those of workers elsewhere would fill this process's memory.
+
+    Args:
+        most: torch's number.
+        workers: how many there are; each may always have one.
+        budget: bytes that all together may have.
+    """
+
+    def __init__(self, most: int, workers: int, budget: int) -> None:
+        super().__init__(most)
+        self._workers = workers
+        self._budget = budget
+
+    def at_start(self, largest: int) -> int:
+        # Until a batch has come, nobody knows how large they are.
+        fitting = self._budget // largest if largest else 0
+        return max(self._workers, min(self._most, fitting))
+
+    def next(self, largest: int, in_flight: int) -> int:
+        return max(0, min(2, self.at_start(largest) - in_flight + 1))

@@ -86,6 +86,8 @@ class PrivateShard:
 
     #: Whether there is something to look at from time to time whatever the options are.
     ticks = False
+    #: Most tasks that a worker may ever hold.
+    most_window = WINDOW
 
     def __init__(
         self,
@@ -117,7 +119,12 @@ class PrivateShard:
         self._task_timeout_s = task_timeout_s
         # Time for which this process was stopped, by a debugger or with its container, does not count for workers.
         self._clock = SuspendAwareClock()
-        self._scheduler = Scheduler(window=WINDOW, poison_limit=poison_limit, task_timeout_s=task_timeout_s)
+        self._scheduler = Scheduler(
+            window=WINDOW,
+            most_window=self.most_window,
+            poison_limit=poison_limit,
+            task_timeout_s=task_timeout_s,
+        )
         self._shard = Shard(
             self._listener, self._scheduler, self, clock=self._clock, start_timeout_s=task_timeout_s
         )

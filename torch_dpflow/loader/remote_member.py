@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch_dpflow.errors import MessageError
 
 #: A member's two connections, by the ends of their identities: see `wire.headers`.
 LINE, WORK = b"line", b"work"
+#: How many tasks a worker holds: one that it loads and one that waits, and so many that it loads during a round trip.
+LEAST_WINDOW, MOST_WINDOW = 2, 8
+#: Such a part of the usual time of a task may pass in a round trip before a window grows for it.
+NEGLIGIBLE = 0.05
+#: Weight of the latest task in its usual time.
+_WEIGHT = 0.2
 
 
 @dataclass(eq=False)
@@ -27,10 +34,30 @@ class RemoteMember:
     sent: int = 0
     #: Since when it has sent more than was received, as it says.
     short_since: float | None = None
-    round_trip_s: float = 0.0
+    #: The time between two of its messages as a worker, a moving average, and when the latest has come.
+    usual_s: float = 0.0
+    worked: float = 0.0
+    window: int = LEAST_WINDOW
     has_called: bool = False
     #: When the platform was last asked about it.
     suspected_at: float = -1.0
+
+    def note_work(self, now: float) -> None:
+        """A message of it as a worker has come."""
+        self.received += 1
+        if self.worked:
+            passed_s = now - self.worked
+            self.usual_s = self.usual_s + _WEIGHT * (passed_s - self.usual_s) if self.usual_s else passed_s
+        self.heard = self.worked = now
+
+    def fitting_window(self, round_trip_s: float) -> int:
+        """How many tasks it should hold, where a message to it and its answer take so long."""
+        if not self.usual_s:
+            return self.window
+        more = math.ceil(min(round_trip_s / self.usual_s, MOST_WINDOW) - NEGLIGIBLE)
+        window = min(LEAST_WINDOW + more, MOST_WINDOW)
+        # What is a little smaller now will be a little larger soon.
+        return window if not self.window - 2 < window < self.window else self.window
 
     @property
     def user(self) -> str:

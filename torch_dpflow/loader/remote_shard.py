@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_dpflow.loader.private_shard import PrivateShard
+from torch_dpflow.loader.remote_member import MOST_WINDOW
 from torch_dpflow.loader.remote_workers import RemoteWorkers
 from torch_dpflow.loader.shard_events import Broken, Lost
 
@@ -15,6 +16,7 @@ class RemoteShard(PrivateShard):
     """As `PrivateShard`; its thread starts and replaces workers by itself."""
 
     ticks = True
+    most_window = MOST_WINDOW
 
     def __init__(self, processes: RemoteWorkers, **arguments: Any) -> None:
         self._members = processes
@@ -34,6 +36,9 @@ class RemoteShard(PrivateShard):
 
     def lose(self, worker: int, how: str) -> None:
         self._lose(worker, Lost(worker, how))
+
+    def set_window(self, worker: int, window: int) -> None:
+        self._shard.set_window(worker, window)
 
     def fail(self, error: Exception) -> None:
         self._notify(Broken(error))

@@ -79,6 +79,9 @@ class Shell(Protocol):
     def lose(self, worker: int, how: str) -> None:
         """A worker has ended or does not answer, or ended before it was admitted."""
 
+    def set_window(self, worker: int, window: int) -> None:
+        """A worker is to hold so many tasks."""
+
     def fail(self, error: Exception) -> None:
         """There will be no worker any more."""
 
@@ -192,8 +195,7 @@ class RemoteWorkers:
         """A message of a member."""
         member = self._working.get(peer)
         if member is not None:
-            member.received += 1
-            member.heard = self._clock()
+            member.note_work(self._clock())
             self.shell.deliver(peer, frames)
             return
         try:
@@ -224,8 +226,8 @@ class RemoteWorkers:
                 piece = self._content.piece(digest, offset)
                 self.listener.send(peer, [encode(Piece(digest, offset)), piece])
             case WorkerBeat(sent=sent, round_trip_s=round_trip_s):
-                member.round_trip_s = round_trip_s
                 self._check_count(member, sent)
+                self._fit_window(member, round_trip_s)
                 self._send(peer, WorkerBeat(member.sent))
             case MemberLacks(modules=modules):
                 self._fleet.unfit(member.name, self._content.missing(modules), self._clock())
@@ -257,6 +259,12 @@ class RemoteWorkers:
             member.short_since = member.heard
         elif member.heard - member.short_since >= LEASE_S / 2:
             self.kill(member.number, "messages of it were lost with a connection")
+
+    def _fit_window(self, member: RemoteMember, round_trip_s: float) -> None:
+        window = member.fitting_window(round_trip_s)
+        if member.is_working and window != member.window:
+            member.window = window
+            self.shell.set_window(member.number, window)
 
     def _on_bye(self, member: RemoteMember, words: str) -> None:
         self._fleet.bye(member.name, self._clock())

@@ -13,7 +13,7 @@ from torch_dpflow.epoch.planned_batch import TAKEN, PlannedBatch
 from torch_dpflow.epoch.progress import OPENING_AGAIN, OPENING_WORKERS
 from torch_dpflow.errors import LoaderTimeoutError, WorkerError, WorkerStartError
 from torch_dpflow.loader.batch_planner import BatchPlanner, fit_streams, interrupted_draw
-from torch_dpflow.loader.in_flight import InFlight, Rotation
+from torch_dpflow.loader.in_flight import BoundedRoom, InFlight, Room, Rotation
 from torch_dpflow.loader.iteration_start import begin
 from torch_dpflow.loader.load_spec import has_own_streams, load_spec
 from torch_dpflow.loader.pinning import Pin
@@ -36,10 +36,10 @@ from torch_dpflow.options import LoaderOptions
 from torch_dpflow.platforms.base import Handle
 from torch_dpflow.platforms.fork_server import local_platform
 from torch_dpflow.platforms.local import LocalHandle
-from torch_dpflow.remote.shm.headroom import Headroom
+from torch_dpflow.remote.shm.headroom import Headroom, of_machine
 from torch_dpflow.remote.wire.headers import END, FAILURE
 from torch_dpflow.remote.worker.batch_worker import POSITION_BITS, POSITION_MASK
-from torch_dpflow.remote.worker.batches import Begun, EpochSpec
+from torch_dpflow.remote.worker.batches import SHARED_FRACTION, Begun, EpochSpec
 from torch_dpflow.torch_private import BaseDataLoaderIter, ExceptionWrapper
 
 #: So many bytes of batches beyond torch's number are always allowed; more while they are less than this part of the
@@ -65,6 +65,13 @@ class WorkerIterator(BaseDataLoaderIter):
         self._most = loader.prefetch_factor * loader.num_workers
         if self._most <= 0:  # torch's constructor accepts 0, and its iterator raises this
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
+        #: Bytes of the largest batch that has come.
+        self._largest = 0
+        self._room = Room(self._most)
+        if loader.platform is not None:
+            self._room = BoundedRoom(
+                self._most, loader.num_workers, of_machine("MemTotal") // SHARED_FRACTION
+            )
         self._generation = 0
         self._restarts = Restarts(self._options.restart_limit, loader.num_workers, self._runtime.meter)
         self._ended_workers: list[Any] = []
@@ -161,8 +168,6 @@ class WorkerIterator(BaseDataLoaderIter):
         self._metered: PlannedBatch | None = None
         self._has_idle_worker = False
         grows = self._in_order and not self._own_stream and is_drawn_at_start(loader._index_sampler)
-        #: Bytes of the largest batch that has come.
-        self._largest = 0
         self._limit = int(self._most * self._options.window_growth) if grows else self._most
         self._runtime.meter.begin_epoch()
 
@@ -195,7 +200,7 @@ class WorkerIterator(BaseDataLoaderIter):
                 self._handle(event)
 
     def _fill_window(self) -> None:
-        for _ in range(max(self._most, len(self._progress.due))):
+        for _ in range(max(self._room.at_start(self._largest), len(self._progress.due))):
             self._plan_one()
 
     def _plan_one(self) -> bool:
@@ -234,7 +239,10 @@ class WorkerIterator(BaseDataLoaderIter):
             while True:
                 progress.note_taken()
                 if progress.head is None:
-                    flight, goal = self._due(), self._planner.planned + 1
+                    flight, goal = (
+                        self._due(),
+                        self._planner.planned + self._room.next(self._largest, len(self._flights)),
+                    )
                     # It stays the head until it is taken. All that is done to it before that may be repeated.
                     self._head, self._goal, progress.head = flight, goal, flight
                 head = self._head
@@ -278,8 +286,8 @@ class WorkerIterator(BaseDataLoaderIter):
     def _refill(self, head: PlannedBatch) -> None:
         """Submit another batch in place of this one, which stays due if that fails, as the sampler may."""
         self._flights.remove(head.position)
-        if self._planner.planned < self._goal:
-            self._plan_one()
+        while self._planner.planned < self._goal and self._plan_one():
+            pass
         if head.worker is not None:
             head.stream, head.owing = getattr(head.outcome, "stream", None), self._planner.owing()
 

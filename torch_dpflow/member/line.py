@@ -12,6 +12,7 @@ import secrets
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -99,7 +100,8 @@ class Line(threading.Thread):
             )
         )
         self._connection: Connection | None = None
-        self._address = ""
+        #: Where the shard has answered.
+        self.address = ""
         #: What the main thread waits for: contents by digest, or why there are none.
         self._results: queue.SimpleQueue[tuple[MemberWelcome, dict[str, bytes]] | Exception] = (
             queue.SimpleQueue()
@@ -112,7 +114,8 @@ class Line(threading.Thread):
         self._lacks: list[str] = []
         #: Removed where the process is left at once.
         self.directory: PrivateDirectory | None = None
-        self._round_trip_s = 0.0
+        #: Of the latest beats: the shortest, since the threads of two processes may be late.
+        self._round_trips_s: deque[float] = deque([0.0], maxlen=8)
         #: The other connection; it counts its messages.
         self._work: CountedConnection | None = None
         self._short_since: float | None = None
@@ -136,7 +139,7 @@ class Line(threading.Thread):
 
     def connect(self) -> CountedConnection:
         """Open the other connection."""
-        inner = connect(self._address, identity=f"{self._identity}/work".encode(), options=self._options)
+        inner = connect(self.address, identity=f"{self._identity}/work".encode(), options=self._options)
         self._work = CountedConnection(inner)
         return self._work
 
@@ -165,7 +168,7 @@ class Line(threading.Thread):
         addresses, patience_s = self._order.addresses, self._order.silence_s
         for address in itertools.cycle(addresses):
             connection = connect(address, identity=f"{self._identity}/line".encode(), options=self._options)
-            self._connection, self._address = connection, address
+            self._connection, self.address = connection, address
             until = time.monotonic() + (ADDRESS_S if len(addresses) > 1 else patience_s)
             if self._greet(connection, until):
                 return
@@ -203,7 +206,7 @@ class Line(threading.Thread):
             if now - self._said >= BEAT_S:
                 sent = 0 if self._work is None else self._work.sent
                 self._asked = now
-                self._send(connection, encode(WorkerBeat(sent, self._round_trip_s)))
+                self._send(connection, encode(WorkerBeat(sent, min(self._round_trips_s))))
             self._receive(connection, max(0.0, self._said + BEAT_S - now))
         self._send(connection, encode(WorkerBye(self._words[-MAX_TEXT:])))
 
@@ -243,7 +246,9 @@ class Line(threading.Thread):
             self._results.put((self._welcome, contents))
 
     def _on_beat(self, beat: WorkerBeat) -> None:
-        self._round_trip_s = time.monotonic() - self._asked
+        if not self._round_trips_s[-1]:
+            self._round_trips_s.clear()
+        self._round_trips_s.append(time.monotonic() - self._asked)
         work = self._work
         if work is None or not work.waits or beat.sent <= work.received:
             self._short_since = None

@@ -12,6 +12,7 @@ from torch_dpflow.errors import MessageError
 from torch_dpflow.member.line import Line, RefusedMemberError
 from torch_dpflow.remote.process.code_bundle import install_bundle
 from torch_dpflow.remote.process.fit import missing_modules, required_modules, versions_here
+from torch_dpflow.remote.transport import is_loopback
 from torch_dpflow.remote.wire.order import Order, decode_order
 
 
@@ -61,6 +62,8 @@ def _work(order: Order, line: Line) -> None:
     try:
         spec = member_worker.open_spec(io.BytesIO(packed))
         del packed
-        member_worker.work(spec, order.number, order.incarnation, line.connect())
+        connection = line.connect()
+        near = is_loopback(line.address)
+        member_worker.work(spec, order.number, order.incarnation, connection, is_near=near)
     except member_worker.RefusedError as error:
         raise RefusedMemberError(str(error)) from error

@@ -37,6 +37,14 @@ class AddWorker(msgspec.Struct, frozen=True, gc=False):
     now: float
 
 
+class SetWindow(msgspec.Struct, frozen=True, gc=False):
+    """A worker holds at most so many tasks from now on, up to the scheduler's window. Unknown workers are ignored."""
+
+    worker: WorkerId
+    window: int
+    now: float
+
+
 class Exchanged(msgspec.Struct, frozen=True, gc=False):
     """A worker delivers all results that it has and asks for work.
 
@@ -68,7 +76,7 @@ class Tick(msgspec.Struct, frozen=True, gc=False):
     now: float
 
 
-SchedulerEvent: TypeAlias = Submit | CancelTasks | AddWorker | Exchanged | Lose | Tick
+SchedulerEvent: TypeAlias = Submit | CancelTasks | AddWorker | SetWindow | Exchanged | Lose | Tick
 
 
 class Assign(msgspec.Struct, frozen=True, gc=False):

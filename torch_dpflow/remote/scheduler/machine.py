@@ -23,6 +23,7 @@ from torch_dpflow.remote.scheduler.events import (
     Revoke,
     SchedulerEvent,
     SchedulerInstruction,
+    SetWindow,
     Submit,
     TaskId,
     Tick,
@@ -58,7 +59,8 @@ class Scheduler:
     Not thread-safe. An event costs O(tasks that it names), amortised; stealing adds a look at each worker. Input is
     checked before anything changes, so a rejected event has no effect.
 
-    window: most tasks that a worker holds (K of the thesis), at least 1.
+    window: most tasks that a worker holds (K of the thesis), at least 1, until `SetWindow`.
+    most_window: most that `SetWindow` can give; None: `window`.
     poison_limit: how many workers a task may cost before it is given up, at least 1.
     overtake_after_s: least seconds after which others, busy or not, take over the tasks of a worker that has run one
         task for much longer than usual; None: never.
@@ -70,11 +72,14 @@ class Scheduler:
         self,
         *,
         window: int,
+        most_window: int | None = None,
         poison_limit: int = 3,
         overtake_after_s: float | None = None,
         task_timeout_s: float | None = None,
     ) -> None:
-        self._windows = Windows(check_int("window", window, minimum=1))
+        check_int("window", window, minimum=1)
+        self._windows = Windows(max(window, check_int("most_window", most_window or window, minimum=1)))
+        self._first_window = window
         self._poison_limit = check_int("poison_limit", poison_limit, minimum=1)
         for name, seconds in (("overtake_after_s", overtake_after_s), ("task_timeout_s", task_timeout_s)):
             if seconds is not None:
@@ -94,6 +99,7 @@ class Scheduler:
             Submit: self._submit,
             CancelTasks: self._cancel,
             AddWorker: self._add_worker,
+            SetWindow: self._set_window,
             Exchanged: self._exchange,
             Lose: self._lose,
             Tick: self._tick,
@@ -144,7 +150,14 @@ class Scheduler:
     def _add_worker(self, event: AddWorker, out: list[SchedulerInstruction]) -> None:
         if event.worker in self._windows.mirrors:
             self._lose(Lose(event.worker, event.now), out)
-        self._windows.add(Mirror(event.worker, self._reserved_for(event.worker), event.now))
+        reserved = self._reserved_for(event.worker)
+        self._windows.add(Mirror(event.worker, reserved, event.now, self._first_window))
+
+    def _set_window(self, event: SetWindow, out: list[SchedulerInstruction]) -> None:
+        mirror = self._windows.mirrors.get(event.worker)
+        if mirror is not None:
+            mirror.window = min(check_int("window", event.window, minimum=1), self._windows.window)
+            self._windows.place(mirror)
 
     def _exchange(self, event: Exchanged, out: list[SchedulerInstruction]) -> None:
         mirror = self._windows.mirrors.get(event.worker)

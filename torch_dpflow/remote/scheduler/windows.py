@@ -24,12 +24,15 @@ class Mirror:
         "running",
         "since",
         "starved",
+        "window",
         "worker",
     )
 
-    def __init__(self, worker: WorkerId, reserved: Backlog, now: float) -> None:
+    def __init__(self, worker: WorkerId, reserved: Backlog, now: float, window: int) -> None:
         self.worker = worker
-        #: Assigned and unfinished, in the order of the worker's local queue; at most `window`.
+        #: Most tasks that it is to hold, at most that of all.
+        self.window = window
+        #: Assigned and unfinished, in the order of the worker's local queue; more than `window` where that fell.
         self.held: dict[TaskId, Task] = {}
         #: Tasks pinned to this worker that are not assigned yet. Outlives the worker.
         self.reserved = reserved
@@ -76,9 +79,12 @@ class Mirror:
 class Windows:
     """All mirrors, by level.
 
-    The level of a mirror is its load, 0 to window + 1 (a full window behind a task that is no longer needed). A mirror
-    that must not get anything, because of a suspect or because it was overtaken, is on the last level, whatever its
-    load.
+    The level of a mirror is its load, 0 to window + 1 (a full window behind a task that is no longer needed); from its
+    own window on, where that is smaller, it is as if that were `window`. A mirror that must not get anything, because
+    of a suspect or because it was overtaken, is on the last level, whatever its load.
+
+    Args:
+        window: the largest of any worker.
     """
 
     def __init__(self, window: int) -> None:
@@ -108,6 +114,8 @@ class Windows:
     def place(self, mirror: Mirror) -> None:
         """Update the mirror's level; call after each change of what it holds or runs."""
         level = mirror.load()
+        if level >= mirror.window:
+            level = self.window + (level > mirror.window)
         if level and (mirror.overtaken or self.suspects) and self._is_closed(mirror):
             level = self.window + 1
         before = mirror.level
@@ -178,7 +186,10 @@ class Windows:
             assert worker == mirror.worker
             assert self.levels[mirror.level][worker] is mirror
             closed = mirror.load() > 0 and self._is_closed(mirror)
-            assert mirror.level == (self.window + 1 if closed else mirror.load())
+            load, own = mirror.load(), mirror.window
+            open_level = load if load < own else self.window + (load > own)
+            assert 1 <= own <= self.window
+            assert mirror.level == (self.window + 1 if closed else open_level)
             assert len(mirror.held) <= self.window
             assert mirror.running is not None or not mirror.held
             assert mirror.starved or mirror.level, "an idle worker has not been reported"

@@ -27,6 +27,7 @@ from torch_dpflow.remote.scheduler.events import (
     Poison,
     Revoke,
     SchedulerInstruction,
+    SetWindow,
     Submit,
     Tick,
 )
@@ -38,6 +39,7 @@ from torch_dpflow.remote.wire.headers import (
     EpochBegin,
     Exchange,
     Finished,
+    PackedExchange,
     Stop,
     Window,
     WorkerBegun,
@@ -52,6 +54,9 @@ from torch_dpflow.remote.wire.headers import (
 
 #: Most malformed messages that are logged, since a peer can send any number; all are counted.
 MALFORMED_LOGGED = 10
+
+#: Most bytes of a message's frames once they are uncompressed: no batch is so large.
+MAX_UNPACKED_BYTES = 1 << 32
 
 _NO_RESULTS: Mapping[int, tuple[Finished, Any]] = MappingProxyType({})
 
@@ -165,6 +170,10 @@ class Shard:
         self.cancel(tasks)
         return tasks
 
+    def set_window(self, worker: int, window: int) -> None:
+        """Have this worker hold at most so many tasks from now on."""
+        self._apply(self._scheduler.handle(SetWindow(worker, window, self._clock())))
+
     def is_starting(self, worker: int) -> bool:
         """Whether it has been admitted and is not ready."""
         return worker in self._starting
@@ -186,6 +195,8 @@ class Shard:
             match header:
                 case Exchange():
                     self._exchange(peer, header, frames[1:])
+                case PackedExchange(finished=finished, started=started, sizes=sizes):
+                    self._exchange(peer, Exchange(finished, started), _unpacked(frames[1:], sizes))
                 case WorkerHello():
                     self._on_hello(peer, header)
                 case WorkerReady():
@@ -314,6 +325,20 @@ def _worker_of(peer: bytes) -> int:
         return int(peer.partition(b"/")[0])
     except ValueError:
         raise MessageError(f"peer {peer!r} is not a worker") from None
+
+
+def _unpacked(frames: list[memoryview], sizes: list[int]) -> list[memoryview]:
+    """Frames of which some are compressed, as they were."""
+    from torch_dpflow.remote.rpc.compression import (
+        decompress,
+    )  # where workers are of this host nobody needs it
+
+    if len(sizes) != len(frames) or sum(sizes) > MAX_UNPACKED_BYTES:
+        raise MessageError(f"{len(frames)} frames, of which {len(sizes)} hold {sum(sizes)} bytes compressed")
+    return [
+        decompress(frame, size, limit=MAX_UNPACKED_BYTES) if size else frame
+        for frame, size in zip(frames, sizes, strict=True)
+    ]
 
 
 def _split(exchange: Exchange, frames: list[memoryview]) -> list[tuple[Finished, list[memoryview]]]:

@@ -215,6 +215,15 @@ class Exchange(_Header, tag=34):
     started: Count | None
 
 
+class PackedExchange(_Header, tag=47):
+    """As `Exchange`, of a worker on another host: some of its frames are compressed."""
+
+    finished: Annotated[list[Finished], msgspec.Meta(max_length=MAX_TASKS)]
+    started: Count | None
+    #: For each frame its size before, bytes; 0 where it is not compressed.
+    sizes: Annotated[list[Count], msgspec.Meta(max_length=1 << 16)]
+
+
 class Stop(_Header, tag=35):
     """Shard to worker: finish the running task, and end."""
 
@@ -336,6 +345,7 @@ Header: TypeAlias = (
     | EpochBegin
     | Window
     | Exchange
+    | PackedExchange
     | Stop
     | MemberHello
     | MemberWelcome

@@ -190,6 +190,9 @@ class BatchWorker:
         finished = Finished(task, loaded.kind, table, loaded.stream is not None)
         started = self._tasks[0][0] if self._tasks else None
         self._running.note(None)
+        self._deliver(finished, started, frames)
+
+    def _deliver(self, finished: Finished, started: int | None, frames: list[Frame]) -> None:
         self._connection.send([encode(Exchange([finished], started)), *frames])
 
     def _wrap(self, loaded: LoadedBatch) -> tuple[Any, list[Frame]]:

@@ -7,8 +7,10 @@ from typing import IO, Any
 
 from torch_dpflow.errors import MessageError
 from torch_dpflow.remote.parcel.script import unpack
+from torch_dpflow.remote.rpc.compression import compress
 from torch_dpflow.remote.shm.headroom import of_machine
-from torch_dpflow.remote.transport import Connection
+from torch_dpflow.remote.transport import Connection, Frame
+from torch_dpflow.remote.wire.headers import Finished, PackedExchange, encode
 from torch_dpflow.remote.worker.batch_worker import BatchWorker, RefusedError
 from torch_dpflow.remote.worker.batches import SHARED_FRACTION, LoadSpec
 from torch_dpflow.remote.worker.sched_batch import use_sched_batch
@@ -28,9 +30,26 @@ def open_spec(packed: IO[bytes]) -> LoadSpec:
     return opened
 
 
-def work(spec: LoadSpec, number: int, incarnation: int, connection: Connection) -> None:
-    """Load until the shard says that it is enough. Raises RefusedError if it does not want this worker."""
+class CompressingWorker(BatchWorker):
+    """Compresses what shrinks enough: the shard is on another host."""
+
+    def _deliver(self, finished: Finished, started: int | None, frames: list[Frame]) -> None:
+        packed, sizes = compress(frames)
+        if not sizes:
+            super()._deliver(finished, started, frames)
+        else:
+            self._connection.send([encode(PackedExchange([finished], started, sizes)), *packed])
+
+
+def work(spec: LoadSpec, number: int, incarnation: int, connection: Connection, *, is_near: bool) -> None:
+    """Load until the shard says that it is enough.
+
+    is_near: whether the shard is on this host.
+
+    Raises RefusedError if it does not want this worker.
+    """
     set_worker_signal_handlers()
-    worker = BatchWorker(spec, number, incarnation, connection)
+    kind = BatchWorker if is_near else CompressingWorker
+    worker = kind(spec, number, incarnation, connection)
     use_sched_batch()  # not before: the threads of sockets have to answer quickly
     worker.work()
