@@ -51,11 +51,15 @@ def remote_workers(
     from torch_dpflow.loader.remote_content import RemoteContent
     from torch_dpflow.loader.remote_shard import RemoteShard
     from torch_dpflow.loader.remote_workers import RemoteWorkers
-    from torch_dpflow.platforms.registry import resolve
+    from torch_dpflow.platforms.registry import network, resolve
 
     platform = resolve(loader.platform)
     sends = platform.sends_code or options.code != "auto"
     content = RemoteContent(spec, options.code if sends else None)
     return RemoteShard, RemoteWorkers(
-        platform, content, spec.num_workers, listen_at=options.listen or "", least=options.min_workers
+        platform,
+        content,
+        spec.num_workers,
+        listen_at=options.listen or network().listen,
+        least=options.min_workers,
     )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Collection
 from importlib import import_module
+from typing import Any
 
 from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.platforms import settings
 from torch_dpflow.platforms.members import PlatformSpec
 
 #: By name, the module and its class, which has a default for every setting.
@@ -16,10 +19,10 @@ _KNOWN = {
 
 
 def resolve(platform: str | PlatformSpec) -> PlatformSpec:
-    """The platform of this name with its default settings, or the one that is given with its own.
+    """The platform of this name with the settings of files and the environment, or the one that is given with its own.
 
     Raises:
-        OptionError: there is none of this name.
+        OptionError: there is none of this name, or a setting is wrong: see `settings`.
         OptionTypeError: it is neither.
         MissingExtraError: its library is not installed.
     """
@@ -34,6 +37,28 @@ def resolve(platform: str | PlatformSpec) -> PlatformSpec:
         near = difflib.get_close_matches(platform, _KNOWN, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise OptionError(f"platform={platform!r} is none of {sorted(_KNOWN)}{hint}")
-    module, name = _KNOWN[platform]
-    spec: PlatformSpec = getattr(import_module(module), name)()
+    kind = _kind(platform)
+    found = settings.of_table(f"platform.{platform}", kind, _tables())
+    try:
+        spec: PlatformSpec = kind(**found)
+    except OptionError as error:
+        raise OptionError(
+            f"platform={platform!r}, by its settings in files or the environment: {error}"
+        ) from error
     return spec
+
+
+def network() -> settings.Network:
+    """The table `network` of files and the environment. Raises as `resolve`."""
+    return settings.Network(**settings.of_table("network", settings.Network, _tables()))
+
+
+def _kind(platform: str) -> Any:
+    module, name = _KNOWN[platform]
+    return getattr(import_module(module), name)
+
+
+def _tables() -> dict[str, Collection[str]]:
+    """The names of all settings."""
+    kinds = {f"platform.{name}": _kind(name) for name in _KNOWN} | {"network": settings.Network}
+    return {table: [*kind.__dataclass_fields__] for table, kind in kinds.items()}
