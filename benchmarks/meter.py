@@ -14,9 +14,13 @@ MEMORY_SHARE = 0.01
 
 
 class Meter:
-    """Adds up processor time and memory of this process's descendants, from now on, in a thread."""
+    """Adds up processor time and memory of this process's descendants, from now on, in a thread.
 
-    def __init__(self) -> None:
+    itself: whether this process counts too.
+    """
+
+    def __init__(self, *, itself: bool = False) -> None:
+        self._itself = itself
         self._used: dict[int, float] = {}
         self._base: dict[int, float] = {}
         self._peak = 0
@@ -43,8 +47,12 @@ class Meter:
                 ended = time.monotonic()
                 memory_at = ended + max(MEMORY_S, (ended - began) / MEMORY_SHARE)
 
+    def _processes(self) -> list[psutil.Process]:
+        this = psutil.Process()
+        return [*this.children(recursive=True), *([this] if self._itself else [])]
+
     def _look_at_cpu(self, into: dict[int, float]) -> None:
-        for process in psutil.Process().children(recursive=True):
+        for process in self._processes():
             try:
                 into[process.pid] = cpu_s(process.pid)
             except OSError:  # it has ended since
@@ -52,7 +60,7 @@ class Meter:
 
     def _look_at_memory(self) -> None:
         held = 0
-        for process in psutil.Process().children(recursive=True):
+        for process in self._processes():
             try:
                 held += process.memory_full_info().pss
             except (psutil.NoSuchProcess, psutil.AccessDenied):

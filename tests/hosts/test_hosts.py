@@ -120,6 +120,8 @@ def test_latency_is_added_to_all_that_passes_and_a_stream_stays_one_if_some_is_l
         for _ in range(3):
             assert seconds_for(connection, 1) >= 0.05
         assert seconds_for(connection, 1_000_000) >= 0.05
+        hosts[0].delay(0.1)
+        assert all(seconds_for(connection, 1) >= 0.1 for _ in range(2))
 
 
 def test_all_is_gone_with_an_owner_that_is_killed() -> None:

@@ -28,6 +28,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from torch_dpflow.errors import OptionError
 from torch_dpflow.platforms.calls import Calls
@@ -84,6 +85,7 @@ class Host:
         self._near = near
         self._stack = ExitStack()
         self._rates: dict[str, str] = {}
+        self._relay: subprocess.Popen[bytes] | None = None
         try:
             first = self._start(*_UNSHARE, "sh", "-c", _FIRST)
             (self._first,) = _children(first.pid)
@@ -134,6 +136,13 @@ class Host:
         self._there("ip", "link", "set", DEVICE, "up")
         for towards in ("here", "there"):
             self._limit(towards)
+
+    def delay(self, rtt_s: float) -> None:
+        """A round trip takes so long from now on. For hosts whose link was made with latency or loss."""
+        assert self._relay is not None
+        assert self._relay.stdin is not None
+        self._relay.stdin.write(f"{rtt_s / 2}\n".encode())
+        self._relay.stdin.flush()
 
     def limit(self, bits_per_s: float | None) -> None:
         """So much gets through at most, in each direction; None: as much as can."""
@@ -201,7 +210,7 @@ class Host:
     def _connect(self, rtt_s: float, loss: float) -> None:
         if rtt_s or loss:
             relay = (sys.executable, "-m", "torch_dpflow.testing.relay")
-            self._start(*relay, self.name, f"{self.name}x", f"{rtt_s / 2}", f"{loss}")
+            self._relay = self._start(*relay, self.name, f"{self.name}x", f"{rtt_s / 2}", f"{loss}")
             _run("ip", "link", "set", f"{self.name}x", "netns", f"{self._first}", "name", DEVICE)
         else:
             _run(
@@ -272,14 +281,19 @@ class HostsAdapter(SubprocessAdapter):
     Args:
         prefixes: of each host, what runs a command there.
         module, env: as of `SubprocessAdapter`.
+        starts_per_s: how many members to start a second, which all begin by importing torch.
     """
 
-    limits = replace(SubprocessAdapter.limits, shares_memory=False)
-
     def __init__(
-        self, prefixes: Sequence[tuple[str, ...]], module: str, *, env: Mapping[str, str] | None = None
+        self,
+        prefixes: Sequence[tuple[str, ...]],
+        module: str,
+        *,
+        env: Mapping[str, str] | None = None,
+        starts_per_s: float = SubprocessAdapter.limits.starts_per_s,
     ) -> None:
         super().__init__(module, env=env)
+        self.limits = replace(SubprocessAdapter.limits, shares_memory=False, starts_per_s=starts_per_s)
         self._prefixes = prefixes
 
     def _command_of(self, name: str) -> tuple[str, ...]:
@@ -294,23 +308,29 @@ class OnHosts:
         address: where they reach this one.
         prefixes: of each host, what runs a command there.
         env: variables for members, beside those of this process.
+        starts_per_s: how many members to start a second.
     """
 
     address: str
     prefixes: tuple[tuple[str, ...], ...]
     env: Mapping[str, str] = field(default_factory=dict)
+    starts_per_s: float = SubprocessAdapter.limits.starts_per_s
 
     name = "hosts"
     sends_code = True
 
     @classmethod
-    def of(cls, hosts: Hosts, **env: str) -> OnHosts:
-        return cls(address=hosts.address, prefixes=tuple(host.prefix for host in hosts), env=env)
+    def of(cls, hosts: Hosts, **settings: Any) -> OnHosts:
+        """As the constructor, for these hosts."""
+        return cls(address=hosts.address, prefixes=tuple(host.prefix for host in hosts), **settings)
 
     def open(self) -> MemberPlatform:
         # Only the package itself: all else comes with the bundle, as it does on other machines.
         path = {"PYTHONPATH": str(Path(__file__).parents[2])}
-        return Calls(HostsAdapter(self.prefixes, "torch_dpflow.member", env={**path, **self.env}))
+        env = {**path, **self.env}
+        return Calls(
+            HostsAdapter(self.prefixes, "torch_dpflow.member", env=env, starts_per_s=self.starts_per_s)
+        )
 
     def listen_at(self) -> str:
         return f"tcp://{self.address}:0"

@@ -6,7 +6,7 @@ not for measuring throughput. It delays all that TCP does, connecting too, and n
     python -m torch_dpflow.testing.relay DEVICE OTHER SECONDS LOSS
 
 makes two network devices, of which each gives out after SECONDS what the other is given, but for a share LOSS of the
-packets. It writes a line when they are there, and ends, with both, when its input does.
+packets. It writes a line when they are there, reads lines with other SECONDS, and ends, with both, when its input does.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ def main(device: str, other: str, delay_s: float, loss: float) -> None:
         readable, _, _ = select.select([0, near, far], [], [], wait_s)
         now = time.monotonic()
         if 0 in readable:
-            return
+            line = os.read(0, 100)
+            if not line:
+                return
+            delay_s = float(line.split()[-1])
+            readable.remove(0)
         for source in readable:
             with suppress(BlockingIOError):
                 for _ in range(_BATCH):
