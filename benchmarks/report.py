@@ -26,7 +26,7 @@ from rich.table import Table
 Figures = Mapping[str, float]
 Side = Callable[[], Figures]
 
-PACKAGES = ("torch", "torchvision", "numpy", "pillow", "pyzmq", "msgspec", "grpcio", "torch_dpflow")
+PACKAGES = ("torch", "torchvision", "numpy", "pillow", "pyzmq", "msgspec", "grpcio", "ray", "torch_dpflow")
 
 
 @dataclass(frozen=True, kw_only=True)

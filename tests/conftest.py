@@ -52,6 +52,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="dpflow",
         help="the class that the contract tests of the loader are run against",
     )
+    parser.addoption(
+        "--disturbed-s",
+        type=float,
+        default=300.0,
+        help="for how long tests/hosts/test_hosts_chaos.py disturbs a loader on other hosts, seconds",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

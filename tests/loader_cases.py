@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -58,6 +59,14 @@ class Augmented(Indices):
         for _ in range(index % 3):
             random.random()
         return index, random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+class Unhurried(Augmented):
+    """Takes a while, so that workers have something to do when something happens to them."""
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, float]:
+        time.sleep(0.01)
+        return super().__getitem__(index)
 
 
 class Counted(Indices):

@@ -10,45 +10,21 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.hosts.links import echo
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow.testing.hosts import Host, Hosts
 
 pytestmark = pytest.mark.hosts
-
-#: Sends back what it gets.
-ECHO = """
-import os, socket, sys
-server = socket.create_server((sys.argv[1], 7))
-print(os.getpid(), *os.listdir(os.environ["TMPDIR"]), flush=True)
-connection, _ = server.accept()
-while data := connection.recv(1 << 20):
-    connection.sendall(data)
-"""
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
     with Hosts(1) as hosts:
         yield hosts[0]
-
-
-@contextmanager
-def echo(host: Host) -> Iterator[socket.socket]:
-    """A connection to a process there that sends all back."""
-    with subprocess.Popen(
-        [*host.prefix, sys.executable, "-c", ECHO, host.address], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert int(process.stdout.readline()) < 100, "it is numbered anew there, and its folder is empty"
-        with socket.create_connection((host.address, 7)) as connection:
-            connection.settimeout(PATIENCE_S)
-            yield connection
-    assert process.returncode == 0
 
 
 def comes_back(connection: socket.socket, within_s: float = PATIENCE_S) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
@@ -20,9 +21,10 @@ from torch.utils.data import DataLoader
 
 from tests.conftest import GRACE_S
 from tests.holdings import Holdings
-from tests.loader_cases import Augmented, Stream, WhoLoads, assert_same, epochs
+from tests.loader_cases import Augmented, Stream, Unhurried, WhoLoads, assert_same, epochs
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
-from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.errors import OptionError, OptionTypeError, WorkerStartError
+from torch_dpflow.loader.reachable import to_bind, to_tell
 from torch_dpflow.platforms.members import MemberPlatform
 from torch_dpflow.platforms.processes import Processes
 from torch_dpflow.platforms.subprocesses import ORDER_VARIABLE
@@ -80,7 +82,7 @@ def shuffled(size: int, **options: Any) -> DPFlowDataLoader[Any]:
         "persistent_workers": True,
     }
     generator = torch.Generator().manual_seed(7)
-    return DPFlowDataLoader(Augmented(size), generator=generator, **{**arguments, **options})
+    return DPFlowDataLoader(Unhurried(size), generator=generator, **{**arguments, **options})
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +116,13 @@ def pid_of(name: str) -> int:
 
 
 def test_batches_equal_those_of_local_workers_through_a_kill(
-    remote: DPFlowDataLoader[Any], local: DPFlowDataLoader[Any], recording: Recording
+    remote: DPFlowDataLoader[Any],
+    local: DPFlowDataLoader[Any],
+    recording: Recording,
+    eventually: Callable[..., None],
 ) -> None:
     assert_same(epochs(remote), epochs(local))
+    eventually(lambda: remote._iterator._shard.processes.working == 2)
     iterator, expected = iter(remote), list(local)
     seen = [next(iterator)]
     os.kill(next(iter(members(recording).values())), signal.SIGKILL)
@@ -186,19 +192,18 @@ def test_strangers_and_garbage_change_nothing(remote: DPFlowDataLoader[Any], rec
     assert members(recording) == running
 
 
-def test_streams_and_worker_init_fn_equal_torchs() -> None:
+def test_streams_equal_torchs_through_a_kill_and_go_on_from_a_state() -> None:
+    recording = Recording()
+    arguments: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "persistent_workers": True}
     torch.manual_seed(3)
-    torchs = epochs(
-        DataLoader(Stream(18, augment=True), batch_size=2, num_workers=2, persistent_workers=True)
-    )
+    torchs = epochs(DataLoader(Stream(18, augment=True), **arguments))
     torch.manual_seed(3)
-    ours = DPFlowDataLoader(
-        Stream(18, augment=True), batch_size=2, num_workers=2, persistent_workers=True, platform="processes"
-    )
+    ours = DPFlowDataLoader(Stream(18, augment=True), platform=recording, **arguments)
     first = list(ours)
     iterator = iter(ours)
     begun = [next(iterator) for _ in range(3)]
     state = ours.state_dict()
+    os.kill(next(iter(members(recording).values())), signal.SIGKILL)
     assert_same([first, [*begun, *iterator]], torchs)
     ours._iterator._shutdown_workers()
     rest = DPFlowDataLoader(Stream(18, augment=True), batch_size=2, num_workers=2)
@@ -206,11 +211,96 @@ def test_streams_and_worker_init_fn_equal_torchs() -> None:
     assert_same(list(rest), torchs[1][3:])
 
 
-def test_closing_leaves_no_member(eventually: Callable[..., None]) -> None:
-    recording = Recording()
-    loader = DPFlowDataLoader(WhoLoads(4), batch_size=None, num_workers=1, platform=recording)
-    assert [row[0] for row in loader] == [0, 1, 2, 3]
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module that only this process has in its path."""
+    (tmp_path / "squares_of_mine.py").write_text(
+        "class Squares:\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, index): return index * index\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("squares_of_mine")
+    del sys.modules["squares_of_mine"]
+
+
+def test_the_users_modules_are_sent_and_closing_leaves_no_member(own_module: Any) -> None:
+    recording = Recording(python=sys.executable)
+    loader = DPFlowDataLoader(own_module.Squares(), batch_size=None, num_workers=1, platform=recording)
+    assert list(loader) == [0, 1, 4, 9]
     assert not members(recording)
+
+
+def test_a_module_that_is_missing_is_told_of_with_what_to_do(own_module: Any) -> None:
+    platform = Processes(python=sys.executable)
+    options = LoaderOptions(code=None)
+    loader = DPFlowDataLoader(own_module.Squares(), num_workers=1, platform=platform, options=options)
+    with pytest.raises(WorkerStartError, match=r"squares_of_mine.*code=\["):
+        next(iter(loader))
+
+
+@pytest.mark.slow
+def test_a_frozen_member_is_replaced_and_leaves_once_it_is_thawed(eventually: Callable[..., None]) -> None:
+    recording = Recording()
+    loader = DPFlowDataLoader(
+        WhoLoads(40), batch_size=None, num_workers=2, persistent_workers=True, platform=recording
+    )
+    assert len(list(loader)) == 40
+    processes = loader._iterator._shard.processes
+    eventually(lambda: processes.working == 2)
+    name, frozen = next(iter(members(recording).items()))
+    # Its platform cannot end it: as where that is cut off too.
+    processes._platform.stop = lambda *_: None
+    os.kill(frozen, signal.SIGSTOP)
+    eventually(lambda: name not in processes._members)
+    assert [row[0] for row in loader] == list(range(40))
+    os.kill(frozen, signal.SIGCONT)
+    eventually(lambda: name not in members(recording))
+    loader._iterator._shutdown_workers()
+
+
+@pytest.mark.slow
+def test_members_end_by_themselves_where_the_training_process_is_killed(
+    eventually: Callable[..., None], tmp_path: Path
+) -> None:
+    """Nobody is left who could stop them."""
+    recording = Recording()
+    told = tmp_path / "orders"
+    child = os.fork()
+    if not child:
+        try:
+            loader = DPFlowDataLoader(WhoLoads(40), batch_size=None, num_workers=1, platform=recording)
+            iterator = iter(loader)
+            next(iterator)
+            told.write_bytes(b"\n".join(recording.orders))
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    recording.orders.extend(told.read_bytes().split(b"\n"))
+    assert members(recording)
+    eventually(lambda: not members(recording), within_s=45)
+
+
+@pytest.mark.parametrize(
+    ("asked", "bound", "told"),
+    [
+        ("tcp://127.0.0.1:0", "tcp://127.0.0.1:71", ["tcp://127.0.0.1:71"]),
+        ("tcp://localhost:0", "tcp://127.0.0.1:71", ["tcp://localhost:71"]),
+        ("tcp://[::1]:0", "tcp://[::1]:71", ["tcp://[::1]:71"]),
+    ],
+)
+def test_members_are_told_an_address_that_they_can_call(asked: str, bound: str, told: list[str]) -> None:
+    assert to_tell(asked, bound) == told
+
+
+def test_a_name_is_bound_by_its_address_and_all_addresses_are_told_one_by_one() -> None:
+    assert to_bind("tcp://localhost:71") == "tcp://127.0.0.1:71"
+    assert to_bind("tcp://0.0.0.0:71") == "tcp://0.0.0.0:71"
+    everywhere = to_tell("tcp://0.0.0.0:0", "tcp://0.0.0.0:71")
+    assert everywhere[-1] == "tcp://127.0.0.1:71"
+    assert not any("0.0.0.0" in address for address in everywhere)
+    with pytest.raises(OptionError, match="has no address here"):
+        to_bind("tcp://nowhere.invalid:71")
 
 
 @pytest.mark.parametrize(
@@ -225,6 +315,16 @@ def test_closing_leaves_no_member(eventually: Callable[..., None]) -> None:
             "leave it out",
         ),
         ({"platform": "processes", "num_workers": 1, "flow": "a/b"}, OptionError, "leave out one of the two"),
+        (
+            {"platform": "processes", "num_workers": 1, "options": LoaderOptions(min_workers=2)},
+            OptionError,
+            "give at most 1",
+        ),
+        (
+            {"platform": "processes", "num_workers": 1, "options": LoaderOptions(code=["nowhere"])},
+            OptionError,
+            "nowhere",
+        ),
     ],
 )
 def test_platforms_that_cannot_be_are_refused(

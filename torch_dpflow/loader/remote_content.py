@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch_dpflow._version import __version__
-from torch_dpflow.errors import MessageError, NotPicklableError, OptionError
+from torch_dpflow.errors import MessageError
 from torch_dpflow.log import LOADER
-from torch_dpflow.remote.parcel.script import pack
 from torch_dpflow.remote.process.code_bundle import Code, make_bundle
+from torch_dpflow.remote.process.content_pack import pack_load_spec
 from torch_dpflow.remote.process.fit import missing_text, required_modules, unfit, versions_here, warnings_of
 from torch_dpflow.remote.wire.headers import PIECE_BYTES, PROTOCOL_VERSION
 from torch_dpflow.remote.worker.batches import LoadSpec
-
-#: Most bytes that each worker fetches before it begins.
-MAX_BYTES = 256 << 20
-#: Parts of a dataset that an error names.
-_NAMED = 3
 
 
 class RemoteContent:
@@ -33,12 +27,7 @@ class RemoteContent:
     """
 
     def __init__(self, spec: LoadSpec, code: Code) -> None:
-        data = _packed(spec)
-        if len(data) > MAX_BYTES:
-            raise OptionError(
-                f"what each worker would have to fetch has {_mb(len(data))}, of at most {_mb(MAX_BYTES)}"
-                f"{_largest_parts(spec.dataset)}; keep it in files or in a DatasetStore that workers can reach"
-            )
+        data = pack_load_spec(spec)
         bundle = make_bundle(data, code)
         self.digest, self.nbytes = hashlib.sha256(data).hexdigest(), len(data)
         self.code_digest, self.code_nbytes = ("", 0) if bundle is None else (bundle.digest, len(bundle.data))
@@ -78,25 +67,3 @@ def other_release(version: int) -> str:
         f"it speaks version {version} of the protocol and this process {PROTOCOL_VERSION}: install torch_dpflow "
         f"{__version__} where members run"
     )
-
-
-def _packed(spec: LoadSpec) -> bytes:
-    try:
-        return pack(spec)
-    except Exception as error:
-        raise NotPicklableError(
-            f"the dataset, collate_fn or worker_init_fn cannot be sent: {type(error).__name__}: {error}. Leave out "
-            "open files, locks and connections, and make them where they are first used"
-        ) from error
-
-
-def _largest_parts(dataset: Any) -> str:
-    sizes = sorted(
-        ((len(pack(value)), name) for name, value in getattr(dataset, "__dict__", {}).items()), reverse=True
-    )
-    parts = ", ".join(f"`{name}` {_mb(size)}" for size, name in sizes[:_NAMED])
-    return f": of the {type(dataset).__name__}'s attributes, {parts}" if parts else ""
-
-
-def _mb(nbytes: int) -> str:
-    return f"{nbytes / (1 << 20):,.0f} MiB"

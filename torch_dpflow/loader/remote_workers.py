@@ -11,6 +11,7 @@ from random import SystemRandom
 from typing import Any, Protocol
 
 from torch_dpflow.errors import MessageError, WorkerStartError
+from torch_dpflow.loader.reachable import to_bind, to_tell
 from torch_dpflow.loader.remote_content import RemoteContent, other_release
 from torch_dpflow.loader.remote_member import LINE, WORK, RemoteMember, parts_of
 from torch_dpflow.log import LOADER, TRANSPORT
@@ -122,9 +123,9 @@ class RemoteWorkers:
         self._keys = DoorKeys(public=public, secret=secret)
         self._platform: MemberPlatform = platform.open()
         try:
-            self.listener = listen(
-                listen_at or platform.listen_at(), options=TransportOptions(keys=self._keys)
-            )
+            asked = listen_at or platform.listen_at()
+            self.listener = listen(to_bind(asked), options=TransportOptions(keys=self._keys))
+            self._addresses = to_tell(asked, self.listener.address)
         except BaseException:
             self._platform.close()
             raise
@@ -317,7 +318,7 @@ class RemoteWorkers:
         """Say once what is missing: nobody is to wait in silence."""
         here = len(self._working)
         called = sum(bool(member.nonce) for member in self._members.values())
-        door = f"; is {self.listener.address} open to where they run?" if not called else ""
+        door = f"; is {self._addresses[0]} open to where they run?" if not called else ""
         LOADER.warning(
             "%d of %d workers of platform %r run %.0f s after they were asked for, %d more have called%s; those that "
             "run go on, and the others are awaited",
@@ -384,7 +385,7 @@ class RemoteWorkers:
             role="worker",
             number=start.number,
             incarnation=start.incarnation,
-            addresses=[self.listener.address],
+            addresses=self._addresses,
             server_public=self._keys.public.decode(),
             public=public.decode(),
             secret=secret.decode(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import io
 import sys
 import traceback
 
@@ -60,7 +59,7 @@ def _work(order: Order, line: Line) -> None:
     from torch_dpflow.remote.worker import member_worker  # not before: importing torch takes seconds
 
     try:
-        spec = member_worker.open_spec(io.BytesIO(packed))
+        spec = member_worker.open_spec(packed)
         del packed
         connection = line.connect()
         near = is_loopback(line.address)

@@ -22,7 +22,8 @@ from torch_dpflow.errors import (
 from torch_dpflow.remote.access.cluster_address import Cluster, keys_hint
 from torch_dpflow.remote.job.description import FlowDefinition
 from torch_dpflow.remote.job.options import DEFAULT_MEMORY_BYTES, JobOptions
-from torch_dpflow.remote.parcel.fingerprint import SCRIPT, fingerprint
+from torch_dpflow.remote.parcel import SCRIPT
+from torch_dpflow.remote.parcel.fingerprint import fingerprint
 from torch_dpflow.remote.rpc import RpcClient
 from torch_dpflow.remote.wire.coordinator import CONTENT_PIECE_BYTES, MAX_CONTENT_BYTES, ContentPiece
 from torch_dpflow.remote.wire.flow_spec import FlowSpec

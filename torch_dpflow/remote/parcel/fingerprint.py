@@ -16,10 +16,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from torch_dpflow.remote.parcel import SCRIPT
+
 #: Members of a class that do not affect what it does, or differ from process to process.
 _NO_CODE = {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__static_attributes__"}
-#: The names of a script's module: where it runs, and in processes that it spawns.
-SCRIPT = ("__main__", "__mp_main__")
 #: The types of a script's global variables that are digested with the functions that read them. Others, such as parsed
 #: arguments, may differ between jobs that read the same data.
 _CONSTANTS = (bool, int, float, complex, str, bytes)

@@ -17,7 +17,7 @@ from typing import IO, Any, Protocol
 
 import cloudpickle
 
-from torch_dpflow.remote.parcel.fingerprint import SCRIPT
+from torch_dpflow.remote.parcel import SCRIPT
 
 
 def pack(obj: Any) -> bytes:

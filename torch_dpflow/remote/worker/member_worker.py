@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import IO, Any
+from typing import Any
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.remote.parcel.script import unpack
+from torch_dpflow.remote.process.content_pack import unpack_load_spec
 from torch_dpflow.remote.rpc.compression import compress
 from torch_dpflow.remote.shm.headroom import of_machine
 from torch_dpflow.remote.transport import Connection, Frame
@@ -19,9 +19,9 @@ from torch_dpflow.torch_private import set_worker_signal_handlers
 __all__ = ["RefusedError", "open_spec", "work"]
 
 
-def open_spec(packed: IO[bytes]) -> LoadSpec:
+def open_spec(packed: bytes) -> LoadSpec:
     """What to load. Raises whatever unpickling it raises."""
-    spec: Any = unpack(packed)
+    spec: Any = unpack_load_spec(packed)
     if not isinstance(spec, LoadSpec):
         raise MessageError(f"the content is a {type(spec).__name__}; a LoadSpec belongs there")
     if spec.shared_memory is None:

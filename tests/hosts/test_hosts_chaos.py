@@ -1,0 +1,128 @@
+"""Workers on four hosts for minutes, killed every ten seconds, frozen and cut off: every epoch is the local loader's.
+
+.venv/bin/python -m pytest -n 0 -s tests/hosts/test_hosts_chaos.py --timeout 3600 [--disturbed-s 300]
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.hosts.recorded_hosts import Marked, Recorded, shuffled
+from tests.loader_cases import assert_same
+from tests.shared_cluster import wait
+from torch_dpflow.testing.hosts import Host, Hosts
+
+pytestmark = [pytest.mark.hosts, pytest.mark.slow]
+
+HOSTS, SIZE = 4, 2000
+KILL_EVERY_S = 10.0
+#: When the other faults begin, as a share of the whole time, and how long they last, seconds.
+FREEZE, SHORT_CUT, LONG_CUT = (0.1, 20.0), (0.3, 5.0), (0.5, 60.0)
+#: A fault is felt for so long after its end: a lease has to lapse, and a member to start; seconds.
+FELT_S = 15.0
+#: What a stall after a kill may last, seconds.
+STALL_S = 5.0
+
+
+@dataclass(eq=False)
+class Disturbance(threading.Thread):
+    """Does what the schedule says to hosts, until it is over."""
+
+    hosts: Hosts
+    seconds: float
+    kills: list[float] = field(default_factory=list)
+    #: From when to when something else was wrong, seconds.
+    others: list[tuple[float, float]] = field(default_factory=list)
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__(name="disturbance")
+        self._draw = random.Random(13)
+
+    def run(self) -> None:
+        """The thread's body."""
+        began = time.monotonic()
+        due: list[tuple[float, Callable[[], None]]] = [(at, self._kill) for at in self._every(KILL_EVERY_S)]
+        one, other = self.hosts[0], self.hosts[1]
+        for (share, lasts_s), begin, end in (
+            (FREEZE, one.freeze, one.thaw),
+            (SHORT_CUT, other.cut, other.mend),
+            (LONG_CUT, other.cut, other.mend),
+        ):
+            at = share * self.seconds
+            due += [(at, begin), (at + lasts_s, end)]
+            self.others.append((began + at, began + at + lasts_s + FELT_S))
+        try:
+            for at, act in sorted(due, key=lambda pair: pair[0]):
+                time.sleep(max(0.0, began + at - time.monotonic()))
+                act()
+        except Exception as error:
+            self.error = error
+
+    def _every(self, seconds: float) -> list[float]:
+        return [number * seconds for number in range(1, int(self.seconds / seconds) + 1)]
+
+    def _kill(self) -> None:
+        """End the member of one host in four."""
+        host: Host = self._draw.choice(self.hosts[2:])
+        pids = host.pids()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        if pids:
+            self.kills.append(time.monotonic())
+
+
+def test_every_epoch_is_the_local_loaders(disturbed_s: float) -> None:
+    with Hosts(HOSTS) as hosts:
+        remote = shuffled(Marked(SIZE, 0.02), HOSTS, platform=Recorded.of(hosts))
+        local = shuffled(Marked(SIZE), 2)
+        assert_same(list(remote), list(local))
+        disturbance = Disturbance(hosts, disturbed_s)
+        disturbance.start()
+        #: From one batch to the next.
+        gaps: list[tuple[float, float]] = []
+        epochs = 0
+        while epochs < 3 or disturbance.is_alive():
+            batches: list[Any] = []
+            last = time.monotonic()
+            for batch in remote:
+                gaps.append((last, last := time.monotonic()))
+                batches.append(batch)
+            assert_same(batches, list(local))
+            epochs += 1
+        assert disturbance.error is None
+        remote._iterator._shutdown_workers()
+        local._iterator._shutdown_workers()
+        wait(lambda: not [pid for host in hosts for pid in host.pids()], what="the members' end")
+        assert not [file for host in hosts for file in host.folder.iterdir()]
+    report(gaps, disturbance, epochs)
+
+
+def report(gaps: list[tuple[float, float]], disturbance: Disturbance, epochs: int) -> None:
+    """Print the stalls, and check those after a kill alone."""
+    alone = [
+        max(later - sooner for sooner, later in gaps if later >= at and sooner <= at + FELT_S)
+        for at in disturbance.kills
+        if not any(begin - FELT_S <= at <= end for begin, end in disturbance.others)
+    ]
+    print(f"\n{epochs} epochs of {SIZE} samples, {len(disturbance.kills)} kills; longest stalls in seconds:")
+    for begin, end in disturbance.others:
+        stall = max(
+            (later - sooner for sooner, later in gaps if later >= begin and sooner <= end), default=0.0
+        )
+        print(f"  {end - begin - FELT_S:4.0f} s of freeze or cut: {stall:.1f}")
+    p95 = statistics.quantiles(alone, n=20, method="inclusive")[-1]
+    print(
+        f"  after {len(alone)} kills alone: median {statistics.median(alone):.2f}, p95 {p95:.2f}, most {max(alone):.2f}"
+    )
+    assert p95 <= STALL_S

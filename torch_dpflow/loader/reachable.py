@@ -1,0 +1,54 @@
+"""Where members are told to call, given where the loader listens."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+
+from torch_dpflow.errors import OptionError
+
+#: An address of no host, to which nothing is sent: the way there shows which of this host's addresses others see.
+_ELSEWHERE = ("192.0.2.1", 9)
+
+
+def to_bind(listen: str) -> str:
+    """The address to listen at: libzmq takes no names. Raises OptionError if a name has no address."""
+    host, port = _split(listen)
+    if _is_literal(host) or host == "*":
+        return listen
+    try:
+        return f"tcp://{socket.gethostbyname(host)}:{port}"
+    except OSError as error:
+        raise OptionError(
+            f"listen={listen!r}: {host} has no address here ({error.strerror}); give an address of this host"
+        ) from error
+
+
+def to_tell(listen: str, bound: str) -> list[str]:
+    """The addresses at which others reach it. listen: as it was given; bound: as it came to be."""
+    host, _ = _split(listen)
+    own, port = _split(bound)
+    if own in ("0.0.0.0", "[::]", "*"):
+        return [f"tcp://{address}:{port}" for address in _own_addresses()]
+    return [f"tcp://{host}:{port}"]
+
+
+def _own_addresses() -> list[str]:
+    found = []
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(_ELSEWHERE)
+        found.append(str(probe.getsockname()[0]))
+    return [*dict.fromkeys([*found, "127.0.0.1"])]
+
+
+def _split(address: str) -> tuple[str, str]:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host, port
+
+
+def _is_literal(host: str) -> bool:
+    for family, text in ((socket.AF_INET, host), (socket.AF_INET6, host.strip("[]"))):
+        with suppress(OSError):
+            socket.inet_pton(family, text)
+            return True
+    return False
