@@ -74,6 +74,7 @@ def test_every_sampler_and_cache_policy_is_held_to_being_pure(
         "remote.services.router",
         "remote.pool.pool",
         "remote.scheduler",
+        "member.member",
     ],
 )
 def test_torch_is_not_imported_by(module: str) -> None:

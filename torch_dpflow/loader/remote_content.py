@@ -10,7 +10,7 @@ from torch_dpflow.errors import MessageError
 from torch_dpflow.log import LOADER
 from torch_dpflow.remote.process.code_bundle import Code, make_bundle
 from torch_dpflow.remote.process.content_pack import pack_load_spec
-from torch_dpflow.remote.process.fit import missing_text, required_modules, unfit, versions_here, warnings_of
+from torch_dpflow.remote.process.fit import missing_text, unfit, versions_here, warnings_of
 from torch_dpflow.remote.wire.headers import PIECE_BYTES, PROTOCOL_VERSION
 from torch_dpflow.remote.worker.batches import LoadSpec
 
@@ -34,7 +34,6 @@ class RemoteContent:
         self._contents = {self.digest: memoryview(data)}
         if bundle is not None:
             self._contents[bundle.digest] = memoryview(bundle.data)
-        self._required = required_modules(data)
         self._versions = versions_here()
         self._warned: set[str] = set()
 
@@ -56,7 +55,7 @@ class RemoteContent:
 
     def missing(self, modules: Sequence[str]) -> str:
         """Why a member without these modules cannot load it, and what to do."""
-        return missing_text(self._required.intersection(modules))
+        return missing_text(name for name in modules if name.replace(".", "").isidentifier())
 
 
 def other_release(version: int) -> str:

@@ -59,7 +59,10 @@ def _work(order: Order, line: Line) -> None:
     from torch_dpflow.remote.worker import member_worker  # not before: importing torch takes seconds
 
     try:
-        spec = member_worker.open_spec(packed)
+        try:
+            spec = member_worker.open_spec(packed)
+        except ModuleNotFoundError as error:  # of a module that those which were sent import
+            line.refused_for([error.name or str(error)])
         del packed
         connection = line.connect()
         near = is_loopback(line.address)

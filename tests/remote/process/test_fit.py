@@ -113,4 +113,5 @@ def test_a_module_of_the_users_that_was_not_sent_is_named_with_its_file(
     assert missing_modules(["fit_own"]) == []
     assert "fit_own" not in sys.modules  # it was looked for, not imported
     assert missing_modules(["fit_pack.made_later"]) == ["cv9_is_nowhere"]
-    assert missing_text(["fit_own"]).endswith(f"send what is yours with code=['{tmp_path}/fit_own.py']")
+    both = f"'{tmp_path}/fit_own.py', '{tmp_path}/fit_pack'"
+    assert missing_text(["fit_own", "fit_pack.made_later"]).endswith(f"send what is yours with code=[{both}]")

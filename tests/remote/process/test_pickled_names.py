@@ -81,6 +81,53 @@ def test_modules_of_any_pickle(value: Any, protocol: int) -> None:
         assert all(importlib.util.find_spec(name) for name in found)
 
 
+SCRIPT = """
+import collections, dataclasses, enum, functools, json, typing, torch
+class Mood(enum.Enum):
+    GOOD = 1
+class Pair(typing.NamedTuple):
+    left: int
+@dataclasses.dataclass(frozen=True)
+class Point:
+    x: int
+class Slots:
+    __slots__ = ("a",)
+class Rows(list):
+    pass
+class Table(dict):
+    pass
+class Bag(set):
+    pass
+class Wrong(Exception):
+    pass
+class Generic(typing.Generic[typing.TypeVar("T")]):
+    def __getitem__(self, index):
+        return super().__class__, json
+slots = Slots()
+slots.a = 1
+def outer(inside):
+    def inner():
+        return inside
+    return inner
+made = [
+    Mood.GOOD, Pair(1), Point(2), slots, Rows([1, Point(3)]), Table({Point(4): Mood.GOOD}), Bag({Point(5)}), Wrong("x"),
+    Generic(), outer([Point(6)]), functools.partial(outer, Point(7)), collections.defaultdict(Point, {1: Rows()}),
+    torch.nn.Linear(1, 1), torch.Generator(), json, Point, property(outer), classmethod(outer), Rows.append,
+    torch.nn.Parameter(torch.ones(1)), {Mood.GOOD, Point(8)}, collections.namedtuple("Late", "a")(1), typing.Any,
+]
+"""
+
+
+def test_modules_of_whatever_a_script_makes() -> None:
+    module = types.ModuleType("__main__")
+    exec(SCRIPT, vars(module))
+    for value in [*module.made, module.made]:
+        pickled = pack(value)
+        recording = Recording(io.BytesIO(pickled))
+        recording.load()
+        assert names_in(pickled).modules >= recording.found - {"__main__"}
+
+
 @given(data=st.binary(max_size=50))
 def test_of_what_may_be_no_pickle_nothing_else_is_raised(data: bytes) -> None:
     for pickled in (data, b"\x80\x05" + data):

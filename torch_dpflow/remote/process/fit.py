@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import re
 import sys
@@ -96,7 +97,7 @@ def missing_text(names: Iterable[str]) -> str:
             distribution = distributions[top][0]
             pinned.append(f"'{distribution}=={(_version_of(distribution) or '').partition('+')[0]}'")
         elif spec is not None and spec.origin is not None and is_own_path(spec.origin):
-            own.append(repr(spec.origin))
+            own.append(repr(os.path.dirname(spec.origin) if spec.submodule_search_locations else spec.origin))
         else:
             unknown.append(top)
     advice = [
