@@ -34,8 +34,11 @@ class RemoteShard(PrivateShard):
     def drain(self) -> None:
         self._drain()
 
-    def lose(self, worker: int, how: str) -> None:
-        self._lose(worker, Lost(worker, how))
+    def lose(self, worker: int, how: str, *, had_tasks: bool) -> None:
+        if had_tasks:
+            self._lose(worker, Lost(worker, how))
+        else:
+            self._notify(Lost(worker, how))
 
     def set_window(self, worker: int, window: int) -> None:
         self._shard.set_window(worker, window)

@@ -77,8 +77,8 @@ class Shell(Protocol):
     def drain(self) -> None:
         """Handle all messages that have come."""
 
-    def lose(self, worker: int, how: str) -> None:
-        """A worker has ended or does not answer, or ended before it was admitted."""
+    def lose(self, worker: int, how: str, *, had_tasks: bool) -> None:
+        """A worker has ended or does not answer. had_tasks: it was admitted; else another may have its number."""
 
     def set_window(self, worker: int, window: int) -> None:
         """A worker is to hold so many tasks."""
@@ -402,7 +402,7 @@ class RemoteWorkers:
     def _lose(self, member: RemoteMember, how: str) -> None:
         self._forget(member)
         if member.nonce:
-            self.shell.lose(member.number, how)
+            self.shell.lose(member.number, how, had_tasks=member.is_working)
 
     def _forget(self, member: RemoteMember) -> None:
         self._members.pop(member.name, None)

@@ -7,6 +7,7 @@ import pickle
 import socket
 import stat
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,8 +22,9 @@ from torch_dpflow.remote.access.connection_file import (
     write_connection_file,
 )
 from torch_dpflow.remote.transport import Connection, Listener, TransportOptions, connect, listen
-from torch_dpflow.remote.transport.keys import ClientKeys
-from torch_dpflow.testing.transports import answered, greet, heard
+from torch_dpflow.remote.transport.keys import ClientKeys, DoorKeys
+from torch_dpflow.remote.transport.zeromq.contexts import draw_key_pair
+from torch_dpflow.testing.transports import PATIENCE_S, answered, greet, heard
 
 CLUSTER = generate_keys("tcp://127.0.0.1:0")
 STRANGER = generate_keys("tcp://127.0.0.1:0")
@@ -196,3 +198,91 @@ def test_connection_file_of_a_job_starts_no_service() -> None:
     assert job.client_keys() == CLUSTER.client_keys()
     with pytest.raises(OptionError, match="no service can listen"):
         job.server_keys()
+
+
+class Door:
+    """A listener that admits members by keys of their own, and a clock that stands still."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        public, secret = draw_key_pair()
+        self.keys = DoorKeys(public=public, secret=secret, clock=lambda: self.now)
+        self.listener = listen("tcp://127.0.0.1:0", options=TransportOptions(keys=self.keys))
+
+    def expect(self, user: str, for_s: float) -> ClientKeys:
+        public, secret = draw_key_pair()
+        self.keys.expect(user, public, for_s)
+        return ClientKeys(public=public, secret=secret, server_public=self.keys.public)
+
+    def hears(self, identity: bytes, keys: ClientKeys) -> bool:
+        """Whether a new connection with this identity is heard before one that is admitted and comes later."""
+        stranger = connect(self.listener.address, identity=identity, options=TransportOptions(keys=keys))
+        friend_keys = self.expect(f"friend-{identity!r}", 1.0)
+        friend = connect(
+            self.listener.address,
+            identity=f"friend-{identity!r}/x".encode(),
+            options=TransportOptions(keys=friend_keys),
+        )
+        try:
+            stranger.send([b"hello"])
+            if self.listen(0.3) == identity:
+                return True
+            friend.send([b"hello"])
+            return self.listen(PATIENCE_S) == identity
+        finally:
+            stranger.close()
+            friend.close()
+
+    def listen(self, within_s: float) -> bytes | None:
+        """Who is heard first. A connection that ends is told of as well."""
+        deadline = time.monotonic() + within_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            message = self.listener.receive(left_s)
+            if message is not None:
+                return message[0]
+        return None
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    door = Door()
+    yield door
+    door.listener.close()
+
+
+def test_a_member_s_key_opens_only_until_it_is_late_or_gone(door: Door) -> None:
+    keys = door.expect("1/7", 10.0)
+    assert door.hears(b"1/7/a/line", keys)
+    door.now = 11.0
+    assert not door.hears(b"1/7/b/line", keys)  # late, and it never called
+    called = door.expect("2/8", 10.0)
+    door.keys.keep("2/8")
+    door.now = 99.0
+    assert door.hears(b"2/8/a/line", called)  # its connection may break
+    door.keys.drop("2/8")
+    assert not door.hears(b"2/8/b/line", called)
+
+
+def test_a_member_is_not_heard_under_another_s_name_nor_after_it_was_dropped(door: Door) -> None:
+    keys, others = door.expect("1/7", 10.0), door.expect("1/77", 10.0)
+    assert not door.hears(b"1/77/a/line", keys)
+    assert not door.hears(b"1/7", keys)
+    assert door.hears(b"1/77/b/line", others)
+    member = connect(door.listener.address, identity=b"1/7/a/line", options=TransportOptions(keys=keys))
+    try:
+        member.send([b"hello"])
+        assert door.listen(PATIENCE_S) == b"1/7/a/line"
+        door.keys.drop("1/7")
+        member.send([b"hello"])
+        assert door.listen(0.3) is None
+    finally:
+        member.close()
+
+
+def test_a_listener_for_members_counts_connections_that_end(door: Door) -> None:
+    assert door.hears(b"1/7/a/line", door.expect("1/7", 10.0))
+    for _ in range(100):
+        if door.listener.losses >= 2:
+            break
+        door.listener.receive(0.1)
+    assert door.listener.losses >= 2

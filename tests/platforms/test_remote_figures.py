@@ -1,0 +1,71 @@
+"""How many tasks a member holds, and how many batches are under way."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_dpflow.errors import MessageError
+from torch_dpflow.loader.in_flight import BoundedRoom, Room
+from torch_dpflow.loader.remote_member import LEAST_WINDOW, MOST_WINDOW, RemoteMember, parts_of
+
+
+def member(task_s: float, tasks: int = 5) -> RemoteMember:
+    found = RemoteMember("dpf", 1, 2, 0.0)
+    for count in range(tasks + 1):
+        found.note_work(1.0 + count * task_s)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("task_s", "round_trip_s", "window"),
+    [(0.05, 0.001, 2), (0.05, 0.02, 3), (0.05, 0.06, 4), (0.001, 0.05, 8), (0.02, 0.05, 5)],
+)
+def test_a_member_holds_what_it_loads_during_a_round_trip(
+    task_s: float, round_trip_s: float, window: int
+) -> None:
+    assert member(task_s).fitting_window(round_trip_s) == window
+
+
+def test_a_window_does_not_change_back_and_forth() -> None:
+    one = member(0.05)
+    one.window = one.fitting_window(0.06)
+    assert one.fitting_window(0.04) == one.window == 4
+    assert one.fitting_window(0.001) == 2
+    assert member(0.05, tasks=0).fitting_window(9.0) == LEAST_WINDOW  # nobody knows how long its tasks take
+
+
+@given(st.floats(0, 1e6), st.floats(0, 1e6))
+def test_windows_have_limits(task_s: float, round_trip_s: float) -> None:
+    assert LEAST_WINDOW <= member(task_s).fitting_window(round_trip_s) <= MOST_WINDOW
+
+
+@given(
+    most=st.integers(1, 64),
+    workers=st.integers(1, 16),
+    budget=st.integers(1, 10**6),
+    sizes=st.lists(st.integers(1, 10**6), min_size=1, max_size=30),
+)
+def test_batches_in_flight_keep_within_their_bytes_and_never_run_out(
+    most: int, workers: int, budget: int, sizes: list[int]
+) -> None:
+    most = max(most, workers)
+    room = BoundedRoom(most, workers, budget)
+    largest, flights = 0, room.at_start(0)
+    assert flights == workers
+    for size in sizes:
+        largest = max(largest, size)
+        before = flights
+        flights += room.next(largest, flights) - 1
+        allowed = max(workers, min(most, budget // largest))
+        assert flights <= max(allowed, before - 1)
+        assert flights >= 1
+    assert Room(most).at_start(largest) == most
+    assert Room(most).next(largest, 7) == 1
+
+
+@pytest.mark.parametrize("identity", [b"", b"1/2/3", b"1/2//line", b"1/2/3/other", b"1/2/3/4/line"])
+def test_connections_that_are_none_of_a_member(identity: bytes) -> None:
+    with pytest.raises(MessageError):
+        parts_of(identity)
