@@ -90,12 +90,17 @@ def ray_data(kind: str) -> Open:
             import ray
 
             ray.data.DataContext.get_current().enable_progress_bars = False
-            rows = ray.data.range(len(dataset), override_num_blocks=max(1, len(dataset) // BATCH))  # type: ignore[arg-type]
+            # Not `range`: its tasks would wait for ever for the processors that actors hold.
+            samples = len(dataset)  # type: ignore[arg-type]
+            rows = ray.data.from_items(
+                [{"id": n} for n in range(samples)], override_num_blocks=-(-samples // BATCH)
+            )
             if kind == "tasks":
                 images = rows.map_batches(Decode(dataset).__call__, batch_size=BATCH)
             else:
+                pool = ray.data.ActorPoolStrategy(size=2)
                 images = rows.map_batches(
-                    Decode, fn_constructor_args=(dataset,), batch_size=BATCH, concurrency=2, num_cpus=1
+                    Decode, fn_constructor_args=(dataset,), batch_size=BATCH, compute=pool, num_cpus=0.5
                 )
             yield lambda: (
                 batch["image"]
