@@ -28,7 +28,7 @@ SIDES = {
 }
 SLEEPERS = {"sample_s": 0.050, "batch_size": 8, "hosts": 4}
 #: How many samples a worker loads in an epoch of the part `linear`.
-SLEEPS = 240
+SLEEPS = 160
 
 #: The batches of an epoch; called anew for each.
 Read = Callable[[], Iterable[torch.Tensor]]
