@@ -121,9 +121,9 @@ def test_every_epoch_is_the_local_loaders(disturbed_s: float) -> None:
 def report(gaps: list[tuple[float, float]], disturbance: Disturbance, epochs: int) -> None:
     """Print the stalls, and check those after a kill alone."""
     alone = [
-        max(later - sooner for sooner, later in gaps if later >= at and sooner <= at + FELT_S)
+        max(later - sooner for sooner, later in gaps if later >= at and sooner <= at + STALL_S)
         for at in disturbance.kills
-        if not any(begin - FELT_S <= at <= end for begin, end in disturbance.others)
+        if not any(begin - STALL_S <= at <= end for begin, end in disturbance.others)
     ]
     print(f"\n{epochs} epochs of {SIZE} samples, {len(disturbance.kills)} kills; longest stalls in seconds:")
     for begin, end in disturbance.others:
