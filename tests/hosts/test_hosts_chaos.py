@@ -121,7 +121,7 @@ def test_every_epoch_is_the_local_loaders(disturbed_s: float) -> None:
 def report(gaps: list[tuple[float, float]], disturbance: Disturbance, epochs: int) -> None:
     """Print the stalls, and check those after a kill alone."""
     alone = [
-        max(later - sooner for sooner, later in gaps if later >= at and sooner <= at + STALL_S)
+        max((later - sooner for sooner, later in gaps if later >= at and sooner <= at + STALL_S), default=0.0)
         for at in disturbance.kills
         if not any(begin - STALL_S <= at <= end for begin, end in disturbance.others)
     ]
