@@ -16,11 +16,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from click.testing import CliRunner, Result
 
 from tests.loader_cases import Augmented, assert_same, epochs
 from tests.platforms.local_ray import members, names_in, ray_of
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
+from torch_dpflow.cli.main import root
 from torch_dpflow.errors import (
     MissingExtraError,
     OptionError,
@@ -34,7 +36,7 @@ from torch_dpflow.platforms import Ray, registry
 from torch_dpflow.platforms.base import End
 from torch_dpflow.platforms.members import Adapter
 from torch_dpflow.platforms.ray import RayAdapter
-from torch_dpflow.testing.adapters import PROGRAM, SECRET, AdapterContract, caller, name_of, order_to
+from torch_dpflow.testing.adapters import CLUSTER, PROGRAM, SECRET, AdapterContract, caller, name_of, order_to
 
 #: So that several fit on any machine.
 SHARE = 0.1
@@ -273,6 +275,37 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_naming_the_platform_does_not_load_ray() -> None:
     script = "import sys; from torch_dpflow.platforms import Ray; Ray(); assert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# --- the command line ---
+
+
+def dpflow(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Result:
+    monkeypatch.setenv("DPFLOW_PLATFORM_RAY_CPUS", str(SHARE))
+    return CliRunner().invoke(root, arguments)
+
+
+def test_a_check_tries_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = dpflow(monkeypatch, "check", "ray")
+    assert told.exit_code == 0, told.output
+    assert "WRONG" not in told.output
+    for text in ("answers", "room for 40 workers", "same versions", "ms from request", "one worker sends"):
+        assert text in told.output
+    monkeypatch.setenv("DPFLOW_PLATFORM_RAY_MEMORY", "900TiB")
+    told = dpflow(monkeypatch, "check", "ray")
+    assert told.exit_code == 1
+    assert "WRONG 1 nodes have 4 CPUs" in told.output
+
+
+def test_what_is_left_can_be_listed_and_swept(door: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = adapter_of(detached=True)
+    adapter.start(name_of(0), order_to(door), deadline_s=PATIENCE_S)
+    with caller(door) as (connection, _):
+        assert name_of(0) in dpflow(monkeypatch, "workers", "ray").output
+        assert dpflow(monkeypatch, "sweep", "ray").exit_code == 1
+        assert dpflow(monkeypatch, "sweep", "ray", "--cluster", "ffffffff").output == "0 ended\n"
+        assert dpflow(monkeypatch, "sweep", "ray", "--cluster", CLUSTER).output == "1 ended\n"
+        assert connection.recv(1) == b""
 
 
 # --- a loader ---

@@ -20,6 +20,13 @@ COMMANDS = {
     "top": ("torch_dpflow.cli.cluster", "top", "Show the activity of a cluster, updated continually."),
     "flow": ("torch_dpflow.cli.cluster_flow", "flow", "List, show, scale and delete flows."),
     "keygen": ("torch_dpflow.cli.cluster", "keygen", "Draw the keys of a cluster."),
+    "check": ("torch_dpflow.cli.platform", "check", "Try a platform that runs workers elsewhere."),
+    "workers": ("torch_dpflow.cli.platform", "workers", "List the workers that a platform runs."),
+    "sweep": (
+        "torch_dpflow.cli.platform",
+        "sweep",
+        "End workers that a killed process has left on a platform.",
+    ),
     "dataset": (
         "torch_dpflow.cli.dataset",
         "dataset",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch_dpflow.errors import OptionError
 from torch_dpflow.platforms.calls import Calls
-from torch_dpflow.platforms.members import MemberPlatform
+from torch_dpflow.platforms.members import Adapter, MemberPlatform
 from torch_dpflow.platforms.subprocesses import SubprocessAdapter
 
 #: What a member runs.
@@ -34,11 +34,12 @@ class Processes:
     def sends_code(self) -> bool:
         return bool(self.python)  # this one's members have its path
 
-    def open(self) -> MemberPlatform:
+    def adapter(self) -> Adapter:
         path = {} if self.python else {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        return Calls(
-            SubprocessAdapter(MODULE, python=self.python or sys.executable, env={**path, **self.env})
-        )
+        return SubprocessAdapter(MODULE, python=self.python or sys.executable, env={**path, **self.env})
+
+    def open(self) -> MemberPlatform:
+        return Calls(self.adapter())
 
     def listen_at(self) -> str:
         return "tcp://127.0.0.1:0"

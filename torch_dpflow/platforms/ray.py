@@ -13,7 +13,7 @@ from torch_dpflow.checks import check_fields, check_number, check_seconds, check
 from torch_dpflow.errors import AnswerLostError, OptionError, PlatformError, QuotaError, UnavailableError
 from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End, Limits
 from torch_dpflow.platforms.calls import Calls
-from torch_dpflow.platforms.members import Fate, Finding, MemberPlatform, Ref
+from torch_dpflow.platforms.members import Adapter, Fate, Finding, MemberPlatform, Ref
 from torch_dpflow.platforms.names import MemberName
 from torch_dpflow.platforms.processes import MODULE
 from torch_dpflow.platforms.ray_cluster import Room, amount, connect, failure, nodes_of, refuse_client
@@ -78,8 +78,11 @@ class Ray:
     def sends_code(self) -> bool:
         return not {"working_dir", "py_modules"} & self.runtime_env.keys()
 
+    def adapter(self) -> Adapter:
+        return RayAdapter(self)
+
     def open(self) -> MemberPlatform:
-        return Calls(RayAdapter(self), deadline_s=self.wait_s + START_S)
+        return Calls(self.adapter(), deadline_s=self.wait_s + START_S)
 
     def listen_at(self) -> str:
         return f"tcp://{connect(self.address).util.get_node_ip_address()}:0"

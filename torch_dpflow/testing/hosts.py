@@ -32,7 +32,7 @@ from typing import Any
 
 from torch_dpflow.errors import OptionError
 from torch_dpflow.platforms.calls import Calls
-from torch_dpflow.platforms.members import MemberPlatform
+from torch_dpflow.platforms.members import Adapter, MemberPlatform
 from torch_dpflow.platforms.names import MemberName
 from torch_dpflow.platforms.subprocesses import SubprocessAdapter
 
@@ -324,13 +324,14 @@ class OnHosts:
         """As the constructor, for these hosts."""
         return cls(address=hosts.address, prefixes=tuple(host.prefix for host in hosts), **settings)
 
-    def open(self) -> MemberPlatform:
+    def adapter(self) -> Adapter:
         # Only the package itself: all else comes with the bundle, as it does on other machines.
         path = {"PYTHONPATH": str(Path(__file__).parents[2])}
         env = {**path, **self.env}
-        return Calls(
-            HostsAdapter(self.prefixes, "torch_dpflow.member", env=env, starts_per_s=self.starts_per_s)
-        )
+        return HostsAdapter(self.prefixes, "torch_dpflow.member", env=env, starts_per_s=self.starts_per_s)
+
+    def open(self) -> MemberPlatform:
+        return Calls(self.adapter())
 
     def listen_at(self) -> str:
         return f"tcp://{self.address}:0"

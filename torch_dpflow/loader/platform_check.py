@@ -1,0 +1,101 @@
+"""Tries a platform with one real member: whether it comes, what it has, how far away it is, how much it sends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from torch_dpflow.errors import DPFlowError
+from torch_dpflow.loader.loader import DPFlowDataLoader
+from torch_dpflow.options import LoaderOptions
+from torch_dpflow.platforms.members import Finding, PlatformSpec
+from torch_dpflow.platforms.registry import resolve
+from torch_dpflow.remote.process.fit import versions_here, warnings_of
+
+#: How many small samples are fetched for the round trip, and how many large ones, of how many bytes, for the bandwidth.
+SMALL, LARGE, LARGE_BYTES = 32, 8, 2**24
+#: How long the worker may take for a sample, its start included, seconds.
+TIMEOUT_S = 300.0
+
+
+class Probe(Dataset[Any]):
+    """Sample 0 says where it was loaded; then come small ones, a large one that is not timed, and large ones."""
+
+    _large: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return 2 + SMALL + LARGE
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 0:
+            return {"host": socket.gethostname(), "pid": os.getpid(), "versions": versions_here()}
+        if index <= SMALL:
+            return torch.zeros(1)
+        if self._large is None:  # random, so that nothing compresses it
+            self._large = torch.randint(0, 256, (LARGE_BYTES,), dtype=torch.uint8)
+        return self._large
+
+
+def check_platform(platform: str | PlatformSpec, *, listen: str | None = None) -> Iterator[Finding]:
+    """What a platform says of itself, then what a member on it shows, each when it is known; starts and ends one.
+
+    listen: as in `LoaderOptions`.
+
+    Raises:
+        OptionError: there is no such platform, or a setting is wrong.
+        MissingExtraError: its library is not installed.
+    """
+    spec = resolve(platform)
+    try:
+        with closing(spec.adapter()) as adapter:
+            findings = adapter.check()
+        yield from findings
+        if all(finding.good for finding in findings):
+            yield from _try_member(spec, listen)
+    except DPFlowError as error:
+        yield Finding(False, str(error))
+
+
+def _try_member(spec: PlatformSpec, listen: str | None) -> Iterator[Finding]:
+    # One sample at a time, so that the time between two is a round trip.
+    loader = DPFlowDataLoader(
+        Probe(),
+        batch_size=None,
+        num_workers=1,
+        prefetch_factor=1,
+        timeout=TIMEOUT_S,
+        platform=spec,
+        options=LoaderOptions(listen=listen, shared_memory=0),
+    )
+    begun = time.perf_counter()
+    samples = iter(loader)
+    there = next(samples)
+    yield Finding(
+        True, f"a worker on {there['host']} has sent a sample after {time.perf_counter() - begun:.1f} s"
+    )
+    differing = warnings_of(there["versions"], versions_here())
+    yield Finding(
+        not differing,
+        "; ".join(differing) or "it has the same versions of Python, torch and what decodes samples",
+    )
+    times_s = [_timed(samples) for _ in range(SMALL)]
+    yield Finding(
+        True, f"a small sample takes {1000 * sorted(times_s)[SMALL // 2]:.1f} ms from request to arrival"
+    )
+    next(samples)
+    took_s = sum(_timed(samples) for _ in range(LARGE))
+    yield Finding(True, f"one worker sends {LARGE * LARGE_BYTES / took_s / 1e6:.0f} MB/s")
+    next(samples, None)  # ends the worker
+
+
+def _timed(samples: Iterator[Any]) -> float:
+    begun = time.perf_counter()
+    next(samples)
+    return time.perf_counter() - begun
