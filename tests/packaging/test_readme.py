@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 README = ROOT / "README.md"
-#: By what a script of its own is known: one for torchrun, and a job that reads from a cluster.
-RANKS, JOB = "init_process_group", "flow="
+#: By what a script of its own is known: one for torchrun, a job that reads from a cluster, and one for Ray.
+RANKS, JOB, RAY = "init_process_group", "flow=", "platform=Ray("
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -48,7 +48,9 @@ def run(*arguments: str, directory: Path) -> subprocess.CompletedProcess[str]:
 
 def script(page: Path, directory: Path) -> Path:
     """All blocks of a page as one script, as the page says that they run."""
-    together = [block for block in blocks(page, "python") if not any(mark in block for mark in (RANKS, JOB))]
+    together = [
+        block for block in blocks(page, "python") if not any(mark in block for mark in (RANKS, JOB, RAY))
+    ]
     path = directory / "page.py"
     path.write_text("\n".join(together), "utf-8")
     return path

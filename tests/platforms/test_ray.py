@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,6 +20,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from tests.loader_cases import Augmented, assert_same, epochs
+from tests.packaging.test_readme import RAY, own_script, run
 from tests.platforms.local_ray import members, names_in, ray_of
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
@@ -330,3 +332,10 @@ def test_batches_equal_those_of_local_workers_through_a_kill() -> None:
     remote._iterator._shutdown_workers()
     assert not set(names) & set(names_in(adapter_of()))
     local._iterator._shutdown_workers()
+
+
+@pytest.mark.slow
+def test_the_block_of_the_readme_runs_as_printed(tmp_path: Path) -> None:
+    done = run(own_script(RAY, tmp_path), directory=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("10 batches\n")

@@ -16,7 +16,7 @@ from torch_dpflow.platforms.calls import Calls
 from torch_dpflow.platforms.members import Adapter, Fate, Finding, MemberPlatform, Ref
 from torch_dpflow.platforms.names import MemberName
 from torch_dpflow.platforms.processes import MODULE
-from torch_dpflow.platforms.ray_cluster import Room, amount, connect, failure, nodes_of, refuse_client
+from torch_dpflow.platforms.ray_cluster import RayCapacity, amount, connect, failure, nodes_of, refuse_client
 from torch_dpflow.platforms.ray_member import MemberActor
 
 #: Ray's namespace of all members: a name is unique in it, whoever starts them.
@@ -131,7 +131,7 @@ class RayAdapter:
         self._module = module
         memory = {"memory": float(parse_bytes("memory", settings.memory))} if settings.memory else {}
         self._needs = {"CPU": settings.cpus, **settings.resources, **memory}
-        self._room = Room(self._ray, self._needs)
+        self._capacity = RayCapacity(self._ray, self._needs)
         self._options: dict[str, Any] = {
             "namespace": NAMESPACE,
             "lifetime": "detached" if detached else "non_detached",
@@ -155,7 +155,7 @@ class RayAdapter:
         self._full_until = 0.0
 
     def check(self) -> Sequence[Finding]:
-        total, fitting = self._ray.cluster_resources(), self._room.fitting()
+        total, fitting = self._ray.cluster_resources(), self._capacity.fitting()
         has = ", ".join(amount(kind, total.get(kind, 0.0)) for kind in self._needs)
         where = self._ray.get_runtime_context().gcs_address
         return [
@@ -169,7 +169,7 @@ class RayAdapter:
         if name in self._started:
             return name
         self._wanted = max(self._wanted, MemberName.parse(name).number + 1)
-        if time.monotonic() < self._full_until and (kind := self._room.lacking()):
+        if time.monotonic() < self._full_until and (kind := self._capacity.lacking()):
             raise self._full(name, kind)
         actor = self._create(name)
         if actor is not None:
@@ -233,7 +233,7 @@ class RayAdapter:
                 return
             except Exception as error:
                 refusal = failure(f"{name} cannot be started", error)
-        elif kind := self._room.lacking():
+        elif kind := self._capacity.lacking():
             refusal = self._full(name, kind)
             self._full_until = time.monotonic() + self._wait_s
         else:
@@ -244,7 +244,7 @@ class RayAdapter:
 
     def _full(self, name: str, kind: str) -> QuotaError:
         return QuotaError(
-            f"{name} has no room in Ray: {self._room.explain(kind, len(self._running), self._wanted)}"
+            f"{name} has no room in Ray: {self._capacity.explain(kind, len(self._running), self._wanted)}"
         )
 
     def _end_of(self, name: str, run: Any) -> End:

@@ -110,7 +110,7 @@ def nodes_of(ray: Any) -> list[Mapping[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-class Room:
+class RayCapacity:
     """What actors need, and what the cluster has of it.
 
     Args:

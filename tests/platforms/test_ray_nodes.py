@@ -1,0 +1,101 @@
+"""Ray with nodes that come and go, and Ray Train: the epoch goes on. Run by `make test-slow`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.loader_cases import Augmented, assert_same
+from tests.platforms.local_ray import members, names_in, ray_of
+from tests.shared_cluster import wait
+from torch_dpflow import DPFlowDataLoader, LoaderOptions
+from torch_dpflow.platforms import Ray
+from torch_dpflow.platforms.ray import RayAdapter
+
+pytestmark = pytest.mark.slow
+#: The memory of a node for Ray's objects: the least that it takes.
+STORE = 80 * 2**20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[Any]:
+    """A head with room for half of a loader's workers."""
+    from ray.cluster_utils import Cluster
+
+    clusters = []
+
+    def start(ray: Any, directory: str) -> str:
+        Path(tempfile.gettempdir(), "ray").mkdir(exist_ok=True)
+        head = {
+            "num_cpus": 2,
+            "include_dashboard": False,
+            "object_store_memory": STORE,
+        }
+        clusters.append(Cluster(initialize_head=True, head_node_args=head))
+        ray.init(clusters[0].address)
+        return str(clusters[0].address)
+
+    with ray_of(start):
+        yield clusters[0]
+    clusters[0].shutdown()
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """As in `test_ray`."""
+    yield
+    wait(lambda: not names_in(RayAdapter(Ray())) and not members(), what="the end of all members")
+    wait(
+        lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread"
+    )
+
+
+def remove(cluster: Any, node: Any) -> None:
+    cluster.remove_node(node, allow_graceful=False)
+
+
+def kill_raylet(cluster: Any, node: Any) -> None:
+    node.kill_raylet()
+
+
+@pytest.mark.parametrize("lose", [remove, kill_raylet])
+def test_an_epoch_goes_on_when_a_node_goes(cluster: Any, lose: Callable[[Any, Any], None]) -> None:
+    node = cluster.add_node(num_cpus=2, object_store_memory=STORE)
+    cluster.wait_for_nodes()
+
+    def shuffled(**arguments: Any) -> DPFlowDataLoader[Any]:
+        generator = torch.Generator().manual_seed(7)
+        options = LoaderOptions(seeding="batch")
+        return DPFlowDataLoader(
+            Augmented(400), batch_size=2, shuffle=True, generator=generator, options=options, **arguments
+        )
+
+    remote = shuffled(num_workers=4, platform=Ray(cpus=1, wait_s=2))
+    expected = list(shuffled(num_workers=2))
+    iterator = iter(remote)
+    seen = [next(iterator)]
+    wait(lambda: iterator._shard.processes.working == 4, what="four workers, on two nodes")
+    lose(cluster, node)
+    assert_same([*seen, *iterator], expected)
+    if lose is kill_raylet:
+        remove(cluster, node)
+
+
+def test_the_example_trains_with_ray_train(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples import train_on_ray
+
+    node = cluster.add_node(num_cpus=2, object_store_memory=STORE)
+    cluster.wait_for_nodes()
+    monkeypatch.setattr(sys, "argv", ["train_on_ray", "--trainers", "2", "--loaders", "1"])
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    metrics = train_on_ray.main()
+    assert metrics["accuracy"] > 0.8
+    remove(cluster, node)
