@@ -15,6 +15,7 @@ from tests.flows.flow_cases import Numbers, label_of, numbers_flow
 from tests.new_process import run_interpreter
 from torch_dpflow.datasets.checksums import sha256_of
 from torch_dpflow.datasets.files import Files
+from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.storage import ObjectReader
 from torch_dpflow.errors import (
     DamagedStoreError,
@@ -335,11 +336,19 @@ def test_what_cannot_be_loaded_is_told_with_its_file(tmp_path: Path) -> None:
         save_flow(5, str(path))  # type: ignore[arg-type]
 
 
+def reader_with(options: dict[str, Any]) -> DatasetReader:
+    """A reader of a store with options of its own for the data; of the store itself there is nothing."""
+    reader = DatasetReader.__new__(DatasetReader)
+    vars(reader).update(stored=None, _storage_options=options)
+    return reader
+
+
 @pytest.mark.parametrize(
     ("holder", "name"),
     [
         (ObjectReader({"key": "k", "secret": "hidden", "endpoint": "http://127.0.0.1:9"}), "secret"),
         (Files("memory://flows", {"client_kwargs": {"session_token": "hidden"}}), "session_token"),
+        (reader_with({"secret": "hidden"}), "secret"),
     ],
 )
 def test_keys_of_a_storage_are_not_saved_with_a_flow(tmp_path: Path, holder: Any, name: str) -> None:

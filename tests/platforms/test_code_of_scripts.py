@@ -126,7 +126,7 @@ if __name__ == "__main__":
         told = "it has Python 3.9.1 and this process", "Run workers with Python 3."
         list(refused(here, [1, 2], *told, path="snake"))
     elif case == "not sent":
-        list(refused(here, Data(), "e2e_shop", f"send what is yours with code=['{here}/project/e2e_shop']", code=None))
+        list(refused(here, Data(), "e2e_shop", f"LoaderOptions(code=['{here}/project/e2e_shop'])", code=None))
     elif case == "not installed":
         list(refused(here, e2e_hungry.Hungry([1]), "e2e_installed", "pip install 'e2e-thing==1.2'"))
 ''',

@@ -210,7 +210,7 @@ def test_too_much_code_says_what_is_large_and_what_to_do(
 ) -> None:
     (project / "shop/vocabulary.py").write_text("#" * (17 << 20))
     with pytest.raises(
-        OptionError, match=r"shop 17\.8 MB.* largest: shop/vocabulary.py 17\.8 MB.*give code=None"
+        OptionError, match=r"shop 17\.8 MB.* largest: shop/vocabulary.py 17\.8 MB.*LoaderOptions\(code=None\)"
     ):
         make_bundle(pickled_data(), "auto")
     (project / "shop/vocabulary.py").unlink()

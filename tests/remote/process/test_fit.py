@@ -114,4 +114,6 @@ def test_a_module_of_the_users_that_was_not_sent_is_named_with_its_file(
     assert "fit_own" not in sys.modules  # it was looked for, not imported
     assert missing_modules(["fit_pack.made_later"]) == ["cv9_is_nowhere"]
     both = f"'{tmp_path}/fit_own.py', '{tmp_path}/fit_pack'"
-    assert missing_text(["fit_own", "fit_pack.made_later"]).endswith(f"send what is yours with code=[{both}]")
+    assert missing_text(["fit_own", "fit_pack.made_later"]).endswith(
+        f"send what is yours with LoaderOptions(code=[{both}])"
+    )

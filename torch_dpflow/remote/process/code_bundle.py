@@ -176,7 +176,7 @@ class _Collected:
         raise OptionError(
             f"the code that workers need takes {total / 1e6:,.1f} MB in {len(self._sizes):,} files ({parts}; the "
             f"largest: {largest}); {MAX_BYTES / 1e6:,.1f} MB in {MAX_FILES:,} files are allowed. Keep data out "
-            "of packages, or install them where the workers run and give code=None, so that nothing is sent"
+            "of packages, or install them where the workers run and give LoaderOptions(code=None): nothing is sent then"
         )
 
     def _below(self, folder: str, place: str, *, all_files: bool) -> Iterator[tuple[str, str]]:
@@ -204,7 +204,7 @@ class _Collected:
         if self._entries > _MOST_ENTRIES:
             raise OptionError(
                 f"the code that workers need lies among more than {_MOST_ENTRIES:,} files, such as those in {folder}; "
-                "keep data out of packages, or install them where the workers run and give code=None"
+                "keep data out of packages, or install them where the workers run and give LoaderOptions(code=None)"
             )
 
 
@@ -221,7 +221,8 @@ def _content_of(path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise OptionError(
-            f"{path}, which workers need, cannot be read: {error.strerror}; make it readable, or give code=None"
+            f"{path}, which workers need, cannot be read: {error.strerror}; make it readable, or give "
+            "LoaderOptions(code=None)"
         ) from error
 
 
