@@ -106,7 +106,7 @@ _NO_HOSTS = "no hosts: "
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
-    reasons = [text.partition(_NO_HOSTS)[2].rstrip("')") for text in skipped if _NO_HOSTS in text]
+    reasons = [text.partition(_NO_HOSTS)[2].removesuffix("')") for text in skipped if _NO_HOSTS in text]
     if reasons:
         terminalreporter.write_line(
             f"NOT RUN: {len(reasons)} tests of workers on other hosts: {reasons[0]}", yellow=True
