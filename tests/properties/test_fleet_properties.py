@@ -236,6 +236,16 @@ class FleetMachine(RuleBasedStateMachine):
             self.fleet.ready(known.started.name)
             self.step()
 
+    @rule(place=ANY, dice=st.integers(0, 4))
+    def lack(self, place: int, dice: int) -> None:
+        """It finds out late that it cannot be used."""
+        if dice == 0 and (known := self.one(place, arrived=True)):
+            on_deck = self.state(known) is MemberState.ON_DECK
+            known.fit = known.fit and not on_deck
+            self.fleet.unfit(known.started.name, "no module", self.now)
+            assert any(isinstance(one, RefuseMember) for one in self.step())
+            assert known.gone or not on_deck or self.state(known) is MemberState.LEAVING
+
     @rule(place=ANY, how=st.sampled_from(["drained", "bye", "silent"]))
     def quieten(self, place: int, how: str) -> None:
         if known := self.one(place, arrived=True):

@@ -308,11 +308,13 @@ class PrivateShard:
         while (message := self._listener.receive(0)) is not None:
             self._receive(*message)
 
-    def _lose(self, worker: int, event: Event) -> None:
+    def _lose(self, worker: int, event: Event, *, may_blame: bool = True) -> None:
         # The death is notified first, so that its exit report is known when a task is reported as poisoned.
         self._notify(event)
         running = self._running.pop(worker, None)
-        self._shard.on_worker_lost(worker, None if running is None else running.tasks())
+        unknown = running is None and may_blame
+        at = running.tasks() if running is not None and may_blame else ()
+        self._shard.on_worker_lost(worker, None if unknown else at)
         self._readers.pop(worker, None)
 
     # -- callbacks of the shard (`Requester`) ------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""What the head of a loader knows of one member of its fleet."""
+"""What the head of a loader knows of one member of its fleet, and what members ask of the shard."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch_dpflow.errors import MessageError
 
@@ -67,6 +68,31 @@ class RemoteMember:
     def peer(self, kind: bytes) -> bytes:
         """The identity of one of its connections."""
         return b"/".join((self.user.encode(), self.nonce, kind))
+
+
+class Shell(Protocol):
+    """The shard that has these workers."""
+
+    def admit(self, peer: bytes, hello: list[memoryview]) -> None:
+        """This connection is a worker from now on; its hello."""
+
+    def deliver(self, peer: bytes, frames: list[memoryview]) -> None:
+        """A message of a worker."""
+
+    def drain(self) -> None:
+        """Handle all messages that have come."""
+
+    def lose(self, worker: int, how: str, *, had_tasks: bool, may_blame: bool) -> None:
+        """A worker has ended or does not answer.
+
+        had_tasks: it was admitted; else another may have its number. may_blame: its task may be the reason.
+        """
+
+    def set_window(self, worker: int, window: int) -> None:
+        """A worker is to hold so many tasks."""
+
+    def fail(self, error: Exception) -> None:
+        """There will be no worker any more."""
 
 
 def parts_of(peer: bytes) -> tuple[str, bytes, bytes]:

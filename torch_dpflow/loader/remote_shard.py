@@ -34,9 +34,9 @@ class RemoteShard(PrivateShard):
     def drain(self) -> None:
         self._drain()
 
-    def lose(self, worker: int, how: str, *, had_tasks: bool) -> None:
+    def lose(self, worker: int, how: str, *, had_tasks: bool, may_blame: bool) -> None:
         if had_tasks:
-            self._lose(worker, Lost(worker, how))
+            self._lose(worker, Lost(worker, how), may_blame=may_blame)
         else:
             self._notify(Lost(worker, how))
 

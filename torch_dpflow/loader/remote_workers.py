@@ -8,12 +8,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from random import SystemRandom
-from typing import Any, Protocol
+from typing import Any
 
 from torch_dpflow.errors import MessageError, WorkerStartError
 from torch_dpflow.loader.reachable import to_bind, to_tell
 from torch_dpflow.loader.remote_content import RemoteContent, other_release
-from torch_dpflow.loader.remote_member import LINE, WORK, RemoteMember, parts_of
+from torch_dpflow.loader.remote_member import LINE, WORK, RemoteMember, Shell, parts_of
 from torch_dpflow.log import LOADER, TRANSPORT
 from torch_dpflow.platforms.base import Handle
 from torch_dpflow.platforms.members import Ended, MemberPlatform, PlatformSpec
@@ -63,28 +63,6 @@ ASK_S = 2.0
 LOOK_S = 0.25
 #: How long after the loader's end members may take to end, before they are killed, seconds.
 TERMINATE_S = 2.0
-
-
-class Shell(Protocol):
-    """The shard that has these workers."""
-
-    def admit(self, peer: bytes, hello: list[memoryview]) -> None:
-        """This connection is a worker from now on; its hello."""
-
-    def deliver(self, peer: bytes, frames: list[memoryview]) -> None:
-        """A message of a worker."""
-
-    def drain(self) -> None:
-        """Handle all messages that have come."""
-
-    def lose(self, worker: int, how: str, *, had_tasks: bool) -> None:
-        """A worker has ended or does not answer. had_tasks: it was admitted; else another may have its number."""
-
-    def set_window(self, worker: int, window: int) -> None:
-        """A worker is to hold so many tasks."""
-
-    def fail(self, error: Exception) -> None:
-        """There will be no worker any more."""
 
 
 class RemoteWorkers:
@@ -269,7 +247,8 @@ class RemoteWorkers:
 
     def _on_bye(self, member: RemoteMember, words: str) -> None:
         self._fleet.bye(member.name, self._clock())
-        self._lose(member, f"{member.name} has left{f': {words}' if words else ''}")
+        how = f"{member.name} has left{f': {words}' if words else ''}"
+        self._lose(member, how, may_blame=bool(words))
         self._has_news = True
 
     # -- what follows ------------------------------------------------------------------------------------
@@ -347,8 +326,10 @@ class RemoteWorkers:
             case AdmitMember() if member is not None:
                 self._admitted.append(member.name)
                 self._begin()
+            case DrainMember() if member is not None and member.is_working:
+                self._send(member.peer(WORK), Stop())
             case DrainMember() if member is not None:
-                self._send(member.peer(WORK) if member.is_working else member.peer(LINE), Stop())
+                self._refuse(member, "it is not needed any more")
             case Report(limited_by, text) if limited_by:
                 LOADER.warning(
                     "%d of %d workers run on platform %r, limited by %s: %s",
@@ -399,10 +380,10 @@ class RemoteWorkers:
         self._keys.expect(member.user, public, within_s)
         self._platform.start(member.name, encode_order(order))
 
-    def _lose(self, member: RemoteMember, how: str) -> None:
+    def _lose(self, member: RemoteMember, how: str, *, may_blame: bool = True) -> None:
         self._forget(member)
         if member.nonce:
-            self.shell.lose(member.number, how, had_tasks=member.is_working)
+            self.shell.lose(member.number, how, had_tasks=member.is_working, may_blame=may_blame)
 
     def _forget(self, member: RemoteMember) -> None:
         self._members.pop(member.name, None)

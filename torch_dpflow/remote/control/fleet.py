@@ -138,6 +138,8 @@ class Fleet:
         member = self._members.get(name)
         if member is not None and member.state is MemberState.ON_DECK:
             self._note_unfit(member, reason, now)
+        else:
+            self._out.append(RefuseMember(name, reason))
 
     def ready(self, name: str) -> None:
         """A member has loaded what it needs and can work."""
