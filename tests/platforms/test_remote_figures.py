@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.loader.in_flight import BoundedRoom, Room
+from torch_dpflow.loader.in_flight import BoundedRoom, FlightRoom
 from torch_dpflow.loader.remote_member import LEAST_WINDOW, MOST_WINDOW, RemoteMember, parts_of
 
 
@@ -61,8 +61,8 @@ def test_batches_in_flight_keep_within_their_bytes_and_never_run_out(
         allowed = max(workers, min(most, budget // largest))
         assert flights <= max(allowed, before - 1)
         assert flights >= 1
-    assert Room(most).at_start(largest) == most
-    assert Room(most).next(largest, 7) == 1
+    assert FlightRoom(most).at_start(largest) == most
+    assert FlightRoom(most).next(largest, 7) == 1
 
 
 @pytest.mark.parametrize("identity", [b"", b"1/2/3", b"1/2//line", b"1/2/3/other", b"1/2/3/4/line"])

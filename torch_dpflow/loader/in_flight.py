@@ -102,7 +102,7 @@ class Rotation:
         self._active[worker] = False
 
 
-class Room:
+class FlightRoom:
     """How many batches may be in flight: as many as with torch."""
 
     def __init__(self, most: int) -> None:
@@ -117,7 +117,7 @@ class Room:
         return 1
 
 
-class BoundedRoom(Room):
+class BoundedRoom(FlightRoom):
     """As many as with torch, unless those of workers elsewhere would fill this process's memory.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 from torch_dpflow.loader.private_shard import PrivateShard
 from torch_dpflow.loader.remote_member import MOST_WINDOW
 from torch_dpflow.loader.remote_workers import RemoteWorkers
-from torch_dpflow.loader.shard_events import Broken, Lost
+from torch_dpflow.loader.shard_events import Broken, MemberLost
 
 
 class RemoteShard(PrivateShard):
@@ -36,9 +36,9 @@ class RemoteShard(PrivateShard):
 
     def lose(self, worker: int, how: str, *, had_tasks: bool, may_blame: bool) -> None:
         if had_tasks:
-            self._lose(worker, Lost(worker, how), may_blame=may_blame)
+            self._lose(worker, MemberLost(worker, how), may_blame=may_blame)
         else:
-            self._notify(Lost(worker, how))
+            self._notify(MemberLost(worker, how))
 
     def set_window(self, worker: int, window: int) -> None:
         self._shard.set_window(worker, window)

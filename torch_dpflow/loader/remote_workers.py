@@ -36,7 +36,7 @@ from torch_dpflow.remote.transport.keys import DoorKeys
 from torch_dpflow.remote.transport.zeromq.contexts import draw_key_pair
 from torch_dpflow.remote.wire.fields import MAX_TEXT
 from torch_dpflow.remote.wire.headers import (
-    Fetch,
+    FetchPiece,
     MemberHello,
     MemberLacks,
     MemberWelcome,
@@ -201,7 +201,7 @@ class RemoteWorkers:
         match header:
             case MemberHello():
                 self._on_hello(member, nonce, header)
-            case Fetch(digest=digest, offset=offset):
+            case FetchPiece(digest=digest, offset=offset):
                 piece = self._content.piece(digest, offset)
                 self.listener.send(peer, [encode(Piece(digest, offset)), piece])
             case WorkerBeat(sent=sent, round_trip_s=round_trip_s):

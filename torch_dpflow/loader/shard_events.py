@@ -50,7 +50,7 @@ class Died(msgspec.Struct, frozen=True):
     handle: Handle
 
 
-class Lost(msgspec.Struct, frozen=True):
+class MemberLost(msgspec.Struct, frozen=True):
     """As `Died`, of a worker that a platform runs elsewhere and replaces by itself. how: it ended, for people."""
 
     worker: int
@@ -63,7 +63,7 @@ class Broken(msgspec.Struct, frozen=True):
     error: BaseException
 
 
-Event = Arrived | Poisoned | Started | Starved | Died | Lost | Broken
+Event = Arrived | Poisoned | Started | Starved | Died | MemberLost | Broken
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):

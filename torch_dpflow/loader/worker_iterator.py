@@ -13,7 +13,7 @@ from torch_dpflow.epoch.planned_batch import TAKEN, PlannedBatch
 from torch_dpflow.epoch.progress import OPENING_AGAIN, OPENING_WORKERS
 from torch_dpflow.errors import LoaderTimeoutError, WorkerError, WorkerStartError
 from torch_dpflow.loader.batch_planner import BatchPlanner, fit_streams, interrupted_draw
-from torch_dpflow.loader.in_flight import BoundedRoom, InFlight, Room, Rotation
+from torch_dpflow.loader.in_flight import BoundedRoom, FlightRoom, InFlight, Rotation
 from torch_dpflow.loader.iteration_start import begin
 from torch_dpflow.loader.load_spec import has_own_streams, load_spec
 from torch_dpflow.loader.pinning import Pin
@@ -25,7 +25,7 @@ from torch_dpflow.loader.shard_events import (
     Broken,
     Died,
     Event,
-    Lost,
+    MemberLost,
     Poisoned,
     Started,
     Starved,
@@ -67,7 +67,7 @@ class WorkerIterator(BaseDataLoaderIter):
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
         #: Bytes of the largest batch that has come.
         self._largest = 0
-        self._room = Room(self._most)
+        self._room = FlightRoom(self._most)
         if loader.platform is not None:
             self._room = BoundedRoom(
                 self._most, loader.num_workers, of_machine("MemTotal") // SHARED_FRACTION
@@ -366,7 +366,7 @@ class WorkerIterator(BaseDataLoaderIter):
                 self._has_idle_worker = True
             case Died(worker, handle):
                 self._replace(worker, handle)
-            case Lost(worker, how):
+            case MemberLost(worker, how):
                 self._note_lost(worker, how)
             case Broken(error):
                 self._shutdown_workers()

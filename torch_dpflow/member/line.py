@@ -25,7 +25,7 @@ from torch_dpflow.remote.wire.headers import (
     MAX_NAMES,
     PIECE_BYTES,
     PROTOCOL_VERSION,
-    Fetch,
+    FetchPiece,
     MemberHello,
     MemberLacks,
     MemberWelcome,
@@ -202,7 +202,7 @@ class Line(threading.Thread):
                 self._lacks = []
             for download in self._downloads:
                 for offset in download.due(now):
-                    self._send(connection, encode(Fetch(download.digest, offset)))
+                    self._send(connection, encode(FetchPiece(download.digest, offset)))
             if now - self._said >= BEAT_S:
                 sent = 0 if self._work is None else self._work.sent
                 self._asked = now

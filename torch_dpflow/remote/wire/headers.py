@@ -264,7 +264,7 @@ class MemberWelcome(_Header, tag=41):
     code_nbytes: Count
 
 
-class Fetch(_Header, tag=42):
+class FetchPiece(_Header, tag=42):
     """Member to shard: send the piece of this content that begins here."""
 
     digest: _Short
@@ -349,7 +349,7 @@ Header: TypeAlias = (
     | Stop
     | MemberHello
     | MemberWelcome
-    | Fetch
+    | FetchPiece
     | Piece
     | MemberLacks
     | WorkerBeat
