@@ -154,9 +154,7 @@ def test_a_start_without_room_says_what_the_cluster_has(door: socket.socket) -> 
         adapter.start(name_of(number), order_to(door), deadline_s=PATIENCE_S)
     adapter._wait_s = 0.5
     for number in (2, 9):  # the second one without a wait
-        told = (
-            rf"{name_of(number)} .* 2 of {number + 1} actors run; the cluster has 4 CPUs, 0 CPUs of them free"
-        )
+        told = rf"{name_of(number)} .* 2 of {number + 1} actors run; the cluster has 4 CPUs, 0 free"
         with pytest.raises(QuotaError, match=told) as raised:
             adapter.start(name_of(number), order_to(door), deadline_s=PATIENCE_S)
     assert "takes 2: cpus=0.4 or more nodes" in str(raised.value)

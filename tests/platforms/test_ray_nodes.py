@@ -78,7 +78,7 @@ def test_an_epoch_goes_on_when_a_node_goes(cluster: Any, lose: Callable[[Any, An
             Augmented(400), batch_size=2, shuffle=True, generator=generator, options=options, **arguments
         )
 
-    remote = shuffled(num_workers=4, platform=Ray(cpus=1, wait_s=2))
+    remote = shuffled(num_workers=4, platform=Ray(cpus=1))
     expected = list(shuffled(num_workers=2))
     iterator = iter(remote)
     seen = [next(iterator)]
@@ -89,6 +89,7 @@ def test_an_epoch_goes_on_when_a_node_goes(cluster: Any, lose: Callable[[Any, An
         remove(cluster, node)
 
 
+@pytest.mark.filterwarnings("ignore")  # of Ray, of its own settings
 def test_the_example_trains_with_ray_train(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from examples import train_on_ray
 

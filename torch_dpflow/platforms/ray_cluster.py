@@ -145,13 +145,12 @@ class RayCapacity:
             self._ray.available_resources().get(kind, 0.0),
         )
         need = self._needs[kind]
-        has = f"{amount(kind, total)}, {amount(kind, free)} of them free"
-        text = f"{running} of {wanted} actors run; the cluster has {has}"
+        text = f"{running} of {wanted} actors run; the cluster has {amount(kind, total)}"
         if kind != "CPU":
-            return f"{text}, and each takes {amount(kind, need)}: give less of it, or add nodes"
+            return f"{text}, {amount(kind, free)} free, and each takes {amount(kind, need)}: give less or add nodes"
         share = int((free + running * need) / wanted * 100) / 100
         advice = f"cpus={share:g} or more nodes" if 0 < share < need else "add nodes"
-        return f"{text}, and each takes {need:g}: {advice}"
+        return f"{text}, {free:g} free, and each takes {need:g}: {advice}"
 
 
 def amount(kind: str, quantity: float) -> str:
