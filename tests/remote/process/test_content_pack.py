@@ -77,6 +77,16 @@ def test_what_is_too_large_is_named(dataset: Any, place: str) -> None:
     pickle.loads(pickle.dumps(caught.value))
 
 
+def test_large_arrays_travel() -> None:
+    """Whose memory the pickler writes as a buffer, which has no length."""
+    images = np.arange(40_000).reshape(200, 200)
+    arrived = unpack_load_spec(
+        pack_load_spec(spec_of(Held(images=images, turned=images.T)), limit=1 << 20)
+    ).dataset
+    assert (arrived.images == images).all()
+    assert (arrived.turned == images.T).all()
+
+
 def test_a_large_variable_of_the_script_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     script = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", script)

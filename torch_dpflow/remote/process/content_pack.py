@@ -78,7 +78,7 @@ class _Bounded:
         self.taken = 0
 
     def write(self, chunk: Any) -> None:
-        self.count(len(chunk))
+        self.count(memoryview(chunk).nbytes)  # a PickleBuffer has no length
         if self._out is not None:
             self._out.write(chunk)
 
