@@ -66,12 +66,13 @@ def train(config: dict[str, Any]) -> None:
     test = Digits(train=False)
     with torch.no_grad():
         predicted = model(torch.from_numpy(test.images)).argmax(1).numpy()
-    ray.train.report(
-        {"accuracy": float((predicted == test.labels).mean()), "samples": loader.stats().samples}
-    )
+    accuracy = float((predicted == test.labels).mean())
+    ray.train.report({"accuracy": accuracy, "samples": loader.stats().samples})
+    if ray.train.get_context().get_world_rank() == 0:
+        print(f"accuracy {accuracy:.3f} after {loader.stats().samples} samples of each trainer")
 
 
-def main() -> dict[str, Any]:
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,9 +90,7 @@ def main() -> dict[str, Any]:
             scaling_config=ScalingConfig(num_workers=options.trainers, resources_per_worker={"CPU": 1}),
             run_config=RunConfig(storage_path=storage),
         )
-        metrics = trainer.fit().metrics or {}
-    print(f"accuracy {metrics['accuracy']:.3f} after {metrics['samples']} samples of each trainer")
-    return metrics
+        trainer.fit()
 
 
 if __name__ == "__main__":
