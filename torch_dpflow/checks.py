@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,8 @@ MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 #: The longest time that may be given, seconds.
 MAX_SECONDS = 1e9
 _MAX_FLOAT = sys.float_info.max
+_TCP = re.compile(r"tcp://\S*:(\*|\d{1,5})", re.ASCII)
+MAX_PORT = 65535
 
 
 def check_int(name: str, value: Any, *, minimum: int, maximum: int | None = None) -> int:
@@ -91,6 +94,15 @@ def check_type(name: str, value: Any, kind: type | tuple[type, ...], allowed: st
     """Raise OptionTypeError unless `value` is of `kind`; `allowed` says what to give."""
     if not isinstance(value, kind):
         raise _wrong_type(name, value, allowed)
+
+
+def check_tcp_address(name: str, value: Any) -> None:
+    """Raise OptionError or OptionTypeError unless `value` is tcp://HOST:PORT."""
+    check_type(name, value, str, "tcp://HOST:PORT")
+    # libzmq would take "tcp://127.0.0.1" for port 127 of all interfaces, and subtract 65536 from a port above that.
+    found = _TCP.fullmatch(value)
+    if found is None or (found[1] != "*" and int(found[1]) > MAX_PORT):
+        raise OptionError(f"{name}={value!r}: must be tcp://HOST:PORT, with a port of 0 to {MAX_PORT}")
 
 
 def check_fields(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from torch_dpflow.checks import check_fields, check_int, check_number, check_seconds
+from torch_dpflow.checks import check_fields, check_int, check_number, check_seconds, check_tcp_address
 from torch_dpflow.errors import OptionError
 
 #: The most that the batches in flight may grow by; beyond it they would fill any memory.
@@ -68,8 +68,8 @@ class LoaderOptions:
         check_fields(self, check_seconds, "task_timeout_s", optional=True)
         check_fields(self, check_int, "shared_memory", minimum=0, optional=True)
         check_fields(self, check_int, "min_workers", minimum=1)
-        if self.listen is not None and not str(self.listen).startswith("tcp://"):
-            raise OptionError(f"listen={self.listen!r}: give tcp://HOST:PORT, or None")
+        if self.listen is not None:
+            check_tcp_address("listen", self.listen)
         if self.seeding not in get_args(Seeding):
             raise OptionError(f"seeding={self.seeding!r} is not one of {get_args(Seeding)}")
         check_fields(self, check_number, "window_growth", minimum=1, maximum=MOST_GROWTH)

@@ -16,6 +16,7 @@ from tests.hosts.links import echo, sniffed
 from tests.hosts.recorded_hosts import MARK, Marked, Recorded, shuffled
 from tests.loader_cases import assert_same
 from tests.shared_cluster import PATIENCE_S, wait
+from torch_dpflow.errors import PeerLostError
 from torch_dpflow.remote.transport import TransportOptions, connect
 from torch_dpflow.remote.transport.keys import ClientKeys
 from torch_dpflow.remote.wire.order import Order, encode_order
@@ -130,6 +131,8 @@ def is_heard(order: Order) -> bool:
     try:
         connection.send([b"garbage"])
         return connection.receive(1.0) is not None
+    except PeerLostError:  # nobody has taken it
+        return False
     finally:
         connection.close()
 

@@ -44,6 +44,9 @@ from torch_dpflow.testing.adapters import CLUSTER, PROGRAM, SECRET, AdapterContr
 SHARE = 0.1
 CPUS = 4
 
+#: Ray takes long to start, and to end on a machine with other work.
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def ray() -> Iterator[Any]:

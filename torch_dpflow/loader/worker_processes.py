@@ -140,7 +140,7 @@ class WorkerProcesses:
     def close(self) -> None:
         """End all processes."""
         self._platform.close(grace_s=TERMINATE_S)
-        for handle in self._handles.values():
+        for handle in [*self._handles.values()]:  # another thread may close as well
             handle.describe()  # also those whose end nobody has taken
         self._handles.clear()
         self.directory.remove()

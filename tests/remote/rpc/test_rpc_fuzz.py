@@ -18,6 +18,7 @@ from torch_dpflow.remote.rpc import IncomingCall, Result, RpcClient, RpcServer
 from torch_dpflow.remote.transport import Connection, connect, listen
 from torch_dpflow.remote.wire.headers import (
     EMPTY_BODY,
+    PROTOCOL_VERSION,
     Hello,
     Packing,
     PayloadOffer,
@@ -59,7 +60,7 @@ def stranger(server: RpcServer) -> Iterator[Connection]:
 def fiend(server: RpcServer) -> Iterator[Connection]:
     """A peer that has said Hello, and may say anything now."""
     connection = connect(server.address)
-    connection.send([encode(Hello(1, PayloadOffer(os.getpid())))])
+    connection.send([encode(Hello(PROTOCOL_VERSION, PayloadOffer(os.getpid())))])
     assert connection.receive(20) is not None
     yield connection
     connection.close()
@@ -147,7 +148,7 @@ def test_memory_stays_flat_under_nonsense(
     def nonsense(rounds: int) -> None:
         for number in range(rounds):
             peer = connect(server.address)
-            peer.send([encode(Hello(1, PayloadOffer(os.getpid())))])
+            peer.send([encode(Hello(PROTOCOL_VERSION, PayloadOffer(os.getpid())))])
             for content in CORPUS[number % 3 :: 3]:
                 peer.send([content, bytes(20_000)])
             for call in range(20):  # never completed: what the server remembers of it is bounded

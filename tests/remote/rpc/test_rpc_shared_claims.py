@@ -11,7 +11,7 @@ import pytest
 
 from torch_dpflow.remote.rpc import RpcClient, RpcServer
 from torch_dpflow.remote.transport import connect
-from torch_dpflow.remote.wire.headers import Hello, PayloadOffer, encode, encode_body
+from torch_dpflow.remote.wire.headers import PROTOCOL_VERSION, Hello, PayloadOffer, encode, encode_body
 from torch_dpflow.remote.wire.shared_blocks import BlockRef, ProbeRef
 
 TOKEN = bytes(16)
@@ -49,7 +49,7 @@ def test_a_huge_sparse_probe_harms_nobody(
     server = start_server(ipc_address, lambda server: server.register("echo", lambda call: None))
     claim = ProbeRef(TOKEN, BlockRef(1, sparse(capacity), capacity, nbytes, 1, 0))
     fiend = connect(server.address)
-    fiend.send([encode(Hello(1, PayloadOffer(os.getpid(), False, encode_body(claim))))])
+    fiend.send([encode(Hello(PROTOCOL_VERSION, PayloadOffer(os.getpid(), False, encode_body(claim))))])
     assert fiend.receive(30.0) is not None  # Welcome, and nothing of it is read
     assert open_client(server.address).call("echo").frames == []
     fiend.close()

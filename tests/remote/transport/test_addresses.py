@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from torch_dpflow import LoaderOptions
 from torch_dpflow.errors import OptionError, TransportError
 from torch_dpflow.remote.transport import connect, is_loopback, listen
 
@@ -77,3 +78,15 @@ def test_socket_that_a_killed_process_left_is_taken_over(tmp_path: Path) -> None
     assert listener.receive(20) is not None
     connection.close()
     listener.close()
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://127.0.0.1", "tcp://127.0.0.1:", "tcp://[::1]", "tcp://h:99999", "tcp://h:a"]
+)
+def test_a_tcp_address_without_a_port_is_refused(address: str) -> None:
+    """libzmq would listen at port 127 of all interfaces for the first."""
+    for opens in (listen, connect):
+        with pytest.raises(OptionError, match=r"must be tcp://HOST:PORT, with a port of 0 to 65535"):
+            opens(address)
+    with pytest.raises(OptionError, match="must be tcp://HOST:PORT"):
+        LoaderOptions(listen=address)

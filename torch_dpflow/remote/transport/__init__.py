@@ -6,6 +6,7 @@ An implementation is imported when an address needs it.
 
 from __future__ import annotations
 
+from torch_dpflow.checks import check_tcp_address
 from torch_dpflow.errors import OptionError
 from torch_dpflow.remote.transport.base import Connection, Listener, TransportOptions, is_loopback
 from torch_dpflow.remote.wire.parcel_table import Frame
@@ -49,4 +50,6 @@ def _scheme(address: str) -> str:
     scheme, separator, rest = address.partition("://")
     if not separator or not rest or scheme not in ("ipc", "tcp", "inproc"):
         raise OptionError(f"address={address!r}: must be ipc://PATH, tcp://HOST:PORT or inproc://NAME")
+    if scheme == "tcp":
+        check_tcp_address("address", address)
     return scheme
