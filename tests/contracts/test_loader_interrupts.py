@@ -8,6 +8,7 @@ import pytest
 
 from tests.interruption import Interruption
 from tests.loader_cases import Failing, Indices, Stream
+from torch_dpflow.epoch.rng import loading_epoch
 from torch_dpflow.errors import WorkerError
 
 SIZE = 240
@@ -48,6 +49,7 @@ def interrupted(loader: Any) -> list[int]:
     assert batch is None
     assert interruptions > 50
     assert loader.state_dict()["fresh"]
+    assert loading_epoch() is None
     return seen
 
 

@@ -211,6 +211,22 @@ def test_the_window_does_not_grow_where_memory_is_short(
     assert [int(sample[0]) for sample in iterator] == list(range(30))
 
 
+def test_the_window_does_not_grow_before_a_batch_tells_its_size(OurLoader: Any, tmp_path: Any) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    dataset = Late(8, str(log))
+    options = LoaderOptions(window_growth=2)
+    iterator = iter(
+        OurLoader(dataset, batch_size=8, num_workers=2, prefetch_factor=1, timeout=1, options=options)
+    )
+    while not iterator._has_idle_worker:  # the second one: there is one batch
+        with pytest.raises(LoaderTimeoutError):
+            next(iterator)
+    assert not iterator._may_grow()
+    dataset.gate.set()
+    assert len(list(iterator)) == 1
+
+
 def test_a_batch_that_came_before_the_workers_were_shut_down_is_refused(
     OurLoader: Any, tmp_path: Any
 ) -> None:

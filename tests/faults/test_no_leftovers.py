@@ -11,6 +11,7 @@ import pytest
 
 from tests.holdings import Holdings
 from tests.loader_cases import Failing, Indices, Rows, Stream
+from tests.new_process import run_interpreter
 from tests.workers import has_ended, worker_pids
 
 
@@ -94,3 +95,26 @@ def test_a_shard_is_closed_twice_and_by_several_threads(OurLoader: Any) -> None:
             closed.result(30)
     iterator._shard.close()
     assert all(map(has_ended, pids))
+
+
+def test_a_loader_is_collected_while_threadings_own_lock_is_held() -> None:
+    # As by `threading.enumerate()` when the garbage collector runs inside it; threads take that lock to end.
+    program = """if True:
+        import gc, threading
+        from tests.loader_cases import Indices
+        from tests.workers import has_ended, worker_pids
+        from torch_dpflow import DPFlowDataLoader
+
+        iterator = iter(DPFlowDataLoader(Indices(40), num_workers=2))
+        next(iterator)
+        cycle = [iterator]
+        cycle.append(cycle)
+        gc.disable()
+        pids = worker_pids()
+        del iterator, cycle
+        with threading._active_limbo_lock:
+            gc.collect()
+        assert all(map(has_ended, pids))
+    """
+    ended = run_interpreter(program)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -66,7 +66,7 @@ def test_a_rate_holds_in_every_period(per_s: float, pauses: list[float]) -> None
         if wait_s == 0:
             limit.note(now)
             done.append(now)
-        latest = [one for one in done if one > now - limit.period_s]
+        latest = [one for one in done if now - one < limit.period_s]
         assert len(latest) <= max(1, per_s * limit.period_s)
 
 

@@ -17,7 +17,9 @@ import torch
 
 from torch_dpflow.errors import StateError
 
-_EPOCH_HERE: ContextVar[int | None] = ContextVar("epoch", default=None)
+#: The epoch that this context loads for, None outside of loading. Whoever sets it sets it back in a `finally` of its
+#: own: between two steps of a context manager a signal could come, and the epoch would stay.
+EPOCH_HERE: ContextVar[int | None] = ContextVar("epoch", default=None)
 _epoch_of_worker: int | None = None
 
 #: The three generators' states, of plain types and base64 text so that they survive JSON.
@@ -41,25 +43,15 @@ def seed_batch(base_seed: int, epoch: int, position: int) -> None:
 
 def loading_epoch() -> int | None:
     """The epoch that one of our loaders is loading for in this context; None outside of loading."""
-    here = _EPOCH_HERE.get()
+    here = EPOCH_HERE.get()
     return _epoch_of_worker if here is None else here
 
 
 def begin_epoch_of_worker(epoch: int) -> None:
     """Set the epoch that this process loads from now on, in all threads."""
     global _epoch_of_worker
-    _EPOCH_HERE.set(None)  # inherited by a fork from a parent that was loading
+    EPOCH_HERE.set(None)  # inherited by a fork from a parent that was loading
     _epoch_of_worker = epoch
-
-
-@contextmanager
-def loading_for(epoch: int) -> Iterator[None]:
-    """Set the epoch that the body loads in this thread."""
-    before = _EPOCH_HERE.set(epoch)
-    try:
-        yield
-    finally:
-        _EPOCH_HERE.reset(before)
 
 
 def encode_generator(generator: torch.Generator) -> str:

@@ -13,7 +13,7 @@ from torch_dpflow.epoch.own_state import copied, has_state
 from torch_dpflow.epoch.plan import Plan, samples_in
 from torch_dpflow.epoch.planned_batch import TAKEN, PlannedBatch
 from torch_dpflow.epoch.progress import OPENING_ALONE
-from torch_dpflow.epoch.rng import capture_rng, loading_for, preserved_rng
+from torch_dpflow.epoch.rng import EPOCH_HERE, capture_rng, preserved_rng
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.epoch.streams import Stream, at_rest, return_dataset
 from torch_dpflow.errors import WorkerError
@@ -101,15 +101,18 @@ class SingleProcessIterator(BaseDataLoaderIter):
 
     def _fetch(self, due: PlannedBatch) -> Any:
         due.samples = samples_in(due.index) if self._auto_collation else 1
+        before = EPOCH_HERE.get()
         try:
-            with loading_for(self._progress.epoch):
-                return self._fetcher.fetch(due.index)
+            EPOCH_HERE.set(self._progress.epoch)
+            return self._fetcher.fetch(due.index)
         except StopIteration:
             raise
         except Exception:
             due.outcome = TAKEN
             self._progress.head, self._due = due, None
             raise
+        finally:
+            EPOCH_HERE.set(before)
 
     def _draw(self) -> PlannedBatch:
         if not self._drawn:

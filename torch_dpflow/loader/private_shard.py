@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from torch_dpflow import descriptors
+from torch_dpflow.awaited_thread import AwaitedThread
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.errors import DescriptorLimitError, LifetimeError, MessageError
 from torch_dpflow.loader.shard_events import Arrived, Broken, Died, Event, Poisoned, Started, Starved, Totals
@@ -134,7 +135,7 @@ class PrivateShard:
         if task_timeout_s is not None:
             self._tick_s = min(task_timeout_s / 4, TICK_S)
         self._tick_at = 0.0
-        self._thread = threading.Thread(target=self._run, name="dpflow-shard", daemon=True)
+        self._thread = AwaitedThread(self._run, name="dpflow-shard")
         try:
             self.processes.start_all()
         except BaseException:
@@ -227,7 +228,9 @@ class PrivateShard:
         self._closing = True
         if self._thread.is_alive():
             self._listener.wake()
-            self._thread.join()
+            # Not for ever: a finalizer that closes may have interrupted one who holds what the thread needs, a lock of
+            # `logging` or an import's.
+            self._thread.wait(grace_s + GRACE_S)
         elif self._thread.ident is None:  # a worker could not be started, so it never was
             self._shut_down()
         self.processes.close()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch_dpflow import descriptors
+from torch_dpflow.awaited_thread import AwaitedThread
 from torch_dpflow.backoff import Backoff
 from torch_dpflow.errors import AnswerLostError, OptionError, PlatformError
 from torch_dpflow.log import SERVICE
@@ -102,13 +103,13 @@ class Calls:
         self._look_pause_s = FIRST_LOOK_S
         #: Starts under way that are not overdue, and all calls.
         self._starting: dict[str, _Asked] = {}
-        self._threads: set[threading.Thread] = set()
+        self._threads: set[AwaitedThread] = set()
         self._hung = 0
         self._news: list[Outcome] = []
         #: Whether `close` has begun, and whether it has released the descriptor.
         self._closed = self._released = False
         self._owner = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="dpflow-calls", daemon=True)
+        self._thread = AwaitedThread(self._run, name="dpflow-calls")
         self._thread.start()
 
     # -- for the owner -----------------------------------------------------------------------------------
@@ -165,11 +166,11 @@ class Calls:
             self._changed.notify_all()
         if left:
             SERVICE.error("not known to be stopped: %s; they end once nobody answers them", ", ".join(left))
-        self._thread.join()
+        self._thread.wait(self._deadline_s)
         with self._changed:
             threads, hung = [*self._threads], self._hung
         for thread in threads:
-            thread.join(0.0 if hung else self._deadline_s)
+            thread.wait(0.0 if hung else self._deadline_s)
         self._adapter.close()
         with self._changed:
             self._released = True
@@ -186,7 +187,7 @@ class Calls:
                 if call is None:
                     self._changed.wait(self._idle_s(now))
                     continue
-                thread = threading.Thread(target=self._do, args=(call,), name="dpflow-call", daemon=True)
+                thread = AwaitedThread(partial(self._do, call), name="dpflow-call")
                 self._threads.add(thread)
                 try:
                     thread.start()

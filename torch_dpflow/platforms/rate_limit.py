@@ -28,7 +28,7 @@ class RateLimit:
         """How long until the next is allowed, seconds; 0 if it is now."""
         if len(self._latest) < (self._latest.maxlen or 1):
             return 0.0
-        return max(0.0, self._latest[0] + self.period_s - now)
+        return max(0.0, self.period_s - (now - self._latest[0]))
 
     def note(self, now: float) -> None:
         """One is done now."""
