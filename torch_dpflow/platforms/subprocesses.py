@@ -128,7 +128,9 @@ class SubprocessAdapter:
         for entry in os.scandir("/proc"):
             if entry.name.isdigit() and (name := _name_of(int(entry.name))).startswith(prefix) and name:
                 found[name] = entry.name
-        return found
+        with self._lock:  # those that are ending have no environment any more
+            alive = {name: child for name, child in self._children.items() if self._fate(child).end is None}
+        return found | {name: str(child.pid) for name, child in alive.items() if name.startswith(prefix)}
 
     def close(self) -> None:
         with self._lock:
