@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
-from torch_dpflow.errors import OptionError
+from torch_dpflow.errors import OptionError, PlatformError
 from torch_dpflow.platforms.names import MemberName, prefix_of
 from torch_dpflow.platforms.registry import resolve
 
 if TYPE_CHECKING:
-    from torch_dpflow.platforms.members import Adapter
+    from torch_dpflow.platforms.members import Adapter, Ref
+
+_CLUSTER = re.compile("[0-9a-f]{8}", re.ASCII)
 
 
 @click.command()
@@ -40,26 +43,61 @@ def check(platform: str, listen: str | None) -> None:
 def workers(platform: str) -> None:
     """List the workers that PLATFORM runs, whoever has started them."""
     with _adapter(platform) as adapter:
-        found = [*adapter.list("dpf-")]
-    for name in sorted(found):
+        found = _members(adapter)
+    for name in found:
         click.echo(name)
-    for cluster, count in sorted(Counter(MemberName.parse(name).cluster for name in found).items()):
-        click.echo(f"{count} of cluster {cluster}", err=True)
+    _count(platform, found)
 
 
 @click.command()
 @click.argument("platform")
 @click.option("--cluster", help="Whose workers: the 8 digits after dpf- in their names.")
 @click.option("--all", "everything", is_flag=True, help="End the workers of all, also of loaders that run.")
-def sweep(platform: str, cluster: str | None, everything: bool) -> None:
-    """End workers on PLATFORM that a killed process has left."""
-    if (cluster is None) is not everything:
-        raise OptionError("give either --cluster, as `dpflow workers` shows it, or --all")
+@click.option("--dry-run", is_flag=True, help="Say what would be ended, and end nothing.")
+def sweep(platform: str, cluster: str | None, everything: bool, dry_run: bool) -> None:
+    """End workers on PLATFORM that a killed process has left; say whose: those of loaders that run look the same."""
+    if cluster is not None and everything:
+        raise OptionError("--cluster and --all exclude each other: give one of them")
+    if cluster is not None and not _CLUSTER.fullmatch(cluster):
+        raise OptionError(
+            f"--cluster {cluster!r:.80} is none: give 8 hexadecimal digits, as `dpflow workers {platform}` shows"
+        )
     with _adapter(platform) as adapter:
-        found = adapter.list("dpf-" if cluster is None else prefix_of(cluster))
-        for name, ref in found.items():
-            adapter.stop(name, ref)
-    click.echo(f"{len(found)} ended")
+        found = _members(adapter, cluster)
+        if dry_run or (cluster is None and not everything):
+            for name in found:
+                click.echo(f"would end {name}")
+            _count(platform, found)
+            if found and not dry_run:
+                raise OptionError("nothing was ended: choose by --cluster, as above, or give --all")
+            return
+        failures = [error for name, ref in found.items() if (error := _stop(adapter, name, ref))]
+    click.echo(f"{len(found) - len(failures)} ended")
+    if failures:
+        raise failures[0]
+
+
+def _members(adapter: Adapter, cluster: str | None = None) -> dict[str, Ref]:
+    """The members that a platform has, of one cluster or of all."""
+    found = adapter.list("dpf-" if cluster is None else prefix_of(cluster))
+    return {name: found[name] for name in sorted(found) if MemberName.is_one(name)}
+
+
+def _count(platform: str, names: Iterable[str]) -> None:
+    """Say whose they are, and so that there are none."""
+    counts = Counter(MemberName.parse(name).cluster for name in names)
+    for cluster, count in sorted(counts.items()):
+        click.echo(f"{count} of cluster {cluster}", err=True)
+    if not counts:
+        click.echo(f"no workers on {platform}", err=True)
+
+
+def _stop(adapter: Adapter, name: str, ref: Ref) -> PlatformError | None:
+    try:
+        adapter.stop(name, ref)
+    except PlatformError as error:
+        return error
+    return None
 
 
 @contextmanager

@@ -53,17 +53,18 @@ def check_platform(platform: str | PlatformSpec, *, listen: str | None = None) -
         MissingExtraError: its library is not installed.
     """
     spec = resolve(platform)
+    options = LoaderOptions(listen=listen, shared_memory=0)
     try:
         with closing(spec.adapter()) as adapter:
             findings = adapter.check()
         yield from findings
         if all(finding.good for finding in findings):
-            yield from _try_member(spec, listen)
+            yield from _try_member(spec, options)
     except DPFlowError as error:
         yield Finding(False, str(error))
 
 
-def _try_member(spec: PlatformSpec, listen: str | None) -> Iterator[Finding]:
+def _try_member(spec: PlatformSpec, options: LoaderOptions) -> Iterator[Finding]:
     # One sample at a time, so that the time between two is a round trip.
     loader = DPFlowDataLoader(
         Probe(),
@@ -72,7 +73,7 @@ def _try_member(spec: PlatformSpec, listen: str | None) -> Iterator[Finding]:
         prefetch_factor=1,
         timeout=TIMEOUT_S,
         platform=spec,
-        options=LoaderOptions(listen=listen, shared_memory=0),
+        options=options,
     )
     begun = time.perf_counter()
     samples = iter(loader)

@@ -41,6 +41,11 @@ class MemberName:
         cluster, group, number, incarnation = _match(text).groups()
         return cls(cluster, group, int(number), int(incarnation))
 
+    @staticmethod
+    def is_one(text: str) -> bool:
+        """Whether a text is a name."""
+        return _NAME.fullmatch(text) is not None
+
 
 def prefix_of(cluster: str, group: str = "") -> str:
     """What the names of all members of a cluster, or of one of its fleets, begin with."""

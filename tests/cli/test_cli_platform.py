@@ -1,0 +1,118 @@
+"""`dpflow workers`, `sweep` and `check`, on processes of this host."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from torch_dpflow.cli.main import root
+from torch_dpflow.platforms.names import MemberName
+from torch_dpflow.platforms.subprocesses import SubprocessAdapter
+from torch_dpflow.testing.adapters import PROGRAM, caller, order_to
+from torch_dpflow.testing.processes import PATIENCE_S
+
+#: Not that of another test which runs beside this one.
+CLUSTER = f"{os.getpid():08x}"
+NAME = str(MemberName(CLUSTER, "0123456789", 0, 1))
+
+
+def dpflow(*arguments: str) -> Result:
+    return CliRunner().invoke(root, arguments)
+
+
+@pytest.fixture(scope="module")
+def member() -> Iterator[socket.socket]:
+    """The connection of a member that somebody has started and left."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as door,
+        closing(SubprocessAdapter(PROGRAM)) as adapter,
+    ):
+        door.settimeout(PATIENCE_S)
+        adapter.start(NAME, order_to(door), deadline_s=PATIENCE_S)
+        with caller(door) as (connection, _):
+            yield connection
+        adapter.stop(NAME, None)
+
+
+def test_workers_are_listed_and_swept_once_it_is_said_whose(member: socket.socket) -> None:
+    told = dpflow("workers", "processes")
+    assert told.exit_code == 0
+    assert NAME in told.stdout.splitlines()
+    assert f"1 of cluster {CLUSTER}" in told.stderr
+    told = dpflow("sweep", "processes")
+    assert told.exit_code == 1
+    assert f"would end {NAME}\n" in told.stdout
+    assert f"1 of cluster {CLUSTER}" in told.stderr
+    assert "nothing was ended: choose by --cluster, as above, or give --all" in told.stderr
+    for whose in (["--all"], ["--cluster", CLUSTER]):
+        told = dpflow("sweep", "processes", "--dry-run", *whose)
+        assert told.exit_code == 0, told.output
+        assert f"would end {NAME}\n" in told.stdout
+    assert NAME in dpflow("workers", "processes").stdout
+    assert dpflow("sweep", "processes", "--cluster", CLUSTER).stdout == "1 ended\n"
+    assert member.recv(1) == b"", "it has ended"
+    assert dpflow("sweep", "processes", "--cluster", CLUSTER).stdout == "0 ended\n"
+    told = dpflow("sweep", "processes", "--cluster", CLUSTER, "--dry-run")
+    assert (told.exit_code, told.stdout, told.stderr) == (0, "", "no workers on processes\n")
+
+
+def test_what_is_no_name_of_a_worker_is_left_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        door.settimeout(PATIENCE_S)
+        with closing(SubprocessAdapter(PROGRAM)) as adapter:
+            name = f"dpf-{CLUSTER}-somebody-elses"
+            adapter.start(name, order_to(door), deadline_s=PATIENCE_S)
+            with caller(door):
+                assert adapter.list(name)
+                told = dpflow("workers", "processes")
+                assert told.exit_code == 0, told.output
+                assert name not in told.stdout
+                assert dpflow("sweep", "processes", "--cluster", CLUSTER).exit_code == 0
+                assert adapter.list(name)
+            adapter.stop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["sweep", "processes", "--cluster", "all"], "--cluster 'all' is none: give 8 hexadecimal digits"),
+        (["sweep", "processes", "--cluster", ""], "--cluster '' is none"),
+        (["sweep", "processes", "--cluster", CLUSTER, "--all"], "exclude each other"),
+        (["sweep", "rai", "--all"], "did you mean 'ray'"),
+        (["workers", "rai"], "did you mean 'ray'"),
+        (["check", "rai"], "did you mean 'ray'"),
+        (["check", "processes", "--listen", "127.0.0.1:0"], "must be tcp://HOST:PORT"),
+        (["check", "processes", "--listen", ""], "must be tcp://HOST:PORT"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_end_in_a_line_with_the_remedy(
+    arguments: list[str], told: str
+) -> None:
+    done = dpflow(*arguments)
+    assert done.exit_code == 1
+    assert told in done.output
+    assert done.output.count("\n") == 1
+
+
+def test_a_check_says_of_settings_what_is_wrong_and_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dpflow.toml").write_text("[network]\nlisten = 'tcp://nowhere.invalid:0'\n")
+    monkeypatch.chdir(tmp_path)
+    done = dpflow("check", "processes")
+    assert done.exit_code == 1
+    assert "nowhere.invalid has no address here" in done.output
+
+
+def test_a_check_tries_one_worker() -> None:
+    told = dpflow("check", "processes")
+    assert told.exit_code == 0, told.output
+    assert "WRONG" not in told.output
+    for text in ("can be executed", "has sent a sample after", "same versions", "ms from request", "MB/s"):
+        assert text in told.output
