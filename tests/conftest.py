@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--disturbed-s",
         type=float,
         default=300.0,
-        help="for how long tests/hosts/test_hosts_chaos.py disturbs a loader on other hosts, seconds",
+        help="for how long the tests of chaos disturb a loader on other hosts or on Ray, seconds",
     )
 
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from typing import Any
 
 import psutil
 import pytest
 
 from torch_dpflow.platforms.ray import RayAdapter
+
+#: For all tests that start it.
+needs_ray = pytest.mark.skipif(
+    find_spec("ray") is None, reason="Ray is not installed: pip install 'torch_dpflow[ray]'"
+)
+#: A node's memory for Ray's objects: the least that it takes.
+STORE = 80 * 2**20
 
 #: How the processes are called that run members, in their command lines.
 MEMBER = "torch_dpflow.platforms.ray_member"
@@ -33,12 +41,26 @@ def ray_of(start: Callable[[Any, str], str]) -> Iterator[Any]:
         ray.shutdown()
 
 
+def start_node(cpus: float) -> Callable[[Any, str], str]:
+    """Starts a cluster of one node, for `ray_of`."""
+
+    def start(ray: Any, directory: str) -> str:
+        context = ray.init(
+            num_cpus=cpus, include_dashboard=False, object_store_memory=STORE, _temp_dir=directory
+        )
+        return str(context.address_info["address"])
+
+    return start
+
+
 def members() -> dict[int, int]:
-    """The processes that run members on this machine, and their actors'."""
+    """The processes that run members in the clusters of this process, and their actors'."""
     found = {}
-    for process in psutil.process_iter(["cmdline", "ppid"]):
-        if MEMBER in (process.info["cmdline"] or ()):
-            found[process.pid] = process.info["ppid"]
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            # One whose actor is gone ends soon, and is its raylet's child until then.
+            if MEMBER in process.cmdline() and process.parent().name().startswith("ray::"):
+                found[process.pid] = process.ppid()
     return found
 
 

@@ -14,15 +14,13 @@ import pytest
 import torch
 
 from tests.loader_cases import Augmented, assert_same
-from tests.platforms.local_ray import members, names_in, ray_of
+from tests.platforms.local_ray import STORE, members, names_in, needs_ray, ray_of
 from tests.shared_cluster import wait
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.platforms import Ray
 from torch_dpflow.platforms.ray import RayAdapter
 
-pytestmark = pytest.mark.slow
-#: The memory of a node for Ray's objects: the least that it takes.
-STORE = 80 * 2**20
+pytestmark = [pytest.mark.slow, needs_ray]
 
 
 @pytest.fixture(scope="module", autouse=True)
