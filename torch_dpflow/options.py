@@ -1,16 +1,19 @@
 """Option objects: frozen, keyword-only, checked once when they are made."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 from torch_dpflow.checks import check_fields, check_int, check_number, check_seconds, check_tcp_address
-from torch_dpflow.errors import OptionError
+from torch_dpflow.errors import OptionError, OptionTypeError
 
 #: The most that the batches in flight may grow by; beyond it they would fill any memory.
 MOST_GROWTH = 1000
 
 Seeding = Literal["auto", "batch", "worker"]
+#: Which code of the user's is sent to workers elsewhere. "auto": what the pickle needs; paths: these too; None: none.
+Code: TypeAlias = Literal["auto"] | Sequence[str] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,7 @@ class LoaderOptions:
     task_timeout_s: float | None = None
     shared_memory: int | None = None
     listen: str | None = None
-    code: Literal["auto"] | Sequence[str] | None = "auto"
+    code: Code = "auto"
     min_workers: int = 1
 
     def __post_init__(self) -> None:
@@ -70,6 +73,24 @@ class LoaderOptions:
         check_fields(self, check_int, "min_workers", minimum=1)
         if self.listen is not None:
             check_tcp_address("listen", self.listen)
+        check_code(self.code)
         if self.seeding not in get_args(Seeding):
             raise OptionError(f"seeding={self.seeding!r} is not one of {get_args(Seeding)}")
         check_fields(self, check_number, "window_growth", minimum=1, maximum=MOST_GROWTH)
+
+
+def check_code(code: Code) -> None:
+    """Raise OptionTypeError or OptionError unless this is allowed as `code`, and its paths exist."""
+    if code is None or code == "auto":
+        return
+    given = f"code={code!r:.200}"
+    allowed = f"{given}: give 'auto', None, or a list of paths such as ['src/mylib']"
+    if isinstance(code, str):
+        raise OptionError(allowed)
+    if not isinstance(code, Sequence):
+        raise OptionTypeError(allowed)
+    for path in code:
+        if not isinstance(path, str | os.PathLike):
+            raise OptionTypeError(f"{given}: {path!r} is no path")
+        if not os.path.exists(path):
+            raise OptionError(f"{given}: there is no {os.fspath(path)!r} in {os.getcwd()}")

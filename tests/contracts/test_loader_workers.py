@@ -330,5 +330,5 @@ def test_workers_that_are_threads_have_no_state(OurLoader: Any) -> None:
     loader = OurLoader(Indices(20), num_workers=2, multiprocessing_context=ThreadContext())
     state = OurLoader(Indices(20)).state_dict()
     for ask in (loader.state_dict, lambda: loader.load_state_dict(state)):
-        with pytest.raises(StateError, match="are threads"):
+        with pytest.raises(StateError, match="multiprocessing_context='ThreadContext' are threads"):
             ask()

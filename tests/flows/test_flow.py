@@ -206,7 +206,7 @@ def _flow() -> DataLoadFlow:
         (lambda: LocalDataLoadFlowReader(metadata_cache=0), OptionError, "metadata_cache=0"),
         (lambda: LocalDataLoadFlowReader(check="no"), OptionTypeError, "check='no'"),  # type: ignore[arg-type]
         (lambda: LocalDataLoadFlowReader(cache="x"), OptionError, "^cache='x' is no size"),
-        (lambda: LocalDataLoadFlowReader(cache=1.5), OptionTypeError, "^cache=1.5 is a float"),
+        (lambda: LocalDataLoadFlowReader(cache=1.5), OptionTypeError, "^cache=1.5 is of type float"),
         (lambda: LocalDataLoadFlowReader(seed="x"), OptionTypeError, "seed='x' is of type str"),
         (lambda: LocalDataLoadFlowReader(seed=1.5), OptionTypeError, "seed=1.5 is of type float"),
         (

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 
 from tests.conftest import GRACE_S
 from tests.holdings import Holdings
-from tests.loader_cases import Augmented, Stream, Unhurried, WhoLoads, assert_same, epochs
+from tests.loader_cases import Stream, Unhurried, WhoLoads, assert_same, epochs
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
-from torch_dpflow.errors import OptionError, OptionTypeError, WorkerStartError
+from torch_dpflow.errors import OptionError, WorkerStartError
 from torch_dpflow.loader.reachable import to_bind, to_tell
 from torch_dpflow.platforms.members import MemberPlatform
 from torch_dpflow.platforms.processes import Processes
@@ -301,34 +301,3 @@ def test_a_name_is_bound_by_its_address_and_all_addresses_are_told_one_by_one() 
     assert not any("0.0.0.0" in address for address in everywhere)
     with pytest.raises(OptionError, match="has no address here"):
         to_bind("tcp://nowhere.invalid:71")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"platform": "procesess", "num_workers": 1}, OptionError, "did you mean 'processes'"),
-        ({"platform": 7, "num_workers": 1}, OptionTypeError, "is a int; give one of"),
-        ({"platform": "processes"}, OptionError, "say how many workers"),
-        (
-            {"platform": "processes", "num_workers": 1, "multiprocessing_context": "fork"},
-            OptionError,
-            "leave it out",
-        ),
-        ({"platform": "processes", "num_workers": 1, "flow": "a/b"}, OptionError, "leave out one of the two"),
-        (
-            {"platform": "processes", "num_workers": 1, "options": LoaderOptions(min_workers=2)},
-            OptionError,
-            "give at most 1",
-        ),
-        (
-            {"platform": "processes", "num_workers": 1, "options": LoaderOptions(code=["nowhere"])},
-            OptionError,
-            "nowhere",
-        ),
-    ],
-)
-def test_platforms_that_cannot_be_are_refused(
-    arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        DPFlowDataLoader(Augmented(2), **arguments)

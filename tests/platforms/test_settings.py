@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import OptionError
 from torch_dpflow.platforms import Processes, Ray, registry
+from torch_dpflow.testing.hosts import OnHosts
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ Write = Callable[[str, str], Path]
 def test_without_any_there_are_defaults(write: Write) -> None:
     assert registry.resolve("ray") == Ray()
     assert registry.resolve("processes") == Processes()
-    assert registry.network().listen == ""
+    assert registry.network()[0].listen == ""
 
 
 def test_arguments_go_before_the_environment_and_that_before_files(
@@ -67,7 +69,7 @@ def test_a_table_of_pyproject_counts_where_it_is_nearest(write: Write) -> None:
     write("dpflow.toml", "[platform.ray]\ncpus = 3\n")
     write("project/pyproject.toml", '[tool.ruff]\n[tool.dpflow.network]\nlisten = "tcp://10.0.0.5:7700"\n')
     write("project/deep/pyproject.toml", "[tool.ruff]\n")
-    assert registry.network().listen == "tcp://10.0.0.5:7700"
+    assert registry.network()[0].listen == "tcp://10.0.0.5:7700"
     assert registry.resolve("ray") == Ray()
 
 
@@ -99,9 +101,24 @@ def test_a_named_file_is_the_only_one(write: Write, monkeypatch: pytest.MonkeyPa
         ),
         ("[network]\nsecret = 'x'\n", r"dpflow.toml:2: network has no 'secret'; it is one of \['listen'\]"),
         ("[platform.ray]\ncpus = 'two'\n", r"dpflow.toml:2: platform.ray.cpus: Expected `float`, got `str`"),
-        ("[platform.ray]\n\ncpus = 0\n", r"platform='ray', by its settings .*: cpus=0.0 is out of range"),
+        ("[platform.ray]\n\ncpus = 0\n", r"dpflow.toml:3: platform.ray.cpus=0.0 is out of range"),
         ("[platform]\nray = 1\n", r"dpflow.toml:2: ray is no table; write \[platform.ray\]"),
         ("cpus 1", r"dpflow.toml is no TOML: .*line 1"),
+        ("platform = 3\n", r"dpflow.toml:1: platform is no table; write \[platform.processes\]"),
+        ("network = 3\n", r"dpflow.toml:1: network is no table; write \[network\]"),
+        (
+            "[platform.processes]\npythn = 'python3'\n",
+            r"dpflow.toml:2: platform.processes has no 'pythn'; did you mean 'python'",
+        ),
+        ("[platform.processes]\npython = 3\n", r"dpflow.toml:2: platform.processes.python: Expected `str`"),
+        (
+            "[network]\nlisten = ''\n\n[platform.ray]\nmemory = 0\n",
+            r"dpflow.toml:5: platform.ray.memory=0 is out",
+        ),
+        (
+            "[network]\nlisten = 'tcp://a'\n",
+            r"dpflow.toml:2: network.listen='tcp://a': must be tcp://HOST:PORT",
+        ),
     ],
 )
 def test_mistakes_in_a_file_are_named(write: Write, text: str, told: str) -> None:
@@ -118,7 +135,39 @@ def test_mistakes_in_a_file_are_named(write: Write, text: str, told: str) -> Non
             "1",
             "the variable DPFLOW_PLATFORM_RAY_CPU: platform.ray has no 'cpu'; did you",
         ),
-        ("DPFLOW_PLATFORM_RAY_CPUS", "many", "the environment: platform.ray.cpus: Expected `float`"),
+        (
+            "DPFLOW_PLATFORM_RAY_CPUS",
+            "many",
+            "the variable DPFLOW_PLATFORM_RAY_CPUS: platform.ray.cpus: Expected `float`",
+        ),
+        (
+            "DPFLOW_PLATFORM_RAY_CPUS",
+            "0",
+            "the variable DPFLOW_PLATFORM_RAY_CPUS: platform.ray.cpus=0.0 is out",
+        ),
+        (
+            "DPFLOW_PLATFORM_RAY_RESOURCES",
+            "{a}",
+            "the variable DPFLOW_PLATFORM_RAY_RESOURCES is no table of TOML",
+        ),
+        (
+            "DPFLOW_PLATFORM_RAY_RESOURCES",
+            "a",
+            "DPFLOW_PLATFORM_RAY_RESOURCES: platform.ray.resources: Expected",
+        ),
+        ("DPFLOW_PLATFORM_RAY", "1", "DPFLOW_PLATFORM_RAY: platform.ray has no ''; it is one of"),
+        (
+            "DPFLOW_PLATFORM_RAI_CPUS",
+            "1",
+            "DPFLOW_PLATFORM_RAI_CPUS: platform has no 'rai'; did you mean 'ray'",
+        ),
+        (
+            "DPFLOW_PLATFORM_PROCESSES_PYTHN",
+            "python3",
+            "DPFLOW_PLATFORM_PROCESSES_PYTHN: platform.processes has no 'pythn'; did you mean 'python'",
+        ),
+        ("DPFLOW_NETWORK_LISTN", "x", "DPFLOW_NETWORK_LISTN: network has no 'listn'; did you mean 'listen'"),
+        ("DPFLOW_NETWORK_LISTEN", "x", "DPFLOW_NETWORK_LISTEN: network.listen='x': must be tcp"),
     ],
 )
 def test_mistakes_in_variables_are_named(
@@ -127,3 +176,47 @@ def test_mistakes_in_variables_are_named(
     monkeypatch.setenv(variable, text)
     with pytest.raises(OptionError, match=told):
         registry.resolve("ray")
+
+
+def test_mistakes_of_the_network_are_found_when_a_loader_is_made(write: Write) -> None:
+    path = write("project/dpflow.toml", "[network]\n\nlisten = '10.0.0.5'\n")
+    with pytest.raises(OptionError, match=rf"^{path}:3: network.listen='10.0.0.5': must be tcp://"):
+        DPFlowDataLoader(range(2), num_workers=1, platform=Processes())
+    options = LoaderOptions(listen="tcp://127.0.0.1:0")  # goes before
+    assert DPFlowDataLoader(range(2), num_workers=1, platform=Processes(), options=options).platform
+
+
+def test_an_address_of_the_settings_that_members_cannot_reach_is_named(write: Write) -> None:
+    path = write("project/dpflow.toml", "[network]\nlisten = 'tcp://127.0.0.1:0'\n")
+    with pytest.raises(OptionError, match=rf"^{path}:2: network.listen='tcp://127.0.0.1:0': the hosts reach"):
+        DPFlowDataLoader(range(2), num_workers=1, platform=OnHosts(address="10.9.8.7", prefixes=()))
+
+
+def test_what_is_no_file_is_not_passed_over(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write("project/dpflow.toml/inside", "").parent
+    with pytest.raises(OptionError, match=f"{directory} cannot be read: Is a directory; make it a file"):
+        registry.network()
+    monkeypatch.setenv("DPFLOW_CONFIG", str(directory))
+    with pytest.raises(
+        OptionError, match=r"dpflow.toml cannot be read: Is a directory; DPFLOW_CONFIG names it"
+    ):
+        registry.network()
+    monkeypatch.setenv("DPFLOW_CONFIG", "~nobody-of-this-name/dpflow.toml")
+    with pytest.raises(OptionError, match=r"~nobody-of-this-name/dpflow.toml cannot be read: No such file"):
+        registry.network()
+
+
+def test_a_link_that_leads_nowhere_is_not_passed_over(write: Write, tmp_path: Path) -> None:
+    write("project/deep/other", "")
+    (tmp_path / "project/dpflow.toml").symlink_to("nowhere")
+    with pytest.raises(OptionError, match=r"dpflow.toml cannot be read: No such file"):
+        registry.network()
+
+
+@pytest.mark.parametrize(
+    "text", ["tool = 3 # [tool.dpflow]\n", "[tool]\ndpflow = 3 # [tool.dpflow]\n", "[[tool.dpflow]]\n"]
+)
+def test_a_table_of_pyproject_that_is_none_is_named(write: Write, text: str) -> None:
+    write("project/pyproject.toml", text)
+    with pytest.raises(OptionError, match=r"pyproject.toml.* tool.dpflow is no table; write \[tool.dpflow"):
+        registry.network()

@@ -30,7 +30,7 @@ def parse_capacity(capacity: int | str) -> Capacity:
     if isinstance(capacity, str):
         return Capacity(bytes=parse_bytes("capacity", capacity, _ALLOWED))
     if not isinstance(capacity, int):
-        raise OptionTypeError(f"capacity={capacity!r} is a {type(capacity).__name__}; {_ALLOWED}")
+        raise OptionTypeError(f"capacity={capacity!r} is of type {type(capacity).__name__}; {_ALLOWED}")
     if capacity < 1:
         raise OptionError(f"capacity={capacity} is below 1; {_ALLOWED}")
     return Capacity(items=capacity)

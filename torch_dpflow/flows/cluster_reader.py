@@ -78,7 +78,7 @@ class RemoteDataLoadFlowReader:
     ) -> None:
         if job is not None and not isinstance(job, JobOptions):
             raise OptionTypeError(
-                f"job={job!r} is a {type(job).__name__}; give a torch_dpflow.JobOptions or None"
+                f"job={job!r} is of type {type(job).__name__}; give a torch_dpflow.JobOptions or None"
             )
         self._workers = check_int("workers", workers, minimum=1)
         self._seed = None if seed is None else check_int("seed", seed, minimum=MIN_INT64, maximum=MAX_INT64)

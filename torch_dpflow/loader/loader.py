@@ -17,8 +17,8 @@ from torch_dpflow.epoch.streams import at_rest
 from torch_dpflow.errors import OptionError, OptionTypeError, StateError
 from torch_dpflow.loader.accelerate_support import keep_class_under_accelerate
 from torch_dpflow.loader.inline_iterator import SingleProcessIterator
-from torch_dpflow.loader.loader_arguments import check_types, has_processes
-from torch_dpflow.loader.remote_start import check_platform
+from torch_dpflow.loader.loader_arguments import check_types, has_processes, name_of
+from torch_dpflow.loader.remote_start import check_options, check_platform
 from torch_dpflow.loader.runtime import LoaderRuntime
 from torch_dpflow.loader.worker_iterator import WorkerIterator
 from torch_dpflow.metrics import LoaderStats
@@ -97,7 +97,7 @@ class DPFlowDataLoader(DataLoader[T]):
     ) -> None:
         if options is not None and not isinstance(options, LoaderOptions):
             raise OptionTypeError(
-                f"options={options!r} is a {type(options).__name__}; give a torch_dpflow.LoaderOptions or None"
+                f"options={options!r} is of type {type(options).__name__}; give a torch_dpflow.LoaderOptions or None"
             )
         self.flow = flow  # both before torch's constructor, which warns about too many workers
         self.platform = platform
@@ -129,6 +129,8 @@ class DPFlowDataLoader(DataLoader[T]):
         self._check_sharing()
         if platform is not None:
             check_platform(self)
+        elif options is not None:
+            check_options(options)
 
     def __iter__(self) -> Any:
         if self.flow is not None:
@@ -218,8 +220,8 @@ class DPFlowDataLoader(DataLoader[T]):
     def _check_workers(self) -> None:
         if self.flow is None and self.num_workers and not has_processes(self.multiprocessing_context):
             raise StateError(
-                f"workers of multiprocessing_context={self.multiprocessing_context!r} are threads, which torch's own "
-                "iterator drives; it has no position: use processes, or num_workers=0"
+                f"workers of multiprocessing_context={name_of(self.multiprocessing_context)} are threads, which "
+                "torch's own iterator drives; it has no position: use processes, or num_workers=0"
             )
 
     def _check_sharing(self) -> None:
@@ -231,7 +233,7 @@ class DPFlowDataLoader(DataLoader[T]):
 
         if self.job is not None and not isinstance(self.job, JobOptions):
             raise OptionTypeError(
-                f"job={self.job!r} is a {type(self.job).__name__}; give a torch_dpflow.JobOptions or None"
+                f"job={self.job!r} is of type {type(self.job).__name__}; give a torch_dpflow.JobOptions or None"
             )
         if self.flow is not None:
             check_shareable(self)

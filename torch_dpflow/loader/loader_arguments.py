@@ -35,5 +35,11 @@ def has_processes(context: Any) -> bool:
     return context is None or (isinstance(context.Process, type) and issubclass(context.Process, BaseProcess))
 
 
+def name_of(context: Any) -> str:
+    """A multiprocessing context as users give it, for messages."""
+    method = context.get_start_method(allow_none=True)
+    return repr(method or type(context).__name__)
+
+
 def _wrong(name: str, value: object, allowed: str) -> OptionTypeError:
-    return OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give {allowed}")
+    return OptionTypeError(f"{name}={value!r} is of type {type(value).__name__}; give {allowed}")

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from torch_dpflow._version import __version__
 from torch_dpflow.errors import MessageError
 from torch_dpflow.log import LOADER
-from torch_dpflow.remote.process.code_bundle import Code, make_bundle
+from torch_dpflow.options import Code
+from torch_dpflow.remote.process.code_bundle import make_bundle
 from torch_dpflow.remote.process.content_pack import pack_load_spec
 from torch_dpflow.remote.process.fit import missing_text, unfit, versions_here, warnings_of
 from torch_dpflow.remote.wire.headers import PIECE_BYTES, PROTOCOL_VERSION

@@ -5,24 +5,44 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torch_dpflow.errors import OptionError
+from torch_dpflow.loader.loader_arguments import name_of
 from torch_dpflow.options import LoaderOptions
 
 if TYPE_CHECKING:
     from torch_dpflow.loader.remote_shard import RemoteShard
     from torch_dpflow.loader.remote_workers import RemoteWorkers
+    from torch_dpflow.platforms.members import PlatformSpec
     from torch_dpflow.remote.worker.batches import LoadSpec
 
 
+#: The options of `LoaderOptions` that only workers elsewhere have.
+_OPTIONS = ("listen", "min_workers", "code")
+
+
+def check_options(options: LoaderOptions) -> None:
+    """Raise OptionError for options that a loader without a platform would ignore."""
+    usual = LoaderOptions()
+    given = [
+        f"{name}={getattr(options, name)!r}"
+        for name in _OPTIONS
+        if getattr(options, name) != getattr(usual, name)
+    ]
+    if given:
+        raise OptionError(
+            f"{', '.join(given)} without a platform: they are for workers elsewhere; give platform='ray' or "
+            "'processes', or leave them out"
+        )
+
+
 def check_platform(loader: Any) -> None:
-    """Raise OptionError or OptionTypeError for a platform that is none, or with arguments that go with no platform."""
+    """Raise OptionError or OptionTypeError for a platform that is none, or with arguments that go with no platform.
+
+    Also MissingExtraError, if its library is not installed, and what `PlatformSpec.check_listen` raises.
+    """
     from torch_dpflow.platforms.registry import resolve
-    from torch_dpflow.remote.process.code_bundle import check_code
 
     options = loader.options or LoaderOptions()
     platform = resolve(loader.platform)
-    check_code(options.code)
-    if options.listen is not None:
-        platform.check_listen(options.listen)
     if loader.flow is not None:
         raise OptionError(
             f"platform={loader.platform!r} with flow={loader.flow!r}: the cluster of a flow decides where its workers "
@@ -39,9 +59,27 @@ def check_platform(loader: Any) -> None:
         )
     if loader.multiprocessing_context is not None:
         raise OptionError(
-            f"platform={loader.platform!r} with multiprocessing_context={loader.multiprocessing_context!r}: that is "
-            "for workers of this host; leave it out"
+            f"platform={loader.platform!r} with multiprocessing_context={name_of(loader.multiprocessing_context)}: "
+            "that is for workers of this host; leave it out"
         )
+    platform.check_installed()
+    _listen_at(platform, options)
+
+
+def _listen_at(platform: PlatformSpec, options: LoaderOptions) -> str:
+    """Where to listen, by options or else by settings; empty: the platform says. Raises as `check_listen`."""
+    from torch_dpflow.platforms.registry import network
+
+    listen, place = options.listen or "", ""
+    if not listen:
+        settings, place = network()
+        listen = settings.listen
+    if listen:
+        try:
+            platform.check_listen(listen)
+        except OptionError as error:
+            raise OptionError(f"{place}: network.{error}" if place else str(error)) from error
+    return listen
 
 
 def remote_workers(
@@ -51,7 +89,7 @@ def remote_workers(
     from torch_dpflow.loader.remote_content import RemoteContent
     from torch_dpflow.loader.remote_shard import RemoteShard
     from torch_dpflow.loader.remote_workers import RemoteWorkers
-    from torch_dpflow.platforms.registry import network, resolve
+    from torch_dpflow.platforms.registry import resolve
 
     platform = resolve(loader.platform)
     sends = platform.sends_code or options.code != "auto"
@@ -60,6 +98,6 @@ def remote_workers(
         platform,
         content,
         spec.num_workers,
-        listen_at=options.listen or network().listen,
+        listen_at=_listen_at(platform, options),
         least=options.min_workers,
     )

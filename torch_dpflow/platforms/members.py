@@ -158,6 +158,9 @@ class PlatformSpec(Protocol):
     def sends_code(self) -> bool:
         """Whether members need the user's own modules sent to them; not where the platform has a way of its own."""
 
+    def check_installed(self) -> None:
+        """Raise MissingExtraError if its library is not installed; imports and connects nothing."""
+
     def adapter(self) -> Adapter:
         """Its control plane, for what is no loader's affair. Raises as `open`."""
 

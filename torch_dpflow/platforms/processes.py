@@ -34,6 +34,9 @@ class Processes:
     def sends_code(self) -> bool:
         return bool(self.python)  # this one's members have its path
 
+    def check_installed(self) -> None:
+        """Nothing: there is no library."""
+
     def adapter(self) -> Adapter:
         path = {} if self.python else {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         return SubprocessAdapter(MODULE, python=self.python or sys.executable, env={**path, **self.env})

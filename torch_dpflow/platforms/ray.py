@@ -6,23 +6,40 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
-from torch_dpflow.byte_sizes import parse_bytes
-from torch_dpflow.checks import check_fields, check_number, check_seconds, check_type
-from torch_dpflow.errors import AnswerLostError, OptionError, PlatformError, QuotaError, UnavailableError
+from torch_dpflow.byte_sizes import BYTES_ALLOWED, parse_bytes
+from torch_dpflow.checks import check_fields, check_int, check_number, check_seconds, check_type
+from torch_dpflow.errors import (
+    AnswerLostError,
+    OptionError,
+    OptionTypeError,
+    PlatformError,
+    QuotaError,
+    UnavailableError,
+)
 from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End, Limits
 from torch_dpflow.platforms.calls import Calls
 from torch_dpflow.platforms.members import Adapter, Fate, Finding, MemberPlatform, Ref
 from torch_dpflow.platforms.names import MemberName
 from torch_dpflow.platforms.processes import MODULE
-from torch_dpflow.platforms.ray_cluster import RayCapacity, amount, connect, failure, nodes_of, refuse_client
+from torch_dpflow.platforms.ray_cluster import (
+    RayCapacity,
+    amount,
+    check_address,
+    check_installed,
+    connect,
+    failure,
+    nodes_of,
+)
 from torch_dpflow.platforms.ray_member import MemberActor
 
 #: Ray's namespace of all members: a name is unique in it, whoever starts them.
 NAMESPACE = "dpflow"
 #: Ray's unit of a fractional resource.
 LEAST_SHARE = 0.0001
+_MEMORY_ALLOWED = f"{BYTES_ALLOWED}, or their number as an int"
 #: How long a start may take beyond the wait for room, seconds.
 START_S = 40.0
 
@@ -36,7 +53,7 @@ class Ray:
 
     Args:
         cpus: of each actor; fractions are allowed.
-        memory: that Ray is to keep for each actor, as "2GiB"; empty: none is kept.
+        memory: that Ray is to keep for each actor, as "2GiB" or a number of bytes; empty: none is kept.
         resources: of each actor, of the cluster's own kinds.
         address: of the cluster, as "10.0.0.5:6379"; empty: of this process's, else `RAY_ADDRESS`, else of this host's.
         runtime_env: Ray's, of each actor. With "working_dir" or "py_modules" the user's modules are not sent besides.
@@ -44,12 +61,12 @@ class Ray:
             where an autoscaler adds nodes, which it does for actors that wait, and for a slow `runtime_env`.
 
     Raises:
-        OptionError: a value is out of range, or the address is one of Ray Client (`ray://`).
+        OptionError: a value is out of range, or the address is one of Ray Client (`ray://`), or none.
         OptionTypeError: a value is of another type.
     """
 
     cpus: float = 1.0
-    memory: str = ""
+    memory: int | str = ""
     resources: Mapping[str, float] = field(default_factory=dict)
     address: str = ""
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
@@ -60,23 +77,32 @@ class Ray:
     def __post_init__(self) -> None:
         check_fields(self, check_number, "cpus", minimum=LEAST_SHARE, unit="a number of CPUs")
         check_fields(self, check_seconds, "wait_s", zero=True)
-        for text in ("memory", "address"):
-            check_type(text, getattr(self, text), str, "text")
+        check_type("address", self.address, str, "text")
         for table in ("resources", "runtime_env"):
             check_type(table, getattr(self, table), Mapping, "a dict")
-        if self.memory:
-            parse_bytes("memory", self.memory)
+        _bytes_of(self.memory)
         for kind, share in self.resources.items():
+            if not isinstance(kind, str):
+                raise OptionTypeError(f"resources has {kind!r}, of type {type(kind).__name__}; give text")
             check_number(f"resources[{kind!r}]", share, minimum=LEAST_SHARE)
             if kind in ("CPU", "GPU", "memory"):
                 raise OptionError(
                     f"resources has {kind!r}, and takes the cluster's own kinds: give cpus or memory"
                 )
-        refuse_client(self.address)
+        check_address(self.address)
 
     @property
     def sends_code(self) -> bool:
         return not {"working_dir", "py_modules"} & self.runtime_env.keys()
+
+    @property
+    def needs(self) -> dict[str, float]:
+        """What each actor takes, by Ray's names of resources."""
+        memory = _bytes_of(self.memory)
+        return {"CPU": self.cpus, **self.resources, **({"memory": float(memory)} if memory else {})}
+
+    def check_installed(self) -> None:
+        check_installed()
 
     def adapter(self) -> Adapter:
         return RayAdapter(self)
@@ -129,8 +155,7 @@ class RayAdapter:
         self._ray = connect(settings.address)
         self._wait_s = settings.wait_s
         self._module = module
-        memory = {"memory": float(parse_bytes("memory", settings.memory))} if settings.memory else {}
-        self._needs = {"CPU": settings.cpus, **settings.resources, **memory}
+        self._needs = settings.needs
         self._capacity = RayCapacity(self._ray, self._needs)
         self._options: dict[str, Any] = {
             "namespace": NAMESPACE,
@@ -143,7 +168,7 @@ class RayAdapter:
             "scheduling_strategy": self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                 None
             ),
-            **memory,
+            "memory": self._needs.get("memory"),
         }
         self._class = self._ray.remote(MemberActor)
         #: The actors that were started here, which live as long as their handles, and the answers of their `run`.
@@ -265,6 +290,14 @@ class RayAdapter:
             self.stop(name, None)  # it ends by itself a little later, and keeps the name until then
         self._started.pop(name, None)
         return end
+
+
+def _bytes_of(memory: int | str) -> int:
+    """As a number; 0 for empty text. Raises OptionError or OptionTypeError for what is none."""
+    if isinstance(memory, str):
+        return parse_bytes("memory", memory, _MEMORY_ALLOWED) if memory else 0
+    check_type("memory", memory, Integral, _MEMORY_ALLOWED.removeprefix("give "))
+    return check_int("memory", memory, minimum=1)
 
 
 @contextmanager

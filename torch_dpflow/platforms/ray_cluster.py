@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import socket
 from collections.abc import Mapping
 from typing import Any
 
+from torch_dpflow.checks import MAX_PORT
 from torch_dpflow.errors import (
     AnswerLostError,
     DeniedError,
@@ -23,15 +25,27 @@ _NO_CLIENT = (
     "Ray Client (ray://) is not supported: its process is outside the cluster's network, where workers cannot call it; "
     "run the script on a node of the cluster, as with `ray job submit`"
 )
+_NOT_INSTALLED = "platform='ray' needs Ray; install it with: pip install 'torch_dpflow[ray]'"
 _TOLERANCE = 1e-6
 #: How long the cluster may take to accept a connection, seconds.
 PROBE_S = 5.0
 
 
-def refuse_client(address: str) -> None:
-    """Raise OptionError for an address of Ray Client."""
+def check_address(address: str) -> None:
+    """Raise OptionError for an address that is none of a cluster's, or of Ray Client; empty or "auto" is allowed."""
     if address.startswith(_CLIENT):
         raise OptionError(f"address={address!r}: {_NO_CLIENT}")
+    host, port = _split(address)
+    if address not in ("", "auto") and not (host and port.isdecimal() and 0 < int(port) <= MAX_PORT):
+        raise OptionError(
+            f"address={address!r} is no address of a Ray cluster; give HOST:PORT, as 10.0.0.5:6379"
+        )
+
+
+def check_installed() -> None:
+    """Raise MissingExtraError if Ray is not installed; does not import it."""
+    if importlib.util.find_spec("ray") is None:
+        raise MissingExtraError(_NOT_INSTALLED)
 
 
 def connect(address: str) -> Any:
@@ -46,9 +60,7 @@ def connect(address: str) -> Any:
         import ray
         from ray.util import client, scheduling_strategies  # noqa: F401  (the latter is used through `ray`)
     except ModuleNotFoundError as error:
-        raise MissingExtraError(
-            "platform='ray' needs Ray; install it with: pip install 'torch_dpflow[ray]'"
-        ) from error
+        raise MissingExtraError(_NOT_INSTALLED) from error
     if client.ray.is_connected():
         raise OptionError(f"this process is connected by ray://: {_NO_CLIENT}")
     if ray.is_initialized():
@@ -60,7 +72,7 @@ def connect(address: str) -> Any:
             )
         return ray
     wanted = address or os.environ.get("RAY_ADDRESS", "")
-    refuse_client(wanted)
+    check_address(wanted)
     try:
         if wanted not in ("", "auto"):
             _probe(wanted)
@@ -77,13 +89,14 @@ def connect(address: str) -> Any:
 
 
 def _probe(address: str) -> None:
-    """Connect and hang up: Ray itself tries for minutes and then ends the process. Raises OSError or OptionError."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise OptionError(
-            f"address={address!r} is no address of a Ray cluster; give HOST:PORT, as 10.0.0.5:6379"
-        )
+    """Connect and hang up: Ray itself tries for minutes and then ends the process. Raises OSError."""
+    host, port = _split(address)
     socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
+
+
+def _split(address: str) -> tuple[str, str]:
+    host, _, port = address.rpartition(":")
+    return host, port
 
 
 def failure(what: str, error: Exception) -> PlatformError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
 from importlib import import_module
 from typing import Any
 
@@ -24,33 +23,35 @@ def resolve(platform: str | PlatformSpec) -> PlatformSpec:
     Raises:
         OptionError: there is none of this name, or a setting is wrong: see `settings`.
         OptionTypeError: it is neither.
-        MissingExtraError: its library is not installed.
     """
-    if not isinstance(platform, str):
-        if callable(getattr(platform, "open", None)) and not isinstance(platform, type):
-            return platform
+    if isinstance(platform, str):
+        if platform not in _KNOWN:
+            near = difflib.get_close_matches(platform.lower(), _KNOWN, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise OptionError(f"platform={platform!r} is none of {sorted(_KNOWN)}{hint}")
+        found = settings.read(_kinds())[f"platform.{platform}"]
+        spec: PlatformSpec = _kind(platform)(**{key: setting.value for key, setting in found.items()})
+        return spec
+    parts = {name for name in vars(PlatformSpec) if not name.startswith("_")}
+    if isinstance(platform, type) and parts <= {*dir(platform)}:
+        name = platform.__name__
+        raise OptionTypeError(f"platform={name} is a class; did you mean {name}()?")
+    if not parts <= {*dir(platform)}:
         raise OptionTypeError(
-            f"platform={platform!r} is a {type(platform).__name__}; give one of {sorted(_KNOWN)}, or an object of "
-            "torch_dpflow.platforms with settings of its own"
+            f"platform={platform!r} is of type {type(platform).__name__}; give one of {sorted(_KNOWN)}, or an object "
+            "of torch_dpflow.platforms with settings of its own"
         )
-    if platform not in _KNOWN:
-        near = difflib.get_close_matches(platform, _KNOWN, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise OptionError(f"platform={platform!r} is none of {sorted(_KNOWN)}{hint}")
-    kind = _kind(platform)
-    found = settings.of_table(f"platform.{platform}", kind, _tables())
-    try:
-        spec: PlatformSpec = kind(**found)
-    except OptionError as error:
-        raise OptionError(
-            f"platform={platform!r}, by its settings in files or the environment: {error}"
-        ) from error
-    return spec
+    return platform
 
 
-def network() -> settings.Network:
-    """The table `network` of files and the environment. Raises as `resolve`."""
-    return settings.Network(**settings.of_table("network", settings.Network, _tables()))
+def network() -> tuple[settings.Network, str]:
+    """The table `network` of files and the environment, and where its `listen` stands, for people.
+
+    Raises OptionError as `resolve`.
+    """
+    found = settings.read(_kinds())["network"]
+    place = found["listen"].place if "listen" in found else ""
+    return settings.Network(**{key: setting.value for key, setting in found.items()}), place
 
 
 def _kind(platform: str) -> Any:
@@ -58,7 +59,6 @@ def _kind(platform: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def _tables() -> dict[str, Collection[str]]:
-    """The names of all settings."""
-    kinds = {f"platform.{name}": _kind(name) for name in _KNOWN} | {"network": settings.Network}
-    return {table: [*kind.__dataclass_fields__] for table, kind in kinds.items()}
+def _kinds() -> dict[str, type[Any]]:
+    """The classes of all settings, by their tables."""
+    return {f"platform.{name}": _kind(name) for name in _KNOWN} | {"network": settings.Network}

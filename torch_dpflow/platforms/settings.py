@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -23,7 +23,8 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from torch_dpflow.errors import MissingExtraError, OptionError
+from torch_dpflow.checks import check_tcp_address
+from torch_dpflow.errors import MissingExtraError, OptionError, UsageError
 
 #: The variable that names the one file to read.
 CONFIG_VARIABLE = "DPFLOW_CONFIG"
@@ -37,19 +38,33 @@ class Network:
 
     listen: str = ""
 
+    def __post_init__(self) -> None:
+        if self.listen != "":
+            check_tcp_address("listen", self.listen)
+
 
 @dataclass(frozen=True)
-class _Table:
-    """One table as one source has it."""
+class Setting:
+    """What was found, and where, for people."""
+
+    value: Any
+    place: str
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A file, or the environment, which has no lines."""
 
     values: Mapping[str, Any]
     #: What it is called in messages, and the file's lines, if it is one.
-    source: str
+    name: str
     lines: tuple[str, ...] = ()
 
     def place(self, table: str, key: str) -> str:
         """Where a key of a table stands, for people. table: empty for the file's own."""
         wanted, current = f"{table}.{key}".strip("."), ""
+        if not self.lines:
+            return f"the variable {next(one for one in _variables() if one.startswith(_variable(wanted)))}"
         for number, line in enumerate(self.lines, 1):
             if heading := _HEADING.match(line):
                 name = current = heading[1].removeprefix("tool.dpflow").strip(".")
@@ -58,116 +73,147 @@ class _Table:
             else:
                 continue
             if f"{name}.".startswith(f"{wanted}."):
-                return f"{self.source}:{number}"
-        return self.source
+                return f"{self.name}:{number}"
+        return self.name
 
 
-def of_table(table: str, kind: type[Any], tables: Mapping[str, Any]) -> dict[str, Any]:
-    """What files and the environment say of the table `platform.ray` or `network`, as arguments of its class.
+def read(kinds: Mapping[str, type[Any]]) -> dict[str, dict[str, Setting]]:
+    """What files and the environment say of each table, as `platform.ray` or `network`: arguments of its class.
 
-    kind: the dataclass of its settings. tables: all that there may be.
+    All tables are checked, whichever is wanted: a mistake in another one is a mistake too.
+
+    kinds: of all tables that there may be, the dataclasses of their settings, which have defaults.
 
     Raises:
-        OptionError: a file cannot be read, or it or a variable has an unknown key or a value of another type.
+        OptionError: a file cannot be read, or it or a variable has an unknown name, or a value that is not possible.
         MissingExtraError: there is a file, and Python 3.10 has no reader of it.
     """
-    types = get_type_hints(kind)
-    fields = {name: types[name] for name in kind.__dataclass_fields__}
-    found: dict[str, Any] = {}
-    for source in [*_files(tables), _environment(tables)]:  # from the last to decide to the first
-        part = _table_of(source, table)
-        for key, value in part.items():
-            if key not in fields:
-                raise OptionError(f"{source.place(table, key)}: {table} has no {key!r}{_hint(key, fields)}")
-            try:
-                # Variables are text, whatever the setting is.
-                found[key] = msgspec.convert(value, fields[key], strict=bool(source.lines))
-            except msgspec.ValidationError as error:
-                raise OptionError(f"{source.place(table, key)}: {table}.{key}: {error}") from error
+    found: dict[str, dict[str, Setting]] = {table: {} for table in kinds}
+    for source in [*_files(), _environment()]:  # from the last to decide to the first
+        for table, part in _tables_of(source, kinds):
+            for key, value in part.items():
+                found[table][key] = _setting(source, table, key, value, kinds[table])
     return found
 
 
-def _table_of(source: _Table, table: str) -> Mapping[str, Any]:
-    values: Any = source.values
-    parent = ""
-    for name in table.split("."):
-        values = values.get(name, {})
-        if not isinstance(values, Mapping):
-            raise OptionError(f"{source.place(parent, name)}: {name} is no table; write [{table}]")
-        parent = f"{parent}.{name}".strip(".")
-    return dict(values)
+def _setting(source: _Source, table: str, key: str, value: Any, kind: type[Any]) -> Setting:
+    place = source.place(table, key)
+    types = get_type_hints(kind)
+    fields = [*kind.__dataclass_fields__]
+    if key not in fields:
+        raise OptionError(f"{place}: {table} has no {key!r}{_hint(key, fields)}")
+    try:
+        # Variables are text, whatever the setting is.
+        value = msgspec.convert(value, types[key], strict=bool(source.lines))
+        kind(**{key: value})
+    except msgspec.ValidationError as error:
+        raise OptionError(f"{place}: {table}.{key}: {error}") from error
+    except UsageError as error:
+        raise OptionError(f"{place}: {table}.{error}") from error
+    return Setting(value, place)
 
 
-def _files(tables: Mapping[str, Any]) -> Iterator[_Table]:
+def _tables_of(source: _Source, kinds: Collection[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The tables that a source has, by their whole names. Raises OptionError for one that there is not."""
+    tops = {table.partition(".")[0] for table in kinds}
+    for name, inner in source.values.items():
+        if name not in tops:
+            raise OptionError(f"{source.place('', name)}: there is no table {name!r}{_hint(name, tops)}")
+        inside = {table.partition(".")[2] for table in kinds if table.startswith(f"{name}.")}
+        _check_table(source, "", name, inner, f"{name}.{min(inside)}" if inside else name)
+        if not inside:
+            yield name, inner
+        for key in inner if inside else ():
+            if key not in inside:
+                raise OptionError(f"{source.place(name, key)}: {name} has no {key!r}{_hint(key, inside)}")
+            _check_table(source, name, key, inner[key], f"{name}.{key}")
+            yield f"{name}.{key}", inner[key]
+
+
+def _check_table(source: _Source, parent: str, name: str, values: Any, allowed: str) -> None:
+    if not isinstance(values, Mapping):
+        raise OptionError(f"{source.place(parent, name)}: {name} is no table; write [{allowed}]")
+
+
+def _files() -> Iterator[_Source]:
     """What is in files; the last one decides."""
     named = os.environ.get(CONFIG_VARIABLE)
     if named:
-        yield _read(Path(named).expanduser(), tables)
+        yield _read(os.path.expanduser(named), f"{CONFIG_VARIABLE} names it")
         return
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "dpflow" / "config.toml"
-    if home.is_file():
-        yield _read(home, tables)
+    home = os.path.expanduser(os.environ.get("XDG_CONFIG_HOME") or "~/.config")
+    # Also what is no file: who has made a directory of this name takes it for settings.
+    if os.path.lexists(path := os.path.join(home, "dpflow", "config.toml")):
+        yield _read(path)
     here = Path.cwd()
     for directory in (here, *here.parents):
-        for name in ("dpflow.toml", "pyproject.toml"):
-            path = directory / name
-            if path.is_file() and (
-                name == "dpflow.toml" or "[tool.dpflow" in path.read_text(errors="replace")
-            ):
-                yield _read(path, tables)
-                return
+        if os.path.lexists(directory / "dpflow.toml"):
+            yield _read(str(directory / "dpflow.toml"))
+            return
+        path = str(directory / "pyproject.toml")
+        if os.path.isfile(path) and "[tool.dpflow" in _text_of(path):
+            yield _read(path)
+            return
 
 
-def _read(path: Path, tables: Mapping[str, Any]) -> _Table:
+def _read(path: str, why: str = "") -> _Source:
     toml = _toml()
+    text = _text_of(path, why)
     try:
-        text = path.read_text()
-        values = toml.loads(text)
-    except OSError as error:
-        raise OptionError(
-            f"{path} cannot be read: {error.strerror}; {CONFIG_VARIABLE} names the file"
-        ) from error
-    except ValueError as error:  # of TOML or its encoding
+        values: Any = toml.loads(text)
+    except ValueError as error:
         raise OptionError(f"{path} is no TOML: {error}") from error
-    if path.name == "pyproject.toml":
-        values = values.get("tool", {}).get("dpflow", {})
-    source = _Table(values, str(path), (*text.splitlines(), ""))
-    _check_names(source, values, tables)
+    if os.path.basename(path) == "pyproject.toml":
+        for name in ("tool", "dpflow"):
+            values = values.get(name, {}) if isinstance(values, Mapping) else values
+    source = _Source(values, path, (*text.splitlines(), ""))
+    _check_table(source, "", "tool.dpflow", values, "tool.dpflow.network")
     return source
 
 
-def _check_names(source: _Table, values: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
-    """Raise OptionError for tables that there are not."""
-    known = {name.partition(".")[0] for name in tables}
-    for name, inner in values.items():
-        if name not in known:
-            raise OptionError(f"{source.place('', name)}: there is no table {name!r}{_hint(name, known)}")
-        inside = {table.partition(".")[2] for table in tables if table.startswith(f"{name}.")}
-        for key in inner if inside and isinstance(inner, Mapping) else ():
-            if key not in inside:
-                raise OptionError(f"{source.place(name, key)}: {name} has no {key!r}{_hint(key, inside)}")
+def _text_of(path: str, why: str = "") -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        remedy = why or "make it a file that can be read, or remove it"
+        raise OptionError(f"{path} cannot be read: {error.strerror}; {remedy}") from error
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{path} is no TOML: {error}") from error
 
 
-def _environment(tables: Mapping[str, Any]) -> _Table:
+def _environment() -> _Source:
     values: dict[str, Any] = {}
-    source = _Table(values, "the environment")
-    for table, fields in tables.items():
-        prefix = f"{_VARIABLE}{table.replace('.', '_').upper()}_"
-        for variable, text in os.environ.items():
-            if variable.startswith(prefix) and text:
-                key = variable.removeprefix(prefix).lower()
-                if key not in fields:
-                    raise OptionError(f"the variable {variable}: {table} has no {key!r}{_hint(key, fields)}")
-                inner = values
-                for name in table.split("."):
-                    inner = inner.setdefault(name, {})
-                inner[key] = _value(text)
-    return source
+    for variable in _variables():
+        table, _, key = variable.removeprefix(_VARIABLE).lower().partition("_")
+        inner = values.setdefault(table, {})
+        if table == "platform":
+            name, _, key = key.partition("_")
+            inner = inner.setdefault(name, {})
+        inner[key] = _value(variable)
+    return _Source(values, "the environment")
 
 
-def _value(text: str) -> Any:
+def _variables() -> list[str]:
+    """Those of the environment that are settings, or are meant to be."""
+    prefixes = (_variable("platform."), _variable("network."))
+    return sorted(name for name, text in os.environ.items() if text and name.startswith(prefixes))
+
+
+def _variable(name: str) -> str:
+    return f"{_VARIABLE}{name.replace('.', '_').upper()}"
+
+
+def _value(variable: str) -> Any:
     """The text of a variable, as TOML has it where that is a table."""
-    return _toml().loads(f"value = {text}")["value"] if text.lstrip().startswith("{") else text
+    text = os.environ[variable]
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return _toml().loads(f"value = {text}")["value"]
+    except ValueError as error:
+        raise OptionError(
+            f"the variable {variable} is no table of TOML: {error}; write it as {{ loader = 0.5 }}"
+        ) from error
 
 
 def _hint(name: str, known: Any) -> str:

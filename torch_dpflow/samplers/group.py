@@ -103,7 +103,7 @@ class SamplingGroup(ABC):
             OptionTypeError: an argument is of the wrong type.
         """
         if not isinstance(job, str):
-            raise OptionTypeError(f"job={job!r} is a {type(job).__name__}; a job is named by a str")
+            raise OptionTypeError(f"job={job!r} is of type {type(job).__name__}; a job is named by a str")
         if job in self._members:
             raise UsageError(f"job {job!r} is a member already; leave() first, or choose another name")
         checked = None if indices is None else check_indices(indices, self.size)

@@ -61,7 +61,9 @@ def _whole_numbers(indices: Indices, name: str) -> IndexArray:
         indices = indices.numpy(force=True)
     elif not isinstance(indices, np.ndarray):
         if isinstance(indices, str | bytes) or not isinstance(indices, Iterable):
-            raise OptionTypeError(f"{name}={indices!r} is a {type(indices).__name__}; give sample numbers")
+            raise OptionTypeError(
+                f"{name}={indices!r} is of type {type(indices).__name__}; give sample numbers"
+            )
         indices = np.asarray(list(indices) or np.empty(0, np.int64))
     if indices.ndim != 1 or indices.dtype.kind not in "iu":
         raise OptionTypeError(

@@ -62,7 +62,9 @@ def own_rank(num_replicas: int | None, rank: int | None) -> tuple[int, int, bool
 
 def check_group(group: SamplingGroup, strategy: str, length: int | None) -> None:
     if not isinstance(group, SamplingGroup):
-        raise OptionTypeError(f"group={group!r} is a {type(group).__name__}; make one with sampling_group()")
+        raise OptionTypeError(
+            f"group={group!r} is of type {type(group).__name__}; make one with sampling_group()"
+        )
     if group.strategy != strategy:
         raise OptionError(
             f"the group's strategy is {group.strategy!r}, the sampler's {strategy!r}; "

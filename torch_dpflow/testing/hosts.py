@@ -324,6 +324,9 @@ class OnHosts:
         """As the constructor, for these hosts."""
         return cls(address=hosts.address, prefixes=tuple(host.prefix for host in hosts), **settings)
 
+    def check_installed(self) -> None:
+        """Nothing: there is no library."""
+
     def adapter(self) -> Adapter:
         # Only the package itself: all else comes with the bundle, as it does on other machines.
         path = {"PYTHONPATH": str(Path(__file__).parents[2])}

@@ -21,8 +21,8 @@ from torch_dpflow.remote.worker.sample_source import SampleAssignment
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"strategy": []}, OptionTypeError, r"strategy=\[\] is a list"),
-        ({"policy": {}}, OptionTypeError, r"policy=\{\} is a dict"),
+        ({"strategy": []}, OptionTypeError, r"strategy=\[\] is of type list"),
+        ({"policy": {}}, OptionTypeError, r"policy=\{\} is of type dict"),
         ({"ready": 9}, OptionError, "ready=9, asked=8: .*give asked=10 or more, or a smaller ready"),
         ({"repeatable": 1}, OptionTypeError, "repeatable=1: give True, False or None"),
         ({"repeatable": 0}, OptionTypeError, "repeatable=0: give True, False or None"),

@@ -196,7 +196,7 @@ def test_paths_are_added_where_they_can_be_imported_or_found(
     ("code", "error", "message"),
     [
         (["nowhere/at_all"], OptionError, r"code=\['nowhere/at_all'\]: there is no 'nowhere/at_all' in /"),
-        ("everything", OptionTypeError, "give 'auto', None, or a list of paths"),
+        ("everything", OptionError, "give 'auto', None, or a list of paths"),
         ([1], OptionTypeError, "1 is no path"),
     ],
 )

@@ -44,8 +44,8 @@ class IterableImporter:
     ) -> None:
         if not _is_iterable(iterable):
             raise OptionTypeError(
-                f"iterable={iterable!r:.80} is a {type(iterable).__name__}; give an iterable of (bytes, mapping of "
-                "annotations) or of Items"
+                f"iterable={iterable!r:.80} is of type {type(iterable).__name__}; give an iterable of (bytes, mapping "
+                "of annotations) or of Items"
             )
         self._iterable = iterable
         self._info = dict(info or {})

@@ -70,7 +70,7 @@ def find_cluster(address: str | os.PathLike[str] | None = "auto") -> Cluster:
     """
     if not isinstance(address, str | os.PathLike | None):
         raise OptionTypeError(
-            f'address={address!r} is a {type(address).__name__}; give "auto" or the path of a connection file'
+            f'address={address!r} is of type {type(address).__name__}; give "auto" or the path of a connection file'
         )
     if address in (None, "auto"):
         address = os.environ.get(ADDRESS_VARIABLE) or str(default_connection_file())

@@ -124,7 +124,7 @@ class JobOptions:
 def _check_algorithms(policy: str | None, strategy: str) -> None:
     for name, value in (("policy", policy), ("strategy", strategy)):
         if not isinstance(value, str) and (name, value) != ("policy", None):
-            raise OptionTypeError(f"{name}={value!r} is a {type(value).__name__}; give its name")
+            raise OptionTypeError(f"{name}={value!r} is of type {type(value).__name__}; give its name")
     check_algorithms(policy or "none", strategy)
 
 
@@ -132,6 +132,6 @@ def _check_name(field: str, value: Any) -> None:
     if value is None:
         return
     if not isinstance(value, str):
-        raise OptionTypeError(f"{field}={value!r} is a {type(value).__name__}; give text or None")
+        raise OptionTypeError(f"{field}={value!r} is of type {type(value).__name__}; give text or None")
     if not (1 <= len(value) <= MAX_NAME and value.isprintable()):
         raise OptionError(f"{field}={value!r}: 1 to {MAX_NAME} printable characters are allowed")

@@ -19,9 +19,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
 
-from torch_dpflow.errors import LifetimeError, MessageError, OptionError, OptionTypeError, UsageError
+from torch_dpflow.errors import LifetimeError, MessageError, OptionError, UsageError
+from torch_dpflow.options import Code, check_code
 from torch_dpflow.remote.process.own_modules import (
     OwnModule,
     imports_of,
@@ -41,9 +41,6 @@ _LONGEST_NAME, _LONGEST_PART = 512, 255
 _MOST_ENTRIES = 200_000
 _TIME = (1980, 1, 1, 0, 0, 0)
 
-#: Which code of the user's is sent. "auto": what the pickle needs; paths: these too; None: none.
-Code: TypeAlias = Literal["auto"] | Sequence[str] | None
-
 
 @dataclass(frozen=True)
 class CodeBundle:
@@ -53,20 +50,6 @@ class CodeBundle:
     digest: str
     #: A zip archive, not compressed.
     data: bytes = field(repr=False)
-
-
-def check_code(code: Code) -> None:
-    """Raise OptionTypeError or OptionError unless this is allowed as `code`, and its paths exist."""
-    if code is None or code == "auto":
-        return
-    given = f"code={code!r:.200}"
-    if isinstance(code, str) or not isinstance(code, Sequence):
-        raise OptionTypeError(f"{given}: give 'auto', None, or a list of paths such as ['src/mylib']")
-    for path in code:
-        if not isinstance(path, str | os.PathLike):
-            raise OptionTypeError(f"{given}: {path!r} is no path")
-        if not os.path.exists(path):
-            raise OptionError(f"{given}: there is no {os.fspath(path)!r} in {os.getcwd()}")
 
 
 def make_bundle(pickled: bytes, code: Code) -> CodeBundle | None:
