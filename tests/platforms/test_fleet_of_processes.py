@@ -10,13 +10,15 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from tests.shared_cluster import PATIENCE_S
 from torch_dpflow.platforms.calls import Calls
-from torch_dpflow.platforms.members import Accepted
+from torch_dpflow.platforms.members import Accepted, Ended, Outcome
 from torch_dpflow.platforms.names import MemberName, prefix_of
+from torch_dpflow.platforms.processes import Processes
 from torch_dpflow.platforms.subprocesses import SubprocessAdapter
 from torch_dpflow.remote.control.fleet import Fleet
 from torch_dpflow.remote.control.fleet_members import (
@@ -30,6 +32,7 @@ from torch_dpflow.remote.control.fleet_members import (
     SuspectMember,
 )
 from torch_dpflow.testing.adapters import PROGRAM, order_to
+from torch_dpflow.testing.platforms import wakes
 
 CLUSTER, GROUP = "f1ee7000", "00000000aa"
 
@@ -119,3 +122,19 @@ def test_a_fleet_survives_kills_and_leaves_nothing(keeper: Keeper) -> None:
     assert keeper.connections == {}
     with closing(SubprocessAdapter(PROGRAM)) as stranger:
         assert stranger.list(prefix_of(CLUSTER)) == {}
+
+
+def test_the_end_of_a_member_that_never_called_is_told_unasked(tmp_path: Path) -> None:
+    """As where it lacks a module: nobody suspects it before its start has taken too long."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no module named torch_dpflow >&2\nexit 3\n")
+    python.chmod(0o700)
+    with closing(Processes(python=str(python)).open()) as platform:
+        platform.start(str(MemberName(CLUSTER, GROUP, 0, 1)), b"{}")
+        told: list[Outcome] = []
+        while not any(isinstance(one, Ended) for one in told):
+            assert wakes(platform, 20.0), told
+            told += platform.take()
+    assert isinstance(told[-1], Ended)
+    assert told[-1].end.code == 3
+    assert "no module named torch_dpflow" in told[-1].end.report

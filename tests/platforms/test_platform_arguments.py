@@ -132,3 +132,16 @@ def test_settings_of_ray_that_cannot_be_are_refused(
 def test_memory_is_an_int_of_bytes_or_text() -> None:
     assert Ray(memory=2**31).needs == Ray(memory="2GiB").needs == {"CPU": 1.0, "memory": 2.0**31}
     assert Ray(memory=2**31) == Ray(memory=2**31)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"python": 3}, "python=3 is of type int; give text"),
+        ({"env": ["A=1"]}, "env=.* is of type list; give a dict"),
+        ({"env": {"A": 1}}, "env=1 is of type int; give text, for variables and their values"),
+    ],
+)
+def test_settings_of_processes_that_cannot_be_are_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(OptionTypeError, match=told):
+        Processes(**settings)

@@ -155,6 +155,9 @@ def test_a_start_without_room_says_what_the_cluster_has(door: socket.socket) -> 
         with pytest.raises(QuotaError, match=told) as raised:
             adapter.start(name_of(number), order_to(door), deadline_s=PATIENCE_S)
     assert "takes 2: cpus=0.4 or more nodes" in str(raised.value)
+    *_, room = adapter.check()
+    assert not room.good
+    assert room.text == "1 node has 4 CPUs: room for 2 workers in all, and for none now, with 0 CPUs free"
     assert sorted(names_in(adapter)) == [name_of(0), name_of(1)]
     for number in range(2):
         adapter.stop(name_of(number), None)
@@ -274,7 +277,7 @@ def test_a_check_tries_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DPFLOW_PLATFORM_RAY_MEMORY", "900TiB")
     told = dpflow(monkeypatch, "check", "ray")
     assert told.exit_code == 1
-    assert "WRONG 1 nodes have 4 CPUs" in told.output
+    assert "WRONG 1 node has 4 CPUs" in told.output
 
 
 def test_what_is_left_can_be_listed_and_swept(door: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:

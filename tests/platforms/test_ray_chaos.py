@@ -60,12 +60,17 @@ class Kills(threading.Thread):
             self.error = error
 
 
-def test_every_epoch_is_the_local_loaders(disturbed_s: float) -> None:
+@pytest.fixture(autouse=True)
+def no_leaks() -> None:
+    """Instead of the check of all tests, as in `test_ray`: the test itself looks for members."""
+
+
+def test_every_epoch_is_the_local_loaders(pytestconfig: pytest.Config) -> None:
     with ray_of(start_node(1)):
         remote = shuffled(Marked(SIZE, SECONDS), ACTORS, platform=Ray(cpus=SHARE))
         local = shuffled(Marked(SIZE), 2)
         assert_same(list(remote), list(local))
-        kills = Kills(disturbed_s)
+        kills = Kills(pytestconfig.getoption("--disturbed-s"))
         kills.start()
         #: From one batch to the next.
         gaps: list[tuple[float, float]] = []

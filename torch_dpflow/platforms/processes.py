@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from torch_dpflow.checks import check_type
 from torch_dpflow.errors import OptionError
 from torch_dpflow.platforms.calls import Calls
 from torch_dpflow.platforms.members import Adapter, MemberPlatform
@@ -14,6 +15,9 @@ from torch_dpflow.platforms.subprocesses import SubprocessAdapter
 
 #: What a member runs.
 MODULE = "torch_dpflow.member"
+#: How often to look at all members, where that costs next to nothing, seconds: one that ends before it has called is
+#: missed by nobody until then.
+LOOK_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +27,21 @@ class Processes:
     Args:
         python: the interpreter of members; empty: this one, with this one's module path.
         env: variables for members, beside those of this process.
+
+    Raises:
+        OptionTypeError: a value is of another type.
     """
 
     python: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
 
     name = "processes"
+
+    def __post_init__(self) -> None:
+        check_type("python", self.python, str, "text")
+        check_type("env", self.env, Mapping, "a dict")
+        for variable in (*self.env.keys(), *self.env.values()):
+            check_type("env", variable, str, "text, for variables and their values")
 
     @property
     def sends_code(self) -> bool:
@@ -42,7 +55,7 @@ class Processes:
         return SubprocessAdapter(MODULE, python=self.python or sys.executable, env={**path, **self.env})
 
     def open(self) -> MemberPlatform:
-        return Calls(self.adapter())
+        return Calls(self.adapter(), sweep_s=LOOK_S)
 
     def listen_at(self) -> str:
         return "tcp://127.0.0.1:0"

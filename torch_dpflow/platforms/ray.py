@@ -23,7 +23,7 @@ from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End, Limits
 from torch_dpflow.platforms.calls import Calls
 from torch_dpflow.platforms.members import Adapter, Fate, Finding, MemberPlatform, Ref
 from torch_dpflow.platforms.names import MemberName
-from torch_dpflow.platforms.processes import MODULE
+from torch_dpflow.platforms.processes import LOOK_S, MODULE
 from torch_dpflow.platforms.ray_cluster import (
     RayCapacity,
     amount,
@@ -108,7 +108,7 @@ class Ray:
         return RayAdapter(self)
 
     def open(self) -> MemberPlatform:
-        return Calls(self.adapter(), deadline_s=self.wait_s + START_S)
+        return Calls(self.adapter(), deadline_s=self.wait_s + START_S, sweep_s=LOOK_S)
 
     def listen_at(self) -> str:
         return f"tcp://{connect(self.address).util.get_node_ip_address()}:0"
@@ -180,13 +180,20 @@ class RayAdapter:
         self._full_until = 0.0
 
     def check(self) -> Sequence[Finding]:
-        total, fitting = self._ray.cluster_resources(), self._capacity.fitting()
+        total, nodes = self._ray.cluster_resources(), len(nodes_of(self._ray))
         has = ", ".join(amount(kind, total.get(kind, 0.0)) for kind in self._needs)
-        where = self._ray.get_runtime_context().gcs_address
+        fitting, lacking = self._capacity.fitting(), self._capacity.lacking()
+        room = f"room for {fitting} workers in all"
+        if fitting and lacking:
+            free = self._ray.available_resources().get(lacking, 0.0)
+            room += f", and for none now, with {amount(lacking, free)} free"
         return [
-            Finding(True, f"Ray {self._ray.__version__} at {where} answers"),
             Finding(
-                fitting > 0, f"{len(nodes_of(self._ray))} nodes have {has}: room for {fitting} workers in all"
+                True, f"Ray {self._ray.__version__} at {self._ray.get_runtime_context().gcs_address} answers"
+            ),
+            Finding(
+                fitting > 0 and not lacking,
+                f"{nodes} {'node has' if nodes == 1 else 'nodes have'} {has}: {room}",
             ),
         ]
 
