@@ -70,7 +70,8 @@ class _SocketEndpoint:
         #: Tells of connections that end, where that is of interest.
         self._monitor: zmq.SyncSocket | None = None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll_set: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._wake_fd, zmq.POLLIN)]
+        #: What `receive` waits for.
+        self.poll_set: list[tuple[Any, int]] = [(self._socket, zmq.POLLIN), (self._wake_fd, zmq.POLLIN)]
         contexts.disown_after_fork(self)
         try:
             self._configure()
@@ -114,7 +115,7 @@ class _SocketEndpoint:
         """Whether a message has come; False on a timeout, after `wake` and for a watched descriptor."""
         timeout_ms = -1 if timeout_s is None else math.ceil(timeout_s * 1000)
         woken = False
-        for item, _ in zmq.zmq_poll(self._poll_set, timeout_ms):
+        for item, _ in zmq.zmq_poll(self.poll_set, timeout_ms):
             if item is self._socket:
                 return True
             woken = woken or item == self._wake_fd
@@ -210,7 +211,7 @@ class ZeroMQListener(_SocketEndpoint):
         self._door = keys if isinstance(keys, DoorKeys) else None
         self.losses = 0
         #: Whether it accepts no connections, for lack of descriptors.
-        self._refuses = False
+        self.refuses = False
         super().__init__(zmq.ROUTER, address, options, context)
         self._complain_at = 0.0
         # Over tcp libzmq itself waits for a descriptor.
@@ -225,7 +226,7 @@ class ZeroMQListener(_SocketEndpoint):
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if self._door is not None:
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            self._poll_set.append((self._monitor, zmq.POLLIN))
+            self.poll_set.append((self._monitor, zmq.POLLIN))
 
     def _bind(self) -> None:
         # A listener of this process that was just closed holds its address until libzmq's thread has closed it too, and
@@ -263,17 +264,17 @@ class ZeroMQListener(_SocketEndpoint):
             raise OptionError("a listener needs ServerKeys (ConnectionFile.server_keys()), not ClientKeys")
 
     def watch(self, descriptor: int) -> None:
-        self._poll_set.append((descriptor, zmq.POLLIN))
+        self.poll_set.append((descriptor, zmq.POLLIN))
 
     def unwatch(self, descriptor: int) -> None:
-        self._poll_set.remove((descriptor, zmq.POLLIN))
+        self.poll_set.remove((descriptor, zmq.POLLIN))
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, list[memoryview]] | None:
         while True:
             if time.monotonic() >= self._look_at:
                 self._check_usable()
                 self._look_after_descriptors()
-            if self._refuses:
+            if self.refuses:
                 timeout_s = LOOK_S if timeout_s is None else min(timeout_s, LOOK_S)
             frames = self._receive(timeout_s)
             if frames is None:
@@ -281,6 +282,10 @@ class ZeroMQListener(_SocketEndpoint):
             if len(frames) > 1:
                 return bytes(frames[0]), frames[1:]
             self.dropped += 1  # an identity without frames, which no connection of ours sends
+
+    def settle(self) -> None:
+        """Take note of all that was polled and is no message, as a `receive` that waits does."""
+        self._await_input(0)
 
     def _note_losses(self) -> None:
         assert self._monitor is not None
@@ -301,21 +306,21 @@ class ZeroMQListener(_SocketEndpoint):
         self._look_at = time.monotonic() + LOOK_S
         path = self.address.removeprefix("ipc://")
         if descriptors.has_spare(descriptors.SPARE):
-            if self._refuses:
+            if self.refuses:
                 os.replace(path + _ASIDE, path)
-                self._refuses = False
-        elif not self._refuses:
+                self.refuses = False
+        elif not self.refuses:
             # libzmq aborts the process where it has no descriptor for a connection. With the file renamed, new peers
             # fail and retry; unbinding would disconnect the others too.
             os.replace(path, path + _ASIDE)
-            self._refuses = True
+            self.refuses = True
             if self._look_at >= self._complain_at:
                 self._complain_at = self._look_at + COMPLAIN_S
                 TRANSPORT.error("%s", descriptors.exhausted(f"{path} accepts no connections for now"))
 
     def close(self, *, linger_s: float = 0.0) -> None:
         super().close(linger_s=linger_s)
-        if self._refuses and not self._foreign:
+        if self.refuses and not self._foreign:
             with suppress(OSError):
                 os.unlink(self.address.removeprefix("ipc://") + _ASIDE)
 
