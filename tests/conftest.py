@@ -131,6 +131,18 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if not request.node.stash.get(_PASSED, False):
         return  # the traceback of a failed test keeps its loaders alive
+    _check_released(before)
+
+
+@pytest.fixture(scope="module")
+def no_leaks_of_module() -> Iterator[None]:
+    """For a module whose tests share what they hold, in place of the check after each: `no_leaks` asks for this one."""
+    before = Holdings.now()
+    yield
+    _check_released(before)
+
+
+def _check_released(before: Holdings) -> None:
     leaked = Holdings.now().beyond(before)
     deadline = time.monotonic() + GRACE_S
     while leaked and time.monotonic() < deadline:

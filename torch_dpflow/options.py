@@ -48,6 +48,8 @@ class LoaderOptions:
         code: with `platform=`, which modules of your own workers are sent: "auto", those that the dataset needs; a list
             of files and folders, these besides; None, none, where workers have them.
         min_workers: with `platform=`, how many workers have to be there before the first batch is loaded.
+        local_workers: with `platform=`, how many of `num_workers` are processes of this host, as without it; the
+            others are the platform's. Those of this host have the lowest numbers.
 
     Raises:
         OptionError: a value is out of range.
@@ -64,10 +66,11 @@ class LoaderOptions:
     listen: str | None = None
     code: Code = "auto"
     min_workers: int = 1
+    local_workers: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self, check_int, "read_threads", "poison_limit", minimum=1)
-        check_fields(self, check_int, "restart_limit", minimum=0)
+        check_fields(self, check_int, "restart_limit", "local_workers", minimum=0)
         check_fields(self, check_seconds, "task_timeout_s", optional=True)
         check_fields(self, check_int, "shared_memory", minimum=0, optional=True)
         check_fields(self, check_int, "min_workers", minimum=1)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +16,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.conftest import GRACE_S
-from tests.holdings import Holdings
 from tests.loader_cases import Stream, Unhurried, WhoLoads, assert_same, epochs
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import OptionError, WorkerStartError
@@ -57,16 +52,8 @@ class Recording(Processes):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_leaks() -> Iterator[None]:
-    """In place of the check after each test: the loader that they share replaces a member in one of them."""
-    before = Holdings.now()
-    yield
-    deadline = time.monotonic() + GRACE_S
-    while (leaked := Holdings.now().beyond(before)) and time.monotonic() < deadline:
-        gc.collect()
-        multiprocessing.active_children()
-        time.sleep(0.05)
-    assert not leaked
+def no_leaks(no_leaks_of_module: None) -> None:
+    """The loader that the tests share replaces a member in one of them."""
 
 
 @pytest.fixture(scope="module")

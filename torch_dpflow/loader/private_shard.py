@@ -24,6 +24,7 @@ from torch_dpflow.awaited_thread import AwaitedThread
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.errors import DescriptorLimitError, LifetimeError, MessageError
 from torch_dpflow.loader.shard_events import Arrived, Broken, Died, Event, Poisoned, Started, Starved, Totals
+from torch_dpflow.loader.worker_processes import WorkerProcesses
 from torch_dpflow.platforms.base import Handle
 from torch_dpflow.remote.parcel.codec import decode
 from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
@@ -52,6 +53,10 @@ class Workers(Protocol):
 
     #: Where they connect; the shard closes it.
     listener: Listener
+
+    @property
+    def local(self) -> WorkerProcesses | None:
+        """Those that the training thread starts and replaces, all of them or the first; None: there are none."""
 
     def __len__(self) -> int:
         """How many there are to be."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch_dpflow.errors import MessageError
+from torch_dpflow.remote.wire.headers import WorkerBye
 
 #: A member's two connections, by the ends of their identities: see `wire.headers`.
 LINE, WORK = b"line", b"work"
@@ -31,6 +32,10 @@ class RemoteMember:
     #: Its greeting as a worker, until it is admitted.
     hello: list[memoryview] | None = None
     is_working: bool = False
+    #: Whether it was told to leave: that it does so is no death.
+    is_sent_away: bool = False
+    #: Its last message.
+    bye: WorkerBye | None = None
     received: int = 0
     sent: int = 0
     #: Since when it has sent more than was received, as it says.
@@ -85,7 +90,8 @@ class Shell(Protocol):
     def lose(self, worker: int, how: str, *, had_tasks: bool, may_blame: bool) -> None:
         """A worker has ended or does not answer.
 
-        had_tasks: it was admitted; else another may have its number. may_blame: its task may be the reason.
+        how: empty if it was told to. had_tasks: it was admitted; else another may have its number. may_blame: its task
+        may be the reason.
         """
 
     def set_window(self, worker: int, window: int) -> None:

@@ -1,4 +1,4 @@
-"""A private shard whose workers a platform runs elsewhere."""
+"""A private shard whose workers, or the last of them, a platform runs elsewhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torch_dpflow.loader.mixed_workers import MixedWorkers
 from torch_dpflow.loader.private_shard import PrivateShard
 from torch_dpflow.loader.remote_member import MOST_WINDOW
 from torch_dpflow.loader.remote_workers import RemoteWorkers
@@ -13,12 +14,12 @@ from torch_dpflow.loader.shard_events import Broken, MemberLost
 
 
 class RemoteShard(PrivateShard):
-    """As `PrivateShard`; its thread starts and replaces workers by itself."""
+    """As `PrivateShard`; its thread starts and replaces members by itself."""
 
     ticks = True
     most_window = MOST_WINDOW
 
-    def __init__(self, processes: RemoteWorkers, **arguments: Any) -> None:
+    def __init__(self, processes: RemoteWorkers | MixedWorkers, **arguments: Any) -> None:
         self._members = processes
         processes.shell = self
         super().__init__(processes, **arguments)
@@ -52,15 +53,21 @@ class RemoteShard(PrivateShard):
         return self._members.on_message
 
     def _look_after_workers(self) -> None:
+        super()._look_after_workers()
         self._members.look()
 
     def _shut_down(self) -> None:
         """Stop the workers and wait for those that work to say goodbye; the platform ends the others."""
         self._shard.stop_workers()
         self._members.dismiss()
+        local = self._members.local
+        leaving = (
+            set() if local is None else {number for number in self._shard.connected if number < len(local)}
+        )
         deadline = time.monotonic() + self._grace_s
-        while self._members.working and (left_s := deadline - time.monotonic()) > 0:
+        while (leaving or self._members.working) and (left_s := deadline - time.monotonic()) > 0:
             message = self._listener.receive(left_s)
             if message is not None:
                 self._receive(*message)
+            leaving.difference_update(worker for worker, _ in self._members.ended())
         self._listener.close()

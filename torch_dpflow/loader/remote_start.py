@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from torch_dpflow.errors import OptionError
 from torch_dpflow.loader.loader_arguments import name_of
+from torch_dpflow.loader.private_shard import PrivateShard
+from torch_dpflow.loader.worker_processes import WorkerProcesses
 from torch_dpflow.options import LoaderOptions
+from torch_dpflow.platforms.fork_server import local_platform
+from torch_dpflow.remote.shm.headroom import of_machine
+from torch_dpflow.remote.worker.batches import SHARED_FRACTION, LoadSpec
 
 if TYPE_CHECKING:
-    from torch_dpflow.loader.remote_shard import RemoteShard
     from torch_dpflow.loader.remote_workers import RemoteWorkers
     from torch_dpflow.platforms.members import PlatformSpec
-    from torch_dpflow.remote.worker.batches import LoadSpec
 
 
 #: The options of `LoaderOptions` that only workers elsewhere have.
-_OPTIONS = ("listen", "min_workers", "code")
+_OPTIONS = ("listen", "min_workers", "code", "local_workers")
 
 
 def check_options(options: LoaderOptions) -> None:
@@ -57,10 +63,16 @@ def check_platform(loader: Any) -> None:
             f"min_workers={options.min_workers} with num_workers={loader.num_workers}: there are never so many; give "
             f"at most {loader.num_workers}"
         )
-    if loader.multiprocessing_context is not None:
+    if options.local_workers > loader.num_workers:
+        raise OptionError(
+            f"local_workers={options.local_workers} with num_workers={loader.num_workers}, which counts them too; give "
+            f"at most {loader.num_workers}"
+        )
+    if loader.multiprocessing_context is not None and not options.local_workers:
         raise OptionError(
             f"platform={loader.platform!r} with multiprocessing_context={name_of(loader.multiprocessing_context)}: "
-            "that is for workers of this host; leave it out"
+            "that is for workers of this host; leave it out, or say how many there are by "
+            "LoaderOptions(local_workers=...)"
         )
     platform.check_installed()
     _listen_at(platform, options)
@@ -82,22 +94,47 @@ def _listen_at(platform: PlatformSpec, options: LoaderOptions) -> str:
     return listen
 
 
-def remote_workers(
-    loader: Any, options: LoaderOptions, spec: LoadSpec
-) -> tuple[type[RemoteShard], RemoteWorkers]:
-    """The workers of a loader on its platform, and the kind of shard that they need. Raises as `RemoteWorkers`."""
-    from torch_dpflow.loader.remote_content import RemoteContent
+def workers_of(loader: Any, options: LoaderOptions, spec: LoadSpec) -> tuple[type[PrivateShard], Any]:
+    """The workers of a loader with a platform, and the kind of shard that they need.
+
+    Raises as `RemoteWorkers` and `WorkerProcesses`.
+    """
+    from torch_dpflow.loader.mixed_workers import MixedWorkers
     from torch_dpflow.loader.remote_shard import RemoteShard
+
+    if options.local_workers == spec.num_workers:
+        return PrivateShard, _local_workers(loader, options, spec)
+    remote = _remote_workers(loader, options, spec)
+    if not options.local_workers:
+        return RemoteShard, remote
+    try:
+        return RemoteShard, MixedWorkers(_local_workers(loader, options, spec), remote)
+    except BaseException:
+        remote.listener.close()
+        remote.close()
+        raise
+
+
+def _local_workers(loader: Any, options: LoaderOptions, spec: LoadSpec) -> WorkerProcesses:
+    if spec.shared_memory is None:
+        spec = replace(spec, shared_memory=of_machine("MemTotal") // SHARED_FRACTION // options.local_workers)
+    platform = local_platform(loader.multiprocessing_context or torch.multiprocessing)
+    return WorkerProcesses(platform, spec, options.local_workers)
+
+
+def _remote_workers(loader: Any, options: LoaderOptions, spec: LoadSpec) -> RemoteWorkers:
+    from torch_dpflow.loader.remote_content import RemoteContent
     from torch_dpflow.loader.remote_workers import RemoteWorkers
     from torch_dpflow.platforms.registry import resolve
 
     platform = resolve(loader.platform)
     sends = platform.sends_code or options.code != "auto"
     content = RemoteContent(spec, options.code if sends else None)
-    return RemoteShard, RemoteWorkers(
+    return RemoteWorkers(
         platform,
         content,
-        spec.num_workers,
+        spec.num_workers - options.local_workers,
+        first=options.local_workers,
         listen_at=_listen_at(platform, options),
-        least=options.min_workers,
+        least=max(0, options.min_workers - options.local_workers),
     )

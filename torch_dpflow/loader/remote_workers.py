@@ -14,7 +14,8 @@ from torch_dpflow.errors import MessageError, WorkerStartError
 from torch_dpflow.loader.reachable import to_bind, to_tell
 from torch_dpflow.loader.remote_content import RemoteContent, other_release
 from torch_dpflow.loader.remote_member import LINE, WORK, RemoteMember, Shell, parts_of
-from torch_dpflow.log import LOADER, TRANSPORT
+from torch_dpflow.loader.shortage import Shortage
+from torch_dpflow.log import TRANSPORT
 from torch_dpflow.platforms.base import Handle
 from torch_dpflow.platforms.members import Ended, MemberPlatform, PlatformSpec
 from torch_dpflow.platforms.names import prefix_of
@@ -55,8 +56,6 @@ from torch_dpflow.remote.wire.order import Order, encode_order
 #: After how long without a sign of life the platform is asked about a member, and after how long it is lost; after how
 #: long without an answer it leaves; seconds.
 SUSPECT_S, LEASE_S, SILENCE_S = 2.5, 10.0, 30.0
-#: After how long to say how many workers have come, if not all have, seconds.
-COMPLAIN_S = 20.0
 #: How often the platform is asked about all members because connections have ended, at most, seconds.
 ASK_S = 2.0
 #: How often to look at leases and time limits where nothing happens, seconds.
@@ -72,8 +71,9 @@ class RemoteWorkers:
         platform: where they run; opened here, closed with this.
         content: what they load.
         workers: how many.
+        first: the number of the first of them.
         listen_at: where they call, `tcp://HOST:PORT`; empty: where the platform says.
-        least: how many have to be there before any works.
+        least: how many have to be there before any works; 0: none.
 
     Raises:
         OptionError: members cannot reach that address, or a setting of the platform is not possible.
@@ -87,12 +87,13 @@ class RemoteWorkers:
         content: RemoteContent,
         workers: int,
         *,
+        first: int = 0,
         listen_at: str = "",
         least: int = 1,
     ) -> None:
         self._spec = platform
         self._content = content
-        self._workers = workers
+        self._workers, self._first = workers, first
         self._least = least
         self._clock = SuspendAwareClock()
         if listen_at:
@@ -108,9 +109,13 @@ class RemoteWorkers:
             self._platform.close()
             raise
         self.listener.watch(self._platform.wakeup_fd)
+        start_s = self._platform.limits.start_timeout_s[1]
+        self._shortage = Shortage(platform.name, workers, least, start_s, self._addresses[0])
         self._prefix = prefix_of(secrets.token_hex(4), secrets.token_hex(5))
         # Not `random`'s own generator, which is the user's.
         self._fleet = Fleet(self._prefix, self._platform.limits, draw=SystemRandom().random)
+        #: As of `private_shard.Workers`: there are none.
+        self.local = None
         self.shell: Shell
         self._members: dict[str, RemoteMember] = {}
         self._by_user: dict[str, RemoteMember] = {}
@@ -119,8 +124,6 @@ class RemoteWorkers:
         #: Names of members that may work, until enough are there.
         self._admitted: list[str] = []
         self._condemned: dict[int, str] = {}
-        #: When to say that not all have come; None: it was said, or is not so.
-        self._complains_at: float | None = None
         self._has_news = True
         self._look_at = self._ask_at = 0.0
         self._losses = 0
@@ -134,7 +137,7 @@ class RemoteWorkers:
     def start_all(self) -> None:
         """Have the platform start them."""
         self._fleet.target(self._workers)
-        self._complains_at = self._clock() + COMPLAIN_S
+        self._shortage.begin(self._clock())
         self.look()
 
     def ended(self) -> Sequence[tuple[int, Handle]]:
@@ -151,6 +154,11 @@ class RemoteWorkers:
         self._condemned[worker] = why
         self._has_news = True
         self.listener.wake()
+
+    @property
+    def awaits_more(self) -> bool:
+        """Whether too few are there for any to work."""
+        return self._least > 0
 
     @property
     def working(self) -> int:
@@ -211,8 +219,12 @@ class RemoteWorkers:
             case MemberLacks(modules=modules):
                 self._fleet.unfit(member.name, self._content.missing(modules), self._clock())
                 self._has_news = True
-            case WorkerBye(words=words):
-                self._on_bye(member, words)
+            case WorkerBye():
+                # Its results come by the other connection, and may come later.
+                member.bye, self._has_news = header, True
+                self._platform.suspect(member.name)
+                if self._leaving:
+                    self._forget(member)
             case _:
                 raise MessageError(f"a member may not send a {type(header).__name__} here")
 
@@ -245,11 +257,18 @@ class RemoteWorkers:
             member.window = window
             self.shell.set_window(member.number, window)
 
-    def _on_bye(self, member: RemoteMember, words: str) -> None:
-        self._fleet.bye(member.name, self._clock())
-        how = f"{member.name} has left{f': {words}' if words else ''}"
-        self._lose(member, how, may_blame=bool(words))
-        self._has_news = True
+    def _part(self, member: RemoteMember, end: str, now: float) -> None:
+        """A member has left or ended, and all that it had to say is here."""
+        words = "" if member.bye is None else member.bye.words
+        if words and not member.is_working:
+            self._fleet.unfit(member.name, words, now)
+        else:
+            self._fleet.bye(member.name, now)
+        if member.is_sent_away and not words and (member.bye is not None or not member.is_working):
+            self._lose(member, "", may_blame=False)
+        else:
+            how = f"has left{f': {words}' if words else ''}" if member.bye is not None else end
+            self._lose(member, f"{member.name} {how}", may_blame=member.bye is None or bool(words))
 
     # -- what follows ------------------------------------------------------------------------------------
 
@@ -268,14 +287,17 @@ class RemoteWorkers:
         if any(isinstance(outcome, Ended) for outcome in outcomes):
             self.shell.drain()
         for outcome in outcomes:
-            self._fleet.handle(outcome, now)
             member = self._members.get(outcome.name)
             if isinstance(outcome, Ended) and member is not None:
-                self._lose(member, f"{outcome.name} {outcome.end}")
+                self._part(member, str(outcome.end), now)
+            self._fleet.handle(outcome, now)
         for member in list(self._members.values()):
             why = self._condemned.pop(member.number, "") if member.is_working else ""
             silent_s = now - member.heard if member.nonce else 0.0
-            if silent_s >= LEASE_S:
+            if member.bye is not None and (member.received >= member.bye.sent or silent_s >= SUSPECT_S):
+                self._part(member, "", now)
+                why = ""
+            elif silent_s >= LEASE_S:
                 why = why or f"nothing was heard of it for {LEASE_S:g} s"
             elif silent_s >= SUSPECT_S and member.suspected_at < member.heard:
                 member.suspected_at = now
@@ -287,27 +309,9 @@ class RemoteWorkers:
                 self._lose(member, f"{member.name} was given up: {why}")
         for instruction in self._fleet.tick(now):
             self._obey(instruction, now)
-        if self._complains_at is not None and len(self._working) == self._workers:
-            self._complains_at = None
-        elif self._complains_at is not None and now >= self._complains_at:
-            self._complains_at = None
-            self._complain()
-
-    def _complain(self) -> None:
-        """Say once what is missing: nobody is to wait in silence."""
-        here = len(self._working)
         called = sum(bool(member.nonce) for member in self._members.values())
-        door = f"; is {self._addresses[0]} open to where they run?" if not called else ""
-        LOADER.warning(
-            "%d of %d workers of platform %r run %.0f s after they were asked for, %d more have called%s; those that "
-            "run go on, and the others are awaited",
-            here,
-            self._workers,
-            self._spec.name,
-            COMPLAIN_S,
-            called - here,
-            door,
-        )
+        if too_few := self._shortage.check(len(self._working), called, now):
+            self.shell.fail(WorkerStartError(too_few))
 
     def _obey(self, instruction: FleetInstruction, now: float) -> None:
         member = self._members.get(getattr(instruction, "name", ""))
@@ -319,26 +323,21 @@ class RemoteWorkers:
             case StopMember(name, why):
                 self._platform.stop(name, why)
                 if member is not None:
-                    self._lose(member, f"{name} was ended: {why}")
+                    self._lose(member, f"{name} was ended: {why}", may_blame=False)
             case RefuseMember(name, why) if member is not None:
                 self._refuse(member, why)
                 self._forget(member)
             case AdmitMember() if member is not None:
                 self._admitted.append(member.name)
                 self._begin()
-            case DrainMember() if member is not None and member.is_working:
-                self._send(member.peer(WORK), Stop())
             case DrainMember() if member is not None:
-                self._refuse(member, "it is not needed any more")
-            case Report(limited_by, text) if limited_by:
-                LOADER.warning(
-                    "%d of %d workers run on platform %r, limited by %s: %s",
-                    len(self._working),
-                    self._workers,
-                    self._spec.name,
-                    limited_by,
-                    text,
-                )
+                member.is_sent_away = True
+                if member.is_working:
+                    self._send(member.peer(WORK), Stop())
+                else:
+                    self._refuse(member, "it is not needed any more")
+            case Report(limited_by, text):
+                self._shortage.limit(limited_by, text, len(self._working))
             case Fail(text):
                 self.shell.fail(
                     WorkerStartError(f"no worker can be had of platform {self._spec.name!r}: {text}")
@@ -358,13 +357,13 @@ class RemoteWorkers:
                 self.shell.admit(member.peer(WORK), hello)
 
     def _start(self, start: StartMember, now: float) -> None:
-        member = RemoteMember(start.name, start.number, start.incarnation, now)
+        member = RemoteMember(start.name, self._first + start.number, start.incarnation, now)
         within_s = self._platform.limits.start_timeout_s[1]
         public, secret = draw_key_pair()
         order = Order(
             name=start.name,
             role="worker",
-            number=start.number,
+            number=member.number,
             incarnation=start.incarnation,
             addresses=self._addresses,
             server_public=self._keys.public.decode(),
@@ -388,7 +387,8 @@ class RemoteWorkers:
     def _forget(self, member: RemoteMember) -> None:
         self._members.pop(member.name, None)
         self._by_user.pop(member.user, None)
-        self._working.pop(member.peer(WORK), None)
+        if self._working.pop(member.peer(WORK), None) is not None:
+            self._condemned.pop(member.number, None)  # else its successor would be killed for it
         self._keys.drop(member.user)
 
     def _refuse(self, member: RemoteMember, why: str) -> None:

@@ -52,9 +52,13 @@ class Restarts:
     def note_lost(self, worker: int, how: str) -> None:
         """A worker elsewhere has ended, and is replaced without a call from here.
 
+        how: empty if it was told to.
+
         Raises:
             WorkerStartError: too many have died in a row.
         """
+        if not how:
+            return
         self._deaths += 1
         if self._are_too_many():
             raise self._given_up(worker, how)

@@ -18,7 +18,7 @@ from torch_dpflow.loader.iteration_start import begin
 from torch_dpflow.loader.load_spec import has_own_streams, load_spec
 from torch_dpflow.loader.pinning import Pin
 from torch_dpflow.loader.private_shard import PrivateShard
-from torch_dpflow.loader.remote_start import remote_workers
+from torch_dpflow.loader.remote_start import workers_of
 from torch_dpflow.loader.restarts import Restarts, named
 from torch_dpflow.loader.shard_events import (
     Arrived,
@@ -102,7 +102,7 @@ class WorkerIterator(BaseDataLoaderIter):
         """The workers, not started yet, and the kind of shard that they need."""
         spec = load_spec(self, loader, self._options, own_stream=self._own_stream)
         if loader.platform is not None:
-            return remote_workers(loader, self._options, spec)
+            return workers_of(loader, self._options, spec)
         platform = local_platform(loader.multiprocessing_context or torch.multiprocessing)
         return PrivateShard, WorkerProcesses(platform, spec, self._num_workers)
 
@@ -116,10 +116,9 @@ class WorkerIterator(BaseDataLoaderIter):
         # torch's name: code of others looks into torch's iterator for the processes.
         if self._shard is None:
             return self._ended_workers
-        processes = self._shard.processes
-        if not isinstance(processes, WorkerProcesses):
-            return []
-        return [handle.process for handle in processes.handles if isinstance(handle, LocalHandle)]
+        local = self._shard.processes.local
+        handles = () if local is None else local.handles
+        return [handle.process for handle in handles if isinstance(handle, LocalHandle)]
 
     # -- an epoch ----------------------------------------------------------------------------------------
 
@@ -384,9 +383,9 @@ class WorkerIterator(BaseDataLoaderIter):
 
     def _replace(self, worker: int, dead: Handle) -> None:
         assert self._shard is not None
-        assert isinstance(self._shard.processes, WorkerProcesses)
+        assert self._shard.processes.local is not None
         try:
-            self._restarts.replace(self._shard.processes, worker, dead)
+            self._restarts.replace(self._shard.processes.local, worker, dead)
         except WorkerStartError:
             self._shutdown_workers()
             raise

@@ -58,6 +58,11 @@ class WorkerProcesses:
         return len(self._incarnations)
 
     @property
+    def local(self) -> WorkerProcesses:
+        """All of them."""
+        return self
+
+    @property
     def handles(self) -> list[Handle]:
         """The processes, by worker."""
         return [handle for _, handle in sorted(self._handles.items())]

@@ -5,6 +5,7 @@ It has a thread of its own, since the member's main thread runs the user's code,
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import queue
@@ -123,10 +124,21 @@ class Line(threading.Thread):
     # -- for the main thread -----------------------------------------------------------------------------
 
     def contents(self) -> tuple[MemberWelcome, dict[str, bytes]]:
-        """What to load, by its digest, once it is here. Raises RefusedMemberError, PeerLostError."""
+        """What to load, by its digest, once it is here.
+
+        Raises:
+            RefusedMemberError: the shard has nothing for this member.
+            PeerLostError: nobody answers.
+            MessageError: what came has another digest.
+        """
         result = self._results.get()
         if isinstance(result, Exception):
             raise result
+        for digest, data in result[1].items():
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise MessageError(
+                    f"what has come has another digest than {digest}: it was changed on its way"
+                )
         return result
 
     def refused_for(self, modules: Sequence[str]) -> NoReturn:
@@ -204,11 +216,14 @@ class Line(threading.Thread):
                 for offset in download.due(now):
                     self._send(connection, encode(FetchPiece(download.digest, offset)))
             if now - self._said >= BEAT_S:
-                sent = 0 if self._work is None else self._work.sent
                 self._asked = now
-                self._send(connection, encode(WorkerBeat(sent, min(self._round_trips_s))))
+                self._send(connection, encode(WorkerBeat(self._sent, min(self._round_trips_s))))
             self._receive(connection, max(0.0, self._said + BEAT_S - now))
-        self._send(connection, encode(WorkerBye(self._words[-MAX_TEXT:])))
+        self._send(connection, encode(WorkerBye(self._words[-MAX_TEXT:], self._sent)))
+
+    @property
+    def _sent(self) -> int:
+        return 0 if self._work is None else self._work.sent
 
     def _send(self, connection: Connection, frame: Frame) -> None:
         self._said = time.monotonic()

@@ -299,6 +299,8 @@ class WorkerBye(_Header, tag=45):
 
     #: Why, as a traceback; empty where it was told to.
     words: Text
+    #: Messages that it has sent on the other connection.
+    sent: Count
 
 
 # --- all of them --------------------------------------------------------------------------------------------

@@ -1,0 +1,287 @@
+"""What a loader's options do where its workers are members of a platform: as with workers of this host."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.loader_cases import Indices, assert_same, patiently
+from tests.remote_cases import PacedStream, Troubled, Watched, label
+from torch_dpflow import DPFlowDataLoader, LoaderOptions
+from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError, QuotaError, WorkerStartError
+from torch_dpflow.loader.remote_content import RemoteContent
+
+SIZE = 24
+#: Without an accelerator there is nothing to pin for.
+pytestmark = pytest.mark.filterwarnings("ignore:.*no accelerator")
+
+
+def loader_of(dataset: Watched, **arguments: Any) -> DPFlowDataLoader[Any]:
+    return DPFlowDataLoader(
+        dataset,
+        num_workers=2,
+        persistent_workers=True,
+        prefetch_factor=2,
+        worker_init_fn=label,
+        generator=torch.Generator().manual_seed(7),
+        **{"batch_size": None, "in_order": False, **arguments},
+    )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_leaks(no_leaks_of_module: None) -> None:
+    """Members live through the tests of this module."""
+
+
+@pytest.fixture(scope="module")
+def platform() -> Iterator[Troubled]:
+    platform = Troubled()
+    yield platform
+    platform.opened.set()
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    return Watched(SIZE, tmp_path_factory.mktemp("watched"))
+
+
+@pytest.fixture(scope="module")
+def remote(no_leaks: None, platform: Troubled, dataset: Watched) -> Iterator[DPFlowDataLoader[Any]]:
+    """One loader for all tests of this module, with all that can be set at once."""
+    options = LoaderOptions(min_workers=2, task_timeout_s=1.0, seeding="batch", window_growth=1)
+    loader = loader_of(dataset, platform=platform, timeout=1, pin_memory=True, options=options)
+    yield loader
+    platform.opened.set()
+    loader._iterator._shutdown_workers()
+
+
+@pytest.fixture
+def ready(remote: DPFlowDataLoader[Any], platform: Troubled) -> DPFlowDataLoader[Any]:
+    """The loader, with an epoch behind it."""
+    platform.opened.set()
+    if remote._iterator is None:
+        by_index(iter(remote))
+    return remote
+
+
+def names_of(loader: DPFlowDataLoader[Any]) -> dict[int, str]:
+    """The members that work, by their numbers."""
+    working = [*loader._iterator._shard.processes._working.values()]
+    return {member.number: member.name for member in working}
+
+
+def by_index(batches: Iterator[Any]) -> list[Any]:
+    return sorted(patiently(batches), key=lambda sample: sample["index"])
+
+
+def test_nothing_is_loaded_before_so_many_workers_are_there(
+    remote: DPFlowDataLoader[Any], platform: Troubled, dataset: Watched, eventually: Callable[..., None]
+) -> None:
+    iterator = iter(remote)
+    processes = remote._iterator._shard.processes
+    eventually(lambda: processes._admitted, what="the first worker")
+    with pytest.raises(LoaderTimeoutError, match="timed out after 1 seconds"):
+        next(iterator)
+    assert not dataset.noted("loads")
+    platform.opened.set()
+    assert [sample["index"] for sample in by_index(iterator)] == [*range(SIZE)]
+    assert sorted(worker for worker, _ in dataset.noted("inits")) == [0, 1]
+
+
+def test_a_slow_sample_holds_up_no_other_and_no_more_are_loaded_than_the_prefetch_factor_says(
+    ready: DPFlowDataLoader[Any], dataset: Watched
+) -> None:
+    before = len(dataset.noted("loads"))
+    slow = dataset.folder / "hang-0"
+    slow.touch()
+    batches = patiently(iter(ready))
+    early = [next(batches)["index"] for _ in range(3)]
+    slow.unlink()
+    assert 0 not in early
+    assert len(dataset.noted("loads")) - before <= 3 + 2 * 2 + ready.stats().steals
+    assert sorted([*early, *(one["index"] for one in batches)]) == [*range(SIZE)]
+
+
+def test_a_member_that_is_to_end_hands_over_to_its_successor(
+    ready: DPFlowDataLoader[Any], platform: Troubled, dataset: Watched, eventually: Callable[..., None]
+) -> None:
+    eventually(lambda: len(names_of(ready)) == 2)
+    loads, before = len(dataset.noted("loads")), ready.stats()
+    old = names_of(ready)[0]
+    epochs = 0
+    platform.warned[old] = 60.0
+    ready._iterator._shard.processes._platform.suspect(old)
+    while names_of(ready).get(0, old) == old:
+        assert [one["index"] for one in by_index(iter(ready))] == [*range(SIZE)]
+        epochs += 1
+    stats = ready.stats()
+    twice = len(dataset.noted("loads")) - loads - epochs * SIZE
+    assert twice <= stats.duplicates - before.duplicates
+    assert stats.restarts == before.restarts
+
+
+def test_a_sample_that_hangs_costs_its_member_and_is_loaded_again(
+    ready: DPFlowDataLoader[Any], dataset: Watched
+) -> None:
+    restarts = ready.stats().restarts
+    (dataset.folder / "once-5").touch()
+    assert [one["index"] for one in by_index(iter(ready))] == [*range(SIZE)]
+    assert ready.stats().restarts == restarts + 1
+
+
+@pytest.mark.slow
+def test_a_sample_that_always_hangs_is_given_up_after_three_members(
+    ready: DPFlowDataLoader[Any], dataset: Watched
+) -> None:
+    hanging = dataset.folder / "hang-5"
+    hanging.touch()
+    batches, seen = iter(ready), []
+    with pytest.raises(PoisonTaskError, match=r"index 5 took down 3 workers.*task_timeout_s=1 s"):
+        seen.extend(one["index"] for one in patiently(batches))
+    hanging.unlink()
+    assert sorted([*seen, *(one["index"] for one in patiently(batches))]) == [*range(5), *range(6, SIZE)]
+    assert len(by_index(iter(ready))) == SIZE
+
+
+def test_too_few_workers_in_the_time_of_a_start_are_an_error_with_what_the_platform_says() -> None:
+    refusing = Troubled(
+        limits={"start_timeout_s": (0.1, 0.5)}, refusal=[QuotaError("the account may have none")]
+    )
+    loader = DPFlowDataLoader(
+        Indices(4), num_workers=3, platform=refusing, options=LoaderOptions(min_workers=2)
+    )
+    with pytest.raises(
+        WorkerStartError, match=r"0 of min_workers=2 workers.*limited by quota: the account may have none"
+    ):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("kind", ["content", pytest.param("code", marks=pytest.mark.slow)])
+def test_what_was_changed_on_its_way_is_not_opened(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    """Each member says so and leaves; after three the loader does."""
+    changed, piece = [], RemoteContent.piece
+
+    def changed_piece(content: RemoteContent, digest: str, offset: int) -> memoryview:
+        data = piece(content, digest, offset)
+        if not content.code_digest or (digest == content.digest) != (kind == "content"):
+            return data
+        changed.append(digest)
+        return memoryview(bytes(data[:-1]) + bytes([data[-1] ^ 1]))
+
+    monkeypatch.setattr(RemoteContent, "piece", changed_piece)
+    (tmp_path / "anything.txt").write_text("of the user's")
+    platform = Troubled(python=sys.executable, env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    options = LoaderOptions(code=[str(tmp_path)])
+    loader = DPFlowDataLoader(Indices(4), num_workers=1, platform=platform, options=options)
+    with pytest.raises(WorkerStartError, match=r"(?s)no worker can be had.*has another digest than"):
+        next(iter(loader))
+    assert len(changed) == 3
+
+
+def test_local_workers_beside_members_load_the_same_batches_through_kills(
+    tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    """They wait for `min_workers` too. Whoever takes the place of a worker is set up as it was."""
+
+    def draws(epoch: Any) -> list[Any]:
+        return [{key: one[key] for key in ("index", "of", "its own", "draw")} for one in epoch]
+
+    dataset, platform = Watched(SIZE, tmp_path), Troubled(held_from=0)
+    options = LoaderOptions(local_workers=1, min_workers=2, seeding="batch")
+    arguments: dict[str, Any] = {"shuffle": True, "in_order": True}
+    mixed = loader_of(dataset, platform=platform, options=options, **arguments)
+    (tmp_path / "local").mkdir()
+    local_data = Watched(SIZE, tmp_path / "local")
+    local = loader_of(local_data, options=LoaderOptions(seeding="batch"), **arguments)
+    iterator = iter(mixed)
+    shard = mixed._iterator._shard
+    eventually(lambda: shard.processes._greetings, what="the local worker")
+    assert not dataset.noted("loads")
+    platform.opened.set()
+    samples = list(iterator)
+    assert_same(draws(samples), draws(local))
+    assert {one["worker"] for one in samples} == {0, 1}
+    assert shard._running[0] is not None, "the local worker shares its memory"
+    (process,) = mixed._iterator._workers
+    begun = dict(dataset.noted("inits"))
+    assert begun[0] == process.pid != begun[1]
+    os.kill(begun[1], signal.SIGKILL)  # between two epochs
+    iterator, expected = iter(mixed), list(local)
+    seen = [next(iterator)]
+    os.kill(begun[0], signal.SIGKILL)
+    assert_same(draws([*seen, *iterator]), draws(expected))
+    eventually(lambda: len(dataset.noted("inits")) == 4)
+    samples += seen + list(mixed)
+    assert {one["label"] for one in samples} == {"set by 0", "set by 1"}
+    assert len({one["seed"] - one["worker"] for one in samples}) == 1
+    assert sorted(worker for worker, _ in dataset.noted("inits")) == [0, 0, 1, 1]
+    mixed._iterator._shutdown_workers()
+    local._iterator._shutdown_workers()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["items", "stream"])
+def test_members_of_a_limited_life_follow_one_another_and_nothing_is_lost_or_loaded_twice(
+    tmp_path: Path, kind: str
+) -> None:
+    platform = Troubled(limits={"longest_life_s": 40.0}, held_from=2)
+    items: Any = Watched(SIZE, tmp_path) if kind == "items" else PacedStream(SIZE, augment=True)
+    loader = DPFlowDataLoader(
+        items,
+        batch_size=None,
+        num_workers=2,
+        persistent_workers=True,
+        platform=platform,
+        generator=torch.Generator().manual_seed(7),
+    )
+    torchs = DataLoader(
+        PacedStream(SIZE, augment=True),
+        batch_size=None,
+        num_workers=2,
+        persistent_workers=True,
+        generator=torch.Generator().manual_seed(7),
+    )
+    names: set[str] = set()
+    epochs = 0
+    while len(names) < 6:
+        batches = list(loader)
+        epochs += 1
+        names.update(names_of(loader).values())
+        if kind == "stream":
+            assert_same(batches, list(torchs))
+        else:
+            assert [one["index"] for one in batches] == [*range(SIZE)]
+    if kind == "items":
+        assert len(items.noted("loads")) - epochs * SIZE <= loader.stats().duplicates
+    assert loader.stats().restarts == 0
+    loader._iterator._shutdown_workers()
+
+
+@pytest.mark.slow
+def test_a_batch_is_not_blamed_for_the_end_of_its_members_host(
+    tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    """It takes longer than the host has left."""
+    dataset, platform = Watched(2, tmp_path), Troubled()
+    (tmp_path / "hang-0").touch()
+    options = LoaderOptions(poison_limit=1)
+    loader = DPFlowDataLoader(dataset, batch_size=None, num_workers=1, platform=platform, options=options)
+    iterator = iter(loader)
+    eventually(lambda: dataset.noted("loads"))
+    processes = iterator._shard.processes
+    ((_, member),) = processes._members.items()
+    platform.warned[member.name] = 2.0
+    processes._platform.suspect(member.name)
+    eventually(lambda: len(dataset.noted("loads")) == 2)
+    (tmp_path / "hang-0").unlink()
+    assert [one["index"] for one in iterator] == [0, 1]

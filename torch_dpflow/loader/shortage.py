@@ -1,0 +1,79 @@
+"""Says which workers a platform has not started, and why: in the log, or as an error where too few have come."""
+
+from __future__ import annotations
+
+import math
+
+from torch_dpflow.log import LOADER
+
+#: After how long to say how many workers have come, if not all have, seconds.
+COMPLAIN_S = 20.0
+
+
+class Shortage:
+    """What people are told of workers that are missing; nobody is to wait in silence. Times are seconds.
+
+    Args:
+        platform: its name.
+        workers: how many there are to be.
+        least: fewer are an error after `start_s`, the time of a start.
+        address: where they call.
+    """
+
+    def __init__(self, platform: str, workers: int, least: int, start_s: float, address: str) -> None:
+        self._platform = platform
+        self._workers = workers
+        self._least = least
+        self._start_s = start_s
+        self._address = address
+        self._limit = ""
+        #: When to say that not all have come, and when too few are an error.
+        self._complains_at = self._fails_at = math.inf
+
+    def begin(self, now: float) -> None:
+        """They have been asked for."""
+        self._complains_at, self._fails_at = now + COMPLAIN_S, now + self._start_s
+
+    def limit(self, by: str, text: str, working: int) -> None:
+        """The platform has said what limits them; by: empty if nothing does any more."""
+        self._limit = f"limited by {by}: {text}" if by else ""
+        if by:
+            LOADER.warning(
+                "%d of %d workers run on platform %r, %s", working, self._workers, self._platform, self._limit
+            )
+
+    def check(self, working: int, called: int, now: float) -> str:
+        """Say once how many are missing; returns an error if too few of them have called in time, else nothing.
+
+        called: all that have, also those that work.
+        """
+        if working == self._workers:
+            self._complains_at = self._fails_at = math.inf
+        if now >= self._complains_at:
+            self._complains_at = math.inf
+            self._complain(working, called)
+        if now < self._fails_at:
+            return ""
+        self._fails_at = math.inf
+        if called >= self._least:
+            return ""
+        return (
+            f"{called} of min_workers={self._least} workers of platform {self._platform!r} have called within "
+            f"{self._start_s:g} s: {self._limit or self._door()}"
+        )
+
+    def _complain(self, working: int, called: int) -> None:
+        door = "" if called else f"; {self._door()}"
+        LOADER.warning(
+            "%d of %d workers of platform %r run %.0f s after they were asked for, %d more have called%s; those that "
+            "run go on, and the others are awaited",
+            working,
+            self._workers,
+            self._platform,
+            COMPLAIN_S,
+            called - working,
+            door,
+        )
+
+    def _door(self) -> str:
+        return f"is {self._address} open to where they run?"
