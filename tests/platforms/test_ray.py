@@ -242,7 +242,7 @@ def test_a_process_outside_is_told_how_to_reach_a_cluster() -> None:
         [sys.executable, "-c", script, *addresses], env=env, capture_output=True, text=True, check=True
     )
     client, closed, *wrong = done.stdout.splitlines()
-    assert "OptionError" in client
+    assert client.startswith("OptionError RAY_ADDRESS='ray://head:10001': Ray Client")
     assert "ray job submit" in client
     assert (
         "UnavailableError no Ray cluster answers at '127.0.0.1:1': start one with `ray start --head`"

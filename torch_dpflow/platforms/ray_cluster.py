@@ -31,14 +31,14 @@ _TOLERANCE = 1e-6
 PROBE_S = 5.0
 
 
-def check_address(address: str) -> None:
+def check_address(address: str, name: str = "address") -> None:
     """Raise OptionError for an address that is none of a cluster's, or of Ray Client; empty or "auto" is allowed."""
     if address.startswith(_CLIENT):
-        raise OptionError(f"address={address!r}: {_NO_CLIENT}")
+        raise OptionError(f"{name}={address!r}: {_NO_CLIENT}")
     host, port = _split(address)
     if address not in ("", "auto") and not (host and port.isdecimal() and 0 < int(port) <= MAX_PORT):
         raise OptionError(
-            f"address={address!r} is no address of a Ray cluster; give HOST:PORT, as 10.0.0.5:6379"
+            f"{name}={address!r} is no address of a Ray cluster; give HOST:PORT, as 10.0.0.5:6379"
         )
 
 
@@ -72,7 +72,7 @@ def connect(address: str) -> Any:
             )
         return ray
     wanted = address or os.environ.get("RAY_ADDRESS", "")
-    check_address(wanted)
+    check_address(wanted, "address" if address else "RAY_ADDRESS")
     try:
         if wanted not in ("", "auto"):
             _probe(wanted)

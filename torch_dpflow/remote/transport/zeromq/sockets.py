@@ -221,7 +221,7 @@ class ZeroMQListener(_SocketEndpoint):
         except (zmq.ZMQError, OSError) as error:
             self.close()
             raise TransportError(
-                f"cannot listen at {address}: {error}; choose an address that is free"
+                f"cannot listen at {address}: {error}; choose an address of this host that is free"
             ) from error
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         if self._door is not None:
