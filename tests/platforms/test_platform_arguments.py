@@ -90,11 +90,15 @@ def test_loaders_that_no_platform_can_serve_are_refused(
         loader(**{"platform": "processes", **arguments})
 
 
-def test_a_platforms_settings_are_named_by_the_loader_and_not_by_an_object(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(OptionError, match=r"^platform=Processes\(python='', env={}\) with num_workers=0"):
-        loader(platform=Processes(), num_workers=0)
+@pytest.mark.parametrize(
+    "platform", [Processes(env={"KEY": "s3cr3t"}), Ray(runtime_env={"env_vars": {"KEY": "s3cr3t"}})]
+)
+def test_an_error_names_the_platform_and_no_key_of_its_settings(platform: Any) -> None:
+    with pytest.raises(
+        OptionError, match=rf"^platform={type(platform).__name__}\(.* with num_workers=0"
+    ) as raised:
+        loader(platform=platform, num_workers=0)
+    assert "s3cr3t" not in str(raised.value)
 
 
 def test_a_missing_library_is_told_of_when_the_loader_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +147,8 @@ def test_memory_is_an_int_of_bytes_or_text() -> None:
     [
         ({"python": 3}, "python=3 is of type int; give text"),
         ({"env": ["A=1"]}, "env=.* is of type list; give a dict"),
-        ({"env": {"A": 1}}, "env=1 is of type int; give text, for variables and their values"),
+        ({"env": {"A": b"s3cr3t"}}, "env has 'A' of type bytes; give variables and their values as text"),
+        ({"env": {3: "1"}}, "env has 3 of type str; give"),
     ],
 )
 def test_settings_of_processes_that_cannot_be_are_refused(settings: dict[str, Any], told: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch_dpflow.checks import check_type
-from torch_dpflow.errors import OptionError
+from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.platforms.calls import Calls
 from torch_dpflow.platforms.members import Adapter, MemberPlatform
 from torch_dpflow.platforms.subprocesses import SubprocessAdapter
@@ -33,15 +33,19 @@ class Processes:
     """
 
     python: str = ""
-    env: Mapping[str, str] = field(default_factory=dict)
+    #: Not shown: it may hold keys.
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     name = "processes"
 
     def __post_init__(self) -> None:
         check_type("python", self.python, str, "text")
         check_type("env", self.env, Mapping, "a dict")
-        for variable in (*self.env.keys(), *self.env.values()):
-            check_type("env", variable, str, "text, for variables and their values")
+        for variable, text in self.env.items():
+            if not isinstance(variable, str) or not isinstance(text, str):
+                raise OptionTypeError(
+                    f"env has {variable!r} of type {type(text).__name__}; give variables and their values as text"
+                )
 
     @property
     def sends_code(self) -> bool:

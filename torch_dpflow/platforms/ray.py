@@ -69,7 +69,8 @@ class Ray:
     memory: int | str = ""
     resources: Mapping[str, float] = field(default_factory=dict)
     address: str = ""
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    #: Not shown: its variables may be keys.
+    runtime_env: Mapping[str, Any] = field(default_factory=dict, repr=False)
     wait_s: float = 20.0
 
     name = "ray"
