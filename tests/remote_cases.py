@@ -63,9 +63,11 @@ class Watched(Dataset):
 
     label = "not set"
 
-    def __init__(self, size: int, folder: Path) -> None:
+    def __init__(self, size: int, folder: Path, *, pace_s: float = 0.01, payload: int = 0) -> None:
         self.size = size
         self.folder = folder
+        self.pace_s = pace_s
+        self.payload = payload
 
     def __len__(self) -> int:
         return self.size
@@ -79,7 +81,7 @@ class Watched(Dataset):
             time.sleep(3600)
         while (self.folder / f"hang-{index}").exists():
             time.sleep(0.01)
-        time.sleep(0.01)  # so that both workers get some
+        time.sleep(self.pace_s)  # so that both workers get some
         return {
             "index": index,
             "worker": info.id,
@@ -88,6 +90,7 @@ class Watched(Dataset):
             "its own": info.dataset is self,
             "label": self.label,
             "draw": torch.rand(()),
+            "payload": torch.zeros(self.payload),
         }
 
     def note(self, file: str, number: int) -> None:

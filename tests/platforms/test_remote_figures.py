@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from torch_dpflow.errors import MessageError
 from torch_dpflow.loader.in_flight import BoundedRoom, FlightRoom
-from torch_dpflow.loader.remote_member import LEAST_WINDOW, MOST_WINDOW, RemoteMember, parts_of
+from torch_dpflow.loader.remote_member import LEAST_WINDOW, LOST_S, MOST_WINDOW, RemoteMember, parts_of
 
 
 def member(task_s: float, tasks: int = 5) -> RemoteMember:
@@ -34,6 +34,27 @@ def test_a_window_does_not_change_back_and_forth() -> None:
     assert one.fitting_window(0.04) == one.window == 4
     assert one.fitting_window(0.001) == 2
     assert member(0.05, tasks=0).fitting_window(9.0) == LEAST_WINDOW  # nobody knows how long its tasks take
+
+
+def test_a_message_is_late_as_long_as_no_connection_has_ended() -> None:
+    """A link may take a minute for a batch, and have the next one to carry by then."""
+    one = member(0.05)
+    now = one.worked
+    assert not one.lacks(one.received, 7, now)
+    assert not any(one.lacks(one.received + 1, 7, now + late) for late in range(60))
+    assert one.lacks(one.received + 1, 8, now + 60)
+
+
+def test_a_message_is_lost_where_a_connection_has_ended_and_nothing_comes() -> None:
+    one = member(0.05)
+    now = one.worked
+    assert not one.lacks(one.received, 0, now + 100)  # all is here
+    assert not one.lacks(one.received + 1, 1, now + 101)
+    one.note_work(now + 105)  # and goes on
+    assert not one.lacks(one.received + 1, 1, now + 112)
+    assert one.lacks(one.received + 1, 1, now + 105 + LOST_S)
+    assert not one.lacks(one.received, 1, now + 116)
+    assert not one.lacks(one.received + 1, 1, now + 200)
 
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6))

@@ -114,7 +114,8 @@ def test_a_member_that_is_to_end_hands_over_to_its_successor(
     ready: DPFlowDataLoader[Any], platform: Troubled, dataset: Watched, eventually: Callable[..., None]
 ) -> None:
     eventually(lambda: len(names_of(ready)) == 2)
-    loads, before = len(dataset.noted("loads")), ready.stats()
+    loads, restarts = len(dataset.noted("loads")), ready.stats().restarts
+    duplicates = ready._iterator._shard.totals().duplicates
     old = names_of(ready)[0]
     epochs = 0
     platform.warned[old] = 60.0
@@ -122,10 +123,12 @@ def test_a_member_that_is_to_end_hands_over_to_its_successor(
     while names_of(ready).get(0, old) == old:
         assert [one["index"] for one in by_index(iter(ready))] == [*range(SIZE)]
         epochs += 1
-    stats = ready.stats()
-    twice = len(dataset.noted("loads")) - loads - epochs * SIZE
-    assert twice <= stats.duplicates - before.duplicates
-    assert stats.restarts == before.restarts
+    # Only what was taken over from a busy worker that had begun it, and is counted when that comes too.
+    totals = ready._iterator._shard.totals
+    eventually(
+        lambda: len(dataset.noted("loads")) - loads - epochs * SIZE <= totals().duplicates - duplicates
+    )
+    assert ready.stats().restarts == restarts
 
 
 def test_a_sample_that_hangs_costs_its_member_and_is_loaded_again(
@@ -232,10 +235,15 @@ def test_local_workers_beside_members_load_the_same_batches_through_kills(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["items", "stream"])
 def test_members_of_a_limited_life_follow_one_another_and_nothing_is_lost_or_loaded_twice(
-    tmp_path: Path, kind: str
+    tmp_path: Path, kind: str, eventually: Callable[..., None]
 ) -> None:
     platform = Troubled(limits={"longest_life_s": 40.0}, held_from=2)
-    items: Any = Watched(SIZE, tmp_path) if kind == "items" else PacedStream(SIZE, augment=True)
+    # Large ones, which come after the words of a member that leaves.
+    items: Any = (
+        Watched(SIZE, tmp_path, pace_s=0.2, payload=4 << 20)
+        if kind == "items"
+        else PacedStream(SIZE, augment=True)
+    )
     loader = DPFlowDataLoader(
         items,
         batch_size=None,
@@ -243,6 +251,7 @@ def test_members_of_a_limited_life_follow_one_another_and_nothing_is_lost_or_loa
         persistent_workers=True,
         platform=platform,
         generator=torch.Generator().manual_seed(7),
+        options=LoaderOptions(shared_memory=0),
     )
     torchs = DataLoader(
         PacedStream(SIZE, augment=True),
@@ -262,7 +271,9 @@ def test_members_of_a_limited_life_follow_one_another_and_nothing_is_lost_or_loa
         else:
             assert [one["index"] for one in batches] == [*range(SIZE)]
     if kind == "items":
-        assert len(items.noted("loads")) - epochs * SIZE <= loader.stats().duplicates
+        # Only what was taken over from a busy worker that had begun it, and is counted when that comes too.
+        totals = loader._iterator._shard.totals
+        eventually(lambda: len(items.noted("loads")) - epochs * SIZE <= totals().duplicates)
     assert loader.stats().restarts == 0
     loader._iterator._shutdown_workers()
 

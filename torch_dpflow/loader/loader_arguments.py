@@ -37,8 +37,9 @@ def has_processes(context: Any) -> bool:
 
 def name_of(context: Any) -> str:
     """A multiprocessing context as users give it, for messages."""
-    method = context.get_start_method(allow_none=True)
-    return repr(method or type(context).__name__)
+    kind = type(context)
+    is_pythons = kind.__module__.startswith("multiprocessing.")  # others' begin threads, or what they like
+    return repr((context.get_start_method(allow_none=True) if is_pythons else "") or kind.__name__)
 
 
 def _wrong(name: str, value: object, allowed: str) -> OptionTypeError:

@@ -15,6 +15,8 @@ LINE, WORK = b"line", b"work"
 LEAST_WINDOW, MOST_WINDOW = 2, 8
 #: Such a part of the usual time of a task may pass in a round trip before a window grows for it.
 NEGLIGIBLE = 0.05
+#: After how long without any message one is lost that a connection's end may have cost, seconds.
+LOST_S = 10.0
 #: Weight of the latest task in its usual time.
 _WEIGHT = 0.2
 
@@ -38,8 +40,9 @@ class RemoteMember:
     bye: WorkerBye | None = None
     received: int = 0
     sent: int = 0
-    #: Since when it has sent more than was received, as it says.
+    #: Since when it has sent more than was received, as it says, and how many connections had ended when it had not.
     short_since: float | None = None
+    losses: int = 0
     #: The time between two of its messages as a worker, a moving average, and when the latest has come.
     usual_s: float = 0.0
     worked: float = 0.0
@@ -55,6 +58,18 @@ class RemoteMember:
             passed_s = now - self.worked
             self.usual_s = self.usual_s + _WEIGHT * (passed_s - self.usual_s) if self.usual_s else passed_s
         self.heard = self.worked = now
+
+    def lacks(self, sent: int, losses: int, now: float) -> bool:
+        """Whether a message of it is lost: it has sent so many.
+
+        losses: how many connections have ended here. Where none has, a message that is late is on its way, for as long
+        as a slow link takes.
+        """
+        if sent <= self.received:
+            self.short_since, self.losses = None, losses
+            return False
+        self.short_since = now if self.short_since is None else self.short_since
+        return losses != self.losses and now - max(self.short_since, self.worked) >= LOST_S
 
     def fitting_window(self, round_trip_s: float) -> int:
         """How many tasks it should hold, where a message to it and its answer take so long."""

@@ -213,7 +213,8 @@ class RemoteWorkers:
                 piece = self._content.piece(digest, offset)
                 self.listener.send(peer, [encode(Piece(digest, offset)), piece])
             case WorkerBeat(sent=sent, round_trip_s=round_trip_s):
-                self._check_count(member, sent)
+                if member.lacks(sent, self.listener.losses, member.heard):
+                    self.kill(member.number, "messages of it were lost with a connection")
                 self._fit_window(member, round_trip_s)
                 self._send(peer, WorkerBeat(member.sent))
             case MemberLacks(modules=modules):
@@ -242,14 +243,6 @@ class RemoteWorkers:
             member.peer(LINE),
             MemberWelcome(content.digest, content.nbytes, content.code_digest, content.code_nbytes),
         )
-
-    def _check_count(self, member: RemoteMember, sent: int) -> None:
-        if sent <= member.received:
-            member.short_since = None
-        elif member.short_since is None:
-            member.short_since = member.heard
-        elif member.heard - member.short_since >= LEASE_S / 2:
-            self.kill(member.number, "messages of it were lost with a connection")
 
     def _fit_window(self, member: RemoteMember, round_trip_s: float) -> None:
         window = member.fitting_window(round_trip_s)
