@@ -6,6 +6,7 @@ import dis
 import gc
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -29,7 +30,6 @@ class Interruption:
         self._left = place
         #: By frame, the latest instruction.
         self._latest: dict[FrameType, int] = {}
-        self._instructions: dict[CodeType, tuple[dict[int, str], Callable[[int], int | None]]] = {}
 
     def __enter__(self) -> None:
         gc.disable()  # what ends workers that others have left is not to be interrupted
@@ -49,10 +49,7 @@ class Interruption:
     def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "opcode":
             code, here = frame.f_code, frame.f_lasti
-            if code not in self._instructions:
-                names = {one.offset: one.opname for one in dis.get_instructions(code)}
-                self._instructions[code] = names, _handlers(code)
-            names, handler = self._instructions[code]
+            names, handler = _instructions(code)
             before = self._latest.get(frame, here)
             self._latest[frame] = here
             # Python looks at the end of an instruction, and a trace function acts at the beginning of the next one:
@@ -64,6 +61,12 @@ class Interruption:
                     sys.settrace(None)
                     raise KeyboardInterrupt
         return self._step
+
+
+@cache  # thousands of interruptions pass the same code
+def _instructions(code: CodeType) -> tuple[dict[int, str], Callable[[int], int | None]]:
+    """The names of its instructions by offset, and what handles their errors."""
+    return {one.offset: one.opname for one in dis.get_instructions(code)}, _handlers(code)
 
 
 def _handlers(code: CodeType) -> Callable[[int], int | None]:

@@ -60,8 +60,15 @@ def test_an_epoch_that_is_no_permutation_is_refused() -> None:
             counts.add(np.array(order))
 
 
-@pytest.mark.parametrize("sampler", UNIFORM)
-@pytest.mark.parametrize("scenario", SCENARIO_NAMES)
+#: All samplers where the control fails, and one in each scenario beside those; the long tests have all pairs.
+PAIRS = [
+    (sampler, scenario)
+    for number, scenario in enumerate(SCENARIO_NAMES)
+    for sampler in (UNIFORM if scenario in PARTIAL else (UNIFORM[number - 3],))
+]
+
+
+@pytest.mark.parametrize(("sampler", "scenario"), PAIRS)
 def test_uniform_over_a_hundred_epochs(sampler: str, scenario: str) -> None:
     judgement = judge(sampler, scenario, epochs=EPOCHS, samples=100)
     # A perfect sampler is rejected somewhere in one run of twenty, and each cell is eight runs.

@@ -83,7 +83,7 @@ SAMPLERS: list[Callable[[int, torch.Generator | None], Any]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(50))
+@pytest.mark.parametrize("number", range(32))
 def test_two_epochs_equal_torchs_bit_for_bit(Loader: Any, number: int) -> None:
     arguments = random_arguments(number)
 

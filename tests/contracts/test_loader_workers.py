@@ -108,7 +108,8 @@ def test_worker_init_fn_is_called_once_a_worker(Loader: Any, tmp_path: Any) -> N
     assert len({pid for _worker, pid in workers}) == 2
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", None])
+#: Forkserver: `test_loader_randomness` compares what its workers load.
+@pytest.mark.parametrize("method", ["fork", "spawn", None])
 def test_start_methods(Loader: Any, method: str | None) -> None:
     rows = Rows(5)
     loader = Loader(rows, batch_size=2, num_workers=1, multiprocessing_context=method)

@@ -62,8 +62,7 @@ def test_at_every_batch_without_a_state_of_the_dataset(OurLoader: Any, num_worke
     assert in_fork(resumed, make, states) == expected
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("sizes", [[0, 3, 6], [5, 2, 0]])
+@pytest.mark.parametrize(("sizes", "drop_last"), [([0, 3, 6], False), ([5, 2, 0], True)])
 def test_at_every_batch_of_uneven_shares(OurLoader: Any, sizes: list[int], drop_last: bool) -> None:
     def make() -> Any:
         return OurLoader(Uneven(sizes), batch_size=2, num_workers=3, drop_last=drop_last)
@@ -73,7 +72,7 @@ def test_at_every_batch_of_uneven_shares(OurLoader: Any, sizes: list[int], drop_
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "persistent_workers"), [(0, False), (1, False), (1, True), (3, False), (3, True)]
+    ("num_workers", "persistent_workers"), [(0, False), (1, True), (3, False), (3, True)]
 )
 def test_at_every_batch_with_a_state_of_the_dataset(
     OurLoader: Any, num_workers: int, persistent_workers: bool, tmp_path: Any

@@ -75,6 +75,11 @@ DRAWN_FROM_THE_PROCESS: dict[str, Callable[[], Arguments]] = {
 }
 #: By the number of workers of the loader that is saved, those of loaders that go on, in turn.
 OTHERS = {0: [2, 0, 1, 0], 2: [0, 3, 1, 0]}
+#: Saved without workers, which draw nothing ahead: one of each kind of sampler suffices.
+SAVED_BY = [
+    *((name, 2) for name in SELF_CONTAINED),
+    *((name, 0) for name in ("shuffled", "unbatched", "own generator", "stateful sampler")),
+]
 
 
 def plain(batches: Any) -> list[Any]:
@@ -135,8 +140,7 @@ def every_position(
     return states, [(epoch[after:], following) for after in range(len(states))]
 
 
-@pytest.mark.parametrize("name", SELF_CONTAINED)
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("name", "num_workers"), SAVED_BY)
 def test_at_every_batch_with_any_number_of_workers(OurLoader: Any, name: str, num_workers: int) -> None:
     arguments = SELF_CONTAINED[name]
     states, expected = every_position(OurLoader, arguments, num_workers, Indices(SIZE))
@@ -161,8 +165,9 @@ def test_with_torchs_seeding_the_same_number_of_workers_goes_on(OurLoader: Any, 
     assert in_fork(resumed, OurLoader, arguments, states, same, Augmented(SIZE)) == expected
 
 
-@pytest.mark.parametrize("name", DRAWN_FROM_THE_PROCESS)
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("name", "num_workers"), [*((name, 2) for name in DRAWN_FROM_THE_PROCESS), ("eager", 0)]
+)
 def test_the_epoch_is_exact_without_a_generator(OurLoader: Any, name: str, num_workers: int) -> None:
     arguments = DRAWN_FROM_THE_PROCESS[name]
     states, expected = every_position(OurLoader, arguments, num_workers, Indices(SIZE))

@@ -45,7 +45,9 @@ def loaders(loader_class: Any, log: str) -> list[Callable[[], Any]]:
 
 @pytest.mark.parametrize("way", KEEPING)
 def test_the_state_survives_being_kept(OurLoader: Any, way: str, tmp_path: Any) -> None:
-    for make in loaders(OurLoader, str(tmp_path / "log")):
+    made = loaders(OurLoader, str(tmp_path / "log"))
+    # What is in a state decides: all loaders for the way that takes least, each other way with those that hold most.
+    for make in made if way == "json" else made[2:]:
         loader = make()
         iterator = iter(loader)
         next(iterator)

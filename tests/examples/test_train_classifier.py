@@ -73,18 +73,16 @@ def test_it_trains_and_sums_up(train: Callable[..., int], tmp_path: Path, loader
     assert (summary["loader_stats"] is not None) == (loader == "dpflow")
 
 
-@pytest.mark.parametrize("loader", ["torch", "dpflow"])
-def test_same_seed_same_weights_other_seed_others(
-    train: Callable[..., int], tmp_path: Path, loader: str
-) -> None:
+def test_same_seed_same_weights_other_seed_others(train: Callable[..., int], tmp_path: Path) -> None:
+    """With torch's loader: `test_torch_resumes_at_an_epoch_boundary_exactly`."""
     for name, seed in (("one", 1), ("two", 1), ("three", 2)):
-        train(f"--loader={loader}", "--epochs=1", f"--seed={seed}", f"--output={tmp_path / name}")
+        train("--loader=dpflow", "--epochs=1", f"--seed={seed}", f"--output={tmp_path / name}")
     one, two, three = (checkpoint_of(tmp_path / name) for name in ("one", "two", "three"))
     assert_same_training(one, two)
     assert one["history"][0]["train_loss"] != three["history"][0]["train_loss"]
 
 
-@pytest.mark.parametrize("steps", [1, 3, BATCHES, BATCHES + 2])
+@pytest.mark.parametrize("steps", [3, BATCHES, BATCHES + 2])
 def test_resume_equals_an_uninterrupted_run(
     train: Callable[..., int], tmp_path: Path, uninterrupted: dict[str, Any], steps: int
 ) -> None:
