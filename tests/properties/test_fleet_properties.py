@@ -310,5 +310,5 @@ class FleetMachine(RuleBasedStateMachine):
         assert self.fleet.members == []
 
 
-FleetMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+FleetMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestFleetMachine = FleetMachine.TestCase

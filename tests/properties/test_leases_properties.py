@@ -80,5 +80,5 @@ class Members(RuleBasedStateMachine):
         assert self.leases.members == self.members
 
 
-Members.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+Members.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestMembers = Members.TestCase

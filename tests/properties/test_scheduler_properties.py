@@ -256,7 +256,7 @@ class Interleavings(RuleBasedStateMachine):
             assert rounds < 100 + 10 * len(self.pins), f"stuck with {self.open_tasks()}"
 
 
-Interleavings.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+Interleavings.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestInterleavings = Interleavings.TestCase
 
 

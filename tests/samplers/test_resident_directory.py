@@ -67,7 +67,7 @@ def test_one_load_beyond_the_capacity_keeps_its_last_samples() -> None:
     assert np.flatnonzero(kept.resident(np.arange(SIZE))).tolist() == [7, 8, 9]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     capacity=st.integers(1, 12),
     protected=st.integers(0, 6),

@@ -17,7 +17,7 @@ class _Strategy(SamplingContract):
 
 class TestSharedLog(_Strategy):
     strategy = "shared-log"
-    examples = 150
+    examples = 70
 
 
 class TestDynaGCS(_Strategy):

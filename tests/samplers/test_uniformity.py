@@ -48,7 +48,14 @@ def _rejected(p_values: np.ndarray, level: float = 0.05) -> float:
     return float((np.flatnonzero(below)[-1] + 1) / len(below)) if below.any() else 0.0
 
 
-@pytest.mark.parametrize("strategy", ["shared-log", "joader", "coordl", "independent"])
+#: Of the others `tests/benchmarks/test_simulation_uniformity.py` says so over as many epochs.
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "shared-log",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("joader", "coordl", "independent")),
+    ],
+)
 def test_orders_are_uniform(strategy: str) -> None:
     positions, samples, ratio = failing_shares(strategy)
     # A perfect sampler fails at a position in one run of twenty, and has a ratio of 1.00 +- 0.05.
@@ -61,7 +68,7 @@ def test_orders_are_uniform_with_some_independence() -> None:
     assert max(failing_shares("shared-log", independence=0.3)[:2]) <= 2 / 32
 
 
-@pytest.mark.parametrize("strategy", ["dynagcs-letter", "dynagcs"])
+@pytest.mark.parametrize("strategy", [pytest.param("dynagcs-letter", marks=pytest.mark.slow), "dynagcs"])
 def test_the_test_can_fail(strategy: str) -> None:
     """The thesis's DynaGCS reads first what is shared, and must be found out."""
     positions, samples, ratio = failing_shares(strategy)

@@ -131,6 +131,17 @@ SampleWorker(connection, number, incarnation, lambda digest, going_on: open(sys.
 """
 
 
+#: Two of them, of one process that imports torch for both.
+TWO_ELSEWHERE = f"""
+import os, sys, torch
+other = os.fork()
+sys.argv[1:] = sys.argv[1:5] if other else sys.argv[5:]
+{ELSEWHERE}
+if other:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
+"""
+
+
 @pytest.mark.parametrize("workers", ["ipc", "tcp"], indirect=True)
 def test_a_worker_in_another_pid_namespace_loads_and_is_replaced(workers: Workers, tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-fp", "true"], check=False, capture_output=True).returncode:
@@ -181,13 +192,13 @@ def test_a_worker_in_another_pid_namespace_loads_and_is_replaced(workers: Worker
 def test_a_worker_ends_where_no_shard_of_its_node_answers(tmp_path: Path) -> None:
     # As a shard of another node, to which it is a stranger.
     server = RpcServer(listen(f"ipc://{tmp_path}/other"))
-    with (
-        interpreter(ELSEWHERE, server.address, "1", "nowhere", "60") as stranger,
-        interpreter(ELSEWHERE, f"ipc://{tmp_path}/nobody", "1", "nowhere", "2") as lonely,
-    ):
-        wait(lambda: [server.step(0.02), stranger.poll(), lonely.poll()][1:] == [0, 0])
-        assert "another node" in stranger.communicate()[1]
-        assert "has not answered for 2 s" in lonely.communicate()[1]
+    stranger = (server.address, "1", "nowhere", "60")
+    lonely = (f"ipc://{tmp_path}/nobody", "1", "nowhere", "2")
+    with interpreter(TWO_ELSEWHERE, *stranger, *lonely) as both:
+        wait(lambda: [server.step(0.02), both.poll()][1] == 0)
+        said = both.communicate()[1]
+    assert "another node" in said
+    assert "has not answered for 2 s" in said
     server.close()
 
 
