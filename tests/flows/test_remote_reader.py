@@ -26,7 +26,7 @@ from tests.flows.task_flows import (
     write_images,
     write_speech,
 )
-from tests.new_process import interpreter
+from tests.new_process import run_interpreter
 from tests.shared_cluster import TestCluster
 from torch_dpflow import JobOptions
 from torch_dpflow.datasets import DatasetStore
@@ -227,28 +227,33 @@ def test_a_mapped_dataset_joins_in_every_process_that_reads_it(remote: Remote) -
     assert mapped.__getitems__([]) == []
 
 
+#: Imports once, which takes most of its time; both processes describe the flow, each for itself.
 PROGRAM = """
-import sys
+import os, sys
 import torch
 from torchvision.transforms import v2
 from torch_dpflow import JobOptions
 from torch_dpflow.flows import DataLoadFlow, RemoteDataLoadFlowReader
 
+other = os.fork()
 flow = DataLoadFlow("test/processes", 1).dataset("core/x", samples=[(n, n % 3) for n in range(6)])
 flow.map_data("image", lambda number: torch.full((3, 2, 2), float(number)), cache="always")
 flow.map_data("normalize", v2.Normalize([0.5] * 3, [0.25] * 3), cache="always")
 flow.map_data("shift", lambda image, by=torch.ones(1): image + by, cache="always")
 job = JobOptions(idle_s=3.0, patience_s=60.0)
 mapped = flow.prepare_read(RemoteDataLoadFlowReader(address=sys.argv[1], workers=1, job=job)).to_mapped()
-print([(int(image[0, 0, 0]), label) for image, label in mapped.__getitems__(list(range(6)))])
+told = [(int(image[0, 0, 0]), label) for image, label in mapped.__getitems__(list(range(6)))]
+os.write(1, f"{told}\\n".encode())  # whole, beside the other's
+if other:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 
 
 def test_processes_that_describe_a_flow_alike_read_it_together(cluster: TestCluster) -> None:
-    readers = [interpreter(PROGRAM, cluster.address) for _ in range(2)]
-    told = [reader.communicate(timeout=150) for reader in readers]
+    done = run_interpreter(PROGRAM, cluster.address, timeout_s=150)
+    assert done.returncode == 0, done.stderr
     expected = str([(4 * number - 1, number % 3) for number in range(6)])
-    assert [out.strip() for out, _ in told] == [expected] * 2, told
+    assert done.stdout.splitlines() == [expected] * 2
 
 
 # -- local functions, and what cannot be loaded -------------------------------------------------------------

@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 from torch.utils.data import DistributedSampler
 
-from tests.new_process import interpreter
+from tests.new_process import run_interpreter
 
-RANK = """
-import json, sys
+#: Both ranks, of one process that imports for both.
+RANKS = """
+import json, os, sys
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torch_dpflow.samplers import DynaGCSSampler, sampling_group
 
-rank, rendezvous = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method="file://" + rendezvous, rank=rank, world_size=2)
+other = os.fork()
+rank = int(other == 0)
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
 told = {}
 for mode in ("alone", "grouped"):
     group = sampling_group("shared-log", 37) if mode == "grouped" else None
@@ -31,7 +33,9 @@ for mode in ("alone", "grouped"):
     dist.all_gather_object(parts, epochs)
     told[mode] = [sampler.num_replicas, sampler.rank, parts]
 dist.destroy_process_group()
-print(json.dumps(told))
+os.write(1, (json.dumps([rank, told]) + "\\n").encode())  # whole, beside the other's
+if rank == 0:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 
 
@@ -39,14 +43,10 @@ print(json.dumps(told))
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each rank says in each mode: the ranks, its own, and what all ranks read in each epoch."""
     rendezvous = str(tmp_path_factory.mktemp("ranks") / "rendezvous")
-    ranks = [interpreter(RANK, str(rank), rendezvous) for rank in range(2)]
-    told = []
-    for process in ranks:
-        with process:
-            out, err = process.communicate(timeout=100)
-        assert process.returncode == 0, err
-        told.append(json.loads(out.splitlines()[-1]))
-    return told
+    done = run_interpreter(RANKS, rendezvous, timeout_s=100)
+    assert done.returncode == 0, done.stderr
+    told = dict(json.loads(line) for line in done.stdout.splitlines())
+    return [told[rank] for rank in range(2)]
 
 
 @pytest.mark.parametrize("mode", ["alone", "grouped"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,17 @@ from torch_dpflow.remote.job.client import Replica, SharedJob
 Join = Callable[..., SharedJob]
 SIZE = 101
 
-#: One rank of two; writes what it reads in each of two epochs, by either sampler.
+#: Two ranks, of one process that imports for both; each writes what it reads in each of two epochs, by either sampler.
 PROGRAM = """
-import json, sys
+import json, os, sys
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 from tests.shared_datasets import Numbers
 from torch_dpflow import DPFlowDataLoader, DynaGCSSampler, JobOptions
 given = json.loads(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://" + given["meet"], rank=given["rank"], world_size=2)
+other = os.fork()
+rank = int(other == 0)
+dist.init_process_group("gloo", init_method="file://" + given["meet"], rank=rank, world_size=2)
 dataset, epochs = Numbers(given["size"]), []
 for kind in (DistributedSampler, DynaGCSSampler):
     sampler = kind(dataset, seed=3)
@@ -42,8 +43,10 @@ for kind in (DistributedSampler, DynaGCSSampler):
         epochs.append([int(key) for _, labels in loader for key in labels])
         assert len(epochs[-1]) == len(sampler)
 dist.barrier()
-print(json.dumps(epochs), flush=True)
+os.write(1, (json.dumps([rank, epochs]) + "\\n").encode())  # whole, beside the other's
 dist.destroy_process_group()
+if rank == 0:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
 """
 
 
@@ -54,19 +57,14 @@ def keys(batches: Any) -> list[int]:
 def test_two_processes_read_disjoint_parts_that_are_drawn_anew_while_another_job_reads(
     cluster: TestCluster, join: Join, flow: str, tmp_path: Path
 ) -> None:
-    common = {"meet": str(tmp_path / "meet"), "size": SIZE, "flow": flow}
+    given = {"meet": str(tmp_path / "meet"), "size": SIZE, "flow": flow, "address": cluster.address}
     plain = join(flow, Numbers(SIZE), batch_size=8, seed=9)
-    with ExitStack() as stack:
-        ranks = [
-            stack.enter_context(
-                interpreter(PROGRAM, json.dumps({**common, "address": cluster.address, "rank": rank}))
-            )
-            for rank in range(2)
-        ]
+    with interpreter(PROGRAM, json.dumps(given)) as ranks:
         assert all(sorted(keys(plain.traverse(epoch))) == list(range(SIZE)) for epoch in range(2))
-        told = [rank.communicate(timeout=120) for rank in ranks]
-    assert all(out for out, _ in told), told
-    parts = [json.loads(out) for out, _ in told]
+        out, err = ranks.communicate(timeout=120)
+    assert ranks.returncode == 0, err
+    told = dict(json.loads(line) for line in out.splitlines())
+    parts = [told[rank] for rank in range(2)]
     for first, second in zip(*parts, strict=True):
         assert len(first) == len(second) == 51
         # 101 samples for two ranks: one is read twice, as by DistributedSampler.
