@@ -30,7 +30,7 @@ def test_a_fork_server_that_is_killed_or_hangs_takes_nobody_along(
     cluster: TestCluster, nursery: Nursery, tmp_path: Path, number: signal.Signals
 ) -> None:
     job = ChaosJob.start(
-        nursery, cluster, tmp_path, flow="chaos/flow", number=0, size=400, epochs=1, endless=True
+        nursery, cluster, tmp_path, flow="chaos/flow", number=0, size=400, epochs=1, endless=True, step_s=0.01
     )
     wait(lambda: job.batches() >= 5, what="the first batches")
     before = {view.id: view for view in cluster.processes()}
@@ -76,7 +76,7 @@ def test_a_service_without_descriptors_lives_on(
     cluster: TestCluster, nursery: Nursery, tmp_path: Path, part: str
 ) -> None:
     job = ChaosJob.start(
-        nursery, cluster, tmp_path, flow="chaos/flow", number=0, size=400, epochs=1, endless=True
+        nursery, cluster, tmp_path, flow="chaos/flow", number=0, size=400, epochs=1, endless=True, step_s=0.01
     )
     wait(lambda: job.batches() >= 5, what="the first batches")
     service = service_of(cluster, part)

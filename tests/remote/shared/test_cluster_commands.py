@@ -159,12 +159,3 @@ def test_down_ends_a_cluster_that_is_still_coming_up(tmp_path: Path, monkeypatch
     assert run("down", "--address", address).exit_code == 0
     thread.join(20)
     assert not thread.is_alive()
-
-
-def test_down_ends_everything(own_cluster: TestCluster) -> None:
-    pids = [own_cluster.pid]
-    wait(lambda: own_cluster.processes("coordinator"), what="the coordinator")
-    pids += [view.pid for view in own_cluster.processes()]
-    assert run("down", "--address", own_cluster.address).exit_code == 0
-    wait(lambda: all(map(has_ended, pids)), what="the end of every process")
-    assert not Path(own_cluster.address).exists()

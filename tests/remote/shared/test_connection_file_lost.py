@@ -59,18 +59,14 @@ def test_a_cluster_goes_on_without_its_connection_file_and_writes_it_again(
         folder.mkdir()
         wait(lambda: Path(session.address).exists(), what="the file")
         assert find_cluster(session.address) == before
-    assert CliRunner().invoke(root, ["down", "--address", session.address]).exit_code == 0
+    # Over tcp it takes the keys of the file; on this machine the address that `dpflow up` has printed will do.
+    address = session.address if before.address.startswith("tcp") else before.address
+    if address == before.address:
+        Path(session.address).unlink()
+    ended = CliRunner().invoke(root, ["down", "--address", address])
+    assert (ended.exit_code, ended.output) == (0, f"{before.address} is stopping\n")
     wait(lambda: has_ended(session.pid), what="the cluster's end")
     assert not list(folder.iterdir())
-
-
-def test_down_takes_the_address_that_up_has_printed(tmp_path: Path) -> None:
-    cluster = TestCluster.start(tmp_path)
-    address = find_cluster(cluster.address).address
-    Path(cluster.address).unlink()
-    ended = CliRunner().invoke(root, ["down", "--address", address])
-    assert (ended.exit_code, ended.output) == (0, f"{address} is stopping\n")
-    wait(lambda: has_ended(cluster.pid), what="the cluster's end")
 
 
 #: Announces a cluster as soon as it is told to, and says whether it has the file.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -153,15 +152,3 @@ def test_a_cluster_that_is_told_to_end_leaves_nothing(
     # The process that forked the others ends by itself, when the node has.
     wait(lambda: place not in Path("/proc/net/unix").read_text(), what="the end of every socket")
     assert not Path(cluster.address).exists()
-
-
-def test_a_cluster_that_is_killed_leaves_no_directory(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    folder = tmp_path_factory.mktemp("c")
-    cluster = TestCluster.start(folder)
-    wait(lambda: cluster.processes("coordinator"), what="the coordinator")
-    pids = [cluster.pid, *(view.pid for view in cluster.processes())]
-    os.kill(cluster.pid, signal.SIGKILL)
-    wait(lambda: all(map(has_ended, pids)), what="the end of every process")
-    assert sorted(path.name for path in folder.iterdir()) == ["connection", "log"]

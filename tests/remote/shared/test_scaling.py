@@ -70,7 +70,7 @@ def test_two_jobs_read_on_while_shards_go_from_one_to_three_to_two(
             endless=True,
             ordered=number == 1,
             cost_s=0.001,
-            step_s=0.01,
+            step_s=0.03,
             workers=3,
         )
         for number in range(2)

@@ -66,16 +66,7 @@ def open_at(cluster: TestCluster, flow: str, patience_s: float) -> SharedJob:
     return open_job(flow, Numbers(400), address=cluster.address, batch_size=4, options=options)
 
 
-def test_a_cluster_that_is_gone_is_told_when_patience_ends(own: TestCluster, flow: str) -> None:
-    with open_at(own, flow, 5.0) as job:
-        batches = job.traverse(0)
-        next(batches)
-        own.stop()
-        with pytest.raises(DeadlineError, match=rf"flow '{flow}', job '.*patience_s=5 s.*start it again"):
-            list(batches)
-
-
-def test_a_job_goes_on_with_the_cluster_that_takes_the_place_of_its_own(
+def test_a_job_goes_on_with_the_cluster_that_takes_the_place_of_its_own_and_is_told_when_none_does(
     own: TestCluster, flow: str, tmp_path: Path
 ) -> None:
     with open_at(own, flow, 60.0) as job:
@@ -87,6 +78,15 @@ def test_a_job_goes_on_with_the_cluster_that_takes_the_place_of_its_own(
             assert sorted(seen + keys(batches)) == list(range(400))
             assert sorted(keys(job.traverse(1))) == list(range(400))
             assert f"{flow}@1" in other.flows()
+            job.close()
+            with open_at(other, flow, 3.0) as impatient:
+                batches = impatient.traverse(0)
+                next(batches)
+                other.stop()
+                with pytest.raises(
+                    DeadlineError, match=rf"flow '{flow}', job '.*patience_s=3 s.*start it again"
+                ):
+                    list(batches)
         finally:
             other.stop()
 

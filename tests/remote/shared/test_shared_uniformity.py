@@ -125,7 +125,7 @@ def worst(verdicts: list[Verdict]) -> tuple[float, float]:
 
 
 def test_the_orders_that_jobs_get_are_uniform(join: Join, flow: str) -> None:
-    verdicts = judge(join, flow, overlapping(24), runs=40, size=24)
+    verdicts = judge(join, flow, overlapping(24), runs=24, size=24)
     p, ratio = worst(verdicts)
     print(told(verdicts))
     assert p > 1e-5
@@ -135,7 +135,7 @@ def test_the_orders_that_jobs_get_are_uniform(join: Join, flow: str) -> None:
 @pytest.mark.slow
 def test_the_test_can_fail_through_services_too(join: Join, flow: str) -> None:
     """The thesis's intersection tree hands out first what is shared."""
-    p, ratio = worst(judge(join, flow, overlapping(24), runs=40, size=24, strategy="dynagcs"))
+    p, ratio = worst(judge(join, flow, overlapping(24), runs=24, size=24, strategy="dynagcs"))
     print(f"p {p:.1e}, chi2/df {ratio:.2f}")
     assert p < 1e-5
 

@@ -127,17 +127,14 @@ def test_a_second_cluster_does_not_share_the_store(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("method", "body"), [("scale", Scale("f", 3, 5)), ("delete", "f")], ids=["scale", "delete"]
-)
-def test_what_was_acknowledged_outlives_the_coordinator(tmp_path: Path, method: str, body: object) -> None:
+def test_what_was_acknowledged_outlives_the_coordinator(tmp_path: Path) -> None:
     """The store takes no write for a moment: what dies before that has acknowledged nothing."""
     state = tmp_path / "state"
     cluster = TestCluster.start(tmp_path, state=str(state))
-    acknowledged = threading.Event()
 
-    def ask_and_kill() -> None:
+    def ask_and_kill(method: str, body: object, acknowledged: threading.Event) -> None:
         with cluster.coordinator() as client:
+            wait(lambda: cluster.processes("coordinator"), what="the coordinator")
             pid = cluster.processes("coordinator")[0].pid
             client.call(method, body)
             os.kill(pid, signal.SIGKILL)
@@ -151,15 +148,17 @@ def test_what_was_acknowledged_outlives_the_coordinator(tmp_path: Path, method: 
         register(find_cluster(cluster.address), spec, content, patience_s=30)
         with closing(open_store(str(state))) as store:
             wait(lambda: store.find("flow/"), what="the flow in the store")
-        with closing(sqlite3.connect(state, isolation_level=None)) as held:
-            held.execute("BEGIN IMMEDIATE")
-            asking = threading.Thread(target=ask_and_kill)
-            asking.start()
-            acknowledged.wait(1)
-            held.execute("ROLLBACK")
-        assert acknowledged.wait(30)
-        asking.join()
-        found = cluster.flows()
-        assert not found if method == "delete" else found["f@1"].spec.workers == 5
+        for method, body in (("scale", Scale("f", 3, 5)), ("delete", "f")):
+            acknowledged = threading.Event()
+            with closing(sqlite3.connect(state, isolation_level=None)) as held:
+                held.execute("BEGIN IMMEDIATE")
+                asking = threading.Thread(target=ask_and_kill, args=(method, body, acknowledged))
+                asking.start()
+                acknowledged.wait(1)
+                held.execute("ROLLBACK")
+            assert acknowledged.wait(30)
+            asking.join()
+            found = cluster.flows()
+            assert not found if method == "delete" else found["f@1"].spec.workers == 5
     finally:
         cluster.stop()
