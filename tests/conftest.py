@@ -25,24 +25,20 @@ from torch_dpflow.testing import hosts
 
 #: How long a test's threads, processes and files may take to go after its end; seconds.
 GRACE_S = 10.0
-#: What takes longest, because it starts processes and waits for them; first what forks workers, while the test process
-#: is small. Each file is run whole by one process: begun at the end, a long one would be waited for by all others.
-LONG = (
-    "tests/contracts",
-    "tests/faults",
-    "tests/remote/shared",
-    "tests/chaos",
-    "tests/flows",
-    "tests/examples",
-    "tests/integration",
-    "tests/packaging",
-    "tests/remote/shard",
-    "tests/platforms",
-    "tests/benchmarks",
-    "tests/caches",
-    "tests/samplers",
-    "tests/properties",
+#: What forks workers of the test process: first, while that is small.
+FORKING = ("tests/contracts/", "tests/faults/", "tests/flows/")
+#: What waits for processes of its own for half of its time.
+WAITING = (
+    "tests/remote/shared/",
+    "tests/chaos/",
+    "tests/packaging/",
+    "tests/integration/",
+    "tests/remote/shard/",
+    "tests/platforms/",
+    "tests/hosts/",
 )
+#: What computes, and fills the other half.
+COMPUTING = ("tests/examples/", "tests/benchmarks/", "tests/caches/", "tests/samplers/", "tests/properties/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,12 +75,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first, where `--no-loadscope-reorder` leaves it at that."""
+    """The longest first, where `--no-loadscope-reorder` leaves it at that; the rest is of short files.
 
-    def place(item: pytest.Item) -> int:
-        return next((n for n, path in enumerate(LONG) if item.nodeid.startswith(path)), len(LONG))
-
-    items.sort(key=place)
+    Each file is run whole by one process: begun at the end, a long one would be waited for by all others.
+    """
+    files = [item.nodeid.partition("::")[0] for item in items]
+    place = dict.fromkeys(files, 3.0)
+    for beginning, folders in ((0, FORKING), (1, WAITING), (1, COMPUTING)):
+        lane = [file for folder in folders for file in dict.fromkeys(files) if file.startswith(folder)]
+        place |= {file: beginning + number / len(lane) for number, file in enumerate(lane)}
+    items.sort(key=lambda item: place[item.nodeid.partition("::")[0]])
 
 
 def pytest_collection_finish() -> None:
