@@ -166,6 +166,20 @@ def test_an_import_of_which_nothing_came_is_not_in_the_way(store: DatasetStore) 
     assert contents(store.open("core/numbers:v1")) == numbers(3)
 
 
+def test_a_failed_import_leaves_nothing_but_what_can_be_continued(store: DatasetStore) -> None:
+    for source in ([], breaking(3)):
+        with pytest.raises((SourceError, Stop)):
+            _add(store, source)
+        assert store.ids() == []
+    draft = _add(store, Numbered(3))
+    with pytest.raises(Stop):
+        draft.add("val", IterableImporter(breaking(3), name="numbered"), shard_size=4)
+    assert list(draft.publish().variants) == ["train"]
+    with pytest.raises(Stop):
+        Draft(store, "core/other", "v1").add("train", IterableImporter(breaking(5), name="n"), shard_size=4)
+    assert store.drafts("core/other") == ["v1"]
+
+
 def test_nothing_is_not_published(store: DatasetStore) -> None:
     with pytest.raises(OptionError, match="nothing to publish as core/numbers:v1"):
         Draft(store, "core/numbers", "v1").publish()

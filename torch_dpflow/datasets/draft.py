@@ -9,7 +9,7 @@ from typing import get_args
 from torch_dpflow.checks import check_int, check_type
 from torch_dpflow.datasets.checksums import ChecksumAlgorithm
 from torch_dpflow.datasets.describing import Describer
-from torch_dpflow.datasets.import_progress import DraftRecord, ImportProgress
+from torch_dpflow.datasets.import_progress import RECORD, DraftRecord, ImportProgress
 from torch_dpflow.datasets.importers.base import Importer
 from torch_dpflow.datasets.names import DatasetRef
 from torch_dpflow.datasets.packing import packs_of
@@ -25,6 +25,7 @@ from torch_dpflow.errors import (
     OptionTypeError,
     PublishedError,
     SourceError,
+    StorageError,
 )
 
 #: Samples in a metadata shard: some 100 to 300 kB, which take 0.7 ms to read, check and decode. With the thesis's
@@ -129,10 +130,16 @@ class Draft:
             checksum=checksum,
         )
         ref = DatasetRef(self._ref.id, self._version, variant)
+        is_new = not self._files.children(f"{self._folder}/{variant}")
         try:
             written = VariantWriter(self._files, ref, record, base).write(importer, describer, progress)
-        except (FileNotFoundError, FileExistsError) as error:
-            raise self._overtaken(ref, error) from error
+        except Exception as error:
+            if is_new:
+                with suppress(OSError, StorageError):  # the import's own error counts
+                    self._forget(variant)
+            if isinstance(error, FileNotFoundError | FileExistsError):
+                raise self._overtaken(ref, error) from error
+            raise
         self._added.add(variant)
         return written
 
@@ -197,6 +204,17 @@ class Draft:
         for folder in (f"{kind}/{self._version}/{name}" for kind in ("meta", "data") for name in variants):
             self._files.sweep(folder)
         self._files.remove(self._folder)
+
+    def _forget(self, variant: str) -> None:
+        """Remove the record of an import that has written nothing else: there is nothing to continue."""
+        folder, packs = f"{self._folder}/{variant}", f"data/{self._version}/{variant}"
+        # Packs may be those of another import, which has published this version meanwhile.
+        if [child.name for child in self._files.children(folder)] == [RECORD] and not packs_of(
+            self._files, packs
+        ):
+            self._files.remove(folder)
+            self._files.remove_empty(self._folder)
+            remove_empty(self._store, self._ref.id)
 
     def discard(self) -> None:
         """Remove everything that was written for this version, but no data that was there before."""

@@ -31,6 +31,8 @@ from torch_dpflow.datasets.spec import (
 )
 from torch_dpflow.errors import DamagedStoreError, OptionError
 
+#: The name of the file that is written first.
+RECORD = "draft.json"
 #: Files that are read concurrently: there may be thousands, each with a round trip.
 _READ_THREADS = 16
 
@@ -82,11 +84,11 @@ class ImportProgress:
         Raises:
             OptionError: an import of something else has begun and not ended.
         """
-        path = f"{self._folder}/draft.json"
+        path = f"{self._folder}/{RECORD}"
         try:
             self._files.create(path, encode_file(record))
         except FileExistsError:
-            noted = self._decode(self._files.read(path), DraftRecord, "draft.json")
+            noted = self._decode(self._files.read(path), DraftRecord, RECORD)
             if noted == record:
                 return
             if len(self._files.children(self._folder)) > 1:
@@ -110,7 +112,7 @@ class ImportProgress:
 
     def record(self) -> DraftRecord | None:
         """The record; None: nothing is being imported, or it was discarded."""
-        return self._noted("draft.json", DraftRecord)
+        return self._noted(RECORD, DraftRecord)
 
     def finished(self) -> Variant | None:
         """The whole variant, if it is written and was not discarded since."""
