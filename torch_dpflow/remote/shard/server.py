@@ -136,7 +136,8 @@ class SampleShard:
         if not range_.retired:
             self._retired_at = None
         elif self._retired_at is None:
-            SERVICE.info("shard retired; it owns no keys any more and ends once its jobs have left")
+            if self._range.end > self._range.first:  # a new one may register before its router expects it
+                SERVICE.info("shard retired; it owns no keys any more and ends once its jobs have left")
             self._retired_at = self._clock()
         if range_.generation <= self._range.generation:
             return

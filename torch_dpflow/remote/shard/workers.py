@@ -164,8 +164,9 @@ class ShardWorkers:
         }
 
     def _lose(self, number: int, worker: _FlowWorker) -> None:
-        text = "worker lost (incarnation %d); its samples are requeued"
-        SERVICE.warning(text, worker.incarnation, extra={"worker": number})
+        # Its node knows whether that was planned, and warns if not.
+        text = "worker ended (incarnation %d); its samples are requeued"
+        SERVICE.info(text, worker.incarnation, extra={"worker": number})
         self._remove(number)
         self._false_starts += number < self._expected and self._shard.is_starting(number)
         self._shard.on_worker_lost(number, None if worker.running is None else worker.running.tasks())
