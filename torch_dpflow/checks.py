@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -94,6 +95,16 @@ def check_type(name: str, value: Any, kind: type | tuple[type, ...], allowed: st
     """Raise OptionTypeError unless `value` is of `kind`; `allowed` says what to give."""
     if not isinstance(value, kind):
         raise _wrong_type(name, value, allowed)
+
+
+def check_path(name: str, value: str) -> None:
+    """Raise OptionError unless the system takes `value` as the path of a file; it may be a URL."""
+    try:
+        has_null = b"\0" in os.fsencode(value)
+    except UnicodeEncodeError as error:
+        raise OptionError(f"{name}={value!r}: {error}; no path has that character") from error
+    if has_null:
+        raise OptionError(f"{name}={value!r} has a null byte, which no path has")
 
 
 def check_tcp_address(name: str, value: Any) -> None:

@@ -74,6 +74,12 @@ def test_what_there_is_instead_is_told(store: DatasetStore) -> None:
         store.open("core/begun:v2")
 
 
+@pytest.mark.parametrize("url", ["\0", "ü\ud800"])
+def test_what_is_no_path_is_refused(url: str) -> None:
+    with pytest.raises(OptionError, match=r"which no path has|no path has that character"):
+        DatasetStore(url)
+
+
 def test_a_directory_is_no_version(local_store: DatasetStore) -> None:
     publish(local_store, Numbered(3))
     Path(local_store.url.removeprefix("file://"), "core/numbers/versions/v2.json").mkdir()

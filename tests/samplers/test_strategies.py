@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.simulation.dynagcs_letter import DynaGCSLetterGroup
-from torch_dpflow.errors import OptionError
+from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.samplers import STRATEGIES, SamplingGroup, sampling_group
 from torch_dpflow.testing.samplers import SamplingContract
 
@@ -50,6 +50,13 @@ def test_strategies_are_found_by_name() -> None:
         made = sampling_group(name, 7, capacity=3, seed=1)
         assert type(made) is group
         assert (made.strategy, made.size, made.capacity, made.seed) == (name, 7, 3, 1)
+
+
+def test_what_makes_no_group_is_refused() -> None:
+    with pytest.raises(OptionTypeError, match=r"strategy=\[\] is of type list; give one of \['shared-log'"):
+        sampling_group([], 7)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="size=1180591620717411303424 is out of range"):
+        sampling_group("shared-log", 2**70)
 
 
 def test_an_unknown_strategy_is_refused() -> None:

@@ -11,6 +11,7 @@ from typing import IO, Any, NamedTuple
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from torch_dpflow.checks import check_path
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.credentials import to_pickle
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline, exclusive, is_thread_safe
@@ -65,6 +66,7 @@ class Files:
         read_options: ReadOptions | None = None,
     ) -> None:
         address, login = split_login(str(url))
+        check_path("url", address)
         #: fsspec's options: those given, and the user and password of the URL
         self.options = {**(options or {}), **login}
         if not isinstance(read_options, ReadOptions | None):

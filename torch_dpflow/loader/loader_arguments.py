@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from torch_dpflow.checks import check_path
 from torch_dpflow.errors import OptionTypeError
 
 
 def check_types(loader: Any, address: object) -> None:
-    """Raise OptionTypeError for an argument that no iteration could use; it names what may be given."""
+    """Raise OptionTypeError or OptionError for an argument that no iteration could use."""
     try:
         operator.index(loader.num_workers)
     except TypeError:
@@ -23,8 +24,11 @@ def check_types(loader: Any, address: object) -> None:
         function = getattr(loader, name)
         if function is not None and not callable(function):
             raise _wrong(name, function, "a callable or None")
-    if address is not None and not isinstance(address, str):
+    if address is None:
+        return
+    if not isinstance(address, str):
         raise _wrong("address", address, "'auto', an address, a connection file's path as text, or None")
+    check_path("address", address)
 
 
 def has_processes(context: Any) -> bool:

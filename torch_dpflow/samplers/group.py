@@ -25,6 +25,8 @@ from torch_dpflow.samplers.indices import (
 from torch_dpflow.samplers.member import Member
 
 STATE_VERSION = 1
+#: Most samples: more than any memory has room for their numbers.
+MAX_SIZE = 2**40
 _NOTHING: IndexArray = np.empty(0, np.int64)
 
 
@@ -63,7 +65,7 @@ class SamplingGroup(ABC):
     strategy: ClassVar[str]
 
     def __init__(self, size: int, *, capacity: int | None = None, seed: int = 0) -> None:
-        self.size = check_int("size", size, minimum=1)
+        self.size = check_int("size", size, minimum=1, maximum=MAX_SIZE)
         self.capacity = (
             max(1, self.size // 10) if capacity is None else check_int("capacity", capacity, minimum=1)
         )

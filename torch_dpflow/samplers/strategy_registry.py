@@ -1,5 +1,6 @@
 """Strategies by name."""
 
+from torch_dpflow.checks import check_type
 from torch_dpflow.errors import OptionError
 from torch_dpflow.samplers.coordl import CoorDLGroup
 from torch_dpflow.samplers.dynagcs_tree import DynaGCSGroup
@@ -30,12 +31,14 @@ def sampling_group(strategy: str, size: int, *, capacity: int | None = None, see
 
     Raises:
         OptionError: no strategy has that name, or a number is out of range.
+        OptionTypeError: an argument is of the wrong type.
     """
     return STRATEGIES[check_strategy(strategy)](size, capacity=capacity, seed=seed)
 
 
 def check_strategy(strategy: str) -> str:
-    """`strategy` if it is a name in `STRATEGIES`; else OptionError."""
+    """`strategy` if it is a name in `STRATEGIES`; else OptionError, or OptionTypeError if it is no text."""
+    check_type("strategy", strategy, str, f"one of {[*STRATEGIES]}")
     if strategy not in STRATEGIES:
         names = ", ".join(map(repr, STRATEGIES))
         raise OptionError(f"strategy={strategy!r} is unknown; choose one of {names}")

@@ -47,11 +47,17 @@ def test_a_service_on_this_host_takes_no_keys(address: str) -> None:
         ("", "is the cluster up"),
         ("/no/such/file", "is the cluster up"),
         ("nul\0byte", "null byte"),
+        ("sur\ud800rogate", "surrogates not allowed; no path has"),
     ],
 )
 def test_what_names_no_cluster_is_refused(address: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         find_cluster(address)
+
+
+def test_what_is_no_path_is_refused_when_the_loader_is_made() -> None:
+    with pytest.raises(OptionError, match="null byte"):
+        DPFlowDataLoader(range(3), flow="a/b", address="\0")
 
 
 @pytest.mark.parametrize("address", [3, b"auto", ["auto"], True])

@@ -22,6 +22,7 @@ from torch_dpflow.remote.worker.sample_source import SampleAssignment
     ("given", "error", "message"),
     [
         ({"strategy": []}, OptionTypeError, r"strategy=\[\] is of type list"),
+        ({"policy": ""}, OptionError, r"policy='' is not one of \['alsd'"),
         ({"policy": {}}, OptionTypeError, r"policy=\{\} is of type dict"),
         ({"ready": 9}, OptionError, "ready=9, asked=8: .*give asked=10 or more, or a smaller ready"),
         ({"repeatable": 1}, OptionTypeError, "repeatable=1: give True, False or None"),

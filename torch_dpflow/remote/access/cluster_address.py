@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from torch_dpflow.checks import check_path
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.remote.access.connection_file import read_connection_file
 from torch_dpflow.remote.rpc import ClientOptions, RpcClient
@@ -76,8 +77,7 @@ def find_cluster(address: str | os.PathLike[str] | None = "auto") -> Cluster:
         address = os.environ.get(ADDRESS_VARIABLE) or str(default_connection_file())
     assert address is not None
     address = os.fspath(address)
-    if "\0" in address:
-        raise OptionError(f"address={address!r} has a null byte, which no path has")
+    check_path("address", address)
     if "://" in address:
         _check_direct(address)
         return Cluster(address=address, transport=TransportOptions())

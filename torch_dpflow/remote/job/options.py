@@ -125,7 +125,7 @@ def _check_algorithms(policy: str | None, strategy: str) -> None:
     for name, value in (("policy", policy), ("strategy", strategy)):
         if not isinstance(value, str) and (name, value) != ("policy", None):
             raise OptionTypeError(f"{name}={value!r} is of type {type(value).__name__}; give its name")
-    check_algorithms(policy or "none", strategy)
+    check_algorithms("none" if policy is None else policy, strategy)
 
 
 def _check_name(field: str, value: Any) -> None:

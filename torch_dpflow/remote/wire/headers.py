@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from torch_dpflow.errors import ErrorKind, MessageError
+from torch_dpflow.errors import ErrorKind, MessageError, OptionError
 from torch_dpflow.remote.wire.fields import Count, Name, Seconds, Text
 from torch_dpflow.remote.wire.parcel_table import ParcelTable
 from torch_dpflow.remote.wire.shared_blocks import BlockRef, ProbeRef
@@ -391,8 +391,11 @@ def version_of(frame: bytes | bytearray | memoryview) -> int:
 
 
 def encode_body(body: object) -> msgspec.Raw:
-    """A call's arguments or its result, as msgpack; None is one byte."""
-    return EMPTY_BODY if body is None else msgspec.Raw(_encoder.encode(body))
+    """A call's arguments or its result, as msgpack; None is one byte. Raises OptionError for text that has no UTF-8."""
+    try:
+        return EMPTY_BODY if body is None else msgspec.Raw(_encoder.encode(body))
+    except UnicodeEncodeError as error:
+        raise OptionError(f"{error.object!r:.80} cannot be sent: {error.reason}; give other text") from error
 
 
 def decode_body(body: msgspec.Raw, decoder: msgspec.msgpack.Decoder[T]) -> T:
