@@ -95,8 +95,10 @@ def up(
     )
     cluster = LocalCluster(options)
     with stopped_by_signals(cluster.node):
-        cluster.serve(ready=lambda: _announce(cluster, options, as_json=as_json))
-        end_fork_server()
+        try:
+            cluster.serve(ready=lambda: _announce(cluster, options, as_json=as_json))
+        finally:
+            end_fork_server()
     if not as_json:
         click.echo("dpflow is down")
 

@@ -63,7 +63,7 @@ def ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None, *, dou
     try:
         return coordinator.call(method, body, reply_type=kind, timeout_s=ANSWER_S).body
     except RemoteCallError as error:
-        if error.kind is not ErrorKind.USAGE:
+        if error.kind not in (ErrorKind.USAGE, ErrorKind.OVERLOADED):
             raise
         raise UsageError(error.text) from error
     except DeadlineError as error:

@@ -5,6 +5,7 @@ Real servers in the places of coordinator, router and shard, whose methods fail 
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -15,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torch_dpflow.errors import ErrorKind, RemoteCallError, UsageError
+from torch_dpflow.errors import DeadlineError, ErrorKind, RemoteCallError, UsageError
 from torch_dpflow.remote.access.cluster_address import Cluster
 from torch_dpflow.remote.job.client import JobOptions, SharedJob
 from torch_dpflow.remote.job.description import JobDescription
 from torch_dpflow.remote.job.flow_registration import register
-from torch_dpflow.remote.job.outage_log import MOST_FAULTS
+from torch_dpflow.remote.job.outage_log import MOST_FAULTS, OutageLog
 from torch_dpflow.remote.parcel.codec import encode
 from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
 from torch_dpflow.remote.transport import TransportOptions, listen
@@ -188,6 +189,27 @@ def test_a_content_is_brought_again_where_too_many_are_on_their_way_as_long_as_t
     service.faults["store"], service.error = faults, OverloadedError("come again")
     cluster = Cluster(address=service.address, transport=TransportOptions())
     spec = FlowSpec(name="f", version=1, size=SIZE, content="0" * 64, fingerprint={})
-    with nullcontext() if faults == 2 else pytest.raises(RemoteCallError, match="come again"):
+    with (
+        nullcontext()
+        if faults == 2
+        else pytest.raises(DeadlineError, match=r"'f': come again .waited 0\.3 s")
+    ):
         register(cluster, spec, b"packed", patience_s=30 if faults == 2 else 0.3)
     assert faults != 2 or service.calls["store"] == 3
+
+
+def test_who_registers_waits_for_a_coordinator_that_has_no_state_and_says_so(
+    service: FailingService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in ("outage_log", "flow_registration"):
+        monkeypatch.setattr(f"torch_dpflow.remote.job.{module}.SILENCE_S", 0.05)
+    service.faults["register"], service.error = float("inf"), OverloadedError("the state store is away")
+    spec = FlowSpec(name="f", version=1, size=SIZE, content="0" * 64, fingerprint={})
+    for address, reason, line in (
+        (service.address, "the state store is away", "has waited for 0 s, .* the state store is away"),
+        (f"{service.address}-none", "no cluster answers at", "no answer from its services for 0 s"),
+    ):
+        cluster = Cluster(address=address, transport=TransportOptions())
+        with pytest.raises(DeadlineError, match=reason):
+            register(cluster, spec, b"", patience_s=0.5, outages=OutageLog("f", "j", patience_s=0.5))
+        assert re.search(line, caplog.text)

@@ -15,16 +15,18 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tests.new_process import interpreter
 from tests.redis_server import RedisServer
 from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Numbers
 from tests.workers import has_ended
 from torch_dpflow.cli.main import root
+from torch_dpflow.errors import DeadlineError, RemoteCallError
 from torch_dpflow.remote.access.cluster_address import find_cluster
 from torch_dpflow.remote.job.client import JobOptions, SharedJob
 from torch_dpflow.remote.job.flow_registration import register
 from torch_dpflow.remote.services.state_store import open_store
-from torch_dpflow.remote.wire.coordinator import Scale
+from torch_dpflow.remote.wire.coordinator import FlowView, Scale
 from torch_dpflow.remote.wire.flow_spec import FlowSpec
 
 OPTIONS = JobOptions(patience_s=60.0, ready=1, asked=2)
@@ -49,6 +51,14 @@ def cluster(redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 def open_at(cluster: TestCluster, flow: str) -> SharedJob:
     return open_job(flow, Numbers(400), address=cluster.address, batch_size=4, options=OPTIONS)
+
+
+def flows_of(cluster: TestCluster) -> dict[str, FlowView] | None:
+    """None while the coordinator waits for its state."""
+    try:
+        return cluster.flows()
+    except RemoteCallError:
+        return None
 
 
 def keys(batches: object) -> list[int]:
@@ -111,9 +121,45 @@ def test_a_coordinator_that_starts_anew_while_the_store_is_frozen_waits_and_jobs
             assert sorted(seen + keys(batches)) == list(range(400))
         finally:
             redis.thaw()
-        wait(lambda: f"{flow}@1" in cluster.flows(), what="the flow at the next coordinator")
+        wait(lambda: f"{flow}@1" in (flows_of(cluster) or ()), what="the flow at the next coordinator")
         wait(lambda: cluster.processes(f"{flow}@1/"), what="what its node says")
         assert [view.pid for view in cluster.processes(f"{flow}@1/")] == before
+
+
+def test_a_coordinator_without_its_state_says_why_it_serves_nobody(
+    cluster: TestCluster, redis: RedisServer, flow: str
+) -> None:
+    redis.stop()
+    try:
+        killed = cluster.kill("coordinator")
+        wait(lambda: has_ended(killed), what="the coordinator's end")
+        impatient = JobOptions(patience_s=3.0)
+        with pytest.raises(DeadlineError, match=r"the state store .* is it up\?; call again .waited 3 s"):
+            open_job(flow, Numbers(400), address=cluster.address, options=impatient)
+        listed = CliRunner().invoke(root, ["flow", "list", "--address", cluster.address])
+        assert listed.exit_code == 1
+        assert "the state store 'unix:" in listed.output
+    finally:
+        redis.start()
+    wait(lambda: flows_of(cluster) is not None, what="an answer")
+
+
+def test_a_cluster_whose_store_is_spoilt_before_it_is_up_fails_with_the_reason(tmp_path: Path) -> None:
+    program = """
+import sys
+from torch_dpflow.errors import StateError
+from torch_dpflow.remote.services.local_cluster import ClusterOptions, LocalCluster
+cluster = LocalCluster(ClusterOptions(connection_file=sys.argv[1], state=sys.argv[2]))
+open(sys.argv[2], "w").write("no database" * 1000)
+try:
+    cluster.serve(lambda: print("up"))
+except StateError as error:
+    print(error)
+"""
+    with interpreter(program, str(tmp_path / "connection"), str(tmp_path / "state")) as process:
+        output = process.communicate(timeout=60)[0]
+    assert output.startswith(f"the state store '{tmp_path}/state' cannot be used: file is not a database")
+    assert not (tmp_path / "connection").exists()
 
 
 def test_a_second_cluster_does_not_share_the_store(

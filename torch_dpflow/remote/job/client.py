@@ -10,6 +10,7 @@ from torch_dpflow.remote.job.collate import collate_function
 from torch_dpflow.remote.job.description import Failover, FlowDefinition, JobDescription, JobReading
 from torch_dpflow.remote.job.flow_registration import describe, length_of, register, source_of
 from torch_dpflow.remote.job.options import JobOptions, Replica, draw_name
+from torch_dpflow.remote.job.outage_log import OutageLog
 from torch_dpflow.remote.job.shared_job import SharedJob
 from torch_dpflow.remote.wire.router import JobRank
 from torch_dpflow.remote.worker.sample_source import SampleAssignment
@@ -49,13 +50,13 @@ def open_job(
     indices = None if reading.indices is None else check_indices(reading.indices, size)
     assignment = SampleAssignment(dataset=source.dataset, worker_init_fn=flow.worker_init_fn)
 
-    def register_with(cluster: Cluster, patience_s: float) -> None:
+    def register_with(cluster: Cluster, patience_s: float, outages: OutageLog | None = None) -> None:
         packed = assignment.pack()
         spec = describe(flow, source, packed, size=size, options=options)
-        register(cluster, spec, packed, patience_s=patience_s)
+        register(cluster, spec, packed, patience_s=patience_s, outages=outages)
 
-    register_with(cluster, options.patience_s)
     name = options.name or draw_name()
+    register_with(cluster, options.patience_s, OutageLog(flow.name, name, patience_s=options.patience_s))
     job = JobDescription(
         flow=flow.name,
         version=flow.version,

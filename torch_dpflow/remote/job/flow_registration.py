@@ -22,6 +22,7 @@ from torch_dpflow.errors import (
 from torch_dpflow.remote.access.cluster_address import Cluster, keys_hint
 from torch_dpflow.remote.job.description import FlowDefinition
 from torch_dpflow.remote.job.options import DEFAULT_MEMORY_BYTES, JobOptions
+from torch_dpflow.remote.job.outage_log import SILENCE_S, OutageLog
 from torch_dpflow.remote.parcel import SCRIPT
 from torch_dpflow.remote.parcel.fingerprint import fingerprint
 from torch_dpflow.remote.rpc import RpcClient
@@ -151,31 +152,58 @@ def _samples_of(source: JobDataset, size: int) -> int:
     return min(held or 0, size)
 
 
-def register(cluster: Cluster, spec: FlowSpec, packed: bytes, *, patience_s: float) -> None:
-    """Register a flow, and upload what its workers load unless it is there. UsageError where it is refused."""
-    backoff = Backoff(PAUSE_S, LONGEST_PAUSE_S)
+def register(
+    cluster: Cluster, spec: FlowSpec, packed: bytes, *, patience_s: float, outages: OutageLog | None = None
+) -> None:
+    """Register a flow, and upload what its workers load unless it is there.
+
+    outages: told that the cluster does not answer, or has the job wait; None: nobody is.
+
+    Raises UsageError where it is refused, DeadlineError where that takes longer than `patience_s`.
+    """
+    outages = outages or OutageLog(spec.name, "", patience_s=patience_s, muted=True)
+    backoff, deadline, attempts = Backoff(PAUSE_S, LONGEST_PAUSE_S), time.monotonic() + patience_s, 0
     with cluster.connect(timeout_s=patience_s) as coordinator:
-        for attempt in range(_ATTEMPTS):
+        while attempts < _ATTEMPTS:
+            # Every call is safe to repeat. A short one, so that the log says soon that none is answered.
+            call_s = min(SILENCE_S, max(PAUSE_S, deadline - time.monotonic()))
             try:
-                if coordinator.call("register", spec, reply_type=bool).body:
+                if coordinator.call("register", spec, reply_type=bool, timeout_s=call_s).body or _upload(
+                    coordinator, spec.content, packed, patience_s
+                ):
+                    outages.on_success()
                     return
-                if _upload(coordinator, spec.content, packed, patience_s):
-                    return
+                attempts += 1
+                continue
             except RemoteCallError as error:
-                if error.kind is ErrorKind.USAGE:
-                    raise UsageError(error.text) from error
-                if error.kind is not ErrorKind.INTERNAL or attempt == _ATTEMPTS - 1:
+                attempts += error.kind is ErrorKind.INTERNAL
+                _note(error, spec, outages, patience_s if time.monotonic() >= deadline else None)
+                if attempts == _ATTEMPTS:
                     raise
-                time.sleep(backoff.pause_s())  # both calls are safe to repeat
             except DeadlineError as error:
-                raise DeadlineError(
-                    f"flow {spec.name!r}: no cluster answers at {cluster.address} within {patience_s:g} s; is it up "
-                    f"(`python -m torch_dpflow.cli status`)? {keys_hint(cluster.address)}".rstrip()
-                ) from error
+                outages.on_no_answer(error)
+                if time.monotonic() >= deadline:
+                    raise DeadlineError(
+                        f"flow {spec.name!r}: no cluster answers at {cluster.address} within {patience_s:g} s; is it "
+                        f"up (`python -m torch_dpflow.cli status`)? {keys_hint(cluster.address)}".rstrip()
+                    ) from error
+            time.sleep(backoff.pause_s())
     raise UsageError(
         f"flow {spec.name!r} was deleted, or its coordinator restarted, {_ATTEMPTS} times while what its workers load "
         "was under way; try again"
     )
+
+
+def _note(error: RemoteCallError, spec: FlowSpec, outages: OutageLog, waited_s: float | None) -> None:
+    """Raise an error that no retry can help. waited_s: how long the job has waited, if that is all that it may."""
+    if error.kind is ErrorKind.USAGE:
+        raise UsageError(error.text) from error
+    if error.kind is ErrorKind.OVERLOADED:
+        outages.on_wait(error.text)
+        if waited_s is not None:
+            raise DeadlineError(f"flow {spec.name!r}: {error.text} (waited {waited_s:g} s)") from error
+    elif error.kind is not ErrorKind.INTERNAL:
+        raise error
 
 
 def _upload(coordinator: RpcClient, digest: str, packed: bytes, patience_s: float) -> bool:

@@ -20,10 +20,17 @@ class OutageLog:
     Args:
         flow, job: for messages.
         patience_s: how long the job waits for the services, seconds.
+        muted: log nothing.
     """
 
     def __init__(
-        self, flow: str, job: str, *, patience_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        flow: str,
+        job: str,
+        *,
+        patience_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        muted: bool = False,
     ) -> None:
         self.patience_s = patience_s
         #: Whether the latest call was not answered.
@@ -33,7 +40,7 @@ class OutageLog:
         self._flow = flow
         self._job = job
         self._clock = clock
-        self._logged = self._muted = False
+        self._logged, self._muted = False, muted
         #: Since when a service has the job wait; None if none has. And whether that was logged.
         self._waiting_since: float | None = None
         self._logged_wait = False

@@ -24,6 +24,7 @@ class HeartbeatSender:
     Args:
         address: where the process listens; empty where it does not.
         apply_settings: called with settings that have changed, in this thread.
+        status: figures for people, until there are others.
         stuck_s: no heartbeat is sent once an iteration of the main loop takes longer, seconds.
     """
 
@@ -33,6 +34,7 @@ class HeartbeatSender:
         address: str,
         *,
         apply_settings: Callable[[bytes], None] = lambda _: None,
+        status: dict[str, Any] | None = None,
         stuck_s: float = STUCK_S,
     ) -> None:
         self._service = service
@@ -40,7 +42,7 @@ class HeartbeatSender:
         self._apply_settings = apply_settings
         self._settings = service.settings
         #: Figures for people. Replaced by the main thread, which alone may read what they are gathered from.
-        self.status: dict[str, Any] = {}
+        self.status = status or {}
         self._stuck_s = stuck_s
         self._iterated_at = time.monotonic()
         self._node = service.place.connect(service.place.node_address)

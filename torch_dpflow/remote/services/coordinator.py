@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -50,10 +51,21 @@ from torch_dpflow.remote.wire.coordinator import (
 )
 from torch_dpflow.remote.wire.errors import OverloadedError, UnknownFlowError
 from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.wire.node import Launch, ProcessView
+from torch_dpflow.remote.wire.node import WAITING, Launch, ProcessView
 
-#: How long it waits for a message when nothing else is due, seconds.
-IDLE_POLL_S = 0.5
+#: How long it waits for a message when nothing else is due, and while it loads its state, seconds.
+IDLE_POLL_S, LOADING_POLL_S = 0.5, 0.02
+#: What it is called for: the type of the arguments, and whether a repeated call gets the first one's reply.
+_METHODS: dict[str, tuple[Any, bool]] = {
+    "register": (FlowSpec, True),
+    "store": (ContentPiece, True),
+    "content": (ContentRequest, False),
+    "access": (Access, False),
+    "scale": (Scale, True),
+    "delete": (str, True),
+    "flows": (None, False),
+    "processes": (None, False),
+}
 _encode = msgspec.msgpack.encode
 
 
@@ -102,17 +114,8 @@ class Coordinator:
         self._has_observed = False
         self._waiting: list[_WaitingCall] = []
         self._restore()
-        for name, handler, body, remembered in (
-            ("register", self._on_register, FlowSpec, True),
-            ("store", self._on_store, ContentPiece, True),
-            ("content", self._on_content, ContentRequest, False),
-            ("access", self._on_access, Access, False),
-            ("scale", self._on_scale, Scale, True),
-            ("delete", self._on_delete, str, True),
-            ("flows", self._on_flows, None, False),
-            ("processes", self._on_processes, None, False),
-        ):
-            server.register(name, handler, body_type=body, remembered=remembered)
+        for name, (body, remembered) in _METHODS.items():
+            server.register(name, getattr(self, f"_on_{name}"), body_type=body, remembered=remembered)
 
     # -- what runs -------------------------------------------------------------------------------------------
 
@@ -265,7 +268,7 @@ class Coordinator:
         return LATER
 
     def _make_room_for(self, flow: Flow) -> None:
-        """Stop unread flows until this one fits the cluster's limits. Raises UsageError if it cannot."""
+        """Stop unread flows until this one fits the cluster's limits. Raises OverloadedError if it has to wait."""
         most = self._limits.flows
         if most is not None and not self._has_observed:
             raise OverloadedError(
@@ -276,7 +279,7 @@ class Coordinator:
         while len(self._running) >= most and (ended := self._registry.stop_unread(self._clock())):
             self._apply(ended)
         if len(self._running) >= most:
-            raise UsageError(
+            raise OverloadedError(
                 f"flow {flow.spec.name!r} cannot start: {most} flows take all workers or memory of the cluster, "
                 f"{sorted(self._running)}; wait until one is idle, or start `dpflow up` with more"
             )
@@ -350,21 +353,42 @@ def run(service: ServiceSpec) -> None:
     """Run a coordinator: the role of a node's process."""
     arguments = msgspec.msgpack.decode(service.arguments, type=CoordinatorArguments)
     server = RpcServer(service.listen(arguments.address))
-    heartbeats = HeartbeatSender(service, server.address)
+    server.register("stop", partial(_stop_node, service), body_type=None)
+    heartbeats = HeartbeatSender(service, server.address, status={WAITING: ""})
     state = WriteBehindStore(lambda: open_store(arguments.state), arguments.owner)
-    state.load(heartbeats.on_iteration)
+    _load(state, server, heartbeats)
     # In the cluster's directory and not in the state store: a pickled dataset may hold keys of a storage, and a job
     # that needs it brings it again.
     contents = Contents(Path(service.place.directory, "state.contents"))
     reconciler = Reconciler(service, server)
     coordinator = Coordinator(server, state, contents, arguments.limits, changed=reconciler.changed)
-    server.register("stop", partial(_stop_node, service), body_type=None)
     reconciler.start(coordinator.observe, coordinator.desired)
     if arguments.metrics:
         from torch_dpflow.remote.observe.metrics_server import serve_metrics
 
         serve_metrics(arguments.metrics, lambda: ask_in(server, coordinator.views))
     serve(service, server, poll_s=IDLE_POLL_S, heartbeats=heartbeats)
+
+
+def _load(state: WriteBehindStore, server: RpcServer, heartbeats: HeartbeatSender) -> None:
+    """Load the state, and until that is done refuse every call, with the reason.
+
+    Flows that are stored and not known yet may be in force and read, so none can be registered, scaled or deleted.
+    """
+
+    def refuse(call: IncomingCall) -> None:
+        raise OverloadedError(f"{state.failure or 'the coordinator is starting'}; call again")
+
+    def serve_meanwhile() -> None:
+        server.step(LOADING_POLL_S)
+        heartbeats.on_iteration()
+        if state.failure is not None:
+            heartbeats.status = {WAITING: str(state.failure)}
+
+    for name in _METHODS:
+        server.register(name, refuse, remembered=False)
+    state.load(serve_meanwhile)
+    heartbeats.report({})
 
 
 def _stop_node(service: ServiceSpec, call: IncomingCall) -> Later:

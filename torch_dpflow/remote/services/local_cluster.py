@@ -129,6 +129,7 @@ class LocalCluster:
         """Run the node until it is stopped, then clean up. Sets up this process's logging by the options.
 
         ready: called once, in this thread, when the cluster answers.
+        Raises StateError if the state store can no longer be used.
         """
         write_lines(self._log, {"process": "node", "pid": os.getpid()})
         _keep_fork_server_in(self._directory.path)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch_dpflow.descriptors import exhausted, soft_limit
-from torch_dpflow.errors import DescriptorLimitError, LaunchError, OptionError, UsageError
+from torch_dpflow.errors import DescriptorLimitError, LaunchError, OptionError, StateError, UsageError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.platforms.base import Handle, Platform, ProcessSpec, require_same_host
 from torch_dpflow.platforms.local import DESCRIPTORS
@@ -21,6 +21,7 @@ from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServe
 from torch_dpflow.remote.transport import listen
 from torch_dpflow.remote.wire.fields import Count
 from torch_dpflow.remote.wire.node import (
+    WAITING,
     Desire,
     Ending,
     Heartbeat,
@@ -110,6 +111,8 @@ class Node:
         self._check_at = 0.0
         self._stopped = False
         self._ready: Callable[[], None] | None = None
+        #: Why the first coordinator cannot serve; empty: it can, or has not told.
+        self._failure = ""
         # idle_s: a killed process does not sign off, and its successor is another client.
         options = ServerOptions(shared_bytes=0, idle_s=IDLE_CLIENT_S)
         listener = listen(place.node_address)
@@ -126,8 +129,9 @@ class Node:
         """Keep everything running until `stop` is called, here or by a client.
 
         ready: called once, in this thread, when the coordinator serves.
+        Raises StateError if the first coordinator cannot use the state store; a later one waits for it.
         """
-        self._ready = ready
+        self._ready = ready or (lambda: None)
         try:
             self._apply(self._supervisor.desire([self._own], self._clock()))
             while not self._stopped:
@@ -141,6 +145,8 @@ class Node:
                     self._check(ended)
                     self._check_at = time.monotonic() + CHECK_S
                 self._answer_asking()
+            if self._failure:
+                raise StateError(self._failure)
         finally:
             self._platform.close()
             self._server.close()
@@ -241,9 +247,13 @@ class Node:
         now = self._clock()
         if not self._supervisor.on_heartbeat(sent.id, sent.incarnation, sent.address, sent.status, now):
             return Result(HeartbeatReply(False))
-        if sent.id == COORDINATOR and self._ready is not None:
+        waits_for = sent.status.get(WAITING)
+        if sent.id == COORDINATOR and self._ready is not None and waits_for != "":
             ready, self._ready = self._ready, None
-            ready()
+            if waits_for is None:
+                ready()
+            else:
+                self._failure, self._stopped = waits_for, True
         return Result(HeartbeatReply(True, self._supervisor.settings_of(sent.id)))
 
     def _on_desire(self, call: IncomingCall) -> None:

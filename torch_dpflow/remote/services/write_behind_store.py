@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 
-from torch_dpflow.backoff import Backoff
 from torch_dpflow.errors import StateError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.periodic import PeriodicCall
@@ -38,30 +36,19 @@ class WriteBehindStore:
         self._unwritten: set[str] = set()
         self._awaiting: queue.SimpleQueue[Callable[[Exception | None], None]] = queue.SimpleQueue()
         self._writer = PeriodicCall(self._write, RENEW_S, "dpflow-state", on_error=self._log_failure)
-        #: Whether the store could not be used when it was last tried; that is logged once.
-        self._is_failing = False
+        self._loaded = threading.Event()
+        #: Why the store could not be used when it was last tried; None if it could. That is logged once.
+        self.failure: Exception | None = None
 
-    def load(self, waiting: Callable[[], None]) -> None:
-        """Read everything from the store, waiting until it can be used. To be called once, before all others.
+    def load(self, meanwhile: Callable[[], None]) -> None:
+        """Read everything from the store, once that can be used. To be called once, before all others.
 
-        waiting: called at each failed attempt.
+        meanwhile: called again and again until then; is to wait for a moment.
         """
-        backoff = Backoff()
-        while True:
-            try:
-                self._store = self._open_store()
-                self._store.renew(self._owner)
-                for key in self._store.find():
-                    value = self._store.get(key)
-                    if value is not None:
-                        self._values[key] = value
-                break
-            except StateError as error:
-                self._log_failure(error)
-                waiting()
-                time.sleep(backoff.pause_s())
-        self._log_recovery()
+        self._writer.wake()
         self._writer.start()
+        while not self._loaded.is_set():
+            meanwhile()
 
     def get(self, key: str) -> bytes | None:
         """The value of `key`; None if there is none."""
@@ -96,6 +83,8 @@ class WriteBehindStore:
         awaiting = [self._awaiting.get() for _ in range(self._awaiting.qsize())]
         failure: Exception | None = None
         try:
+            if not self._loaded.is_set():
+                self._read_all()
             self._write_all()
             self._log_recovery()
         except Exception as error:
@@ -104,6 +93,19 @@ class WriteBehindStore:
         finally:
             for done in awaiting:
                 done(failure)
+
+    def _read_all(self) -> None:
+        self._store = self._open_store()
+        try:
+            self._store.renew(self._owner)
+            for key in self._store.find():
+                value = self._store.get(key)
+                if value is not None:
+                    self._values[key] = value
+        except BaseException:
+            self._store.close()
+            raise
+        self._loaded.set()
 
     def _write_all(self) -> None:
         if not self._store.renew(self._owner):
@@ -127,12 +129,12 @@ class WriteBehindStore:
                 raise
 
     def _log_failure(self, error: Exception) -> None:
-        if not self._is_failing:
-            self._is_failing = True
+        if self.failure is None:
             text = "%s; jobs read on, changes are written once it recovers"
             SERVICE.warning(text, error, exc_info=None if isinstance(error, StateError) else error)
+        self.failure = error
 
     def _log_recovery(self) -> None:
-        if self._is_failing:
-            self._is_failing = False
+        if self.failure is not None:
+            self.failure = None
             SERVICE.warning("state store recovered; all state is written")

@@ -11,6 +11,8 @@ from torch_dpflow.remote.wire.fields import Count, Name, Text
 
 #: Most processes of one node.
 MAX_PROCESSES = 8192
+#: In the status of a coordinator that refuses all calls because it has no state yet: the reason; empty: it starts.
+WAITING = "waiting"
 
 
 class Launch(Body):
