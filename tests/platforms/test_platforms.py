@@ -21,7 +21,7 @@ from tests.workers import has_ended
 from torch_dpflow.errors import DescriptorLimitError, OptionError
 from torch_dpflow.loader.worker_processes import WorkerProcesses
 from torch_dpflow.platforms.base import Limits, Platform, ProcessSpec
-from torch_dpflow.platforms.fork_server import ForkServerPlatform, local_platform
+from torch_dpflow.platforms.fork_server import GUARD, ForkServerPlatform, local_platform
 from torch_dpflow.platforms.local import LocalPlatform
 from torch_dpflow.remote.process.spec import ClusterPlace
 from torch_dpflow.remote.services.node import Node
@@ -153,10 +153,7 @@ def test_a_killed_fork_server_is_replaced_before_the_next_launch(fork_server: Fo
 def test_a_fork_server_that_has_closed_its_socket_is_replaced_at_once(
     fork_server: ForkServerPlatform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state: Any = forkserver._forkserver
-    if state._forkserver_pid is not None:
-        os.kill(state._forkserver_pid, signal.SIGKILL)
-        wait(lambda: has_ended(state._forkserver_pid), what="the end of the one before")
+    state = without_fork_server()
     (tmp_path / "long_end.py").write_text("import atexit, time\natexit.register(time.sleep, 60)\n")
     spec = ProcessSpec(name="one", incarnation=0, target=sleep, arguments=(60.0,))
     with monkeypatch.context() as while_it_starts:
@@ -171,6 +168,30 @@ def test_a_fork_server_that_has_closed_its_socket_is_replaced_at_once(
     assert has_ended(server)
     assert fork_server_of(second.pid) == state._forkserver_pid
     assert not has_ended(first.pid)
+
+
+def test_a_fork_server_with_a_guard_survives_what_is_no_request(
+    fork_server: ForkServerPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = without_fork_server()
+    monkeypatch.setattr(state, "_preload_modules", [GUARD])
+    spec = ProcessSpec(name="one", incarnation=0, target=sleep, arguments=(60.0,))
+    server = fork_server_of(fork_server.launch(spec).pid)
+    for sent, descriptors in ((b"", []), (b"GET / HTTP/1.1\r\n\r\n", []), (b"\1", [0]), (b"\x07", [0, 1])):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(state._forkserver_address)
+            if sent:
+                socket.send_fds(stranger, [sent], descriptors)
+    assert fork_server_of(fork_server.launch(spec).pid) == server
+
+
+def without_fork_server() -> Any:
+    """multiprocessing's state, after the end of the fork server that there may be."""
+    state: Any = forkserver._forkserver
+    if state._forkserver_pid is not None:
+        os.kill(state._forkserver_pid, signal.SIGKILL)
+        wait(lambda: has_ended(state._forkserver_pid), what="the end of the one before")
+    return state
 
 
 def is_refused(address: str, sent: bytes) -> bool:

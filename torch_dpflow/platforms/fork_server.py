@@ -15,13 +15,17 @@ from typing import Any
 from torch_dpflow.log import SERVICE
 from torch_dpflow.platforms.local import LocalHandle, LocalPlatform
 
+#: Has a fork server survive bytes that are no request.
+GUARD = "torch_dpflow.platforms.fork_server_guard"
+
 
 class ForkServerPlatform(LocalPlatform):
     """Starts processes through this process's fork server.
 
     Args:
         context: a multiprocessing context of this kind; None: Python's own.
-        preload: modules that the fork server imports; only its first start reads them.
+        preload: modules that the fork server imports; only its first start reads them. With them it drops a connection
+            that does not speak its protocol, which ends another one.
         patience_s: how long the fork server may take to fork a process, and to start, seconds; one that takes
             longer is killed, and another is started. None: no limit, as others may use it.
         outlived: whether processes survive the death of the fork server. Otherwise the kernel kills them with it,
@@ -38,7 +42,7 @@ class ForkServerPlatform(LocalPlatform):
     ) -> None:
         super().__init__(context or multiprocessing.get_context("forkserver"))
         if preload:
-            self._context.set_forkserver_preload(list(preload))
+            self._context.set_forkserver_preload([GUARD, *preload])
         self._patience_s = patience_s
         self._may_be_killed_by_kernel = not outlived
         #: The pid of the fork server that forked the latest process.
@@ -61,7 +65,7 @@ class ForkServerPlatform(LocalPlatform):
         except EOFError:  # it hung and was killed
             end_fork_server()
         except ConnectionError as error:
-            # Anything that its user sends to its socket ends it, which takes seconds with much imported.
+            # Without a guard anything that its user sends to its socket ends it; that takes seconds with much imported.
             _kill_fork_server(f"has closed its socket ({error})")
         self._fork(process)
 

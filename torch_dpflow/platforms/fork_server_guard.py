@@ -1,0 +1,34 @@
+"""Imported by a fork server alone: it drops a connection that does not speak its protocol, and would end otherwise.
+
+To begin again takes seconds with much imported, in which nothing is started.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from multiprocessing import forkserver, reduction
+from socket import socket
+from types import SimpleNamespace
+from typing import Any
+
+#: How long whoever connects may take to ask for a process, seconds; nobody else is served meanwhile.
+REQUEST_S = 5.0
+
+
+def receive(connection: socket, most: int) -> list[int]:
+    """The descriptors of a request. Raises what the fork server's loop takes for a connection that was lost."""
+    connection.settimeout(REQUEST_S)
+    try:
+        found: list[int] = reduction.recvfds(connection, most)
+    except (OSError, EOFError, RuntimeError, AssertionError) as error:
+        raise ConnectionAbortedError(errno.ECONNABORTED, "no request for a process") from error
+    if 2 <= len(found) < most:
+        return found
+    for descriptor in found:
+        os.close(descriptor)
+    raise ConnectionAbortedError(errno.ECONNABORTED, "no request for a process")
+
+
+_server: Any = forkserver
+_server.reduction = SimpleNamespace(**{**vars(reduction), "recvfds": receive})
