@@ -136,7 +136,7 @@ class SampleShard:
         if not range_.retired:
             self._retired_at = None
         elif self._retired_at is None:
-            if self._range.end > self._range.first:  # a new one may register before its router expects it
+            if self._owned:  # a new one may register before its router expects it
                 SERVICE.info("shard retired; it owns no keys any more and ends once its jobs have left")
             self._retired_at = self._clock()
         if range_.generation <= self._range.generation:
@@ -156,9 +156,14 @@ class SampleShard:
             "served": self._served,
             "served_bytes": self._served_bytes,
             "generation": self._range.generation,
-            "keys": self._range.end - self._range.first if self._range.generation else 0,
+            "keys": self._owned,
             "drained": self._is_drained(),
         }
+
+    @property
+    def _owned(self) -> int:
+        """How many keys the router has assigned to it."""
+        return self._range.end - self._range.first if self._range.generation else 0
 
     def _is_drained(self) -> bool:
         """Whether it owns no keys and no job reads from it."""
