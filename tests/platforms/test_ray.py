@@ -157,7 +157,10 @@ def test_a_start_without_room_says_what_the_cluster_has(door: socket.socket) -> 
     assert "takes 2: cpus=0.4 or more nodes" in str(raised.value)
     *_, room = adapter.check()
     assert not room.good
-    assert room.text == "1 node has 4 CPUs: room for 2 workers in all, and for none now, with 0 CPUs free"
+    assert (
+        room.text
+        == "1 node has 4 CPUs: room for 2 workers in all, of 2 CPUs each, and for none now, with 0 CPUs free"
+    )
     assert sorted(names_in(adapter)) == [name_of(0), name_of(1)]
     for number in range(2):
         adapter.stop(name_of(number), None)
@@ -252,6 +255,21 @@ def test_a_process_outside_is_told_how_to_reach_a_cluster() -> None:
     for line in wrong:
         assert "OptionError" in line
         assert "HOST:PORT, as 10.0.0.5:6379" in line
+
+
+@slow
+@pytest.mark.parametrize("wrong", [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "", "HOME": "/nowhere"}])
+def test_a_cluster_that_wants_a_token_is_told_as_such(wrong: dict[str, str]) -> None:
+    script = "from torch_dpflow.platforms import Ray; Ray().open()"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **wrong},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.splitlines()[-1].startswith("torch_dpflow.errors.DeniedError: the Ray cluster at '")
+    assert "set RAY_AUTH_MODE=token, and have the cluster's token in RAY_AUTH_TOKEN" in done.stderr
 
 
 def test_naming_the_platform_does_not_load_ray() -> None:

@@ -184,7 +184,8 @@ class RayAdapter:
         total, nodes = self._ray.cluster_resources(), len(nodes_of(self._ray))
         has = ", ".join(amount(kind, total.get(kind, 0.0)) for kind in self._needs)
         fitting, lacking = self._capacity.fitting(), self._capacity.lacking()
-        room = f"room for {fitting} workers in all"
+        each = ", ".join(amount(kind, need) for kind, need in self._needs.items())
+        room = f"room for {fitting} workers in all, of {each} each"
         if fitting and lacking:
             free = self._ray.available_resources().get(lacking, 0.0)
             room += f", and for none now, with {amount(lacking, free)} free"

@@ -77,15 +77,29 @@ def connect(address: str) -> Any:
         if wanted not in ("", "auto"):
             _probe(wanted)
         ray.init(address=wanted or "auto", logging_level=logging.WARNING)
-    except OSError as error:
-        where = f"at {wanted!r}" if wanted else "on this host"
-        raise UnavailableError(
+    except Exception as error:
+        raise _no_connection(wanted, error) from error
+    return ray
+
+
+def _no_connection(address: str, error: Exception) -> PlatformError:
+    """Why a cluster cannot be used. address: empty or "auto" for this host's."""
+    where = "on this host" if address in ("", "auto") else f"at {address!r}"
+    chain: list[BaseException] = [error]
+    while cause := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(cause)
+    if any("AuthenticationError" in f"{type(one).__name__} {one}" for one in chain):
+        # Ray looks for a token by itself only where it is given no address.
+        return DeniedError(
+            f"the Ray cluster {where} refuses this process: set RAY_AUTH_MODE=token, and have the cluster's token in "
+            "RAY_AUTH_TOKEN or ~/.ray/auth_token"
+        )
+    if isinstance(error, OSError):
+        return UnavailableError(
             f"no Ray cluster answers {where}: start one with `ray start --head`, name one by RAY_ADDRESS, or call "
             f"ray.init() before ({_line_of(error)})"
-        ) from error
-    except (RuntimeError, ValueError) as error:  # other versions, or no address
-        raise failure(f"the Ray cluster {wanted or 'of this host'} cannot be used", error) from error
-    return ray
+        )
+    return failure(f"the Ray cluster {where} cannot be used", error)  # another version, or no address
 
 
 def _probe(address: str) -> None:
