@@ -114,6 +114,26 @@ def test_a_killed_process_is_told_to_have_ended(door: socket.socket, victim: str
     assert (end.signal is None) == (victim == "actor")
 
 
+def test_nothing_is_asked_of_ray_once_this_process_has_left_it(ray: Any) -> None:
+    """Ray would connect again, or start a cluster, from a thread of ours."""
+    adapter = adapter_of()
+    adapter._ray = Left()
+    adapter._started[name_of(0)] = None, None
+    assert "ray.shutdown()" in adapter.look({name_of(0): None, name_of(1): None})[name_of(0)].end.report
+    adapter.stop(name_of(0), None)
+    for call in (lambda: adapter.start(name_of(1), b"", deadline_s=1.0), lambda: adapter.list("")):
+        with pytest.raises(RejectedError, match=r"has left Ray, by ray.shutdown\(\)"):
+            call()
+
+
+class Left:
+    """The module `ray` after a shutdown, of which nothing else may be used."""
+
+    @staticmethod
+    def is_initialized() -> bool:
+        return False
+
+
 @slow
 def test_members_end_with_the_process_that_started_them(door: socket.socket) -> None:
     starter = multiprocessing.get_context("spawn").Process(target=start_one_and_stay, args=(order_to(door),))
@@ -322,6 +342,8 @@ def test_batches_equal_those_of_local_workers_through_a_kill() -> None:
     local = shuffled(options=LoaderOptions(seeding="batch"))
     assert_same(epochs(remote), epochs(local))
     for restarts, victim in ((1, "member"), (2, "actor")):
+        # One that has not begun to work is not missed.
+        wait(lambda: remote._iterator._shard.processes.working == 2, what="two workers")
         iterator, expected = iter(remote), list(local)
         seen = [next(iterator)]
         member, actor = next(iter(members().items()))

@@ -17,6 +17,7 @@ from torch_dpflow.errors import (
     OptionTypeError,
     PlatformError,
     QuotaError,
+    RejectedError,
     UnavailableError,
 )
 from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End, Limits
@@ -40,6 +41,7 @@ NAMESPACE = "dpflow"
 #: Ray's unit of a fractional resource.
 LEAST_SHARE = 0.0001
 _MEMORY_ALLOWED = f"{BYTES_ALLOWED}, or their number as an int"
+_LEFT = "this process has left Ray, by ray.shutdown()"
 #: How long a start may take beyond the wait for room, seconds.
 START_S = 40.0
 
@@ -200,6 +202,7 @@ class RayAdapter:
         ]
 
     def start(self, name: str, order: bytes, *, deadline_s: float) -> Ref:
+        self._check_connected()
         if name in self._started:
             return name
         self._wanted = max(self._wanted, MemberName.parse(name).number + 1)
@@ -214,6 +217,9 @@ class RayAdapter:
         return name
 
     def look(self, members: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
+        if not self._ray.is_initialized():
+            end = End(report=_LEFT, place="its actor")
+            return {name: Fate(end=end) for name in members if name in self._started}
         runs = {one[1]: name for name in members if (one := self._started.get(name))}
         ended = self._ray.wait([*runs], num_returns=len(runs), timeout=0)[0] if runs else []
         fates = {name: Fate() for name in runs.values()}
@@ -224,10 +230,13 @@ class RayAdapter:
 
     def stop(self, name: str, ref: Ref | None) -> None:
         self._running.discard(name)
+        if not self._ray.is_initialized():
+            return  # actors end with the connection of who has started them
         with _translated(f"{name} cannot be stopped"), suppress(ValueError):  # there is none of this name
             self._ray.kill(self._ray.get_actor(name, namespace=NAMESPACE))
 
     def list(self, prefix: str) -> Mapping[str, Ref]:
+        self._check_connected()
         with _translated("members cannot be listed"):
             actors = self._ray.util.list_named_actors(all_namespaces=True)
         names = [one["name"] for one in actors if one["namespace"] == NAMESPACE]
@@ -235,6 +244,11 @@ class RayAdapter:
 
     def close(self) -> None:
         """Nothing: the connection is the process's, which may use Ray for more."""
+
+    def _check_connected(self) -> None:
+        """Raise RejectedError if nothing may be asked: Ray would connect again, or start a cluster, by itself."""
+        if not self._ray.is_initialized():
+            raise RejectedError(f"{_LEFT}: call it once loaders are closed")
 
     def _create(self, name: str) -> Any:
         """The handle of a new actor of this name, which has no order yet; None if another has started it before."""
