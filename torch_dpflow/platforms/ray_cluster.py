@@ -160,9 +160,16 @@ class RayCapacity:
 
     def lacking(self) -> str:
         """The resource of which the cluster has too little left for another actor; empty if there is none."""
-        free = self._ray.available_resources()
+        # First what it has not at all: what others hold may be free a moment later.
+        resources = (self._ray.cluster_resources(), self._ray.available_resources())
         return next(
-            (kind for kind, need in self._needs.items() if free.get(kind, 0.0) < need - _TOLERANCE), ""
+            (
+                kind
+                for has in resources
+                for kind, need in self._needs.items()
+                if has.get(kind, 0.0) < need - _TOLERANCE
+            ),
+            "",
         )
 
     def explain(self, kind: str, running: int, wanted: int) -> str:
