@@ -13,7 +13,7 @@ from rich.console import Console
 
 from examples import demo, natural_images
 
-TRAIN, VAL = 16, 8
+TRAIN, VAL = 8, 4
 SMALL = (f"--train={TRAIN}", f"--val={VAL}", "--epochs=1")
 
 

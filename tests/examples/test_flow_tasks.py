@@ -45,7 +45,11 @@ def train(store: Path, tmp_path: Path) -> Train:
     return train
 
 
-@pytest.mark.parametrize("task", TASKS)
+#: A detector learns slowest; `test_remote_reader` and `test_torchvision` read boxes with it and without.
+BY_SPEED = ["digits", "tones", pytest.param("shapes", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("task", BY_SPEED)
 def test_both_loaders_give_the_same_losses_step_by_step(train: Train, task: str) -> None:
     theirs, ours = (train(task, f"--loader={loader}", "--epochs=2") for loader in ("torch", "dpflow"))
     assert len(ours["losses"]) == 4

@@ -18,7 +18,7 @@ from tests.later import Later
 from torch_dpflow.directory import sweep
 
 train_classifier = Later("examples.train_classifier")
-IMAGES = natural_images.Specification(classes=2, train=16, val=8)
+IMAGES = natural_images.Specification(classes=2, train=16, val=4)
 #: An epoch is four batches of four. The model has dropout, so it draws random numbers as it trains.
 SMALL = (
     "--arch=mobilenet_v3_small",
