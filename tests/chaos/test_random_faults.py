@@ -88,7 +88,7 @@ def survive(
             endless=True,
             ordered=number % 4 == 3,
             cost_s=0.002,
-            step_s=0.004 * (1 + number % 4),
+            step_s=0.008 * (1 + number % 4),
             shards=2,
             workers=4,
             task_timeout_s=TASK_TIMEOUT_S,

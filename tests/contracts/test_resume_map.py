@@ -74,7 +74,7 @@ DRAWN_FROM_THE_PROCESS: dict[str, Callable[[], Arguments]] = {
     "eager": lambda: {"batch_size": 3, "sampler": EagerSampler(SIZE)},
 }
 #: By the number of workers of the loader that is saved, those of loaders that go on, in turn.
-OTHERS = {0: [2, 0, 1, 0], 2: [0, 3, 1, 0]}
+OTHERS = {0: [2, 0, 1, 0], 2: [0, 3, 0, 1, 0, 0]}
 #: Saved without workers, which draw nothing ahead: one of each kind of sampler suffices.
 SAVED_BY = [
     *((name, 2) for name in SELF_CONTAINED),
