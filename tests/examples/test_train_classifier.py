@@ -1,10 +1,7 @@
 """The training example on a handful of images: it trains, it checkpoints, and it goes on exactly."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import torch
 from examples import natural_images
 from tests.holdings import Holdings
 from tests.later import Later
+from tests.new_process import FORK
 from torch_dpflow.directory import sweep
 
 train_classifier = Later("examples.train_classifier")
@@ -101,17 +99,20 @@ def uninterrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 def test_a_killed_training_goes_on_from_its_last_checkpoint(
     train: Callable[..., int],
-    data: Path,
     tmp_path: Path,
     uninterrupted: dict[str, Any],
     eventually: Callable[..., None],
 ) -> None:
     before = Holdings.now()
-    command = [sys.executable, "-m", "examples.train_classifier", f"--data={data}", *SMALL]
-    command += ["--loader=dpflow", f"--output={tmp_path}", "--checkpoint-every=1"]
-    with subprocess.Popen(command) as process:
-        eventually((tmp_path / "checkpoint.pth").exists, what="the first checkpoint")
-        os.kill(process.pid, signal.SIGKILL)
+    arguments = ("--loader=dpflow", f"--output={tmp_path}", "--checkpoint-every=1")
+    # An interpreter of its own would import for longer than it trains.
+    process = FORK.Process(target=train, args=arguments)
+    process.start()
+    eventually((tmp_path / "checkpoint.pth").exists, what="the first checkpoint")
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    process.close()
 
     def swept() -> bool:
         sweep()  # as the next loader does, once the workers' last threads have ended
