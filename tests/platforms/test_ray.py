@@ -19,10 +19,12 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from tests.cluster_command import CommandedCluster
 from tests.loader_cases import Augmented, assert_same, epochs
 from tests.packaging.test_readme import RAY, own_script, run
 from tests.platforms.local_ray import members, names_in, needs_ray, ray_of, start_node
-from tests.shared_cluster import PATIENCE_S, wait
+from tests.shared_cluster import PATIENCE_S, open_job, wait
+from tests.shared_datasets import SlowNumbers
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.cli.main import root
 from torch_dpflow.errors import (
@@ -30,11 +32,13 @@ from torch_dpflow.errors import (
     PlatformError,
     QuotaError,
     RejectedError,
+    UnavailableError,
 )
 from torch_dpflow.platforms import Ray
 from torch_dpflow.platforms.base import End
 from torch_dpflow.platforms.members import Adapter
 from torch_dpflow.platforms.ray import RayAdapter
+from torch_dpflow.remote.services.local_cluster import ClusterOptions
 from torch_dpflow.testing.adapters import CLUSTER, PROGRAM, SECRET, AdapterContract, caller, name_of, order_to
 
 #: So that several fit on any machine.
@@ -362,3 +366,29 @@ def test_the_block_of_the_readme_runs_as_printed(tmp_path: Path) -> None:
     done = run(own_script(RAY, tmp_path), directory=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("10 batches\n")
+
+
+@pytest.mark.slow
+def test_jobs_share_the_samples_of_a_flow_whose_workers_are_actors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPFLOW_PLATFORM_RAY_CPUS", str(SHARE))
+    cluster = CommandedCluster.up(tmp_path, "--platform", "ray")
+    dataset = SlowNumbers(120, 0.02)
+    jobs = [open_job("shared", dataset, address=cluster.address, batch_size=8, workers=2) for _ in range(2)]
+    reading = [job.traverse(0) for job in jobs]
+    first = [next(batches) for batches in reading]
+    wait(lambda: len(members()) == 2, what="both members")
+    os.kill(next(iter(members())), signal.SIGKILL)
+    for (_, labels), batches in zip(first, reading):
+        keys = [int(key) for key in labels] + [int(key) for _, labels in batches for key in labels]
+        assert sorted(keys) == list(range(120))
+    for job in jobs:
+        job.close()
+    cluster.stop()
+
+
+def test_a_cluster_does_not_start_where_its_ray_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(UnavailableError, match="no Ray cluster answers at '127"):
+        ClusterOptions(platform="ray")

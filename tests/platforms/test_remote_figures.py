@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from torch_dpflow.errors import MessageError
 from torch_dpflow.loader.in_flight import BoundedRoom, FlightRoom
-from torch_dpflow.loader.remote_member import LEAST_WINDOW, LOST_S, MOST_WINDOW, RemoteMember, parts_of
+from torch_dpflow.remote.shard.remote_member import BATCH_WORKERS, LOST_S, RemoteMember, parts_of
 
 
 def member(task_s: float, tasks: int = 5) -> RemoteMember:
@@ -33,7 +33,9 @@ def test_a_window_does_not_change_back_and_forth() -> None:
     one.window = one.fitting_window(0.06)
     assert one.fitting_window(0.04) == one.window == 4
     assert one.fitting_window(0.001) == 2
-    assert member(0.05, tasks=0).fitting_window(9.0) == LEAST_WINDOW  # nobody knows how long its tasks take
+    assert (
+        member(0.05, tasks=0).fitting_window(9.0) == BATCH_WORKERS.least_window
+    )  # nobody knows how long its tasks take
 
 
 def test_a_message_is_late_as_long_as_no_connection_has_ended() -> None:
@@ -59,7 +61,8 @@ def test_a_message_is_lost_where_a_connection_has_ended_and_nothing_comes() -> N
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6))
 def test_windows_have_limits(task_s: float, round_trip_s: float) -> None:
-    assert LEAST_WINDOW <= member(task_s).fitting_window(round_trip_s) <= MOST_WINDOW
+    least, most = BATCH_WORKERS.least_window, BATCH_WORKERS.most_window
+    assert least <= member(task_s).fitting_window(round_trip_s) <= most
 
 
 @given(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import os
 import signal
@@ -19,14 +20,23 @@ from torch.utils.data import DataLoader
 from tests.loader_cases import Stream, Unhurried, WhoLoads, assert_same, epochs
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import OptionError, WorkerStartError
-from torch_dpflow.loader.reachable import to_bind, to_tell
-from torch_dpflow.platforms.members import MemberPlatform
+from torch_dpflow.platforms.members import Ended, MemberPlatform
 from torch_dpflow.platforms.processes import Processes
 from torch_dpflow.platforms.subprocesses import ORDER_VARIABLE
-from torch_dpflow.remote.transport import TransportOptions, connect
-from torch_dpflow.remote.transport.keys import ClientKeys
-from torch_dpflow.remote.wire.headers import WorkerRefused, decode
-from torch_dpflow.remote.wire.order import Order, decode_order
+from torch_dpflow.remote.shard.reachable import addresses_of, to_bind, to_tell
+from torch_dpflow.remote.transport import TransportOptions, connect, listen
+from torch_dpflow.remote.transport.keys import ClientKeys, DoorKeys
+from torch_dpflow.remote.transport.zeromq import draw_key_pair
+from torch_dpflow.remote.wire.headers import (
+    FetchPiece,
+    MemberHello,
+    MemberWelcome,
+    Piece,
+    WorkerRefused,
+    decode,
+    encode,
+)
+from torch_dpflow.remote.wire.order import Order, decode_order, encode_order
 
 #: Enough for members to start on a busy machine, seconds.
 PATIENCE_S = 60.0
@@ -288,3 +298,45 @@ def test_a_name_is_bound_by_its_address_and_all_addresses_are_told_one_by_one() 
     assert not any("0.0.0.0" in address for address in everywhere)
     with pytest.raises(OptionError, match="has no address here"):
         to_bind("tcp://nowhere.invalid:71")
+    assert addresses_of(to_bind("tcp://localhost:70-71")) == ["tcp://127.0.0.1:70", "tcp://127.0.0.1:71"]
+
+
+def test_a_member_that_is_refused_while_it_imports_torch_ends(eventually: Callable[..., None]) -> None:
+    public, secret = draw_key_pair()
+    keys = DoorKeys(public=public, secret=secret)
+    own_public, own_secret = draw_key_pair()
+    keys.expect("0/1", own_public, PATIENCE_S)
+    name, content = "dpf-0c0ffee0-0123456789-0-1", b"N."
+    digest = hashlib.sha256(content).hexdigest()
+    platform = Processes().open()
+    head = listen("tcp://127.0.0.1:0", options=TransportOptions(keys=keys))
+    order = Order(
+        name=name,
+        role="worker",
+        number=0,
+        incarnation=1,
+        addresses=[head.address],
+        server_public=public.decode(),
+        public=own_public.decode(),
+        secret=own_secret.decode(),
+        start_within_s=PATIENCE_S,
+        lifetime_s=None,
+        silence_s=PATIENCE_S,
+    )
+    platform.start(name, encode_order(order))
+    while True:
+        peer, frames = head.receive(PATIENCE_S)  # type: ignore[misc]
+        if isinstance(decode(frames[0]), MemberHello):
+            head.send(peer, [encode(MemberWelcome(digest, len(content), "", 0))])
+        elif isinstance(decode(frames[0]), FetchPiece):
+            break
+    head.send(peer, [encode(Piece(digest, 0)), content])
+    head.send(peer, [encode(WorkerRefused("it is not needed"))])
+
+    def ended() -> bool:
+        platform.suspect(name)
+        return any(isinstance(outcome, Ended) for outcome in platform.take())
+
+    eventually(ended, within_s=PATIENCE_S)
+    platform.close()
+    head.close()

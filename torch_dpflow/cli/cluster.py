@@ -60,6 +60,14 @@ def _up_options(command: Command) -> Command:
             multiple=True,
             help="A module to import once for all workers, as torchvision: they start at once and share it.",
         ),
+        click.option(
+            "--platform",
+            help="What runs the workers of flows: ray, or processes for trials; without it, this host.",
+        ),
+        click.option(
+            "--worker-listen",
+            help="With --platform, where workers call: tcp://HOST:PORT or tcp://HOST:FIRST-LAST.",
+        ),
         click.option("--log-format", type=click.Choice(FORMATS), default="text", envvar="DPFLOW_LOG_FORMAT"),
         click.option("--log-level", type=click.Choice(LEVELS), default="info", envvar="DPFLOW_LOG_LEVEL"),
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,6 +13,7 @@ from torch_dpflow.remote.control.flow_registry import FlowState
 from torch_dpflow.remote.observe.cluster_figures import ClusterFigures, JobRow, ShardFigures
 from torch_dpflow.remote.wire.coordinator import FlowView
 from torch_dpflow.remote.wire.node import ProcessView
+from torch_dpflow.remote.wire.shard import MemberView
 
 #: Column headings for a shard, and for all shards of a flow together.
 _FIGURES = ("workers", "hits", "decodes", "served", "/sample", "queue", "cached", "bytes")
@@ -53,6 +54,17 @@ def print_processes(processes: Sequence[ProcessView]) -> None:
     for view in processes:
         pid = str(view.pid) if view.pid else "starting"
         table.add_row(view.id, view.role, pid, str(view.restarts), view.address)
+    stdout_console().print(table)
+
+
+def print_members(members: Mapping[str, Sequence[MemberView]]) -> None:
+    """One row for each worker that a platform runs, by the shard that has it."""
+    table = _table("workers", "worker", "shard", "state", "age", "samples", "/s", "where")
+    for shard, views in members.items():
+        for view in views:
+            rate = view.samples / view.age_s if view.age_s else 0.0
+            cells = (view.state, _age(view.age_s), f"{view.samples:,}", f"{rate:.1f}")
+            table.add_row(view.name, shard, *cells, escape(ascii(view.where)[1:-1]))
     stdout_console().print(table)
 
 

@@ -10,10 +10,14 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
+from torch_dpflow.cli.cluster_calls import address_option, ask_views, connect, json_option, to_json
+from torch_dpflow.cli.cluster_printing import print_members
 from torch_dpflow.errors import OptionError, PlatformError
 from torch_dpflow.platforms.names import MemberName, prefix_of
 from torch_dpflow.platforms.registry import resolve
+from torch_dpflow.remote.wire.shard import MemberView
 
 if TYPE_CHECKING:
     from torch_dpflow.platforms.members import Adapter, Ref
@@ -39,9 +43,18 @@ def check(platform: str, listen: str | None) -> None:
 
 
 @click.command()
-@click.argument("platform")
-def workers(platform: str) -> None:
-    """List the workers that PLATFORM runs, whoever has started them."""
+@click.argument("platform", required=False)
+@address_option
+@json_option
+def workers(platform: str | None, address: str, as_json: bool) -> None:
+    """List the workers that PLATFORM runs, whoever has started them; without PLATFORM those of a cluster's flows."""
+    if platform is None:
+        _list_members(address, as_json=as_json)
+        return
+    if as_json or address != "auto":
+        raise OptionError(
+            f"PLATFORM {platform!r} with --json or --address: these are for the workers of a cluster; give either"
+        )
     with _adapter(platform) as adapter:
         found = _members(adapter)
     for name in found:
@@ -98,6 +111,24 @@ def _stop(adapter: Adapter, name: str, ref: Ref) -> PlatformError | None:
     except PlatformError as error:
         return error
     return None
+
+
+def _list_members(address: str, *, as_json: bool) -> None:
+    with connect(address) as coordinator:
+        processes = ask_views(coordinator)[1]
+    members = {
+        view.id: msgspec.convert(view.status["members"], list[MemberView])
+        for view in processes
+        if "members" in view.status
+    }
+    if as_json:
+        click.echo(to_json(members))
+    elif members:
+        print_members(members)
+    elif any(view.role == "worker" for view in processes):
+        click.echo("its workers are processes of its host: see `dpflow status`")
+    else:
+        click.echo("it has no workers now")
 
 
 @contextmanager

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch_dpflow.loader.remote_member import LINE, WORK, Shell
-from torch_dpflow.loader.remote_workers import RemoteWorkers
 from torch_dpflow.loader.worker_processes import WorkerProcesses
 from torch_dpflow.platforms.base import Handle
+from torch_dpflow.remote.shard.remote_member import LINE, WORK, Shell
+from torch_dpflow.remote.shard.remote_workers import RemoteWorkers
 from torch_dpflow.remote.transport import Listener
 from torch_dpflow.remote.transport.zeromq.joined import JoinedListener
 from torch_dpflow.remote.transport.zeromq.sockets import ZeroMQListener

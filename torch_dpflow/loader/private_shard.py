@@ -51,8 +51,9 @@ SIGNALS_S = 1.0
 class Workers(Protocol):
     """The workers of one loader, wherever they are."""
 
-    #: Where they connect; the shard closes it.
-    listener: Listener
+    @property
+    def listener(self) -> Listener:
+        """Where they connect; the shard closes it."""
 
     @property
     def local(self) -> WorkerProcesses | None:

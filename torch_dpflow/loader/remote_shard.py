@@ -8,16 +8,16 @@ from typing import Any
 
 from torch_dpflow.loader.mixed_workers import MixedWorkers
 from torch_dpflow.loader.private_shard import PrivateShard
-from torch_dpflow.loader.remote_member import MOST_WINDOW
-from torch_dpflow.loader.remote_workers import RemoteWorkers
 from torch_dpflow.loader.shard_events import Broken, MemberLost
+from torch_dpflow.remote.shard.remote_member import BATCH_WORKERS
+from torch_dpflow.remote.shard.remote_workers import RemoteWorkers
 
 
 class RemoteShard(PrivateShard):
     """As `PrivateShard`; its thread starts and replaces members by itself."""
 
     ticks = True
-    most_window = MOST_WINDOW
+    most_window = BATCH_WORKERS.most_window
 
     def __init__(self, processes: RemoteWorkers | MixedWorkers, **arguments: Any) -> None:
         self._members = processes

@@ -17,8 +17,8 @@ from torch_dpflow.remote.shm.headroom import of_machine
 from torch_dpflow.remote.worker.batches import SHARED_FRACTION, LoadSpec
 
 if TYPE_CHECKING:
-    from torch_dpflow.loader.remote_workers import RemoteWorkers
     from torch_dpflow.platforms.members import PlatformSpec
+    from torch_dpflow.remote.shard.remote_workers import RemoteWorkers
 
 
 #: The options of `LoaderOptions` that only workers elsewhere have.
@@ -123,13 +123,17 @@ def _local_workers(loader: Any, options: LoaderOptions, spec: LoadSpec) -> Worke
 
 
 def _remote_workers(loader: Any, options: LoaderOptions, spec: LoadSpec) -> RemoteWorkers:
-    from torch_dpflow.loader.remote_content import RemoteContent
-    from torch_dpflow.loader.remote_workers import RemoteWorkers
     from torch_dpflow.platforms.registry import resolve
+    from torch_dpflow.remote.process.code_bundle import make_bundle
+    from torch_dpflow.remote.process.content_pack import pack_load_spec
+    from torch_dpflow.remote.shard.remote_content import RemoteContent
+    from torch_dpflow.remote.shard.remote_workers import RemoteWorkers
 
     platform = resolve(loader.platform)
     sends = platform.sends_code or options.code != "auto"
-    content = RemoteContent(spec, options.code if sends else None)
+    packed = pack_load_spec(spec)
+    bundle = make_bundle(packed, options.code if sends else None)
+    content = RemoteContent(packed, b"" if bundle is None else bundle.data)
     return RemoteWorkers(
         platform,
         content,

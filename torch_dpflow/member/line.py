@@ -10,6 +10,7 @@ import itertools
 import os
 import queue
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -107,6 +108,8 @@ class Line(threading.Thread):
         self._results: queue.SimpleQueue[tuple[MemberWelcome, dict[str, bytes]] | Exception] = (
             queue.SimpleQueue()
         )
+        #: Whether the main thread waits for that, and hears of an error so.
+        self._is_awaited = True
         self._begun = self._heard = self._said = self._asked = time.monotonic()
         self._welcome: MemberWelcome | None = None
         self._downloads: list[_Download] = []
@@ -143,6 +146,7 @@ class Line(threading.Thread):
 
     def refused_for(self, modules: Sequence[str]) -> NoReturn:
         """Say that modules are missing here. Raises RefusedMemberError with what the shard says to that."""
+        self._is_awaited = True
         self._lacks = [module[:128] for module in modules[:MAX_NAMES]]
         assert self._connection is not None
         self._connection.wake()
@@ -170,6 +174,8 @@ class Line(threading.Thread):
             self._call()
             self._stay()
         except Exception as error:
+            if not self._is_awaited:
+                self._leave_at_once(f"{type(error).__name__}: {error}")
             self._results.put(error)
         finally:
             if self._connection is not None:
@@ -194,7 +200,7 @@ class Line(threading.Thread):
 
     def _greet(self, connection: Connection, until: float) -> bool:
         while time.monotonic() < until:
-            self._send(connection, encode(MemberHello(PROTOCOL_VERSION, self._versions, [])))
+            self._send(connection, encode(MemberHello(PROTOCOL_VERSION, self._versions, [], _where())))
             self._receive(connection, BEAT_S)
             if self._welcome is not None:
                 return True
@@ -258,6 +264,7 @@ class Line(threading.Thread):
             assert self._welcome is not None
             contents = {download.digest: bytes(download.data) for download in self._downloads}
             self._downloads = []
+            self._is_awaited = False
             self._results.put((self._welcome, contents))
 
     def _on_beat(self, beat: WorkerBeat) -> None:
@@ -273,7 +280,7 @@ class Line(threading.Thread):
             self._leave_at_once("messages of the shard were lost with a connection")
 
     def _on_refused(self, reason: str) -> None:
-        if self._work is None:
+        if self._is_awaited:
             raise RefusedMemberError(reason)
         self._leave_at_once(f"the shard refuses it: {reason}", code=0)
 
@@ -283,6 +290,10 @@ class Line(threading.Thread):
         if self.directory is not None:
             self.directory.remove()
         os._exit(code)
+
+
+def _where() -> str:
+    return f"{socket.gethostname()[:100]}, pid {os.getpid()}"
 
 
 class CountedConnection:

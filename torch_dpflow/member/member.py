@@ -24,7 +24,7 @@ def run(order: bytes) -> int:
         MessageError: it is no order.
     """
     told = decode_order(order)
-    if told.role != "worker":
+    if told.role == "node":
         raise MessageError(f"the order is for a {told.role}; this release can be a worker")
     line = Line(told, versions_here())
     line.start()
@@ -58,6 +58,14 @@ def _work(order: Order, line: Line) -> None:
         line.refused_for(missing)
     from torch_dpflow.remote.worker import member_worker  # not before: importing torch takes seconds
 
+    if order.role == "sample-worker":
+        connection, near = line.connect(), is_loopback(line.address)
+        directory = "" if line.directory is None else line.directory.path
+        member_worker.load_samples(
+            packed, order.number, order.incarnation, connection, is_near=near, directory=directory
+        )
+        connection.close()
+        return
     try:
         try:
             spec = member_worker.open_spec(packed)

@@ -210,6 +210,8 @@ def test_a_rejected_start_fails_the_fleet() -> None:
     assert Fail("no image") in told
     assert starts(machine.target(5, 1000.0)) == []
     assert states(machine)["0-1"] == "working", "who works goes on"
+    machine.retry()
+    assert starts(machine.tick(1001.0)) == [named(1, 3)]
 
 
 def test_a_member_whose_answer_was_lost_may_come_or_is_stopped_by_its_name() -> None:

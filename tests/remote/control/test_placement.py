@@ -77,6 +77,17 @@ def test_a_shard_that_is_to_go_stays_with_its_workers_until_others_own_its_keys(
     assert settings(launches) == {"shard-000": ShardSettings(2, 1000)}
 
 
+def test_shards_with_a_platform_get_their_numbers_of_workers_and_the_node_starts_none() -> None:
+    running = [shard(0, keys=50), shard(1, keys=50), shard(2, keys=50)]
+    launches = launches_of(spec(), Part(1, 2, 999), running, has_platform=True)
+    assert ids(launches, "worker") == []
+    assert {id: one.workers for id, one in settings(launches).items()} == {
+        "shard-000": 1,
+        "shard-001": 1,
+        "shard-002": 0,
+    }
+
+
 def test_shards_of_other_flows_and_versions_are_no_affair_of_this_one() -> None:
     others = [ProcessView(f"{flow}/shard-004", "shard", 1, 9, "", {}) for flow in ("f@2", "g@1", "f@1/x@1")]
     assert ids(launches_of(spec(), Part(1, 1, 1000), others), "shard") == ["shard-000"]

@@ -45,6 +45,8 @@ class Cluster:
     #: Its coordinator's address.
     address: str
     transport: TransportOptions
+    #: Whether its workers run elsewhere, and need the user's modules and nobody's keys.
+    sends_code: bool = False
 
     def connect(
         self, address: str | None = None, *, timeout_s: float = 60.0, shared_bytes: int = 0
@@ -83,7 +85,11 @@ def find_cluster(address: str | os.PathLike[str] | None = "auto") -> Cluster:
         return Cluster(address=address, transport=TransportOptions())
     connection = read_connection_file(address)
     keys = connection.client_keys() if connection.address.startswith("tcp://") else None
-    return Cluster(address=connection.address, transport=TransportOptions(keys=keys))
+    return Cluster(
+        address=connection.address,
+        transport=TransportOptions(keys=keys),
+        sends_code=connection.sends_code,
+    )
 
 
 def _check_direct(address: str) -> None:

@@ -28,6 +28,8 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     #: For processes that start services; jobs need none.
     server_secret: str | None = None
     version: int = 1
+    #: Whether workers run elsewhere and need the modules of jobs.
+    sends_code: bool = False
 
     def client_keys(self) -> ClientKeys:
         """The keys of a job or worker."""

@@ -91,6 +91,13 @@ class Fleet:
         #: Why the fleet starts no member any more; empty while it does.
         self.failure = ""
 
+    def retry(self) -> None:
+        """Start members again after a failure."""
+        self.failure = ""
+        self._has_arrived = False
+        self._unfit.clear()
+        self._limits.retry()
+
     # -- what has happened: `tick` says what follows -------------------------------------------------------
 
     def target(self, members: int) -> None:

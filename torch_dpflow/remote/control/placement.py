@@ -21,23 +21,33 @@ from torch_dpflow.remote.wire.worker import WorkerArguments
 _encode = msgspec.msgpack.encode
 
 
-def launches_of(spec: FlowSpec, part: Part, processes: Sequence[ProcessView]) -> list[Launch]:
+def launches_of(
+    spec: FlowSpec, part: Part, processes: Sequence[ProcessView], *, has_platform: bool = False
+) -> list[Launch]:
     """The processes of one flow: a router, its shards with their workers, evenly distributed, and draining shards.
 
-    part: the flow's part of the cluster. processes: the running ones, of any flow.
+    part: the flow's part of the cluster. processes: the running ones, of any flow. has_platform: whether shards have
+    their workers from a platform, and not from the node.
     """
     # Arguments hold nothing that may change while a process runs: a process with other arguments is replaced.
     lasting = msgspec.structs.replace(spec, shards=1, workers=1)
     router = f"{spec.instance}/router"
     shards = [f"{spec.instance}/shard-{place:03}" for place in range(part.shards)]
     draining = [view for view in processes if _drains(view, spec, shards)]
-    lent = _workers_of(draining, processes)[: max(0, part.workers - part.shards)]
+    lent = _members_of(draining) if has_platform else _workers_of(draining, processes)
+    lent = lent[: max(0, part.workers - part.shards)]
     divided = _divide(part.workers - len(lent), part.shards)
     memory_bytes = part.memory_bytes // (part.shards + len(draining))
     launches = [Launch(router, "router", _encode(lasting), _encode(RouterSettings(shards)))]
     for shard, workers in zip(shards, divided):
         launches.append(_shard(shard, router, lasting, workers, memory_bytes))
-        launches += [_worker(shard, number) for number in range(workers)]
+        if not has_platform:
+            launches += [_worker(shard, number) for number in range(workers)]
+    if has_platform:
+        kept = {shard for shard, _ in lent}
+        return launches + [
+            _shard(view.id, router, lasting, int(view.id in kept), memory_bytes) for view in draining
+        ]
     launches += [_shard(view.id, router, lasting, 0, memory_bytes) for view in draining]
     return launches + [_worker(shard, number) for shard, number in lent]
 
@@ -57,6 +67,11 @@ def _workers_of(draining: Sequence[ProcessView], processes: Sequence[ProcessView
     shards = {view.id for view in draining if view.status.get("keys")}
     found = [view.id.rpartition("/worker-") for view in processes if view.role == "worker"]
     return sorted((shard, int(number)) for shard, _, number in found if shard in shards)
+
+
+def _members_of(draining: Sequence[ProcessView]) -> list[tuple[str, int]]:
+    """One worker of each shard that still owns keys."""
+    return sorted((view.id, 0) for view in draining if view.status.get("keys"))
 
 
 def _shard(id: str, router: str, spec: FlowSpec, workers: int, memory_bytes: int) -> Launch:

@@ -111,6 +111,12 @@ class StartLimits:
         """A member has ended before it called, or could not be used."""
         self._pause(now, self._false_starts.pause_s())
 
+    def retry(self) -> None:
+        """Forget what has failed."""
+        self._refusals.reset()
+        self._false_starts.reset()
+        self._resume_at = -math.inf
+
     def lower(self, ceiling: int, now: float) -> None:
         """The platform has shown that it has room for so many and no more; it rises by one each `RAISE_S`."""
         self._ceiling, self._shown_at = min(ceiling, self._most), now

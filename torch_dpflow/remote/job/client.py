@@ -51,7 +51,7 @@ def open_job(
     assignment = SampleAssignment(dataset=source.dataset, worker_init_fn=flow.worker_init_fn)
 
     def register_with(cluster: Cluster, patience_s: float, outages: OutageLog | None = None) -> None:
-        packed = assignment.pack()
+        packed = _packed_for(cluster, assignment)
         spec = describe(flow, source, packed, size=size, options=options)
         register(cluster, spec, packed, patience_s=patience_s, outages=outages)
 
@@ -72,6 +72,20 @@ def open_job(
     )
     failover = Failover(find=partial(_found, address), register=register_with)
     return SharedJob(cluster, job, collate_function(reading.collate_fn), options, failover)
+
+
+def _packed_for(cluster: Cluster, assignment: SampleAssignment) -> bytes:
+    """What the cluster's workers load: for a platform's with the user's modules, and without keys of storages."""
+    if not cluster.sends_code:
+        return assignment.pack()
+    from torch_dpflow.datasets.storage.credentials import left_out
+    from torch_dpflow.remote.process.code_bundle import make_bundle
+    from torch_dpflow.remote.process.flow_content import join
+
+    with left_out():
+        packed = assignment.pack()
+    bundle = make_bundle(packed, "auto")
+    return join(packed, b"" if bundle is None else bundle.data)
 
 
 def _rank_of(name: str, replica: Replica | None) -> JobRank | None:

@@ -25,6 +25,7 @@ class HeartbeatSender:
         address: where the process listens; empty where it does not.
         apply_settings: called with settings that have changed, in this thread.
         status: figures for people, until there are others.
+        leave: called before this process ends because the node does not desire it, in this thread.
         stuck_s: no heartbeat is sent once an iteration of the main loop takes longer, seconds.
     """
 
@@ -35,8 +36,10 @@ class HeartbeatSender:
         *,
         apply_settings: Callable[[bytes], None] = lambda _: None,
         status: dict[str, Any] | None = None,
+        leave: Callable[[], None] = lambda: None,
         stuck_s: float = STUCK_S,
     ) -> None:
+        self._leave = leave
         self._service = service
         self._address = address
         self._apply_settings = apply_settings
@@ -72,6 +75,7 @@ class HeartbeatSender:
         except DPFlowError:
             return  # the node is busy; if it has ended, this process ends without its help
         if not reply.desired:
+            self._leave()
             os._exit(0)
         if reply.settings != self._settings:
             self._settings = reply.settings

@@ -27,19 +27,22 @@ def serve(
     poll: Callable[[], None] = lambda: None,
     apply_settings: Callable[[bytes], None] = lambda _: None,
     poll_s: float = POLL_S,
+    leave: Callable[[], None] = lambda: None,
     heartbeats: HeartbeatSender | None = None,
 ) -> None:
-    """Serve until the process ends. All functions are called in this thread.
+    """Serve until the process ends. All functions but `leave` are called in this thread.
 
     status: returns figures for people.
     poll: called between messages, at least every `poll_s` seconds.
     apply_settings: called with settings that have changed.
+    leave: as of `HeartbeatSender`.
     heartbeats: of a process that sends some already.
     """
     heartbeats = heartbeats or HeartbeatSender(
         service,
         server.address,
         apply_settings=lambda settings: server.post(partial(apply_settings, settings)),
+        leave=leave,
     )
     due = status_due = 0.0
     while True:

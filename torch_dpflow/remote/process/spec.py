@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch_dpflow.errors import TransportError
 from torch_dpflow.log import SERVICE, LogOptions
+from torch_dpflow.platforms.members import PlatformSpec
 from torch_dpflow.remote.access.cluster_address import NODE_SOCKET
 from torch_dpflow.remote.access.connection_file import ConnectionFile
 from torch_dpflow.remote.rpc import ClientOptions, RpcClient
@@ -17,6 +18,15 @@ from torch_dpflow.remote.transport import Listener, TransportOptions, listen
 
 #: FLOW@VERSION/router, FLOW@VERSION/shard-000 or FLOW@VERSION/shard-000/worker-0: the id of a flow's process.
 _ID = re.compile(r"(?P<flow>[^@]+@\d+)/(router|(?P<shard>shard-\d+)(/worker-(?P<worker>\d+))?)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberPlace:
+    """Where the workers of a cluster's flows run, if its node does not start them."""
+
+    platform: PlatformSpec
+    #: Where they call their shards: see `RemoteWorkers`.
+    listen_at: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +40,7 @@ class ClusterPlace:
             may vanish while processes start.
         log: how its processes log.
         token: proves to services that the node has started a shard or worker.
+        members: where workers run; None: the node starts them.
     """
 
     directory: str
@@ -37,6 +48,7 @@ class ClusterPlace:
     keys: ConnectionFile | None = field(default=None, repr=False)
     log: LogOptions = field(default_factory=LogOptions)
     token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+    members: MemberPlace | None = None
 
     @property
     def node_address(self) -> str:

@@ -86,6 +86,7 @@ class Coordinator:
         contents: the pickled datasets that workers load.
         limits: of all flows together.
         changed: called when the desired processes may have changed.
+        has_platform: whether shards have their workers from a platform, and not from the node.
     """
 
     def __init__(
@@ -97,8 +98,10 @@ class Coordinator:
         *,
         clock: Callable[[], float] = time.monotonic,
         changed: Callable[[], None] = lambda: None,
+        has_platform: bool = False,
     ) -> None:
         self._changed = changed
+        self._has_platform = has_platform
         self._post = server.post
         self._store = store
         self._contents = contents
@@ -125,7 +128,9 @@ class Coordinator:
             launch
             for instance, part in self._parts().items()
             if part is not None
-            for launch in launches_of(self._running[instance], part, self._processes)
+            for launch in launches_of(
+                self._running[instance], part, self._processes, has_platform=self._has_platform
+            )
         ]
 
     def observe(self, processes: list[ProcessView]) -> None:
@@ -361,7 +366,14 @@ def run(service: ServiceSpec) -> None:
     # that needs it brings it again.
     contents = Contents(Path(service.place.directory, "state.contents"))
     reconciler = Reconciler(service, server)
-    coordinator = Coordinator(server, state, contents, arguments.limits, changed=reconciler.changed)
+    coordinator = Coordinator(
+        server,
+        state,
+        contents,
+        arguments.limits,
+        changed=reconciler.changed,
+        has_platform=service.place.members is not None,
+    )
     reconciler.start(coordinator.observe, coordinator.desired)
     if arguments.metrics:
         from torch_dpflow.remote.observe.metrics_server import serve_metrics

@@ -25,15 +25,18 @@ from torch_dpflow.directory import PrivateDirectory
 from torch_dpflow.errors import OptionError, StateError, UsageError
 from torch_dpflow.log import LogOptions, write_lines
 from torch_dpflow.platforms.fork_server import ForkServerPlatform
+from torch_dpflow.platforms.reachability import check_reachable
+from torch_dpflow.platforms.registry import resolve
 from torch_dpflow.remote.access.announcement import Announcement, check_vacant, lock_file
 from torch_dpflow.remote.access.cluster_address import default_connection_file
 from torch_dpflow.remote.access.connection_file import generate_keys, read_key_file
 from torch_dpflow.remote.control.supervision import START_S
 from torch_dpflow.remote.observe.metrics_server import check_metrics_address
 from torch_dpflow.remote.process.roles import COORDINATOR, PRELOAD
-from torch_dpflow.remote.process.spec import ClusterPlace
+from torch_dpflow.remote.process.spec import ClusterPlace, MemberPlace
 from torch_dpflow.remote.services.node import LEASE_S, WISHED_DESCRIPTORS, Node, most_workers
 from torch_dpflow.remote.services.state_store import open_store
+from torch_dpflow.remote.shard.reachable import check_ports
 from torch_dpflow.remote.wire.coordinator import ClusterLimits, CoordinatorArguments
 from torch_dpflow.remote.wire.flow_spec import MAX_WORKERS
 
@@ -54,6 +57,9 @@ class ClusterOptions:
         preload: modules to import once for all workers, as "torchvision" (2 s and 130 MB a worker less): workers start
             at once and share their memory. Not derived from flows: a client must not choose what the fork server
             imports. Not for modules that start threads when they are imported.
+        platform: the name of a platform that runs the flows' workers, as "ray"; None: they are processes of this host.
+        worker_listen: with `platform`, where its workers call the shards: tcp://HOST:PORT, port 0 for a free one, or
+            tcp://HOST:FIRST-LAST, of which each shard takes one. None: where the platform says.
 
     Raises:
         OptionError: `listen` or `metrics` is not such an address, or cannot be used; a module of `preload` is not
@@ -70,6 +76,8 @@ class ClusterOptions:
     metrics_public: bool = False
     log: LogOptions = field(default_factory=LogOptions)
     preload: Sequence[str] = ()
+    platform: str | None = None
+    worker_listen: str | None = None
 
     def __post_init__(self) -> None:
         if self.keys is not None and self.listen is None:
@@ -87,6 +95,31 @@ class ClusterOptions:
             check_metrics_address(self.metrics, public=self.metrics_public)
         for module in self.preload:
             _check_installed(module)
+        self._check_platform()
+
+    def _check_platform(self) -> None:
+        if self.worker_listen is not None:
+            if self.platform is None:
+                raise OptionError(
+                    f"--worker-listen {self.worker_listen!r} without --platform: workers of this host are not called; "
+                    "give both, or neither"
+                )
+            check_ports("--worker-listen", self.worker_listen)
+        if self.platform is not None:
+            if self.preload:
+                raise OptionError(
+                    f"--preload {self.preload[0]!r} with --platform {self.platform!r}: it is for workers that this "
+                    "host starts; leave it out"
+                )
+            resolve(self.platform).check_installed()
+            check_reachable(self.platform, self.worker_listen or "")
+
+    @property
+    def members(self) -> MemberPlace | None:
+        """Where workers run; None: on this host. Raises as `resolve`."""
+        if self.platform is None:
+            return None
+        return MemberPlace(platform=resolve(self.platform), listen_at=self.worker_listen or "")
 
     @property
     def path(self) -> Path:
@@ -147,9 +180,13 @@ class LocalCluster:
             host=None if options.listen is None else _host_of(options.listen),
             keys=None if options.listen is None else keys,
             log=options.log,
+            members=options.members,
         )
         self.address = options.listen or place.address_for(COORDINATOR)
-        self._announcement = Announcement(self._path, msgspec.structs.replace(keys, address=self.address))
+        self._announcement = Announcement(
+            self._path,
+            msgspec.structs.replace(keys, address=self.address, sends_code=place.members is not None),
+        )
         arguments = CoordinatorArguments(
             options.state or f"{folder}/state",
             self._owner,

@@ -37,6 +37,8 @@ LEASE_S = 10.0
 CHECK_S = 0.5
 #: How long a call of `changes` waits for a change, seconds; so figures of processes are no older.
 HOLD_S = 0.5
+#: How long processes may take to end their members, where these run on a platform, seconds.
+GRACE_S = 8.0
 #: The session of a client that sends nothing for so long is dropped, seconds: processes send a heartbeat each second.
 IDLE_CLIENT_S = 30.0
 #: Most messages that are handled before a node checks its processes.
@@ -99,6 +101,8 @@ class Node:
         self._supervisor = Supervisor(
             lease_s=lease_s, most=most_processes(), most_starting=max(2, len(os.sched_getaffinity(0)))
         )
+        #: Processes that end by themselves once a heartbeat is answered, id and incarnation: they have members to end.
+        self._leaving: set[tuple[str, int]] = set()
         #: How many processes could not be started when that was last logged.
         self._refused = 0
         self._clock = SuspendAwareClock()
@@ -148,7 +152,7 @@ class Node:
             if self._failure:
                 raise StateError(self._failure)
         finally:
-            self._platform.close()
+            self._platform.close(grace_s=GRACE_S if self._place.members is not None else 0.0)
             self._server.close()
 
     def address_of(self, id: str) -> str:
@@ -176,6 +180,7 @@ class Node:
         now = self._clock()
         for process in ended:
             id, incarnation = process.name, process.incarnation
+            self._leaving.discard((id, incarnation))
             if self._processes.get(id) is process:
                 del self._processes[id]
             end = process.describe()
@@ -238,6 +243,10 @@ class Node:
             SERVICE.warning(text, kill.id, self._lease_s, extra=subjects_of(kill.id))
         else:
             SERVICE.info("process %s stopped: no longer desired", kill.id, extra=subjects_of(kill.id))
+            key = kill.id, kill.incarnation
+            if self._place.members is not None and key not in self._leaving:
+                self._leaving.add(key)  # it is killed where it does not end within its lease
+                return
         process = self._processes.get(kill.id)
         if process is not None and process.incarnation == kill.incarnation:
             process.kill()

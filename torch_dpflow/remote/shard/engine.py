@@ -121,7 +121,8 @@ class Shard:
         self._start_timeout_s = start_timeout_s
         #: Workers that are admitted and not ready, and when each was admitted or last sent a message, seconds.
         self._starting: dict[int, float] = {}
-        self._listener = listener
+        #: Where workers connect.
+        self.listener = listener
         self._scheduler = scheduler
         self._requester = requester
         self._clock = clock
@@ -146,7 +147,7 @@ class Shard:
         """Cancel the rest of the last epoch and send the new one to every worker."""
         self.cancel(list(self._payloads))
         for worker, peer in self._peers.items():
-            self._listener.send(peer, [encode(EpochBegin()), self._requester.epoch_for(worker)])
+            self.listener.send(peer, [encode(EpochBegin()), self._requester.epoch_for(worker)])
 
     def check_timeouts(self) -> None:
         """Apply time limits; for shards that have some, or whose scheduler overtakes slow workers."""
@@ -186,7 +187,7 @@ class Shard:
     def stop_workers(self) -> None:
         """Tell every worker to stop."""
         for peer in self._peers.values():
-            self._listener.send(peer, [encode(Stop())])
+            self.listener.send(peer, [encode(Stop())])
 
     def on_message(self, peer: bytes, frames: list[memoryview]) -> None:
         """Handle one message of a worker. A malformed one is counted and dropped."""
@@ -219,7 +220,7 @@ class Shard:
         for worker in workers:
             self._requester.failed(worker)  # the task that it runs would never be answered
         if not workers:  # a worker of another release would wait for ever
-            self._listener.send(peer, [encode(WorkerRefused(reason[:MAX_TEXT]))])
+            self.listener.send(peer, [encode(WorkerRefused(reason[:MAX_TEXT]))])
 
     def _on_hello(self, peer: bytes, hello: WorkerHello) -> None:
         if hello.version != PROTOCOL_VERSION:
@@ -235,7 +236,7 @@ class Shard:
         if self._peers.get(hello.worker) != peer:  # else it repeats its greeting
             self._starting[hello.worker] = self._clock()
         self._peers[hello.worker] = peer
-        self._listener.send(peer, [encode(WorkerWelcome(shared)), self._requester.epoch_for(hello.worker)])
+        self.listener.send(peer, [encode(WorkerWelcome(shared)), self._requester.epoch_for(hello.worker)])
 
     def _on_ready(self, peer: bytes) -> None:
         # Not at the greeting: a worker that dies over worker_init_fn has no task yet, so no task is suspected of it.
@@ -301,7 +302,7 @@ class Shard:
         peer = self._peers.get(worker)
         if peer is not None:
             # If the peer is unreachable it will be reported as lost, and its window requeued.
-            self._listener.send(peer, [encode(window), *(self._payloads[task] for task in window.tasks)])
+            self.listener.send(peer, [encode(window), *(self._payloads[task] for task in window.tasks)])
 
 
 def _other_release(frame: memoryview) -> str:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
+import sys
+import time
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -11,9 +17,10 @@ from torch_dpflow.errors import DPFlowError
 from torch_dpflow.periodic import PeriodicCall
 from torch_dpflow.remote.process.locate import locate
 from torch_dpflow.remote.process.serve import ask_in, serve
-from torch_dpflow.remote.process.spec import ServiceSpec
+from torch_dpflow.remote.process.spec import MemberPlace, ServiceSpec
 from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow.remote.rpc import RpcClient
+from torch_dpflow.remote.shard.member_fleet import MemberFleet
 from torch_dpflow.remote.shard.server import SampleShard
 from torch_dpflow.remote.wire.node import Ending, ProcessView
 from torch_dpflow.remote.wire.router import RangeAssignment, RegisterShard
@@ -23,6 +30,8 @@ from torch_dpflow.remote.wire.shard import ShardArguments, ShardSettings
 REGISTER_S = 1.0
 #: How often a shard asks its node about workers whose end it cannot see, seconds.
 WATCH_S = 1.0
+#: How long a shard may take to end its members, seconds.
+LEAVE_S = 8.0
 
 
 class ShardRegistration:
@@ -119,23 +128,63 @@ class WorkerWatch:
 
 def run(service: ServiceSpec) -> None:
     """Run a shard: the role of a node's process."""
-    decoder = msgspec.msgpack.Decoder(ShardSettings)
-    arguments = msgspec.msgpack.decode(service.arguments, type=ShardArguments)
+    if service.place.members is not None:
+        _run_with_members(service, service.place.members)
+        return
     watch = WorkerWatch(service)
+    shard = _shard_of(service, watch.end)
+    watch.watch(shard)
+    _serve(service, shard)
+
+
+def _run_with_members(service: ServiceSpec, members: MemberPlace) -> None:
+    signal.signal(signal.SIGTERM, _exit)
+    arguments = msgspec.msgpack.decode(service.arguments, type=ShardArguments)
+    fleet = MemberFleet(service.place, members, arguments.spec.content)
+    try:
+        shard = _shard_of(service, fleet.end)
+        fleet.attach(shard)
+        _serve(service, shard, fleet.status)
+    except SystemExit:
+        fleet.close()
+        os._exit(0)  # the platform's library may have threads that an interpreter's end would wait for
+
+
+def _exit(number: int, frame: object) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(0)
+
+
+def _leave() -> None:
+    """End this process's members, and then this process."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(LEAVE_S)
+
+
+def _shard_of(service: ServiceSpec, end_worker: Callable[[int, int], None]) -> SampleShard:
+    arguments = msgspec.msgpack.decode(service.arguments, type=ShardArguments)
     shard = SampleShard(
         service.listen(),
         arguments.spec,
-        decoder.decode(service.settings),
+        msgspec.msgpack.decode(service.settings, type=ShardSettings),
         token=service.place.token,
-        end_worker=watch.end,
+        end_worker=end_worker,
         clock=SuspendAwareClock(),
     )
-    watch.watch(shard)
     ShardRegistration(service, shard, arguments.router)
+    return shard
+
+
+def _serve(
+    service: ServiceSpec, shard: SampleShard, figures: Callable[[], dict[str, Any]] | None = None
+) -> None:
+    """figures: more of them, of a shard whose workers a platform runs."""
+    decoder = msgspec.msgpack.Decoder(ShardSettings)
     serve(
         service,
         shard.server,
-        status=shard.status,
+        status=shard.status if figures is None else lambda: {**shard.status(), **figures()},
         poll=shard.poll,
         apply_settings=lambda settings: shard.apply_settings(decoder.decode(settings)),
+        leave=(lambda: None) if figures is None else _leave,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -94,9 +94,8 @@ class SampleShard:
         self._keys: dict[int, int] = {}
         self._poisoned: set[int] = set()
         self._served = self._served_bytes = 0
-        self.server = RpcServer(
-            WorkerDemultiplexer(listener, token, self._on_worker), options=ServerOptions(shared_bytes=1 << 29)
-        )
+        self._listener = WorkerDemultiplexer(listener, token, self._on_worker)
+        self.server = RpcServer(self._listener, options=ServerOptions(shared_bytes=1 << 29))
         self.server.register("want", self._on_want, body_type=Ask)
         self.server.register("fetch", self._on_fetch, body_type=Ask, remembered=False)
         self.server.register("heartbeat", self._on_heartbeat, body_type=JobId)
@@ -116,6 +115,18 @@ class SampleShard:
         self._workers.resize(settings.workers)
         self._pool.concurrency = _concurrency(settings)
         self._apply(self._pool.resize(settings.memory_bytes))
+
+    def serve_members(
+        self, serve: Callable[[], bool], listener: Listener, descriptors: Sequence[int]
+    ) -> None:
+        """Have workers that connect to another listener. In the server's thread, once.
+
+        serve: as `serve_members` of the demultiplexer; called when one of the descriptors is readable.
+        """
+        for descriptor in descriptors:
+            self._listener.watch(descriptor)
+        self._listener.serve_members = serve
+        self._workers.connect_at(listener)
 
     @property
     def workers(self) -> ShardWorkers:

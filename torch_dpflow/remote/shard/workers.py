@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch_dpflow.errors import DescriptorLimitError, MessageError
 from torch_dpflow.log import SERVICE
@@ -14,6 +15,7 @@ from torch_dpflow.remote.pool.objects import Load
 from torch_dpflow.remote.scheduler.machine import Scheduler
 from torch_dpflow.remote.shard.detached_parcel import DetachedParcel, detach, text_parcel
 from torch_dpflow.remote.shard.engine import Shard
+from torch_dpflow.remote.shard.remote_member import SAMPLE_WORKERS
 from torch_dpflow.remote.shm.arena import ArenaReader
 from torch_dpflow.remote.shm.arena_peers import ArenaPeers
 from torch_dpflow.remote.shm.running_task import RunningTaskReader
@@ -29,6 +31,8 @@ from torch_dpflow.torch_private import ExceptionWrapper
 WINDOW = 16
 #: Samples fail once so many workers more than the shard has have ended before they were ready.
 FALSE_STARTS = 2
+#: No worker is started for so long after a fleet has failed, seconds; then the next sample has them tried again.
+RETRY_S = 30.0
 #: A worker that has run one sample for so long, and for much longer than usual, is overtaken by others, seconds: it
 #: may be frozen, which its node notices only after `node.LEASE_S`.
 OVERTAKE_S = 1.0
@@ -46,17 +50,32 @@ class _FlowWorker:
     is_watched: bool = False
     #: Whether its node has been asked to kill it.
     is_ending: bool = False
+    #: How many samples it has loaded.
+    samples: int = 0
+
+
+class WorkerFleet(Protocol):
+    """Workers that a platform runs for this shard."""
+
+    def resize(self, workers: int) -> None:
+        """Have so many workers."""
+
+    def rest(self) -> None:
+        """Have no workers, for the time being."""
+
+    def resume(self) -> None:
+        """Have workers again."""
 
 
 class ShardWorkers:
-    """Has samples loaded by the workers that greet this shard. Their node starts and restarts them.
+    """Has samples loaded by the workers that greet this shard. Their node, or a platform, starts and restarts them.
 
     Args:
         listener: where workers connect; the caller receives, and passes messages of workers to `on_message`.
         content: the digest of what they load; workers fetch it themselves.
         workers: how many there are to be.
         loaded: called by `flush` with the number and the parcel of each finished load.
-        end: called with the number and incarnation of a worker that its node is to kill.
+        end: called with the number and incarnation of a worker that is to be killed.
         task_timeout_s: as of `FlowSpec`.
         clock: seconds; should stand still while this process is suspended, which is not the workers' fault.
     """
@@ -74,6 +93,7 @@ class ShardWorkers:
     ) -> None:
         self._scheduler = Scheduler(
             window=WINDOW,
+            most_window=SAMPLE_WORKERS.most_window,
             poison_limit=POISON_LIMIT,
             overtake_after_s=OVERTAKE_S,
             task_timeout_s=task_timeout_s,
@@ -86,6 +106,11 @@ class ShardWorkers:
         self._id = secrets.token_bytes(SHARD_ID_BYTES)
         self._content = content
         self._end = end
+        #: Of workers that a platform runs; None: the node does.
+        self._fleet: WorkerFleet | None = None
+        #: Why there will be no workers, and until when; empty: there will.
+        self._failure, self._failed_until = "", 0.0
+        self._clock = clock
         self._loaded = loaded
         self._workers: dict[int, _FlowWorker] = {}
         self._arrived: list[tuple[int, DetachedParcel]] = []
@@ -94,14 +119,31 @@ class ShardWorkers:
         self._draws_done = 0
         #: How many workers have ended before they were ready, since the last one that was.
         self._false_starts = 0
+        #: How the last of them has ended, where that is known.
+        self._last_false_start = ""
         self._peers = ArenaPeers()
         #: The newest incarnation that has greeted, by number.
         self._newest: dict[int, int] = {}
+
+    def use_fleet(self, fleet: WorkerFleet) -> None:
+        """Have workers of a platform from now on."""
+        self._fleet = fleet
+
+    def connect_at(self, listener: Listener) -> None:
+        """Workers connect to this listener from now on; none has."""
+        self._shard.listener = listener
+
+    @property
+    def expected(self) -> int:
+        """How many there are to be."""
+        return self._expected
 
     def resize(self, workers: int) -> None:
         """Set how many there are to be."""
         self._expected = workers
         self._false_starts = 0  # some may have ended because fewer are to be
+        if self._fleet is not None and not self._failure:
+            self._fleet.resize(workers)
 
     @property
     def unwatched(self) -> dict[int, int]:
@@ -116,8 +158,34 @@ class ShardWorkers:
         if worker is not None and worker.incarnation == incarnation:
             self._lose(number, worker)
 
+    def lost(self, number: int, how: str, *, may_blame: bool) -> None:
+        """A worker of a platform has ended or does not answer.
+
+        how: empty: it was sent away. may_blame: its sample may be the reason.
+        """
+        worker = self._workers.get(number)
+        if worker is not None:
+            self._lose(number, worker, how, may_blame=may_blame)
+
+    def samples_of(self, number: int) -> int:
+        """How many samples a worker has loaded."""
+        worker = self._workers.get(number)
+        return 0 if worker is None else worker.samples
+
+    def set_window(self, number: int, window: int) -> None:
+        """Have a worker hold so many tasks."""
+        self._shard.set_window(number, window)
+
+    def fail(self, text: str) -> None:
+        """No worker is started for some time: while none is there, fail all samples."""
+        self._failure, self._failed_until = text, self._clock() + RETRY_S
+        SERVICE.error("no more workers: %s", text)
+
     def load(self, loads: Sequence[Load]) -> None:
         """Queue these loads, in this order."""
+        if self._failure and not self._may_load():
+            self._arrived += [(one.load, text_parcel(POISONED, self._failure)) for one in loads]
+            return
         tasks = [(one.load, pack_task(one.key, one.draw, one.input and one.input.parcel)) for one in loads]
         self._draws.update(one.load for one in loads if one.input is not None)
         self._shard.submit(tasks)
@@ -142,6 +210,8 @@ class ShardWorkers:
         for number in self._peers.ended():
             self._lose(number, self._workers[number])
         self._give_up_unless_workers_start()
+        if self._failure and self._none_works():
+            self._abandon(self._failure)
         self._shard.check_timeouts()
 
     @property
@@ -163,28 +233,53 @@ class ShardWorkers:
             "timeouts": counters.timeouts,
         }
 
-    def _lose(self, number: int, worker: _FlowWorker) -> None:
-        # Its node knows whether that was planned, and warns if not.
-        text = "worker ended (incarnation %d); its samples are requeued"
-        SERVICE.info(text, worker.incarnation, extra={"worker": number})
+    def _may_load(self) -> bool:
+        """After a failure: whether there is a worker, or it is time to try again."""
+        assert self._fleet is not None
+        if self._clock() < self._failed_until:
+            return not self._none_works()
+        self._failure, self._false_starts = "", 0
+        self._fleet.resume()
+        return True
+
+    def _lose(self, number: int, worker: _FlowWorker, how: str = "", *, may_blame: bool = True) -> None:
+        was_sent_away = self._fleet is not None and not how
+        # Of a worker of its own its node knows whether that was planned, and warns if not.
+        log = SERVICE.warning if how else SERVICE.info
+        text = "worker ended (incarnation %d%s); its samples are requeued"
+        log(text, worker.incarnation, f": {how}" if how else "", extra={"worker": number})
         self._remove(number)
-        self._false_starts += number < self._expected and self._shard.is_starting(number)
-        self._shard.on_worker_lost(number, None if worker.running is None else worker.running.tasks())
+        if not was_sent_away and number < self._expected and self._shard.is_starting(number):
+            self._false_starts += 1
+            self._last_false_start = how
+        at = None if worker.running is None else worker.running.tasks()
+        self._shard.on_worker_lost(number, at if may_blame else ())
 
     def _give_up_unless_workers_start(self) -> None:
         """Fail all samples if user code kills or blocks every worker at its start."""
         if not self._false_starts:
             return
-        if not all(map(self._shard.is_starting, self._workers)):
+        if not self._none_works():
             self._false_starts = 0
         elif self._false_starts >= self._expected + FALSE_STARTS:
             text = (
                 f"{self._false_starts} workers ended, or were killed after task_timeout_s, before they could load "
                 "anything: while they unpickled the dataset or ran worker_init_fn; the cluster's log has more"
             )
-            for task in self._shard.abandon():
-                self._draws.discard(task)
-                self._arrived.append((task, text_parcel(POISONED, text)))
+            if self._fleet is None:
+                self._abandon(text)
+            else:
+                self._false_starts = 0
+                self._fleet.rest()
+                self.fail(f"{text}. The last one: {self._last_false_start}")
+
+    def _none_works(self) -> bool:
+        return all(map(self._shard.is_starting, self._workers))
+
+    def _abandon(self, text: str) -> None:
+        for task in self._shard.abandon():
+            self._draws.discard(task)
+            self._arrived.append((task, text_parcel(POISONED, text)))
 
     def _remove(self, number: int) -> None:
         self._workers.pop(number, None)
@@ -209,7 +304,9 @@ class ShardWorkers:
         worker = _FlowWorker(hello.incarnation, None, None)
         if shares:
             worker.running = RunningTaskReader.open(reader, hello.running)
-            worker.reader, worker.is_watched = reader, self._peers.watch(hello.worker, hello.pid)
+            worker.reader = reader
+            # Of a member its platform tells, after what it had sent was received.
+            worker.is_watched = self._fleet is None and self._peers.watch(hello.worker, hello.pid)
         self._workers[hello.worker], self._newest[hello.worker] = worker, hello.incarnation
         return shares
 
@@ -234,6 +331,9 @@ class ShardWorkers:
             self._draws.discard(task)
             self._draws_done += 1
         self._arrived.append((task, opened))
+        known = self._workers.get(worker)
+        if known is not None:
+            known.samples += 1
 
     def poisoned(self, task: int, workers: tuple[int, ...], late: int) -> None:
         self._draws.discard(task)

@@ -64,8 +64,10 @@ class Listener(Protocol):
     address: str
     #: Messages that were dropped because they exceeded `max_frames`.
     dropped: int
-    #: Connections that have ended, where keys are `DoorKeys`; each makes a waiting `receive` return. Else 0.
-    losses: int
+
+    @property
+    def losses(self) -> int:
+        """Connections that have ended, where keys are `DoorKeys`; each makes a waiting `receive` return. Else 0."""
 
     def receive(self, timeout_s: float | None) -> tuple[bytes, list[memoryview]] | None:
         """The next message as (identity of the peer, frames), or None.

@@ -251,6 +251,8 @@ class MemberHello(_Header, tag=40):
     versions: Annotated[dict[_Short, _Short], msgspec.Meta(max_length=MAX_NAMES)]
     #: Digests of contents that it has already.
     has: Annotated[list[_Short], msgspec.Meta(max_length=MAX_NAMES)]
+    #: Its host and process, for people.
+    where: _Short = ""
 
 
 class MemberWelcome(_Header, tag=41):

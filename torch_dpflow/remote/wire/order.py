@@ -27,7 +27,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     version: Literal[1] = 1
     name: Name
-    role: Literal["worker", "node"]
+    #: A worker that loads batches, one that loads the single samples of a flow, or a node.
+    role: Literal["worker", "sample-worker", "node"]
     number: Count
     incarnation: Count
     #: Where to call, in turn.

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch_dpflow.remote.transport import Connection, Frame
-from torch_dpflow.remote.wire.headers import Exchange, Finished, encode
+from torch_dpflow.remote.wire.headers import Exchange, Finished, PackedExchange, encode
 
 #: Most results of one message; most frames, and bytes in frames and shared memory, of a message of several results.
 MAX_RESULTS, MAX_FRAMES, MAX_BYTES = 16, 128, 8 << 20
@@ -34,9 +34,18 @@ class ResultOutbox:
         connection: to the shard. Other users of it must hold `lock` while results wait.
         hold_s: as HOLD_S.
         late_s: as LATE_S.
+        compress: makes fewer bytes of frames, as `compression.compress`; None: they are sent as they are.
     """
 
-    def __init__(self, connection: Connection, *, hold_s: float = HOLD_S, late_s: float = LATE_S) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        hold_s: float = HOLD_S,
+        late_s: float = LATE_S,
+        compress: Callable[[Sequence[Frame]], tuple[list[Frame], list[int]]] | None = None,
+    ) -> None:
+        self._compress = compress
         self._connection = connection
         self._hold_s, self._late_s = hold_s, late_s
         self.lock = threading.Lock()
@@ -87,7 +96,12 @@ class ResultOutbox:
         finished, self._finished = self._finished, []
         frames, self._frames, self._nbytes = self._frames, [], 0
         self._sent_at = time.monotonic()
-        self._connection.send([encode(Exchange(finished, self._started)), *frames])
+        header: Exchange | PackedExchange = Exchange(finished, self._started)
+        if self._compress is not None:
+            frames, sizes = self._compress(frames)
+            if sizes:
+                header = PackedExchange(finished, self._started, sizes)
+        self._connection.send([encode(header), *frames])
 
     def _send_late(self) -> None:
         while not self._closed.is_set():

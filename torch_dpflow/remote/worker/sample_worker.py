@@ -62,10 +62,19 @@ SILENCE_S = 120.0
 class SampleWorker:
     """Holds a window of its shard's tasks and loads the oldest.
 
+    A member of a platform has another connection, which sees to it that its shard answers.
+
     Args:
         content: opens the content with a digest; calls its second argument repeatedly while it fetches it.
         up: called when the content is there.
+        outbox: sends its results; None: as they are.
+        directory: removed where it ends with its shard.
     """
+
+    #: After how long to say hello again where it is not answered, and where there is nothing to do, seconds; None: not,
+    #: as the shard's end is seen otherwise.
+    hello_s: float | None = HELLO_S
+    idle_s: float | None = IDLE_S
 
     def __init__(
         self,
@@ -74,7 +83,11 @@ class SampleWorker:
         incarnation: int,
         content: Callable[[str, Callable[[], None]], IO[bytes]],
         up: Callable[[], None] = lambda: None,
+        *,
+        outbox: ResultOutbox | None = None,
+        directory: str = "",
     ) -> None:
+        self._directory = directory
         self._content = content
         self._up = up
         self._connection = connection
@@ -82,7 +95,7 @@ class SampleWorker:
         self._incarnation = incarnation
         self._arena: Arena | None = Arena(budget_bytes=SHARED_MEMORY_BYTES)
         self._running = RunningTask(None)
-        self._outbox = ResultOutbox(connection)
+        self._outbox = outbox or ResultOutbox(connection)
         self._source: SampleSource | None = None
         self._tasks: deque[tuple[int, memoryview]] = deque()
         self._looked_at = 0.0
@@ -90,8 +103,6 @@ class SampleWorker:
         #: For how long hellos have not been answered, seconds.
         self._unanswered_s = 0.0
         self._shard = b""
-        #: Whether this process watches the shard's, and ends with it.
-        self._watches = False
 
     def work(self) -> None:
         """Load samples until the shard sends `Stop`."""
@@ -107,7 +118,7 @@ class SampleWorker:
         """The messages of the shard; waits for one where there are no tasks, when no results wait either."""
         received: list[list[memoryview]] = []
         if not self._tasks:
-            frames = self._connection.receive(None if self._watches else IDLE_S)
+            frames = self._connection.receive(self.idle_s)
             if frames is None:
                 self._send_hello(IDLE_S)
             else:
@@ -122,9 +133,12 @@ class SampleWorker:
 
     def _await_welcome(self) -> None:
         """Repeat the hello until it is answered: the shard may have died, and another have taken its place."""
+        is_due = True
         while self._source is None and not self._stopped:
-            self._send_hello(HELLO_S)
-            frames = self._connection.receive(HELLO_S)
+            if is_due:
+                self._send_hello(HELLO_S)
+            frames = self._connection.receive(self.hello_s)
+            is_due = self.hello_s is not None
             if frames is not None:
                 self._handle(decode(frames[0]), frames[1:])
 
@@ -175,9 +189,11 @@ class SampleWorker:
         self._shard, pid, workers = GREETING.unpack_from(greeting)
         # A process id means something on one host only. That the shard has read this worker's memory proves that both
         # are on the same host, so the id is the shard's.
-        self._watches = shared_memory
         if shared_memory:
-            exit_with(pid)  # the next shard would not know it; the node starts another worker
+            self.idle_s = None
+            exit_with(
+                pid, self._directory
+            )  # the next shard would not know it; the node starts another worker
         #: Open until this process ends: the host keeps the file for as long.
         self._packed = self._content(bytes(greeting[GREETING.size :]).decode(), self._report_progress)
         self._source = SampleSource(self._packed, self._number, workers)

@@ -209,7 +209,7 @@ class ZeroMQListener(_SocketEndpoint):
         if address.startswith("tcp://") and isinstance(keys, ServerKeys | DoorKeys):
             context = contexts.guarded_context(keys)
         self._door = keys if isinstance(keys, DoorKeys) else None
-        self.losses = 0
+        self._losses = 0
         #: Whether it accepts no connections, for lack of descriptors.
         self.refuses = False
         super().__init__(zmq.ROUTER, address, options, context)
@@ -227,6 +227,22 @@ class ZeroMQListener(_SocketEndpoint):
         if self._door is not None:
             self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self.poll_set.append((self._monitor, zmq.POLLIN))
+
+    @property
+    def losses(self) -> int:
+        if self._monitor is not None:
+            self._note_losses()
+        return self._losses
+
+    @property
+    def descriptors(self) -> list[int]:
+        """For another listener of the same thread to `watch`, so that one wait serves both.
+
+        Before each wait of the other one, `receive(0)` has to have returned None and `losses` to have been read: a
+        descriptor is readable once for whatever has come.
+        """
+        sockets = [self._socket] if self._monitor is None else [self._socket, self._monitor]
+        return [int(socket.get(zmq.FD)) for socket in sockets]
 
     def _bind(self) -> None:
         # A listener of this process that was just closed holds its address until libzmq's thread has closed it too, and
@@ -291,7 +307,7 @@ class ZeroMQListener(_SocketEndpoint):
         assert self._monitor is not None
         while self._monitor.poll(0):
             self._monitor.recv_multipart()
-            self.losses += 1
+            self._losses += 1
 
     def _collect(self, frame: zmq.Frame) -> list[memoryview] | None:
         # libzmq lets an admitted peer have any identity, also another's.

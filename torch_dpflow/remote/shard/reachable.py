@@ -1,14 +1,35 @@
-"""Where members are told to call, given where the loader listens."""
+"""Where members are told to call, given where their head listens."""
 
 from __future__ import annotations
 
 import socket
 from contextlib import suppress
 
+from torch_dpflow.checks import check_tcp_address
 from torch_dpflow.errors import OptionError
 
 #: An address of no host, to which nothing is sent: the way there shows which of this host's addresses others see.
 _ELSEWHERE = ("192.0.2.1", 9)
+
+
+def check_ports(name: str, listen: str) -> None:
+    """Raise OptionError unless it is tcp://HOST:PORT, or tcp://HOST:FIRST-LAST with ports that follow each other."""
+    host, ports = _split(listen)
+    first, _, last = ports.partition("-")
+    check_tcp_address(name, f"tcp://{host}:{first}")
+    if "-" in ports:
+        check_tcp_address(name, f"tcp://{host}:{last}")
+        if not 0 < int(first) <= int(last):
+            raise OptionError(
+                f"{name}={listen!r}: of a range of ports the first is above 0, and the last no lower"
+            )
+
+
+def addresses_of(listen: str) -> list[str]:
+    """Each address of a range of ports."""
+    host, ports = _split(listen)
+    first, dash, last = ports.partition("-")
+    return [f"tcp://{host}:{port}" for port in range(int(first), int(last) + 1)] if dash else [listen]
 
 
 def to_bind(listen: str) -> str:

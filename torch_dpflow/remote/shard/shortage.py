@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import math
-
-from torch_dpflow.log import LOADER
 
 #: After how long to say how many workers have come, if not all have, seconds.
 COMPLAIN_S = 20.0
@@ -18,11 +17,21 @@ class Shortage:
         workers: how many there are to be.
         least: fewer are an error after `start_s`, the time of a start.
         address: where they call.
+        log: where that is told.
     """
 
-    def __init__(self, platform: str, workers: int, least: int, start_s: float, address: str) -> None:
+    def __init__(
+        self,
+        platform: str,
+        workers: int,
+        least: int,
+        start_s: float,
+        address: str,
+        log: logging.Logger,
+    ) -> None:
+        self._log = log
         self._platform = platform
-        self._workers = workers
+        self.workers = workers
         self._least = least
         self._start_s = start_s
         self._address = address
@@ -34,12 +43,16 @@ class Shortage:
         """They have been asked for."""
         self._complains_at, self._fails_at = now + COMPLAIN_S, now + self._start_s
 
+    def end(self) -> None:
+        """None is to come."""
+        self._complains_at = self._fails_at = math.inf
+
     def limit(self, by: str, text: str, working: int) -> None:
         """The platform has said what limits them; by: empty if nothing does any more."""
         self._limit = f"limited by {by}: {text}" if by else ""
         if by:
-            LOADER.warning(
-                "%d of %d workers run on platform %r, %s", working, self._workers, self._platform, self._limit
+            self._log.warning(
+                "%d of %d workers run on platform %r, %s", working, self.workers, self._platform, self._limit
             )
 
     def check(self, working: int, called: int, now: float) -> str:
@@ -47,7 +60,7 @@ class Shortage:
 
         called: all that have, also those that work.
         """
-        if working == self._workers:
+        if working == self.workers:
             self._complains_at = self._fails_at = math.inf
         if now >= self._complains_at:
             self._complains_at = math.inf
@@ -64,11 +77,11 @@ class Shortage:
 
     def _complain(self, working: int, called: int) -> None:
         door = "" if called else f"; {self._door()}"
-        LOADER.warning(
+        self._log.warning(
             "%d of %d workers of platform %r run %.0f s after they were asked for, %d more have called%s; those that "
             "run go on, and the others are awaited",
             working,
-            self._workers,
+            self.workers,
             self._platform,
             COMPLAIN_S,
             called - working,

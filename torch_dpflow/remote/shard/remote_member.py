@@ -1,24 +1,42 @@
-"""What the head of a loader knows of one member of its fleet, and what members ask of the shard."""
+"""What a head knows of one member of its fleet, and what members ask of the shard."""
 
 from __future__ import annotations
 
+import logging
 import math
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 from torch_dpflow.errors import MessageError
+from torch_dpflow.log import LOADER, SERVICE
 from torch_dpflow.remote.wire.headers import WorkerBye
 
 #: A member's two connections, by the ends of their identities: see `wire.headers`.
 LINE, WORK = b"line", b"work"
-#: How many tasks a worker holds: one that it loads and one that waits, and so many that it loads during a round trip.
-LEAST_WINDOW, MOST_WINDOW = 2, 8
 #: Such a part of the usual time of a task may pass in a round trip before a window grows for it.
 NEGLIGIBLE = 0.05
 #: After how long without any message one is lost that a connection's end may have cost, seconds.
 LOST_S = 10.0
 #: Weight of the latest task in its usual time.
 _WEIGHT = 0.2
+
+
+@dataclass(frozen=True)
+class WorkerKind:
+    """What the members of a fleet are to their shard."""
+
+    #: As of `Order`.
+    role: Literal["worker", "sample-worker"]
+    #: How many tasks one holds: so many in any case, and what it loads during a round trip, up to so many.
+    least_window: int
+    most_window: int
+    log: logging.Logger
+
+
+#: One batch is loaded and one waits.
+BATCH_WORKERS = WorkerKind("worker", 2, 8, LOADER)
+#: As many samples as workers of the shard's host hold; a pool asks for no more than twice as many.
+SAMPLE_WORKERS = WorkerKind("sample-worker", 16, 32, SERVICE)
 
 
 @dataclass(eq=False)
@@ -29,6 +47,9 @@ class RemoteMember:
     number: int
     incarnation: int
     heard: float
+    kind: WorkerKind = BATCH_WORKERS
+    #: As of `MemberHello`.
+    where: str = ""
     #: Drawn by its process, so that two with one order are told apart.
     nonce: bytes = b""
     #: Its greeting as a worker, until it is admitted.
@@ -46,10 +67,14 @@ class RemoteMember:
     #: The time between two of its messages as a worker, a moving average, and when the latest has come.
     usual_s: float = 0.0
     worked: float = 0.0
-    window: int = LEAST_WINDOW
+    #: How many tasks it is to hold.
+    window: int = field(init=False)
     has_called: bool = False
     #: When the platform was last asked about it.
     suspected_at: float = -1.0
+
+    def __post_init__(self) -> None:
+        self.window = self.kind.least_window
 
     def note_work(self, now: float) -> None:
         """A message of it as a worker has come."""
@@ -73,10 +98,11 @@ class RemoteMember:
 
     def fitting_window(self, round_trip_s: float) -> int:
         """How many tasks it should hold, where a message to it and its answer take so long."""
+        least, most = self.kind.least_window, self.kind.most_window
         if not self.usual_s:
             return self.window
-        more = math.ceil(min(round_trip_s / self.usual_s, MOST_WINDOW) - NEGLIGIBLE)
-        window = min(LEAST_WINDOW + more, MOST_WINDOW)
+        more = math.ceil(min(round_trip_s / self.usual_s, most) - NEGLIGIBLE)
+        window = min(least + more, most)
         # What is a little smaller now will be a little larger soon.
         return window if not self.window - 2 < window < self.window else self.window
 

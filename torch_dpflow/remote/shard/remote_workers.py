@@ -1,4 +1,4 @@
-"""The workers of one loader that a platform runs elsewhere: started, greeted, given what they load, and missed.
+"""The workers of one shard that a platform runs elsewhere: started, greeted, given what they load, and missed.
 
 Runs in the shard's thread. Decides nothing about lifetimes: that is the fleet's.
 """
@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from random import SystemRandom
 from typing import Any
 
-from torch_dpflow.errors import MessageError, WorkerStartError
-from torch_dpflow.loader.reachable import to_bind, to_tell
-from torch_dpflow.loader.remote_content import RemoteContent, other_release
-from torch_dpflow.loader.remote_member import LINE, WORK, RemoteMember, Shell, parts_of
-from torch_dpflow.loader.shortage import Shortage
+from torch_dpflow.errors import MessageError, TransportError, WorkerStartError
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.platforms.base import Handle
 from torch_dpflow.platforms.members import Ended, MemberPlatform, PlatformSpec
@@ -32,9 +29,21 @@ from torch_dpflow.remote.control.fleet_members import (
     SuspectMember,
 )
 from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
-from torch_dpflow.remote.transport import TransportOptions, listen
+from torch_dpflow.remote.shard.reachable import addresses_of, to_bind, to_tell
+from torch_dpflow.remote.shard.remote_content import RemoteContent, other_release
+from torch_dpflow.remote.shard.remote_member import (
+    BATCH_WORKERS,
+    LINE,
+    WORK,
+    RemoteMember,
+    Shell,
+    WorkerKind,
+    parts_of,
+)
+from torch_dpflow.remote.shard.shortage import Shortage
+from torch_dpflow.remote.transport import TransportOptions
 from torch_dpflow.remote.transport.keys import DoorKeys
-from torch_dpflow.remote.transport.zeromq.contexts import draw_key_pair
+from torch_dpflow.remote.transport.zeromq import ZeroMQListener, draw_key_pair
 from torch_dpflow.remote.wire.fields import MAX_TEXT
 from torch_dpflow.remote.wire.headers import (
     FetchPiece,
@@ -52,6 +61,7 @@ from torch_dpflow.remote.wire.headers import (
     version_of,
 )
 from torch_dpflow.remote.wire.order import Order, encode_order
+from torch_dpflow.remote.wire.shard import MemberView
 
 #: After how long without a sign of life the platform is asked about a member, and after how long it is lost; after how
 #: long without an answer it leaves; seconds.
@@ -65,15 +75,18 @@ TERMINATE_S = 2.0
 
 
 class RemoteWorkers:
-    """The members of one loader's fleet, as its workers.
+    """The members of one shard's fleet, as its workers.
 
     Args:
         platform: where they run; opened here, closed with this.
         content: what they load.
         workers: how many.
         first: the number of the first of them.
-        listen_at: where they call, `tcp://HOST:PORT`; empty: where the platform says.
+        listen_at: where they call, `tcp://HOST:PORT`, or `tcp://HOST:FIRST-LAST` for the first port that is free;
+            empty: where the platform says.
         least: how many have to be there before any works; 0: none.
+        kind: what they are to the shard.
+        cluster: the first part of their names, 8 hexadecimal digits; empty: random ones.
 
     Raises:
         OptionError: members cannot reach that address, or a setting of the platform is not possible.
@@ -90,11 +103,14 @@ class RemoteWorkers:
         first: int = 0,
         listen_at: str = "",
         least: int = 1,
+        kind: WorkerKind = BATCH_WORKERS,
+        cluster: str = "",
     ) -> None:
         self._spec = platform
         self._content = content
         self._workers, self._first = workers, first
         self._least = least
+        self._kind = kind
         self._clock = SuspendAwareClock()
         if listen_at:
             platform.check_listen(listen_at)
@@ -103,17 +119,17 @@ class RemoteWorkers:
         self._platform: MemberPlatform = platform.open()
         try:
             asked = listen_at or platform.listen_at()
-            self.listener = listen(to_bind(asked), options=TransportOptions(keys=self._keys))
+            self.listener = _listen(asked, TransportOptions(keys=self._keys))
             self._addresses = to_tell(asked, self.listener.address)
         except BaseException:
             self._platform.close()
             raise
         self.listener.watch(self._platform.wakeup_fd)
         start_s = self._platform.limits.start_timeout_s[1]
-        self._shortage = Shortage(platform.name, workers, least, start_s, self._addresses[0])
-        self._prefix = prefix_of(secrets.token_hex(4), secrets.token_hex(5))
+        self._shortage = Shortage(platform.name, workers, least, start_s, self._addresses[0], kind.log)
+        prefix = prefix_of(cluster or secrets.token_hex(4), secrets.token_hex(5))
         # Not `random`'s own generator, which is the user's.
-        self._fleet = Fleet(self._prefix, self._platform.limits, draw=SystemRandom().random)
+        self._fleet = Fleet(prefix, self._platform.limits, draw=SystemRandom().random)
         #: As of `private_shard.Workers`: there are none.
         self.local = None
         self.shell: Shell
@@ -140,6 +156,38 @@ class RemoteWorkers:
         self._shortage.begin(self._clock())
         self.look()
 
+    def resize(self, workers: int) -> None:
+        """Have so many from now on."""
+        self._workers = self._shortage.workers = workers
+        self._fleet.target(workers)
+        self._has_news = True
+
+    def rest(self) -> None:
+        """Have none until `resume`."""
+        self._fleet.target(0)
+        self._shortage.end()
+        self._has_news = True
+
+    def resume(self) -> None:
+        """Start them anew, after `rest` or when no worker could be had."""
+        self._fleet.retry()
+        self.start_all()
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Are readable where there is something to do: see `ZeroMQListener.descriptors`."""
+        return [*self.listener.descriptors, self._platform.wakeup_fd]
+
+    def views(self) -> list[MemberView]:
+        """All that were asked for and are not gone, for people."""
+        now = self._clock()
+        views = []
+        for one in self._fleet.members:
+            member = self._members.get(one.name)
+            where = "" if member is None else member.where
+            views.append(MemberView(one.name, one.number, one.state.value, now - one.begun, where))
+        return views
+
     def ended(self) -> Sequence[tuple[int, Handle]]:
         """Nobody: ends are told by `Shell.lose`."""
         return ()
@@ -165,12 +213,12 @@ class RemoteWorkers:
         """How many work."""
         return len(self._working)
 
-    def dismiss(self) -> None:
-        """The loader closes: send away who does not work, and begin nothing any more."""
+    def dismiss(self, *, all_: bool = False) -> None:
+        """The shard ends: send away who does not work, or all of them, and begin nothing any more."""
         self._leaving = True
         for member in self._members.values():
-            if not member.is_working:
-                self._refuse(member, "its loader is closed")
+            if all_ or not member.is_working:
+                self._refuse(member, "its shard ends")
 
     def close(self) -> None:
         """End all of them."""
@@ -230,7 +278,7 @@ class RemoteWorkers:
                 raise MessageError(f"a member may not send a {type(header).__name__} here")
 
     def _on_hello(self, member: RemoteMember, nonce: bytes, hello: MemberHello) -> None:
-        member.nonce = nonce
+        member.nonce, member.where = nonce, hello.where
         self._keys.keep(member.user)
         if not member.has_called:
             member.has_called = self._has_news = True
@@ -350,12 +398,13 @@ class RemoteWorkers:
                 self.shell.admit(member.peer(WORK), hello)
 
     def _start(self, start: StartMember, now: float) -> None:
-        member = RemoteMember(start.name, self._first + start.number, start.incarnation, now)
+        number = self._first + start.number
+        member = RemoteMember(start.name, number, start.incarnation, now, self._kind)
         within_s = self._platform.limits.start_timeout_s[1]
         public, secret = draw_key_pair()
         order = Order(
             name=start.name,
-            role="worker",
+            role=self._kind.role,
             number=member.number,
             incarnation=start.incarnation,
             addresses=self._addresses,
@@ -390,3 +439,12 @@ class RemoteWorkers:
 
     def _send(self, peer: bytes, header: Any) -> None:
         self.listener.send(peer, [encode(header)])
+
+
+def _listen(asked: str, options: TransportOptions) -> ZeroMQListener:
+    """Listen at the first of these addresses that is free."""
+    *others, last = addresses_of(to_bind(asked))
+    for address in others:
+        with suppress(TransportError):
+            return ZeroMQListener(address, options)
+    return ZeroMQListener(last, options)

@@ -1,4 +1,4 @@
-"""What workers elsewhere load, as bytes: pickled once, and sent to each in pieces."""
+"""What workers elsewhere load, as bytes that each is sent in pieces."""
 
 from __future__ import annotations
 
@@ -8,33 +8,22 @@ from collections.abc import Mapping, Sequence
 from torch_dpflow._version import __version__
 from torch_dpflow.errors import MessageError
 from torch_dpflow.log import LOADER
-from torch_dpflow.options import Code
-from torch_dpflow.remote.process.code_bundle import make_bundle
-from torch_dpflow.remote.process.content_pack import pack_load_spec
 from torch_dpflow.remote.process.fit import missing_text, unfit, versions_here, warnings_of
 from torch_dpflow.remote.wire.headers import PIECE_BYTES, PROTOCOL_VERSION
-from torch_dpflow.remote.worker.batches import LoadSpec
 
 
 class RemoteContent:
-    """A `LoadSpec` on its way to workers, and the user's modules that it needs.
+    """What each worker is sent.
 
     Args:
-        code: see `LoaderOptions`.
-
-    Raises:
-        NotPicklableError: it cannot be sent.
-        OptionError: it, or the code, is too large.
+        data: what it loads, pickled.
+        code: the archive of the user's modules that this needs, see `code_bundle`; empty: none.
     """
 
-    def __init__(self, spec: LoadSpec, code: Code) -> None:
-        data = pack_load_spec(spec)
-        bundle = make_bundle(data, code)
+    def __init__(self, data: bytes | memoryview, code: bytes | memoryview = b"") -> None:
         self.digest, self.nbytes = hashlib.sha256(data).hexdigest(), len(data)
-        self.code_digest, self.code_nbytes = ("", 0) if bundle is None else (bundle.digest, len(bundle.data))
-        self._contents = {self.digest: memoryview(data)}
-        if bundle is not None:
-            self._contents[bundle.digest] = memoryview(bundle.data)
+        self.code_digest, self.code_nbytes = hashlib.sha256(code).hexdigest() if len(code) else "", len(code)
+        self._contents = {self.digest: memoryview(data), self.code_digest: memoryview(code)}
         self._versions = versions_here()
         self._warned: set[str] = set()
 

@@ -1,0 +1,25 @@
+"""The content of a flow whose workers a platform runs."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from torch_dpflow.errors import MessageError
+from torch_dpflow.remote.parcel.script import pack, unpack
+from torch_dpflow.remote.process.flow_content import join, split
+
+
+@pytest.mark.parametrize("code", [b"", b"PK-archive"])
+def test_both_parts_come_out_as_they_went_in_and_who_unpickles_needs_not_know(code: bytes) -> None:
+    pickled = pack([1, 2])
+    content = join(pickled, code)
+    assert [bytes(part) for part in split(memoryview(content))] == [pickled, code]
+    assert unpack(io.BytesIO(content)) == [1, 2]
+
+
+@pytest.mark.parametrize("content", [b"", pack([1, 2]), join(b"", b"x" * 9)[10:]])
+def test_what_is_no_such_content_is_refused_with_what_to_do(content: bytes) -> None:
+    with pytest.raises(MessageError, match="give it the connection file"):
+        split(memoryview(content))

@@ -1,0 +1,252 @@
+"""Flows whose workers a platform runs: processes here, which call over tcp as others do.
+
+Members import torch, which takes seconds, so most tests are slow ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tests.cluster_command import CommandedCluster
+from tests.new_process import ROOT
+from tests.shared_cluster import wait
+from tests.shared_datasets import Failing, Numbers, SlowNumbers
+from tests.workers import has_ended, kill
+from torch_dpflow.cli.main import root
+from torch_dpflow.errors import OptionError, PoisonTaskError
+from torch_dpflow.platforms.names import MemberName
+from torch_dpflow.platforms.subprocesses import NAME_VARIABLE
+from torch_dpflow.remote.job.client import SharedJob
+from torch_dpflow.remote.services.local_cluster import ClusterOptions
+from torch_dpflow.remote.wire.coordinator import FlowView, Scale
+
+Join = Callable[..., SharedJob]
+
+#: A script with a class of its own and a module beside it, neither of which the cluster can import.
+SCRIPT = """
+import sys
+from beside import Turned
+from torch_dpflow import DPFlowDataLoader, JobOptions
+
+class Box:
+    def __init__(self, value):
+        self.value = value
+
+class Data:
+    def __len__(self):
+        return 6
+    def __getitem__(self, index):
+        return Box(Turned(index))
+
+loader = DPFlowDataLoader(
+    Data(), batch_size=3, num_workers=1, collate_fn=list, flow=sys.argv[1], address=sys.argv[2],
+    job=JobOptions(idle_s=3.0),
+)
+boxes = [box for batch in loader for box in batch]
+assert {type(box) for box in boxes} == {Box}
+assert {type(box.value) for box in boxes} == {Turned}
+print(sorted(-box.value.turned for box in boxes))
+"""
+BESIDE = """
+class Turned:
+    def __init__(self, value):
+        self.turned = -value
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandedCluster]:
+    folder = tmp_path_factory.mktemp("c")
+    started = CommandedCluster.up(folder, "--platform", "processes", "--worker-listen", "tcp://127.0.0.1:0")
+    yield started
+    pids = member_pids(started)
+    started.stop()
+    assert all(map(has_ended, pids))
+
+
+def member_pids(cluster: CommandedCluster, flow: str = "") -> list[int]:
+    """Of all members that the cluster's shards have asked for, and whatever has been left of them."""
+    names = {view["name"] for shard, views in members(cluster).items() if flow in shard for view in views}
+    clusters = {MemberName.parse(name).cluster for name in names}
+    return [
+        pid for name, pid in found_members() if name in names or MemberName.parse(name).cluster in clusters
+    ]
+
+
+def found_members() -> list[tuple[str, int]]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                variables = (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            mark = f"{NAME_VARIABLE}=".encode()
+            names = [one.removeprefix(mark).decode() for one in variables if one.startswith(mark)]
+            found.extend((name, int(entry.name)) for name in names)
+    return found
+
+
+def members(cluster: CommandedCluster) -> dict[str, list[dict[str, Any]]]:
+    """As `dpflow workers` lists them, by the shard."""
+    result = CliRunner().invoke(root, ["workers", "--json", "--address", cluster.address])
+    assert result.exit_code == 0, result.output
+    listed: dict[str, list[dict[str, Any]]] = json.loads(result.output)
+    return listed
+
+
+def working(cluster: CommandedCluster, flow: str) -> dict[str, int]:
+    """The pids of those that work for a flow, by name."""
+    return {
+        view["name"]: int(view["where"].rpartition(" ")[2])
+        for shard, views in members(cluster).items()
+        if shard.startswith(f"{flow}@")
+        for view in views
+        if view["state"] == "working"
+    }
+
+
+def keys(batches: Any) -> list[int]:
+    return [int(key) for _, labels in batches for key in labels]
+
+
+def test_two_jobs_read_each_sample_once_while_a_member_is_killed(
+    cluster: CommandedCluster, join: Join, flow: str
+) -> None:
+    dataset = SlowNumbers(120, 0.01)
+    jobs = [join(flow, dataset, batch_size=8, workers=2) for _ in range(2)]
+    reading = [job.traverse(0) for job in jobs]
+    read = [keys([next(batches)]) for batches in reading]
+    wait(lambda: len(working(cluster, flow)) == 2, what="both members")
+    first = working(cluster, flow)
+    kill(next(iter(first.values())))
+    for job, batches in enumerate(reading):
+        read[job] += keys(batches)
+        assert sorted(read[job]) == list(range(120))
+    wait(lambda: len(working(cluster, flow).keys() - first.keys()) == 1, what="another member in its place")
+
+
+def scale(cluster: CommandedCluster, flow: str, workers: int) -> None:
+    with cluster.coordinator() as coordinator:
+        coordinator.call("scale", Scale(flow, 1, workers), reply_type=FlowView)
+
+
+@pytest.mark.slow
+def test_a_fleet_grows_and_shrinks_while_its_job_reads(
+    cluster: CommandedCluster, join: Join, flow: str
+) -> None:
+    job = join(flow, Numbers(2000), batch_size=8, workers=1)
+    batches = job.traverse(0)
+    read = keys([next(batches)])
+    (shard,) = [view.pid for view in cluster.processes(f"{flow}@1/shard")]
+    for workers in (3, 1):
+        scale(cluster, flow, workers)
+        wait(lambda workers=workers: len(working(cluster, flow)) == workers, what=f"{workers} members")
+        read += keys([next(batches)])
+    assert sorted(read + keys(batches)) == list(range(2000))
+    assert [view.pid for view in cluster.processes(f"{flow}@1/shard")] == [shard]
+
+
+@pytest.mark.slow
+def test_a_scripts_classes_and_modules_beside_it_come_along(
+    cluster: CommandedCluster, flow: str, tmp_path: Path
+) -> None:
+    (tmp_path / "beside.py").write_text(BESIDE)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, script, flow, cluster.address],
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[0] == "[0, 1, 2, 3, 4, 5]"
+
+
+@pytest.mark.slow
+def test_a_sample_that_kills_its_members_is_told_and_the_others_come(
+    cluster: CommandedCluster, join: Join, flow: str
+) -> None:
+    batches = join(flow, Failing(12, kills=5), batch_size=4, workers=2, strategy="independent").read(
+        iter([[0, 1], [5], [6, 7]]), 0
+    )
+    assert keys([next(batches)]) == [0, 1]
+    with pytest.raises(PoisonTaskError, match=r"sample 5: .*took down 3 workers"):
+        next(batches)
+    assert keys(batches) == [6, 7]
+
+
+def leave_at_once(worker: int) -> None:
+    os._exit(3)
+
+
+@pytest.mark.slow
+def test_members_that_end_at_their_start_are_told_of_and_not_started_for_ever(
+    cluster: CommandedCluster, join: Join, flow: str
+) -> None:
+    job = join(flow, Numbers(12), batch_size=4, workers=1, worker_init_fn=leave_at_once)
+    with pytest.raises(
+        PoisonTaskError, match=r"workers ended.* before they could load anything.*exited with code 3"
+    ):
+        next(job.traverse(0))
+    wait(lambda: not [name for name, _ in found_members() if name in names_of(cluster, flow)])
+    before = names_of(cluster, flow)
+    with pytest.raises(PoisonTaskError, match="before they could load anything"):
+        next(job.traverse(1))
+    assert names_of(cluster, flow) <= before
+
+
+def names_of(cluster: CommandedCluster, flow: str) -> set[str]:
+    return {view["name"] for shard, views in members(cluster).items() if flow in shard for view in views}
+
+
+@pytest.mark.slow
+def test_members_leave_when_their_shard_is_killed_and_its_successor_has_others(
+    cluster: CommandedCluster, join: Join, flow: str
+) -> None:
+    job = join(flow, Numbers(400), batch_size=8, workers=1)
+    batches = job.traverse(0)
+    read = keys([next(batches)])
+    wait(lambda: working(cluster, flow), what="a member")
+    before = working(cluster, flow)
+    cluster.kill(f"{flow}@1/shard")
+    wait(lambda: all(map(has_ended, before.values())), what="the end of its members")
+    assert sorted(read + keys(batches)) == list(range(400))
+    wait(lambda: working(cluster, flow), what="other members")
+    assert not before.keys() & working(cluster, flow).keys()
+
+
+@pytest.mark.slow
+def test_members_end_with_their_flow(cluster: CommandedCluster, join: Join, flow: str) -> None:
+    job = join(flow, Numbers(8), batch_size=8, workers=1)
+    assert len(keys(job.traverse(0))) == 8
+    pids = working(cluster, flow).values()
+    job.close()
+    wait(lambda: all(map(has_ended, pids)), what="the end of members whose flow is idle")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"platform": "rya"}, "did you mean 'ray'"),
+        ({"worker_listen": "tcp://127.0.0.1:0"}, "without --platform"),
+        ({"platform": "processes", "worker_listen": "tcp://127.0.0.1:7009-7000"}, "of a range of ports"),
+        ({"platform": "processes", "worker_listen": "127.0.0.1"}, "must be tcp://HOST:PORT"),
+        ({"platform": "processes", "preload": ["json"]}, "--preload 'json' with --platform"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        ClusterOptions(**given)
