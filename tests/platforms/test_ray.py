@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -392,3 +393,17 @@ def test_a_cluster_does_not_start_where_its_ray_does_not_answer(monkeypatch: pyt
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with pytest.raises(UnavailableError, match="no Ray cluster answers at '127"):
         ClusterOptions(platform="ray")
+
+
+def test_trials_of_the_example_share_what_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from examples import trials_on_ray
+
+    monkeypatch.setattr(sys, "argv", ["trials_on_ray", "--loaders", "1"])
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.setenv("DPFLOW_PLATFORM_RAY_CPUS", "")
+    trials_on_ray.main()
+    read, loaded = map(int, re.findall(r"(\d+) samples read, (\d+) loaded", capsys.readouterr().out)[0])
+    assert read == 4 * trials_on_ray.EPOCHS * len(trials_on_ray.Digits(train=True))
+    assert 0 < loaded <= read
