@@ -138,7 +138,7 @@ def run(service: ServiceSpec) -> None:
 
 
 def _run_with_members(service: ServiceSpec, members: MemberPlace) -> None:
-    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGTERM, _on_sigterm)
     arguments = msgspec.msgpack.decode(service.arguments, type=ShardArguments)
     fleet = MemberFleet(service.place, members, arguments.spec.content)
     try:
@@ -150,7 +150,7 @@ def _run_with_members(service: ServiceSpec, members: MemberPlace) -> None:
         os._exit(0)  # the platform's library may have threads that an interpreter's end would wait for
 
 
-def _exit(number: int, frame: object) -> None:
+def _on_sigterm(number: int, frame: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(0)
 
