@@ -395,6 +395,7 @@ def test_a_cluster_does_not_start_where_its_ray_does_not_answer(monkeypatch: pyt
         ClusterOptions(platform="ray")
 
 
+@pytest.mark.slow
 def test_trials_of_the_example_share_what_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
