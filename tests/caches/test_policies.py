@@ -26,6 +26,8 @@ from torch_dpflow.testing.policies import DefinedPolicyContract, PolicyContract
 
 
 class ByName(PolicyContract):
+    #: Each run draws others.
+    examples = 20
     policy: ClassVar[str]
     options: ClassVar[dict[str, Any]] = {}
 

@@ -35,12 +35,12 @@ def test_uneven_shares_arrive_in_torchs_order(
     def run(loader_class: Any, sizes: list[int]) -> list[list[Any]]:
         return epochs(loader_class(Uneven(sizes), num_workers=len(sizes), **arguments), 2)
 
-    for sizes in ([0, 4, 11], [7, 1], [0, 0]):
+    # Where all are empty nothing is put together, whatever the size of a batch.
+    for sizes in ([0, 4, 11], [7, 1], *([[0, 0]] if batch_size is None else [])):
         assert_same(run(Loader, sizes), run(DataLoader, sizes), f"sizes {sizes}")
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
-@pytest.mark.parametrize("prefetch_factor", [1, 4])
+@pytest.mark.parametrize(("num_workers", "prefetch_factor"), [(0, 1), (1, 4), (2, 1), (3, 4), (3, 1)])
 def test_every_number_once(Loader: Any, num_workers: int, prefetch_factor: int) -> None:
     ahead = {"prefetch_factor": prefetch_factor} if num_workers else {}
     loader = Loader(Stream(50), batch_size=4, num_workers=num_workers, **ahead)

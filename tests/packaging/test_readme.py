@@ -15,6 +15,8 @@ from subprocess import PIPE
 
 import pytest
 
+from tests.shared_cluster import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
 README = ROOT / "README.md"
@@ -72,7 +74,17 @@ def test_the_blocks_of_a_page_run_as_one_script(page: Path, tmp_path: Path) -> N
         assert "1 worker was replaced" in done.stdout
 
 
+def test_the_block_for_ddp_runs_as_the_only_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in group.items():
+        monkeypatch.setenv(name, value)
+    done = run(own_script(RANKS, tmp_path), directory=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
 def test_the_block_for_ddp_runs_under_torchrun(tmp_path: Path) -> None:
+    """Three processes import torch; `tests/integration/test_distributed.py` has two ranks too."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run(*torchrun, own_script(RANKS, tmp_path), directory=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -25,6 +25,8 @@ class TestDynaGCS(_Strategy):
 
 
 class TestDynaGCSLetter(SamplingContract):
+    examples = 30  # of the benchmarks only
+
     def make_group(self, size: int, capacity: int, seed: int) -> SamplingGroup:
         return DynaGCSLetterGroup(size, capacity=capacity, seed=seed)
 
