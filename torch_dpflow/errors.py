@@ -130,7 +130,7 @@ class WorkerError(DPFlowError, RuntimeError):
 
 
 class WorkerStartError(WorkerError):
-    """Workers end again and again before they have loaded anything."""
+    """Workers end again and again and no batch comes in between, and no batch is to blame: mostly they cannot start."""
 
 
 class LaunchError(WorkerError, OSError):

@@ -36,7 +36,8 @@ class LoaderOptions:
             where the sampler draws its order at the start of the epoch, so that drawing further ahead
             cannot change it.
         restart_limit: how many times in a row workers are replaced, without one batch arriving in between,
-            before the loader gives up.
+            before the loader gives up. None: 8, and until the first batch of all has come no more than there are
+            workers and two more, since workers that cannot begin will not begin the next time.
         poison_limit: after how many workers a batch that takes its worker down is given up.
         task_timeout_s: how long a worker may be at one batch, or at its own start, seconds; None: no limit, as
             with torch. One that takes longer is taken for hung, killed and replaced, and the batch counts as one that
@@ -59,7 +60,7 @@ class LoaderOptions:
     read_threads: int = 1
     seeding: Seeding = "auto"
     window_growth: float = 2.0
-    restart_limit: int = 8
+    restart_limit: int | None = None
     poison_limit: int = 3
     task_timeout_s: float | None = None
     shared_memory: int | None = None
@@ -70,7 +71,8 @@ class LoaderOptions:
 
     def __post_init__(self) -> None:
         check_fields(self, check_int, "read_threads", "poison_limit", minimum=1)
-        check_fields(self, check_int, "restart_limit", "local_workers", minimum=0)
+        check_fields(self, check_int, "local_workers", minimum=0)
+        check_fields(self, check_int, "restart_limit", minimum=0, optional=True)
         check_fields(self, check_seconds, "task_timeout_s", optional=True)
         check_fields(self, check_int, "shared_memory", minimum=0, optional=True)
         check_fields(self, check_int, "min_workers", minimum=1)

@@ -48,7 +48,7 @@ def test_values_out_of_range(values: dict[str, Any]) -> None:
         {"read_threads": 1.5},
         {"read_threads": True},
         {"window_growth": "2"},
-        {"restart_limit": None},
+        {"restart_limit": "8"},
         {"poison_limit": "3"},
         {"shared_memory": "1GiB"},
     ],

@@ -10,21 +10,21 @@ from torch_dpflow.log import LOADER
 from torch_dpflow.metrics import LoaderMeter
 from torch_dpflow.platforms.base import Handle
 
-#: How many more workers than there are may end one after the other while none has ever loaded anything.
-FALSE_STARTS = 2
-RAISE_THE_LIMIT = " Raise LoaderOptions(restart_limit=...) if they are killed from outside."
+#: Deaths in a row that are tolerated unless the user says otherwise; and how many more than there are workers while
+#: none has ever loaded anything.
+LIMIT, FALSE_STARTS = 8, 2
 
 
 class Restarts:
     """Replaces the workers of one iterator that died.
 
     Args:
-        limit: deaths in a row, with no batch in between, that are tolerated.
+        limit: deaths in a row, with no batch in between, that are tolerated; None: as `LoaderOptions` says.
         workers: how many workers there are.
         meter: counts the replacements.
     """
 
-    def __init__(self, limit: int, workers: int, meter: LoaderMeter) -> None:
+    def __init__(self, limit: int | None, workers: int, meter: LoaderMeter) -> None:
         self._limit = limit
         self._workers = workers
         self._meter = meter
@@ -65,15 +65,15 @@ class Restarts:
         self._replaced(worker, how)
 
     def _are_too_many(self) -> bool:
-        limit = self._limit if self._has_loaded else min(self._limit, self._workers + FALSE_STARTS)
-        return self._deaths > limit
+        at_start = LIMIT if self._has_loaded else min(LIMIT, self._workers + FALSE_STARTS)
+        return self._deaths > (at_start if self._limit is None else self._limit)
 
     def _given_up(self, worker: int, how: str) -> WorkerStartError:
         self._exit_report = how
         return WorkerStartError(
             f"{self._deaths} workers ended one after the other and no batch came in between; the last one, "
-            f"worker {worker}, {how}\nRun with num_workers=0 to see where it happens."
-            + (RAISE_THE_LIMIT if self._has_loaded else "")
+            f"worker {worker}, {how}\nRun with num_workers=0 to see where it happens. Raise "
+            "LoaderOptions(restart_limit=...) if they are killed from outside"
         )
 
     def _replaced(self, worker: int, how: str) -> None:
