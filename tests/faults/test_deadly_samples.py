@@ -100,14 +100,33 @@ def test_a_stream_that_kills_is_given_up(OurLoader: Any) -> None:
         next(iterator)
 
 
+class Closing(Indices):
+    """Item 3 closes the descriptors of its worker, which dies when it sends."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 3:
+            os.closerange(3, 1 << 12)
+        return index
+
+
+def test_a_batch_whose_sending_kills_is_given_up(OurLoader: Any) -> None:
+    iterator = iter(OurLoader(Closing(8), batch_size=2, num_workers=2))
+    assert next(iterator).tolist() == [0, 1]
+    with pytest.raises(PoisonTaskError, match="2, 3"):
+        next(iterator)
+    assert [batch.tolist() for batch in iterator] == [[4, 5], [6, 7]]
+
+
 def exit_at_once(worker: int) -> None:
     os._exit(11)
 
 
-def test_workers_that_end_before_they_load_anything(OurLoader: Any) -> None:
-    loader = OurLoader(Indices(4), num_workers=2, worker_init_fn=exit_at_once)
+@pytest.mark.parametrize(("limit", "deaths"), [(None, 5), (0, 1), (9, 10)])
+def test_workers_that_end_before_they_load_anything(OurLoader: Any, limit: int | None, deaths: int) -> None:
+    options = LoaderOptions(restart_limit=limit)
+    loader = OurLoader(Indices(4), num_workers=2, worker_init_fn=exit_at_once, options=options)
     for _ in range(2):
-        with pytest.raises(WorkerStartError, match="11"):
+        with pytest.raises(WorkerStartError, match=f"{deaths} workers ended(.*)code 11"):
             list(loader)
 
 

@@ -1,4 +1,4 @@
-"""The task that a worker runs, in a word of shared memory, which outlives the worker.
+"""The task that a worker runs or has run last, in a word of shared memory, which outlives the worker.
 
 A worker's last message may be old when it dies: results that wait to be sent, or are in libzmq's thread, are lost with
 it. With this word the task that killed the worker is suspected, and none of its neighbours.
@@ -31,7 +31,7 @@ class RunningTask:
         self.ref: BlockRef | None = None if arena is None or block is None else arena.publish(block)
 
     def note(self, task: int | None) -> None:
-        """The worker runs this task from now on, or none."""
+        """The worker runs this task from now on, or none, and nothing that it has run can harm it any more."""
         if self._memory is not None:
             _WORD.pack_into(self._memory, 0, 0 if task is None else task + 1)
 
@@ -60,6 +60,6 @@ class RunningTaskReader:
             return None
 
     def tasks(self) -> tuple[int, ...]:
-        """The task that the worker runs, or ran when it died: one or none."""
+        """The task that the worker noted last: one or none."""
         (word,) = _WORD.unpack_from(self._memory)
         return (word - 1,) if word else ()

@@ -189,7 +189,7 @@ class BatchWorker:
             frames = [*frames, pickle.dumps(loaded.stream)]
         finished = Finished(task, loaded.kind, table, loaded.stream is not None)
         started = self._tasks[0][0] if self._tasks else None
-        self._running.note(None)
+        # Still the task that runs: what it did to this process, as closing its descriptors, may show only now.
         self._deliver(finished, started, frames)
 
     def _deliver(self, finished: Finished, started: int | None, frames: list[Frame]) -> None:
