@@ -224,6 +224,36 @@ def test_a_worker_that_ends_itself(Loader: Any, error: type[BaseException]) -> N
             list(loader)
 
 
+class Fatal(BaseException):
+    """No Exception."""
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), Fatal("x")], ids=repr)
+def test_without_workers_what_is_no_exception_costs_its_batch_alone(
+    Loader: Any, error: BaseException
+) -> None:
+    iterator = iter(Loader(Failing(6, {2: error}), batch_size=2))
+    assert next(iterator).tolist() == [0, 1]
+    with pytest.raises(type(error)):
+        next(iterator)
+    assert [batch.tolist() for batch in iterator] == [[4, 5]]
+
+
+def test_a_state_saved_on_the_way_out_holds_the_batch_that_was_left(OurLoader: Any) -> None:
+    """As where a handler of SIGTERM raises SystemExit."""
+    loader = OurLoader(Failing(6, {2: SystemExit()}), batch_size=2)
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(SystemExit):
+        next(iterator)
+    left = loader.state_dict()
+    assert next(iterator).tolist() == [4, 5]
+    assert (left["position"], loader.state_dict()["position"]) == (1, 3)
+    again = OurLoader(Indices(6), batch_size=2)
+    again.load_state_dict(left)
+    assert [batch.tolist() for batch in again] == [[2, 3], [4, 5]]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_a_worker_that_ends_itself_says_where(OurLoader: Any, error: type[BaseException]) -> None:
     loader = OurLoader(Failing(6, {2: error()}), batch_size=None, num_workers=1)

@@ -85,11 +85,12 @@ class SingleProcessIterator(BaseDataLoaderIter):
                 "this iteration was interrupted while its iterable dataset was read, so what that had given of the "
                 "batch is lost; begin another iteration"
             )
+        if self._due is not None and self._due.outcome is TAKEN:
+            self._progress.head, self._due = self._due, None
+            self._progress.note_taken()
         due = self._due or self._draw()
         try:
             data = self._fetch(due)
-            if self._pin_memory:
-                data = pin_memory(data, self._pin_memory_device)
             if self._progress.streams:
                 due.worker, due.stream = 0, StreamState(delivered=self._progress.streams[0].delivered + 1)
             due.outcome = data
@@ -104,12 +105,17 @@ class SingleProcessIterator(BaseDataLoaderIter):
         before = EPOCH_HERE.get()
         try:
             EPOCH_HERE.set(self._progress.epoch)
-            return self._fetcher.fetch(due.index)
-        except StopIteration:
+            data = self._fetcher.fetch(due.index)
+            return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
+        except (StopIteration, KeyboardInterrupt):
             raise
         except Exception:
             due.outcome = TAKEN
             self._progress.head, self._due = due, None
+            raise
+        except BaseException:
+            # Given up by the next `next`: a state that is saved now still has it, as after the SystemExit of a handler.
+            due.outcome = TAKEN
             raise
         finally:
             EPOCH_HERE.set(before)
