@@ -7,6 +7,8 @@ import signal
 import tempfile
 from pathlib import Path
 
+from tests.interruption import Interruption
+from tests.new_process import in_fork
 from torch_dpflow.directory import PREFIX, PrivateDirectory, sweep
 
 
@@ -21,6 +23,28 @@ def killed_while_making() -> Path:
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
     (made,) = set(Path(tempfile.gettempdir()).iterdir()) - before
     return made
+
+
+def left_by_interruptions() -> list[set[Path]]:
+    """For each place of an interruption, what it leaves."""
+    PrivateDirectory().remove()  # sweeps, once a process
+    base = Path(tempfile.gettempdir())
+    before, left = set(base.iterdir()), list[set[Path]]()
+    while True:
+        try:
+            with Interruption(len(left)):
+                directory = PrivateDirectory()
+            directory.remove()
+            return left
+        except KeyboardInterrupt:
+            pass
+        left.append(set(base.iterdir()) - before)
+
+
+def test_an_interruption_before_anybody_has_it_leaves_none() -> None:
+    left = in_fork(left_by_interruptions)
+    assert len(left) > 10
+    assert not any(left)
 
 
 def test_one_that_was_never_finished_is_swept_once_it_is_old() -> None:

@@ -2,10 +2,12 @@
 
 import fcntl
 import os
+import secrets
 import shutil
 import tempfile
 import time
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 #: Marks our directories, together with the user's id, so that a sweep looks at nothing else.
@@ -31,22 +33,25 @@ class PrivateDirectory:
         if not PrivateDirectory._swept:
             PrivateDirectory._swept = True
             sweep()
-        made = tempfile.mkdtemp(prefix=_UNLOCKED + PREFIX, dir=_base())
-        lock = os.path.join(made, _LOCK)
-        descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        #: Whoever takes the descriptor from it closes it.
-        self._locks = [descriptor]
-        # Renamed once it is locked: sweeps of other processes remove directories without a lock.
+        name = PREFIX + secrets.token_urlsafe(6)
+        made = os.path.join(_base(), _UNLOCKED + name)
         #: Its path, without a slash at the end.
-        self.path = os.path.join(_base(), os.path.basename(made).removeprefix(_UNLOCKED))
+        self.path = os.path.join(_base(), name)
+        #: Whoever takes the descriptor from it closes it.
+        self._locks: list[int] = []
+        # Control-C may come before anybody has it who would remove it. -1: after processes that use it have ended.
+        self._dropped = Finalize(self, _remove, (self._locks, made, self.path), exitpriority=-1)
+        os.mkdir(made, 0o700)
+        lock = os.path.join(made, _LOCK)
+        self._locks.append(os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        fcntl.flock(self._locks[0], fcntl.LOCK_EX)
+        # Renamed once it is locked: sweeps of other processes remove directories without a lock.
         os.rename(made, self.path)
 
     def remove(self) -> None:
         """Remove it and what is in it. May be called twice, and by several threads."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        with suppress(IndexError):
-            os.close(self._locks.pop())
+        _remove(self._locks, self.path)
+        self._dropped.cancel()
 
 
 def sweep() -> None:
@@ -58,6 +63,13 @@ def sweep() -> None:
         with suppress(OSError):  # already removed
             if time.time() - made.stat().st_mtime > _MAKING_S:
                 shutil.rmtree(made, ignore_errors=True)
+
+
+def _remove(locks: list[int], *paths: str) -> None:
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
+    with suppress(IndexError):
+        os.close(locks.pop())
 
 
 def _base() -> str:
