@@ -129,6 +129,17 @@ def test_damaged_states_are_refused_whole(OurLoader: Any) -> None:
     assert min(map(len, refused)) > 20
 
 
+@pytest.mark.parametrize(("place", "wrong"), [(2, 2**70), (2, 10**6), (2, -2), (3, 2**70)])
+def test_a_damaged_state_of_numpys_generator_is_refused(OurLoader: Any, place: int, wrong: int) -> None:
+    loader = OurLoader(Indices(12), batch_size=2, shuffle=True)
+    next(iter(loader))
+    state = loader.state_dict()
+    state["plan_rng"]["numpy"][place] = wrong
+    loader.load_state_dict(state)
+    with pytest.raises(StateError, match="random number generators is damaged"):
+        iter(loader)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_other_data_is_refused(OurLoader: Any, num_workers: int) -> None:
     loader = OurLoader(Indices(20), batch_size=2, num_workers=num_workers)

@@ -93,8 +93,10 @@ def restore_rng(state: RngState) -> None:
         restore_generator(torch.default_generator, state["torch"])
         random.setstate((version, struct.unpack(f"<{len(raw) // 4}I", raw), gauss))
         key = np.frombuffer(base64.b64decode(keys), np.uint32)
+        if not 0 <= position <= len(key):  # numpy would read beyond its words
+            raise ValueError(f"position {position} of {len(key)} words")
         np.random.set_state((kind, key, position, has_gauss, cached))
-    except (KeyError, ValueError, TypeError, struct.error) as error:
+    except (KeyError, ValueError, TypeError, OverflowError, struct.error) as error:
         raise StateError(f"the state of the random number generators is damaged: {error!r}") from error
 
 
