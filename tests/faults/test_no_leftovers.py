@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from tests.holdings import Holdings
 from tests.loader_cases import Failing, Indices, Rows, Stream
 from tests.new_process import run_interpreter
-from tests.workers import has_ended, worker_pids
+from tests.workers import has_ended, kill, worker_pids
 
 
 def consume(loader: Any, batches: int | None = None) -> None:
@@ -84,6 +86,27 @@ def test_the_workers_are_gone_as_soon_as_the_epoch_is_over(OurLoader: Any) -> No
     assert len(pids) == 2
     consume(iterator)
     assert all(map(has_ended, pids))
+
+
+class Leaving(Indices):
+    """Starts a process that outlives its worker, and holds its descriptors."""
+
+    def __getitem__(self, index: int) -> int:
+        if pid := os.fork():
+            return pid
+        os.setsid()
+        time.sleep(60)
+        os._exit(0)
+
+
+def test_a_process_that_a_worker_leaves_keeps_nothing_open(OurLoader: Any) -> None:
+    gc.collect()
+    before = Holdings.now().descriptors
+    (left,) = OurLoader(Leaving(1), batch_size=None, num_workers=1)
+    try:
+        assert Holdings.now().descriptors <= before
+    finally:
+        kill(left)
 
 
 def test_a_shard_is_closed_twice_and_by_several_threads(OurLoader: Any) -> None:

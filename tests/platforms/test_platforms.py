@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.new_process import run_interpreter
 from tests.shared_cluster import wait
 from tests.workers import has_ended
 from torch_dpflow.errors import DescriptorLimitError, OptionError
@@ -97,6 +98,24 @@ def test_a_worker_with_a_subprocess_is_seen_to_end() -> None:
         assert list(platform.take_ended()) == [handle]
     finally:
         platform.close()
+
+
+def test_a_spawned_process_begins_with_control_c_blocked() -> None:
+    """Also the first one, with which multiprocessing starts its resource tracker."""
+    program = """if True:
+        import multiprocessing, signal
+        from torch_dpflow.platforms.base import ProcessSpec
+        from torch_dpflow.platforms.local import LocalPlatform
+
+        platform = LocalPlatform(multiprocessing.get_context("spawn"))
+        spec = ProcessSpec(name="one", incarnation=0, target=signal.raise_signal, arguments=(signal.SIGINT,))
+        handle = platform.launch(spec)
+        handle.process.join()
+        assert handle.process.exitcode == 0
+        platform.close()
+    """
+    ended = run_interpreter(program)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def run_sleep() -> None:

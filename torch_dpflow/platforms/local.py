@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -93,6 +94,8 @@ class LocalPlatform:
 
     def _start(self, process: BaseProcess) -> None:
         """Start a process with SIGINT blocked; it unblocks it when Control-C no longer prints a traceback."""
+        if self._context.get_start_method() == "spawn":
+            resource_tracker.ensure_running()  # which the start would do, and unblocks SIGINT
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()
@@ -143,6 +146,8 @@ class LocalHandle:
 
     def describe(self) -> End | None:
         if self._end is None and (self._released or self._has_ended(0.0)):
+            # Asked for its code first: a join alone waits for the pipe, and gives up what a grandchild holds open.
+            _ = self.process.exitcode
             self.process.join(REAP_S)
             code = self.process.exitcode
             self._end = End(
