@@ -61,6 +61,12 @@ def build_loader(options: argparse.Namespace, dataset: Dataset[Any], *, shuffle:
 
 def prepare(options: argparse.Namespace) -> Training:
     """Data, loaders and model; raise FileNotFoundError or ValueError if the data is not as it must be."""
+    for split in ("train", "val"):
+        if not (options.data / split).is_dir():
+            raise FileNotFoundError(
+                f"{options.data / split} is missing: --data names a folder with train/ and val/, such as "
+                "demo_data/images, which `make demo` generates"
+            )
     train, val = (build_dataset(options.data, split, options.image_size) for split in ("train", "val"))
     if train.classes != val.classes:
         raise ValueError(

@@ -28,9 +28,10 @@ class LoaderOptions:
         seeding: how torch, random and numpy are seeded in a worker. "batch" seeds them before each batch from
             (base seed, epoch, batch), so random augmentation is the same whatever the number of workers and
             after any crash. "worker" gives each worker torch's own stream and torch's round-robin
-            assignment: the batches equal those of torch's loader bit for bit, but no work is stolen. "auto"
-            takes "worker" when a `worker_init_fn` is given, or the dataset is iterable or keeps a state, else
-            "batch".
+            assignment: the batches equal those of torch's loader bit for bit, but no work is stolen; where
+            persistent workers begin another epoch before the end of one, they have drawn for the delivered
+            batches alone, and torch's for prefetched ones too. "auto" takes "worker" when a `worker_init_fn` is
+            given, or the dataset is iterable or keeps a state, else "batch".
         window_growth: how far the batches in flight may grow beyond torch's `prefetch_factor * num_workers`
             while a worker has nothing to do because an older batch is late; a factor from 1 to 1000. Only
             where the sampler draws its order at the start of the epoch, so that drawing further ahead

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from examples import demo, natural_images
+from examples import demo, natural_images, train_classifier
 
 TRAIN, VAL = 8, 4
 SMALL = (f"--train={TRAIN}", f"--val={VAL}", "--epochs=1")
@@ -36,6 +36,16 @@ def test_the_table_has_a_row_of_figures_for_each_loader() -> None:
     with console.capture() as captured:
         console.print(demo.results(dict.fromkeys(demo.LOADERS, summary)))
     assert_is_table(captured.get())
+
+
+def test_training_by_hand_says_what_makes_the_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        train_classifier.main([f"--data={tmp_path}"])
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'train'} is missing" in said
+    assert "make demo" in said
 
 
 @pytest.mark.slow
