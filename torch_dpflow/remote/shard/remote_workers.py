@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from contextlib import suppress
 from random import SystemRandom
 from typing import Any
 
-from torch_dpflow.errors import MessageError, TransportError, WorkerStartError
+from torch_dpflow.errors import MessageError, WorkerStartError
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.platforms.base import Handle
 from torch_dpflow.platforms.members import Ended, MemberPlatform, PlatformSpec
@@ -29,7 +28,7 @@ from torch_dpflow.remote.control.fleet_members import (
     SuspectMember,
 )
 from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
-from torch_dpflow.remote.shard.reachable import addresses_of, to_bind, to_tell
+from torch_dpflow.remote.shard.door import Door
 from torch_dpflow.remote.shard.remote_content import RemoteContent, other_release
 from torch_dpflow.remote.shard.remote_member import (
     BATCH_WORKERS,
@@ -41,9 +40,6 @@ from torch_dpflow.remote.shard.remote_member import (
     parts_of,
 )
 from torch_dpflow.remote.shard.shortage import Shortage
-from torch_dpflow.remote.transport import TransportOptions
-from torch_dpflow.remote.transport.keys import DoorKeys
-from torch_dpflow.remote.transport.zeromq import ZeroMQListener, draw_key_pair
 from torch_dpflow.remote.wire.fields import MAX_TEXT
 from torch_dpflow.remote.wire.headers import (
     FetchPiece,
@@ -60,12 +56,10 @@ from torch_dpflow.remote.wire.headers import (
     encode,
     version_of,
 )
-from torch_dpflow.remote.wire.order import Order, encode_order
 from torch_dpflow.remote.wire.shard import MemberView
 
-#: After how long without a sign of life the platform is asked about a member, and after how long it is lost; after how
-#: long without an answer it leaves; seconds.
-SUSPECT_S, LEASE_S, SILENCE_S = 2.5, 10.0, 30.0
+#: After how long without a sign of life the platform is asked about a member, and after how long it is lost, seconds.
+SUSPECT_S, LEASE_S = 2.5, 10.0
 #: How often the platform is asked about all members because connections have ended, at most, seconds.
 ASK_S = 2.0
 #: How often to look at leases and time limits where nothing happens, seconds.
@@ -114,19 +108,16 @@ class RemoteWorkers:
         self._clock = SuspendAwareClock()
         if listen_at:
             platform.check_listen(listen_at)
-        public, secret = draw_key_pair()
-        self._keys = DoorKeys(public=public, secret=secret)
         self._platform: MemberPlatform = platform.open()
         try:
-            asked = listen_at or platform.listen_at()
-            self.listener = _listen(asked, TransportOptions(keys=self._keys))
-            self._addresses = to_tell(asked, self.listener.address)
+            self._door = Door(listen_at or platform.listen_at())
         except BaseException:
             self._platform.close()
             raise
+        self.listener = self._door.listener
         self.listener.watch(self._platform.wakeup_fd)
         start_s = self._platform.limits.start_timeout_s[1]
-        self._shortage = Shortage(platform.name, workers, least, start_s, self._addresses[0], kind.log)
+        self._shortage = Shortage(platform.name, workers, least, start_s, self._door.addresses[0], kind.log)
         prefix = prefix_of(cluster or secrets.token_hex(4), secrets.token_hex(5))
         # Not `random`'s own generator, which is the user's.
         self._fleet = Fleet(prefix, self._platform.limits, draw=SystemRandom().random)
@@ -279,7 +270,7 @@ class RemoteWorkers:
 
     def _on_hello(self, member: RemoteMember, nonce: bytes, hello: MemberHello) -> None:
         member.nonce, member.where = nonce, hello.where
-        self._keys.keep(member.user)
+        self._door.keep(member)
         if not member.has_called:
             member.has_called = self._has_news = True
             unfit = other_release(hello.version) or self._content.unfit(hello.versions)
@@ -401,25 +392,9 @@ class RemoteWorkers:
         number = self._first + start.number
         member = RemoteMember(start.name, number, start.incarnation, now, self._kind)
         within_s = self._platform.limits.start_timeout_s[1]
-        public, secret = draw_key_pair()
-        order = Order(
-            name=start.name,
-            role=self._kind.role,
-            number=member.number,
-            incarnation=start.incarnation,
-            addresses=self._addresses,
-            server_public=self._keys.public.decode(),
-            public=public.decode(),
-            secret=secret.decode(),
-            start_within_s=within_s,
-            lifetime_s=start.lifetime_s,
-            silence_s=SILENCE_S,
-            content=self._content.digest,
-            code=self._content.code_digest,
-        )
+        order = self._door.order(member, self._content, within_s=within_s, lifetime_s=start.lifetime_s)
         self._members[member.name] = self._by_user[member.user] = member
-        self._keys.expect(member.user, public, within_s)
-        self._platform.start(member.name, encode_order(order))
+        self._platform.start(member.name, order)
 
     def _lose(self, member: RemoteMember, how: str, *, may_blame: bool = True) -> None:
         self._forget(member)
@@ -431,7 +406,7 @@ class RemoteWorkers:
         self._by_user.pop(member.user, None)
         if self._working.pop(member.peer(WORK), None) is not None:
             self._condemned.pop(member.number, None)  # else its successor would be killed for it
-        self._keys.drop(member.user)
+        self._door.drop(member)
 
     def _refuse(self, member: RemoteMember, why: str) -> None:
         if member.nonce:
@@ -439,12 +414,3 @@ class RemoteWorkers:
 
     def _send(self, peer: bytes, header: Any) -> None:
         self.listener.send(peer, [encode(header)])
-
-
-def _listen(asked: str, options: TransportOptions) -> ZeroMQListener:
-    """Listen at the first of these addresses that is free."""
-    *others, last = addresses_of(to_bind(asked))
-    for address in others:
-        with suppress(TransportError):
-            return ZeroMQListener(address, options)
-    return ZeroMQListener(last, options)

@@ -10,13 +10,10 @@ import errno
 import math
 import os
 import secrets
-import stat
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from socket import AF_UNIX
-from socket import socket as kernel_socket
 from typing import Any
 
 import zmq
@@ -27,6 +24,7 @@ from torch_dpflow.log import TRANSPORT
 from torch_dpflow.remote.transport.base import TransportOptions, check_frames, check_identity, is_loopback
 from torch_dpflow.remote.transport.keys import ClientKeys, DoorKeys, ServerKeys
 from torch_dpflow.remote.transport.zeromq import contexts
+from torch_dpflow.remote.transport.zeromq.ipc_path import check_path
 from torch_dpflow.remote.wire.parcel_table import Frame
 
 #: From this size on a frame is sent without a copy, bytes. Below it a memcpy is cheaper than pyzmq's release thread.
@@ -252,7 +250,7 @@ class ZeroMQListener(_SocketEndpoint):
             last = time.monotonic() > deadline
             try:
                 if self.address.startswith("ipc:///"):
-                    _check_path(self.address.removeprefix("ipc://"), take_leftover=last)
+                    check_path(self.address.removeprefix("ipc://"), take_leftover=last)
                 self._socket.bind(self.address)
                 return
             except (OSError, zmq.ZMQError) as error:
@@ -399,23 +397,6 @@ class ZeroMQConnection(_SocketEndpoint):
                     f"{self._options.queue_messages} messages wait; is it alive, and does it know our key?"
                 ) from None
             self._send(frames)
-
-
-def _check_path(path: str, *, take_leftover: bool) -> None:
-    """Raise OSError where another process listens at an ipc path: libzmq would silently replace its socket.
-
-    A file without a listener was left by a killed process, or is about to be removed by one that closes.
-    """
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise OSError(errno.EEXIST, "a file is there that is no socket")
-    with kernel_socket(AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        if probe.connect_ex(path) == 0 or not take_leftover:
-            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 def _view(frame: zmq.Frame) -> memoryview:

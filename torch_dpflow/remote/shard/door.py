@@ -1,0 +1,76 @@
+"""Where members call: a listener that admits one key for each of them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from torch_dpflow.errors import TransportError
+from torch_dpflow.remote.shard.reachable import addresses_of, to_bind, to_tell
+from torch_dpflow.remote.shard.remote_content import RemoteContent
+from torch_dpflow.remote.shard.remote_member import RemoteMember
+from torch_dpflow.remote.transport import TransportOptions
+from torch_dpflow.remote.transport.keys import DoorKeys
+from torch_dpflow.remote.transport.zeromq import ZeroMQListener, draw_key_pair
+from torch_dpflow.remote.wire.order import Order, encode_order
+
+#: After how long without an answer a member leaves, seconds.
+SILENCE_S = 30.0
+
+
+class Door:
+    """A listener with one-time keys, and the orders that tell members of it.
+
+    Args:
+        listen_at: `tcp://HOST:PORT`, or `tcp://HOST:FIRST-LAST` for the first port that is free.
+
+    Raises:
+        OptionError: members cannot reach that address.
+        TransportError: it cannot be listened at.
+    """
+
+    def __init__(self, listen_at: str) -> None:
+        public, secret = draw_key_pair()
+        self._keys = DoorKeys(public=public, secret=secret)
+        self.listener = _listen(listen_at, TransportOptions(keys=self._keys))
+        #: How members reach it.
+        self.addresses = to_tell(listen_at, self.listener.address)
+
+    def order(
+        self, member: RemoteMember, content: RemoteContent, *, within_s: float, lifetime_s: float | None
+    ) -> bytes:
+        """A member's order, whose key is good from now on, and for so long unless the member calls."""
+        public, secret = draw_key_pair()
+        self._keys.expect(member.user, public, within_s)
+        return encode_order(
+            Order(
+                name=member.name,
+                role=member.kind.role,
+                number=member.number,
+                incarnation=member.incarnation,
+                addresses=self.addresses,
+                server_public=self._keys.public.decode(),
+                public=public.decode(),
+                secret=secret.decode(),
+                start_within_s=within_s,
+                lifetime_s=lifetime_s,
+                silence_s=SILENCE_S,
+                content=content.digest,
+                code=content.code_digest,
+            )
+        )
+
+    def keep(self, member: RemoteMember) -> None:
+        """It has called: its key stays good."""
+        self._keys.keep(member.user)
+
+    def drop(self, member: RemoteMember) -> None:
+        """Its key is good no more."""
+        self._keys.drop(member.user)
+
+
+def _listen(asked: str, options: TransportOptions) -> ZeroMQListener:
+    *others, last = addresses_of(to_bind(asked))
+    for address in others:
+        with suppress(TransportError):
+            return ZeroMQListener(address, options)
+    return ZeroMQListener(last, options)
