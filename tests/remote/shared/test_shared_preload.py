@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ class Imported(Dataset[torch.Tensor]):
         return torch.tensor([module in sys.modules for module in self._modules])
 
 
-def test_workers_have_what_was_preloaded_and_no_more() -> None:
+def test_workers_have_what_was_preloaded_and_no_more(eventually: Any) -> None:
     with started(preload=["wsgiref.util"]) as address:
         loader = DPFlowDataLoader(
             Imported("wsgiref.util", "wsgiref.validate"),
@@ -39,6 +41,8 @@ def test_workers_have_what_was_preloaded_and_no_more() -> None:
         )
         (found,) = list(loader)
         del loader
+        heartbeats = [thread for thread in threading.enumerate() if thread.name == "dpflow-heartbeat"]
+        eventually(lambda: not any(thread.is_alive() for thread in heartbeats), what="the job's leave")
     assert found.tolist() == [[True, False]] * 2
 
 
