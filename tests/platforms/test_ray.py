@@ -353,6 +353,8 @@ def test_batches_equal_those_of_local_workers_through_a_kill() -> None:
         seen = [next(iterator)]
         member, actor = next(iter(members().items()))
         os.kill(member if victim == "member" else actor, signal.SIGKILL)
+        # A member outlives its actor by a moment, in which an epoch could end.
+        wait(lambda: remote._iterator._shard.processes.working < 2, what="the member's end")
         assert_same([*seen, *iterator], expected)
         assert remote.stats().restarts >= restarts
     names = names_in(adapter_of())

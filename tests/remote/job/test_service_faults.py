@@ -213,3 +213,5 @@ def test_who_registers_waits_for_a_coordinator_that_has_no_state_and_says_so(
         with pytest.raises(DeadlineError, match=reason):
             register(cluster, spec, b"", patience_s=0.5, outages=OutageLog("f", "j", patience_s=0.5))
         assert re.search(line, caplog.text)
+    # An error has a traceback, whose frames refer to all that called.
+    assert not [one for one in caplog.records if any(isinstance(part, Exception) for part in one.args or ())]

@@ -163,10 +163,11 @@ def register(
     """
     outages = outages or OutageLog(spec.name, "", patience_s=patience_s, muted=True)
     backoff, deadline, attempts = Backoff(PAUSE_S, LONGEST_PAUSE_S), time.monotonic() + patience_s, 0
+    call_s = SILENCE_S
     with cluster.connect(timeout_s=patience_s) as coordinator:
         while attempts < _ATTEMPTS:
-            # Every call is safe to repeat. A short one, so that the log says soon that none is answered.
-            call_s = min(SILENCE_S, max(PAUSE_S, deadline - time.monotonic()))
+            # Every call is safe to repeat. The first is short, so that the log says soon that none is answered.
+            call_s = min(call_s, max(PAUSE_S, deadline - time.monotonic()))
             try:
                 if coordinator.call("register", spec, reply_type=bool, timeout_s=call_s).body or _upload(
                     coordinator, spec.content, packed, patience_s
@@ -181,6 +182,7 @@ def register(
                 if attempts == _ATTEMPTS:
                     raise
             except DeadlineError as error:
+                call_s *= 2
                 outages.on_no_answer(error)
                 if time.monotonic() >= deadline:
                     raise DeadlineError(

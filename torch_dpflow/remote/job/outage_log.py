@@ -64,7 +64,8 @@ class OutageLog:
             text = (
                 "no answer from its services for %.0f s; reading waits for up to patience_s=%g s in all (%s)"
             )
-            self._warn(text, silence_s, self.patience_s, error)
+            # Its text alone: who keeps log records would keep what its traceback refers to, the loader's iterator too.
+            self._warn(text, silence_s, self.patience_s, str(error))
 
     def on_wait(self, reason: str) -> None:
         """A service has the job wait; logged once with the reason, when that has lasted."""
@@ -81,7 +82,7 @@ class OutageLog:
         if times >= MOST_FAULTS:
             raise error
         if times == 1:
-            self._warn("the call is repeated: %s", error)
+            self._warn("the call is repeated: %s", str(error))
 
     def on_success(self) -> None:
         """A call has succeeded."""

@@ -86,6 +86,7 @@ class SampleShard:
         self._epochs: dict[str, int] = {}
         self._open: dict[str, set[int]] = {}
         self._range = RangeAssignment(0, 0, spec.size)
+        self._has_owned = False
         #: Since when it owns no keys any more, seconds.
         self._retired_at: float | None = None
         self._requests = itertools.count(1)
@@ -147,12 +148,13 @@ class SampleShard:
         if not range_.retired:
             self._retired_at = None
         elif self._retired_at is None:
-            if self._owned:  # a new one may register before its router expects it
+            if self._has_owned:  # a new one may register before its router expects it
                 SERVICE.info("shard retired; it owns no keys any more and ends once its jobs have left")
             self._retired_at = self._clock()
         if range_.generation <= self._range.generation:
             return
         self._range = range_
+        self._has_owned = self._has_owned or self._owned > 0
         self._epochs.clear()  # so that the next request of each job gives the policy a new lookahead
         for job, opened in self._open.items():
             foreign = self._pool.tickets_outside(job, range_.first, range_.end)
