@@ -6,9 +6,11 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
+from torch_dpflow.errors import DeadlineError
 from torch_dpflow.remote.rpc import RpcClient
 from torch_dpflow.remote.transport import connect
 from torch_dpflow.remote.transport.zeromq import contexts
@@ -29,6 +31,20 @@ def test_a_client_that_is_dropped_waits_for_no_collector(ipc_address: str, uncol
     gone = weakref.ref(client._connection)
     del client
     assert gone() is None
+
+
+class Held:
+    """Something of a caller's."""
+
+
+def test_a_call_that_fails_keeps_nothing_of_its_caller(ipc_address: str, uncollected: None) -> None:
+    def failing() -> weakref.ref[Held]:
+        held = Held()
+        with RpcClient(ipc_address) as client, suppress(DeadlineError):
+            client.call("unanswered", timeout_s=0.01)
+        return weakref.ref(held)
+
+    assert failing()() is None
 
 
 def test_a_socket_is_collected_by_whoever_holds_the_contexts_lock(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from typing import Any
@@ -41,6 +42,7 @@ def test_workers_have_what_was_preloaded_and_no_more(eventually: Any) -> None:
         )
         (found,) = list(loader)
         del loader
+        gc.collect()
         heartbeats = [thread for thread in threading.enumerate() if thread.name == "dpflow-heartbeat"]
         eventually(lambda: not any(thread.is_alive() for thread in heartbeats), what="the job's leave")
     assert found.tolist() == [[True, False]] * 2

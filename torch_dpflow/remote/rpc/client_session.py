@@ -8,6 +8,7 @@ every open call, and the answers name the calls to send again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,7 +54,9 @@ class Awaited:
     def outcome(self) -> Answer:
         """The answer of a call that is over; raises its error."""
         if self.error is not None:
-            raise self.error
+            # A copy: its traceback refers to the caller's frames, and these to this object. A cycle would keep alive
+            # what they hold, a loader's iterator too, until the garbage collector runs.
+            raise copy(self.error)
         assert self.answer is not None
         return self.answer
 
