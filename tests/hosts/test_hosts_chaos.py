@@ -8,19 +8,17 @@ from __future__ import annotations
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
 from tests.hosts.recorded_hosts import Marked, Recorded, shuffled
-from tests.loader_cases import assert_same
+from tests.hosts.through_faults import STALL_S, Gaps, longest, read_through, report_kills
 from tests.new_process import ROOT
 from tests.shared_cluster import wait
 from torch_dpflow.testing.hosts import Host, Hosts
@@ -33,8 +31,6 @@ KILL_EVERY_S = 10.0
 FREEZE, SHORT_CUT, LONG_CUT = (0.1, 20.0), (0.3, 5.0), (0.5, 60.0)
 #: A fault is felt for so long after its end: a lease has to lapse, and a member to start; seconds.
 FELT_S = 15.0
-#: What a stall after a kill may last, seconds.
-STALL_S = 5.0
 
 
 @dataclass(eq=False)
@@ -89,20 +85,8 @@ def test_every_epoch_is_the_local_loaders(disturbed_s: float) -> None:
     with Hosts(HOSTS) as hosts:
         remote = shuffled(Marked(SIZE, 0.02), HOSTS, platform=Recorded.of(hosts))
         local = shuffled(Marked(SIZE), 2)
-        assert_same(list(remote), list(local))
         disturbance = Disturbance(hosts, disturbed_s)
-        disturbance.start()
-        #: From one batch to the next.
-        gaps: list[tuple[float, float]] = []
-        epochs = 0
-        while epochs < 3 or disturbance.is_alive():
-            batches: list[Any] = []
-            last = time.monotonic()
-            for batch in remote:
-                gaps.append((last, last := time.monotonic()))
-                batches.append(batch)
-            assert_same(batches, list(local))
-            epochs += 1
+        epochs, gaps = read_through(remote, local, disturbance)
         assert disturbance.error is None
         report(gaps, disturbance, epochs)
         remote._iterator._shutdown_workers()
@@ -118,21 +102,14 @@ def test_every_epoch_is_the_local_loaders(disturbed_s: float) -> None:
             assert not list(host.folder.iterdir())
 
 
-def report(gaps: list[tuple[float, float]], disturbance: Disturbance, epochs: int) -> None:
+def report(gaps: Gaps, disturbance: Disturbance, epochs: int) -> None:
     """Print the stalls, and check those after a kill alone."""
+    print(f"\n{epochs} epochs of {SIZE} samples, {len(disturbance.kills)} kills; longest stalls in seconds:")
+    for begin, end in disturbance.others:
+        print(f"  {end - begin - FELT_S:4.0f} s of freeze or cut: {longest(gaps, begin, end):.1f}")
     alone = [
-        max((later - sooner for sooner, later in gaps if later >= at and sooner <= at + STALL_S), default=0.0)
+        at
         for at in disturbance.kills
         if not any(begin - STALL_S <= at <= end for begin, end in disturbance.others)
     ]
-    print(f"\n{epochs} epochs of {SIZE} samples, {len(disturbance.kills)} kills; longest stalls in seconds:")
-    for begin, end in disturbance.others:
-        stall = max(
-            (later - sooner for sooner, later in gaps if later >= begin and sooner <= end), default=0.0
-        )
-        print(f"  {end - begin - FELT_S:4.0f} s of freeze or cut: {stall:.1f}")
-    p95 = statistics.quantiles(alone, n=20, method="inclusive")[-1]
-    print(
-        f"  after {len(alone)} kills alone: median {statistics.median(alone):.2f}, p95 {p95:.2f}, most {max(alone):.2f}"
-    )
-    assert p95 <= STALL_S
+    report_kills(gaps, alone)

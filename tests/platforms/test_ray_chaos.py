@@ -8,16 +8,14 @@ from __future__ import annotations
 import os
 import random
 import signal
-import statistics
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
 from tests.hosts.recorded_hosts import Marked, shuffled
-from tests.loader_cases import assert_same
+from tests.hosts.through_faults import read_through, report_kills
 from tests.platforms.local_ray import members, names_in, needs_ray, ray_of, start_node
 from tests.shared_cluster import wait
 from torch_dpflow.platforms import Ray
@@ -27,8 +25,6 @@ pytestmark = [pytest.mark.slow, needs_ray]
 
 ACTORS, SIZE, SECONDS = 4, 2000, 0.02
 KILL_EVERY_S = 10.0
-#: For how long after a kill a stall counts as its own, and what it may last, seconds.
-STALL_S = 5.0
 #: Of each actor, so that all and their successors have room on any machine.
 SHARE = 0.1
 
@@ -69,38 +65,13 @@ def test_every_epoch_is_the_local_loaders(pytestconfig: pytest.Config) -> None:
     with ray_of(start_node(1)):
         remote = shuffled(Marked(SIZE, SECONDS), ACTORS, platform=Ray(cpus=SHARE))
         local = shuffled(Marked(SIZE), 2)
-        assert_same(list(remote), list(local))
         kills = Kills(pytestconfig.getoption("--disturbed-s"))
-        kills.start()
-        #: From one batch to the next.
-        gaps: list[tuple[float, float]] = []
-        epochs = 0
-        while epochs < 3 or kills.is_alive():
-            batches: list[Any] = []
-            last = time.monotonic()
-            for batch in remote:
-                gaps.append((last, last := time.monotonic()))
-                batches.append(batch)
-            assert_same(batches, list(local))
-            epochs += 1
+        epochs, gaps = read_through(remote, local, kills)
         assert kills.error is None
         restarts = remote.stats().restarts
         remote._iterator._shutdown_workers()
         local._iterator._shutdown_workers()
         adapter = RayAdapter(Ray(cpus=SHARE))
         wait(lambda: not names_in(adapter) and not members(), what="the end of all members")
-        report(gaps, kills.at, f"{epochs} epochs of {SIZE} samples, {restarts} restarts")
-
-
-def report(gaps: list[tuple[float, float]], kills: list[float], what: str) -> None:
-    """Print the stalls after kills, and check them."""
-    stalls = [
-        max((later - sooner for sooner, later in gaps if later >= at and sooner <= at + STALL_S), default=0.0)
-        for at in kills
-    ]
-    p95 = statistics.quantiles(stalls, n=20, method="inclusive")[-1]
-    print(
-        f"\n{what}, {len(kills)} kills; longest stall after each in seconds: median "
-        f"{statistics.median(stalls):.2f}, p95 {p95:.2f}, most {max(stalls):.2f}; nothing is left in Ray"
-    )
-    assert p95 <= STALL_S
+        print(f"\n{epochs} epochs of {SIZE} samples, {restarts} restarts")
+        report_kills(gaps, kills.at)

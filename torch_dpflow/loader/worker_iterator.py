@@ -342,9 +342,8 @@ class WorkerIterator(BaseDataLoaderIter):
         """Whether one more batch may be in flight than torch's loader would have."""
         flights = len(self._flights) + 1
         more: int = (flights - self._most) * self._largest
-        if (
-            flights > self._limit or not self._largest
-        ):  # until a batch has come, nobody knows how large they are
+        # Until a batch has come, nobody knows how large they are.
+        if flights > self._limit or not self._largest:
             return False
         if more < GROWTH_BYTES:
             return True
