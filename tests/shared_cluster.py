@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.new_process import ROOT, interpreter
 from tests.workers import has_ended
+from torch_dpflow.cli.cluster_calls import ask
 from torch_dpflow.remote.access.cluster_address import find_cluster
 from torch_dpflow.remote.job import client
 from torch_dpflow.remote.job.client import FlowDefinition, JobOptions, JobReading, SharedJob
@@ -99,7 +100,7 @@ class TestCluster:
 
     def ask(self, method: str, kind: type) -> object:
         with self.coordinator() as client:
-            return client.call(method, reply_type=kind).body
+            return ask(client, method, kind)
 
     def coordinator(self) -> RpcClient:
         return find_cluster(self.address).connect()

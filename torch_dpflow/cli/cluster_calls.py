@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
+from torch_dpflow.backoff import Backoff
 from torch_dpflow.checks import check_int
 from torch_dpflow.errors import DeadlineError, DPFlowError, ErrorKind, RemoteCallError, UsageError
 from torch_dpflow.remote.access.cluster_address import NODE_SOCKET, find_cluster, keys_hint
@@ -58,14 +60,22 @@ def connect(address: str) -> RpcClient:
 def ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None, *, doubt: str = "") -> Any:
     """The answer to one call, within `ANSWER_S`. Raises UsageError if it is refused, or the cluster does not answer.
 
+    A coordinator that starts, or has too much to do, is asked again.
+
     doubt: for the message in the latter case, since the cluster may execute the call all the same.
     """
+    deadline, backoff = time.monotonic() + ANSWER_S, Backoff()
     try:
-        return coordinator.call(method, body, reply_type=kind, timeout_s=ANSWER_S).body
-    except RemoteCallError as error:
-        if error.kind not in (ErrorKind.USAGE, ErrorKind.OVERLOADED):
-            raise
-        raise UsageError(error.text) from error
+        while True:
+            try:
+                left_s = max(0.1, deadline - time.monotonic())
+                return coordinator.call(method, body, reply_type=kind, timeout_s=left_s).body
+            except RemoteCallError as error:
+                if error.kind not in (ErrorKind.USAGE, ErrorKind.OVERLOADED):
+                    raise
+                if error.kind is ErrorKind.USAGE or time.monotonic() >= deadline:
+                    raise UsageError(error.text) from error
+            time.sleep(backoff.pause_s())
     except DeadlineError as error:
         address = coordinator.address
         parts = [

@@ -6,99 +6,25 @@ Real servers in the places of coordinator, router and shard, whose methods fail 
 from __future__ import annotations
 
 import re
-import threading
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
+from tests.remote.job.failing_service import SIZE, FailingService
 from torch_dpflow.errors import DeadlineError, ErrorKind, RemoteCallError, UsageError
 from torch_dpflow.remote.access.cluster_address import Cluster
 from torch_dpflow.remote.job.client import JobOptions, SharedJob
 from torch_dpflow.remote.job.description import JobDescription
 from torch_dpflow.remote.job.flow_registration import register
 from torch_dpflow.remote.job.outage_log import MOST_FAULTS, OutageLog
-from torch_dpflow.remote.parcel.codec import encode
-from torch_dpflow.remote.rpc import IncomingCall, Result, RpcServer
-from torch_dpflow.remote.transport import TransportOptions, listen
-from torch_dpflow.remote.wire.coordinator import Access, ContentPiece
+from torch_dpflow.remote.transport import TransportOptions
 from torch_dpflow.remote.wire.errors import OverloadedError, StaleRoutingError
 from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.wire.router import (
-    DrawSamples,
-    JobHeartbeat,
-    JobId,
-    Join,
-    Joined,
-    Route,
-    RoutingTable,
-    StartEpoch,
-)
-from torch_dpflow.remote.wire.shard import SAMPLE, Ask, Served, ServedSample
 
-SIZE = 6
 #: More fetches than a job with pauses makes while it beats this often, and far fewer than one without.
 MOST_FETCHES, HEARTBEATS = 100, 2
-
-
-class FailingService:
-    """Coordinator, router and shard of one flow; fails over the first so many calls of a method."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.faults: defaultdict[str, float] = defaultdict(float)
-        self.calls: Counter[str] = Counter()
-        self.error: Exception = KeyError("a table has no such entry")
-        self.is_stored = True
-        table = RoutingTable(1, [Route(0, SIZE, "shard-0", address)])
-        methods: list[tuple[str, Any, Callable[[Any], Result | None]]] = [
-            ("access", Access, lambda body: Result(address)),
-            ("register", FlowSpec, lambda body: Result(self.is_stored)),
-            ("store", ContentPiece, lambda body: Result(body.size)),
-            ("join", Join, lambda body: Result(Joined(1, SIZE, table))),
-            ("table", None, lambda body: Result(table)),
-            ("start", StartEpoch, lambda body: None),
-            ("draw", DrawSamples, self._draw),
-            ("want", Ask, lambda body: None),
-            ("fetch", Ask, self._fetch),
-            ("heartbeat", JobHeartbeat, lambda body: Result(1)),
-            ("leave", JobId, lambda body: None),
-        ]
-        self._server = RpcServer(listen(address))
-        for name, body_type, answer in methods:
-            self._server.register(name, self._failing(answer), body_type=body_type, remembered=False)
-        self._thread = threading.Thread(target=self._server.serve)
-        self._thread.start()
-
-    def _failing(self, answer: Callable[[Any], Result | None]) -> Callable[[IncomingCall], Result | None]:
-        def serve(call: IncomingCall) -> Result | None:
-            self.calls[call.method] += 1
-            if self.calls[call.method] <= self.faults[call.method]:
-                raise self.error
-            return answer(call.body)
-
-        return serve
-
-    def _draw(self, draw: DrawSamples) -> Result:
-        keys = np.arange(draw.position, min(SIZE, draw.position + draw.count), dtype=np.int64)
-        return Result(None, [keys.tobytes()])
-
-    def _fetch(self, ask: Ask) -> Result:
-        samples, frames = [], []
-        for ticket, key in ask.awaited:
-            table, parcel = encode(key)
-            samples.append(ServedSample(ticket, SAMPLE, table))
-            frames += parcel
-        return Result(Served(samples), frames)
-
-    def close(self) -> None:
-        self._server.stop()
-        self._thread.join()
-        self._server.close()
 
 
 @pytest.fixture
@@ -108,13 +34,13 @@ def service(tmp_path: Path) -> Iterator[FailingService]:
 
 
 @pytest.fixture
-def open_(service: FailingService) -> Iterator[Callable[[], SharedJob]]:
+def open_(service: FailingService) -> Iterator[Callable[..., SharedJob]]:
     with ExitStack() as jobs:
 
-        def open_() -> SharedJob:
+        def open_(ready: int = 1) -> SharedJob:
             cluster = Cluster(address=service.address, transport=TransportOptions())
             job = JobDescription(flow="f", version=1, name="job", seed=0, size=SIZE, batch_size=2)
-            return jobs.enter_context(SharedJob(cluster, job, list, JobOptions(ready=1, patience_s=30)))
+            return jobs.enter_context(SharedJob(cluster, job, list, JobOptions(ready=ready, patience_s=30)))
 
         yield open_
 
@@ -215,3 +141,12 @@ def test_who_registers_waits_for_a_coordinator_that_has_no_state_and_says_so(
         assert re.search(line, caplog.text)
     # An error has a traceback, whose frames refer to all that called.
     assert not [one for one in caplog.records if any(isinstance(part, Exception) for part in one.args or ())]
+
+
+def test_a_sample_that_waits_for_the_memory_of_later_ones_comes(
+    service: FailingService, open_: Callable[..., SharedJob]
+) -> None:
+    """The shard answers fetches in the order in which it can, and holds what it has given out until it is released."""
+    service.held_for = {3, 4, 5, 6}  # tickets of the two batches behind the first one
+    assert list(open_(ready=3).traverse(0)) == [[0, 1], [2, 3], [4, 5]]
+    assert service.calls["fetch"] == 3

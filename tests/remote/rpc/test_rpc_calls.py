@@ -98,7 +98,7 @@ def test_answers_meet_their_calls_when_many_are_open(client: RpcClient) -> None:
     for number, call in reversed(list(enumerate(pending))):
         answer = call.result()
         assert (answer.body, bytes(answer.frames[0])) == (number, b"%d" % number)
-        assert call.done
+        assert call.wait(0.0)
 
 
 def test_threads_share_a_client(client: RpcClient) -> None:
@@ -168,7 +168,7 @@ def test_call_answered_later_in_another_thread_holds_up_no_other(
     slow = client.begin("hold", "slow", [b"payload"])
     assert client.call("echo", "quick").body == "quick"
     assert arrived.wait(20)
-    assert not slow.done
+    assert not slow.wait(0.0)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(held[0].answer, "done", held[0].frames).result()
         pool.submit(held[0].fail, RuntimeError("too late")).result()

@@ -30,6 +30,8 @@ from torch_dpflow.remote.job.stop_signal import StopSignal
 
 #: The longest pauses before a failed fetch is retried, after the first time and after many, seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
+#: How long the thread waits for a fetch before it looks whether others were answered, and for each of those, seconds.
+LOOK_S, POLL_S = 0.1, 0.001
 #: How long `close` waits for calls under way before it interrupts them, seconds.
 CLOSE_S = 1.0
 
@@ -274,13 +276,13 @@ class EpochReader:
         since = time.monotonic()
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
-            came = 0
-            fetches, batch.fetches = batch.fetches, []
-            for fetch in fetches:
-                if batch.is_poisoned:
-                    break
+            had = len(batch.values)
+            while batch.fetches and not batch.is_poisoned:
+                fetch = batch.fetches.pop(0)
+                while not self._links.comes(fetch, LOOK_S):
+                    # The sample that is awaited may wait for the memory of those that have come.
+                    self._take_what_came()
                 outcome = self._take(batch, fetch)
-                came += len(outcome.samples)
                 if self._closed.is_set():
                     raise _Closed
                 if outcome.error is not None:
@@ -289,11 +291,12 @@ class EpochReader:
             if batch.is_poisoned:
                 # The error takes the batch's place whatever else comes, and where its other samples are as deadly each
                 # would cost three more workers.
+                batch.fetches.clear()
                 self._links.release(missing, self._of)
                 break
             if not missing:
                 break
-            if came:
+            if len(batch.values) > had:
                 since = time.monotonic()
                 backoff.reset()
             batch.fetches = self._links.fetch(missing, self._of)
@@ -311,14 +314,14 @@ class EpochReader:
         return outcome
 
     def _take_what_came(self) -> None:
-        """Called while the training loop pauses: shards hold the samples of answered fetches until they are released.
+        """Called while the thread waits: shards hold the samples of answered fetches until they are released.
 
-        Other jobs may wait for that memory.
+        Other samples may wait for that memory, of other jobs or of this one.
         """
         for batch in itertools.islice(self._asked, self._fetching):
             fetches, batch.fetches = batch.fetches, []
             for fetch in fetches:
-                if fetch.pending.done:
+                if self._links.comes(fetch, POLL_S):
                     self._take(batch, fetch)  # a sample that failed stays missing, and is fetched again
                 else:
                     batch.fetches.append(fetch)

@@ -115,6 +115,13 @@ class ShardLinks:
                 fetches.append(Fetch(address, some, pending))
         return fetches
 
+    def comes(self, fetch: Fetch, within_s: float) -> bool:
+        """Wait for so long; whether `finish` would wait no more."""
+        try:
+            return fetch.pending.wait(within_s)
+        except DPFlowError:  # `finish` tells of it
+            return True
+
     def finish(self, fetch: Fetch) -> FetchOutcome:
         """Wait for the answer to a fetch. Samples that it lacks have to be fetched again."""
         outcome = FetchOutcome()

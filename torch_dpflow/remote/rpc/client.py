@@ -51,10 +51,12 @@ class PendingCall:
         self._client = client
         self._awaited = awaited
 
-    @property
-    def done(self) -> bool:
-        """Whether `result` would not wait. It becomes true only while some thread waits on this client."""
-        return self._awaited.known
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for at most so long; whether `result` would wait no more. Raises PeerLostError as `result`."""
+        if self._awaited.known:
+            return True
+        with self._client._usable:
+            return self._client._comes(self._awaited, timeout_s)
 
     def result(self) -> Answer:
         """Wait for the answer until the call's deadline.
@@ -188,6 +190,14 @@ class RpcClient:
         if not self._wait(lambda: awaited.known, awaited.call.deadline):
             self._session.give_up(awaited, self._session.late(awaited.call))
         return awaited.outcome()
+
+    def _comes(self, awaited: Awaited, timeout_s: float) -> bool:
+        """Wait for at most so long; whether the call is over, or past its deadline."""
+        until = self._clock() + timeout_s
+        return (
+            self._wait(lambda: awaited.known, min(until, awaited.call.deadline))
+            or until >= awaited.call.deadline
+        )
 
     def _wait(self, done: Callable[[], bool], deadline: float) -> bool:
         """Wait until `done`; False where the deadline passes first. Leads if no other thread does."""

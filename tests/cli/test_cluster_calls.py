@@ -1,0 +1,54 @@
+"""What a command gets of a coordinator that is not ready."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from torch_dpflow.cli import cluster_calls
+from torch_dpflow.errors import UsageError
+from torch_dpflow.remote.rpc import IncomingCall, Result, RpcClient, RpcServer
+from torch_dpflow.remote.transport import listen
+from torch_dpflow.remote.wire.errors import OverloadedError
+
+
+@pytest.fixture
+def starting(tmp_path: Path) -> Iterator[Callable[[float], RpcClient]]:
+    """A client of a server that serves its method after so many calls."""
+    address, calls, needed = f"ipc://{tmp_path}/coordinator", [], [0.0]
+
+    def serve(call: IncomingCall) -> Result:
+        calls.append(call.method)
+        if len(calls) <= needed[0]:
+            raise OverloadedError("the coordinator is starting; call again")
+        return Result(len(calls))
+
+    def after(count: float) -> RpcClient:
+        needed[0] = count
+        return client
+
+    server = RpcServer(listen(address))
+    server.register("flows", serve, remembered=False)
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    with closing(RpcClient(address)) as client:
+        yield after
+    server.stop()
+    thread.join()
+    server.close()
+
+
+def test_a_coordinator_that_starts_is_asked_again(starting: Callable[[float], RpcClient]) -> None:
+    assert cluster_calls.ask(starting(2), "flows", int) == 3
+
+
+def test_a_coordinator_that_never_starts_says_why(
+    starting: Callable[[float], RpcClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_calls, "ANSWER_S", 0.3)
+    with pytest.raises(UsageError, match="the coordinator is starting"):
+        cluster_calls.ask(starting(float("inf")), "flows", int)
