@@ -74,6 +74,7 @@ def check_platform(loader: Any) -> None:
             "that is for workers of this host; leave it out, or say how many there are by "
             "LoaderOptions(local_workers=...)"
         )
+    platform.check_workers(loader.num_workers - options.local_workers)
     platform.check_installed()
     _listen_at(platform, options)
 

@@ -161,6 +161,9 @@ class PlatformSpec(Protocol):
     def check_installed(self) -> None:
         """Raise MissingExtraError if its library is not installed; imports and connects nothing."""
 
+    def check_workers(self, workers: int) -> None:
+        """Raise OptionError where there may not be so many workers, as one that is billed says by its `max_workers`."""
+
     def adapter(self) -> Adapter:
         """Its control plane, for what is no loader's affair. Raises as `open`."""
 

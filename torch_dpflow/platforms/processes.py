@@ -54,6 +54,9 @@ class Processes:
     def check_installed(self) -> None:
         """Nothing: there is no library."""
 
+    def check_workers(self, workers: int) -> None:
+        """Nothing: it costs nothing beyond what is there."""
+
     def adapter(self) -> Adapter:
         path = {} if self.python else {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         return SubprocessAdapter(MODULE, python=self.python or sys.executable, env={**path, **self.env})

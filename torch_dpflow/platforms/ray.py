@@ -107,6 +107,9 @@ class Ray:
     def check_installed(self) -> None:
         check_installed()
 
+    def check_workers(self, workers: int) -> None:
+        """Nothing: it costs nothing beyond what is there."""
+
     def adapter(self) -> Adapter:
         return RayAdapter(self)
 

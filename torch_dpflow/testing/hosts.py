@@ -327,6 +327,9 @@ class OnHosts:
     def check_installed(self) -> None:
         """Nothing: there is no library."""
 
+    def check_workers(self, workers: int) -> None:
+        """Nothing: it costs nothing."""
+
     def adapter(self) -> Adapter:
         # Only the package itself: all else comes with the bundle, as it does on other machines.
         path = {"PYTHONPATH": str(Path(__file__).parents[2])}
