@@ -1,0 +1,141 @@
+"""A member in a fork: its exit code and last words are told, and nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from tests.shared_cluster import wait
+from torch_dpflow.member.forking import Fork
+from torch_dpflow.testing.members import CODE, LAST_WORDS
+
+
+def words(order: bytes) -> None:
+    print(order.decode(), file=sys.stderr)
+
+
+def leave(order: bytes) -> None:
+    print(LAST_WORDS, file=sys.stderr)
+    sys.exit(CODE)
+
+
+def fail(order: bytes) -> None:
+    raise RuntimeError("no cupboard")
+
+
+def variable(order: bytes) -> int:
+    print(os.environ.get("KEY_OF_ONE"), file=sys.stderr)
+    return 3
+
+
+@pytest.mark.parametrize(
+    ("run", "code", "report"),
+    [
+        (words, 0, "an order"),
+        (leave, CODE, LAST_WORDS),
+        (lambda _: sys.exit("a reason"), 1, "a reason"),
+        (fail, 1, "RuntimeError: no cupboard"),
+        (lambda _: os._exit(5), 5, ""),
+        (variable, 3, "of one"),
+    ],
+)
+def test_the_exit_code_and_the_last_words_are_told(
+    run: Callable[[bytes], Any], code: int, report: str
+) -> None:
+    end = Fork(run, b"an order", env={"KEY_OF_ONE": "of one"}).wait()
+    assert (end.code, end.signal) == (code, None)
+    assert report in end.report
+    assert "KEY_OF_ONE" not in os.environ
+
+
+def test_only_the_end_of_what_it_says_is_kept() -> None:
+    end = Fork(lambda _: print("x" * 100_000 + "the end", file=sys.stderr), b"").wait()
+    assert end.report.endswith("xthe end")
+    assert len(end.report) <= 4000
+
+
+def test_a_kill_is_told_by_its_signal() -> None:
+    fork = Fork(lambda _: time.sleep(60), b"")
+    assert fork.poll() is None
+    fork.kill()
+    end = fork.wait()
+    assert (end.code, end.signal) == (None, signal.SIGKILL)
+    assert fork.poll() == end
+    fork.kill()  # which is nobody any more
+    assert fork.descriptors == []
+
+
+def test_who_closes_its_standard_error_runs_on_and_nobody_spins() -> None:
+    there, here = os.pipe()
+
+    def run(order: bytes) -> int:
+        os.close(here)
+        os.close(2)
+        os.read(there, 1)
+        return 4
+
+    fork = Fork(run, b"")
+    os.close(there)
+    wait(lambda: fork.poll() is None and len(fork.descriptors) == 1, what="the end of its output")
+    os.close(here)
+    assert fork.wait().code == 4
+
+
+def test_what_it_has_started_ends_with_it_and_so_do_all_connections() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def run(order: bytes) -> None:
+            socket.create_connection(server.getsockname()).send(b"x")
+            connection = socket.create_connection(server.getsockname())
+            if os.fork() == 0:
+                connection.send(b"y")
+                time.sleep(60)
+            os.close(0)
+
+        fork = Fork(run, b"")
+        accepted = [server.accept()[0] for _ in range(2)]
+        with closing(accepted[0]), closing(accepted[1]):
+            assert {one.recv(1) for one in accepted} == {b"x", b"y"}
+            fork.wait()
+            for one in accepted:
+                assert one.recv(1) == b"", "its connection is closed"
+
+
+def test_it_has_none_of_the_descriptors_that_it_is_not_to_have() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def run(order: bytes) -> int:
+            try:
+                os.fstat(server.fileno())
+            except OSError:
+                return 9
+            return 0
+
+        assert Fork(run, b"", close=[server.fileno()]).wait().code == 9
+
+
+def test_it_ends_with_the_process_that_has_forked_it() -> None:
+    there, here = os.pipe()
+
+    def middle(order: bytes) -> None:
+        Fork(lambda _: time.sleep(60), b"")  # which keeps `here` open
+        os.write(here, b"x")
+        time.sleep(60)
+
+    fork = Fork(middle, b"")
+    os.close(here)
+    assert os.read(there, 1) == b"x"
+    os.kill(fork.pid, signal.SIGKILL)
+    assert select.select([there], (), (), 30)[0]
+    assert os.read(there, 1) == b"", "both have ended"
+    fork.wait()
+    os.close(there)

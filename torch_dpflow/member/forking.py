@@ -1,0 +1,154 @@
+"""A member in a fork of a process that has imported what takes seconds, for platforms that call a function.
+
+User code that crashes does not cost the platform's instance then, nothing of one dataset stays, and all connections are
+gone before the call is answered.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from types import ModuleType
+from typing import Any, NoReturn
+
+from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End
+from torch_dpflow.platforms.orphan import exit_with
+
+#: How often to look where the kernel tells of no end, seconds.
+POLL_S = 0.1
+
+
+class Fork:
+    """One member in a child of this process, which has to be in its main thread and to have no other.
+
+    Args:
+        run: what the child runs with the order; it returns the exit code.
+        env: variables of the child alone, beside those of this process.
+        close: descriptors that the child is not to have.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[bytes], Any],
+        order: bytes,
+        *,
+        env: Mapping[str, str] | None = None,
+        close: Collection[int] = (),
+    ) -> None:
+        ours, theirs = os.pipe()
+        os.set_blocking(ours, False)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become(run, order, dict(env or {}), theirs, [*close, ours], parent)
+        os.close(theirs)
+        self._errors: int | None = ours
+        self._words = bytearray()
+        self._end: End | None = None
+        self._pidfd: int | None = None
+        with suppress(OSError):  # an old kernel, or a sandbox that forbids the call
+            self._pidfd = os.pidfd_open(self.pid)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Are readable where `poll` has something to do; other forks should `close` them."""
+        return [] if self._end is not None else [fd for fd in (self._errors, self._pidfd) if fd is not None]
+
+    @property
+    def patience_s(self) -> float | None:
+        """After how long to call `poll` though nothing is readable, seconds; None: never."""
+        return POLL_S if self._pidfd is None else None
+
+    def poll(self) -> End | None:
+        """How it has ended, once nothing is left of it; None while it runs. Does not wait.
+
+        What it has written to its standard error goes to this process's; the end of it is in the `End`.
+        """
+        if self._end is not None:
+            return self._end
+        done = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if done is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)  # what it has started, which may have connections too
+        self._forward()
+        if done is None:
+            return None
+        os.waitid(os.P_PID, self.pid, os.WEXITED)
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        exited = done.si_code == os.CLD_EXITED
+        self._end = End(
+            code=done.si_status if exited else None,
+            signal=None if exited else done.si_status,
+            report=bytes(self._words).decode(errors="replace").strip(),
+            place=f"pid {self.pid}",
+        )
+        return self._end
+
+    def wait(self) -> End:
+        """Wait for its end."""
+        while (end := self.poll()) is None:
+            select.select(self.descriptors, (), (), self.patience_s)
+        return end
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send it a signal, if it runs."""
+        if self._end is None:
+            os.kill(self.pid, number)
+
+    def _forward(self) -> None:
+        """Pass on what it has written so far."""
+        with suppress(BlockingIOError):
+            while self._errors is not None:
+                chunk = os.read(self._errors, 65536)
+                if not chunk:
+                    os.close(self._errors)
+                    self._errors = None
+                self._words += chunk
+                del self._words[:-MAX_REPORT_CHARS]
+                sys.stderr.write(chunk.decode(errors="replace"))
+                sys.stderr.flush()
+
+
+def _become(
+    run: Callable[[bytes], Any],
+    order: bytes,
+    env: dict[str, str],
+    errors: int,
+    close: Collection[int],
+    parent: int,
+) -> NoReturn:
+    """Be the member; the child never returns from here."""
+    code = 1
+    try:
+        os.setsid()
+        os.dup2(errors, 2)
+        for descriptor in (*close, errors):
+            os.close(descriptor)
+        # Not what the parent has in its place, which may write elsewhere.
+        sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        exit_with(parent, by_kernel=True)
+        os.environ.update(env)
+        # The user's script has its names there, and this process's are of no use to it.
+        sys.modules["__main__"] = ModuleType("__main__")
+        code = run(order) or 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if code and not isinstance(leaving.code, int):
+            print(leaving.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
