@@ -202,7 +202,7 @@ WORKLOADS: Mapping[str, Workload] = {
             "torch": Side(loader="torch"),
             "torch, prefetch_factor=4": Side(loader="torch", arguments={"prefetch_factor": 4}),
             "dpflow": Side(loader="dpflow"),
-            "dpflow, window_growth=1": Side(loader="dpflow", options={"window_growth": 1.0}),
+            "dpflow, prefetch_growth=1": Side(loader="dpflow", options={"prefetch_growth": 1.0}),
         },
         parameters={"light_sample_s": LIGHT_SAMPLE_S, "skew": SKEW, "cost": "CPU"},
     ),

@@ -17,7 +17,7 @@ from typing import TextIO
 
 from torch_dpflow.errors import OptionError
 
-#: Events in the training process: workers that died, windows that grew.
+#: Events in the training process: workers that died, prefetching that grew.
 LOADER = logging.getLogger("torch_dpflow.loader")
 
 #: Events inside a worker.

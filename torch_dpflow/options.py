@@ -32,7 +32,7 @@ class LoaderOptions:
             persistent workers begin another epoch before the end of one, they have drawn for the delivered
             batches alone, and torch's for prefetched ones too. "auto" takes "worker" when a `worker_init_fn` is
             given, or the dataset is iterable or keeps a state, else "batch".
-        window_growth: how far the batches in flight may grow beyond torch's `prefetch_factor * num_workers`
+        prefetch_growth: how far the batches in flight may grow beyond torch's `prefetch_factor * num_workers`
             while a worker has nothing to do because an older batch is late; a factor from 1 to 1000. Only
             where the sampler draws its order at the start of the epoch, so that drawing further ahead
             cannot change it.
@@ -60,7 +60,7 @@ class LoaderOptions:
 
     read_threads: int = 1
     seeding: Seeding = "auto"
-    window_growth: float = 2.0
+    prefetch_growth: float = 2.0
     restart_limit: int | None = None
     poison_limit: int = 3
     task_timeout_s: float | None = None
@@ -82,7 +82,7 @@ class LoaderOptions:
         check_code(self.code)
         if self.seeding not in get_args(Seeding):
             raise OptionError(f"seeding={self.seeding!r} is not one of {get_args(Seeding)}")
-        check_fields(self, check_number, "window_growth", minimum=1, maximum=MOST_GROWTH)
+        check_fields(self, check_number, "prefetch_growth", minimum=1, maximum=MOST_GROWTH)
 
 
 def check_code(code: Code) -> None:

@@ -25,9 +25,9 @@ from torch_dpflow.options import LoaderOptions
         {"read_threads": 0},
         {"read_threads": -1},
         {"seeding": "sample"},
-        {"window_growth": 0.5},
-        {"window_growth": float("nan")},
-        {"window_growth": float("inf")},
+        {"prefetch_growth": 0.5},
+        {"prefetch_growth": float("nan")},
+        {"prefetch_growth": float("inf")},
         {"restart_limit": -1},
         {"poison_limit": 0},
         {"shared_memory": -1},
@@ -47,7 +47,7 @@ def test_values_out_of_range(values: dict[str, Any]) -> None:
     [
         {"read_threads": 1.5},
         {"read_threads": True},
-        {"window_growth": "2"},
+        {"prefetch_growth": "2"},
         {"restart_limit": "8"},
         {"poison_limit": "3"},
         {"shared_memory": "1GiB"},
@@ -164,11 +164,13 @@ def test_any_amount_of_shared_memory_will_do(
 
 
 @pytest.mark.parametrize("growth", [1.0, 1.5, 4])
-def test_the_window_grows_no_further_than_allowed(OurLoader: Any, growth: float, tmp_path: Any) -> None:
+def test_what_is_in_flight_grows_no_further_than_allowed(
+    OurLoader: Any, growth: float, tmp_path: Any
+) -> None:
     log = tmp_path / "log"
     log.touch()
     dataset = Counted(300, str(log))
-    options = LoaderOptions(window_growth=growth)
+    options = LoaderOptions(prefetch_growth=growth)
     iterator = iter(OurLoader(dataset, num_workers=2, prefetch_factor=3, options=options))
     for taken in range(1, 50):
         next(iterator)
@@ -190,7 +192,7 @@ class Late(Counted):
 
 
 @pytest.mark.parametrize(("fraction", "most"), [(4, 12), (1 << 60, 4)])
-def test_the_window_does_not_grow_where_memory_is_short(
+def test_what_is_in_flight_does_not_grow_where_memory_is_short(
     OurLoader: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, fraction: int, most: int
 ) -> None:
     monkeypatch.setattr(worker_iterator, "GROWTH_BYTES", 1 << 20)
@@ -198,7 +200,7 @@ def test_the_window_does_not_grow_where_memory_is_short(
     log = tmp_path / "log"
     log.touch()
     dataset = Late(30, str(log))
-    options = LoaderOptions(window_growth=3)
+    options = LoaderOptions(prefetch_growth=3)
     loader = OurLoader(dataset, batch_size=None, num_workers=2, prefetch_factor=2, timeout=1, options=options)
     iterator = iter(loader)
     begun = 0
@@ -211,11 +213,11 @@ def test_the_window_does_not_grow_where_memory_is_short(
     assert [int(sample[0]) for sample in iterator] == list(range(30))
 
 
-def test_the_window_does_not_grow_before_a_batch_tells_its_size(OurLoader: Any, tmp_path: Any) -> None:
+def test_what_is_in_flight_does_not_grow_before_a_batch_tells_its_size(OurLoader: Any, tmp_path: Any) -> None:
     log = tmp_path / "log"
     log.touch()
     dataset = Late(8, str(log))
-    options = LoaderOptions(window_growth=2)
+    options = LoaderOptions(prefetch_growth=2)
     iterator = iter(
         OurLoader(dataset, batch_size=8, num_workers=2, prefetch_factor=1, timeout=1, options=options)
     )

@@ -91,7 +91,7 @@ def test_a_distributed_sampler_is_put_in(OurLoader: Any) -> None:
         num_workers=2,
         generator=own,
         persistent_workers=True,
-        options=LoaderOptions(window_growth=1.0),
+        options=LoaderOptions(prefetch_growth=1.0),
     )
     sampler: Any = DistributedSampler(loader.dataset, num_replicas=2, rank=1, shuffle=False)
     rebuilt = _update_dataloader(loader, sampler)

@@ -56,7 +56,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Watched:
 @pytest.fixture(scope="module")
 def remote(no_leaks: None, platform: Troubled, dataset: Watched) -> Iterator[DPFlowDataLoader[Any]]:
     """One loader for all tests of this module, with all that can be set at once."""
-    options = LoaderOptions(min_workers=2, task_timeout_s=1.0, seeding="batch", window_growth=1)
+    options = LoaderOptions(min_workers=2, task_timeout_s=1.0, seeding="batch", prefetch_growth=1)
     loader = loader_of(dataset, platform=platform, timeout=1, pin_memory=True, options=options)
     yield loader
     platform.opened.set()

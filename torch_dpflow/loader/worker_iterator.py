@@ -167,7 +167,7 @@ class WorkerIterator(BaseDataLoaderIter):
         self._metered: PlannedBatch | None = None
         self._has_idle_worker = False
         grows = self._in_order and not self._own_stream and is_drawn_at_start(loader._index_sampler)
-        self._limit = int(self._most * self._options.window_growth) if grows else self._most
+        self._limit = int(self._most * self._options.prefetch_growth) if grows else self._most
         self._runtime.meter.begin_epoch()
 
     def _start_loading(self, epoch: int, pending: Any, progress: Any) -> None:
@@ -178,10 +178,10 @@ class WorkerIterator(BaseDataLoaderIter):
             What the sampler raises, or Control-C: the loader is unchanged; the state stays for the next iteration.
         """
         if not self._resumes:
-            self._fill_window()
+            self._submit_ahead()
             return
         try:
-            self._fill_window()
+            self._submit_ahead()
             if any(stream.dataset is not None for stream in self._progress.streams):
                 self._await_beginnings()
             if self._refusal is not None:
@@ -198,7 +198,7 @@ class WorkerIterator(BaseDataLoaderIter):
             if (event := self._shard.wait(None)) is not None:
                 self._handle(event)
 
-    def _fill_window(self) -> None:
+    def _submit_ahead(self) -> None:
         for _ in range(max(self._room.at_start(self._largest), len(self._progress.due))):
             self._plan_one()
 

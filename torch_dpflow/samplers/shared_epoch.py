@@ -127,12 +127,12 @@ class SharedEpoch:
         self, due: IndexArray, directory: Directory, partition: Partition
     ) -> tuple[int, CompactArray]:
         """Enough of the backlog's latest residents to choose from, in load order, and their start in the backlog."""
-        window = _CHOICE * int(due.sum())
+        span = _CHOICE * int(due.sum())
         start, found = self._backlog_length, 0
         short = due.copy()
         pieces: list[CompactArray] = []
-        while start and (found < window or (found < _DEPTH * window and (short > 0).any())):
-            end, start = start, max(0, start - window)
+        while start and (found < span or (found < _DEPTH * span and (short > 0).any())):
+            end, start = start, max(0, start - span)
             piece = self._current(self._backlog[start:end], directory)
             pieces.append(piece)
             found += len(piece)

@@ -13,7 +13,7 @@ _BLOCK = 2**18
 #: Most characters of an element, so that malformed JSON cannot fill the memory.
 _LONGEST = 2**26
 
-#: A number at the window's end may continue after it: 0 may be the beginning of 0.5, and 1 of 1e+5.
+#: A number at the end of the text in memory may continue after it: 0 may be the beginning of 0.5, and 1 of 1e+5.
 _NUMBER_TAIL = len("e+")
 
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -66,14 +66,14 @@ def _elements(text: _Text) -> Iterator[Any]:
 
 
 class _Text:
-    """A window over the text of a file, with the reader's position."""
+    """A part of the text of a file, with the reader's position."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()  # some tools write a byte-order mark
-        self._window = ""
+        self._text = ""
         self._at = 0
-        #: characters before the window
+        #: characters before it
         self._passed = 0
         self._ended = False
 
@@ -94,14 +94,14 @@ class _Text:
         self._next()
         while True:
             try:
-                value, end = _SCANNER.raw_decode(self._window, self._at)
+                value, end = _SCANNER.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                if self._ended or len(self._window) - self._at > _LONGEST:
+                if self._ended or len(self._text) - self._at > _LONGEST:
                     raise self._malformed(error.msg, error.pos) from None
             except RecursionError:
                 raise self._malformed("a value is nested too deeply", self._at) from None
             else:
-                if end + _NUMBER_TAIL < len(self._window) or self._ended:
+                if end + _NUMBER_TAIL < len(self._text) or self._ended:
                     self._at = end
                     return value
             self._read()
@@ -109,23 +109,23 @@ class _Text:
     def _next(self) -> str:
         """The next character that is no space; "" at the end of the file."""
         while True:
-            found = _SPACE.match(self._window, self._at)
+            found = _SPACE.match(self._text, self._at)
             assert found is not None
             self._at = found.end()
-            if self._at < len(self._window) or self._ended:
-                return self._window[self._at : self._at + 1]
+            if self._at < len(self._text) or self._ended:
+                return self._text[self._at : self._at + 1]
             self._read()
 
     def _read(self) -> None:
         """Drop the text before the position and double the rest, so that a long value is not scanned too often."""
-        rest = self._window[self._at :]
+        rest = self._text[self._at :]
         data = self._file.read(max(_BLOCK, len(rest)))
         self._ended = not data
         self._passed += self._at
-        self._window = rest + self._decoder.decode(data, final=self._ended)
+        self._text = rest + self._decoder.decode(data, final=self._ended)
         self._at = 0
 
     def _malformed(self, what: str, at: int) -> ValueError:
-        if self._ended and (at >= len(self._window) or what.startswith("Unterminated")):
-            return ValueError(f"it ends in its middle, after {self._passed + len(self._window)} characters")
+        if self._ended and (at >= len(self._text) or what.startswith("Unterminated")):
+            return ValueError(f"it ends in its middle, after {self._passed + len(self._text)} characters")
         return ValueError(f"{what} at character {self._passed + at}")
