@@ -10,7 +10,7 @@ import torch
 
 from tests.loader_cases import Augmented
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
-from torch_dpflow.platforms.members import MemberPlatform
+from torch_dpflow.platforms.members import AdoptingPlatform
 from torch_dpflow.remote.wire.order import Order, decode_order
 from torch_dpflow.testing.hosts import OnHosts
 
@@ -36,8 +36,8 @@ class Recorded(OnHosts):
 
     orders: list[Order] = field(default_factory=list)
 
-    def open(self) -> MemberPlatform:
-        platform = super().open()
+    def open(self, *, outlived: bool = False) -> AdoptingPlatform:
+        platform = super().open(outlived=outlived)
         start = platform.start
 
         def recorded(name: str, order: bytes) -> None:

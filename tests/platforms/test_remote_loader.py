@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from tests.loader_cases import Stream, Unhurried, WhoLoads, assert_same, epochs
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import OptionError, WorkerStartError
-from torch_dpflow.platforms.members import Ended, MemberPlatform
+from torch_dpflow.platforms.members import AdoptingPlatform, Ended
 from torch_dpflow.platforms.processes import Processes
 from torch_dpflow.platforms.subprocesses import ORDER_VARIABLE
 from torch_dpflow.remote.shard.reachable import addresses_of, to_bind, to_tell
@@ -49,8 +49,8 @@ class Recording(Processes):
 
     orders: list[bytes] = field(default_factory=list)
 
-    def open(self) -> MemberPlatform:
-        platform = super().open()
+    def open(self, *, outlived: bool = False) -> AdoptingPlatform:
+        platform = super().open(outlived=outlived)
         start = platform.start
 
         def recorded(name: str, order: bytes) -> None:

@@ -133,6 +133,11 @@ class Calls:
             member = self._members.setdefault(name, _Asked(name, b"", there=True, told=True))
             self._want_stop(member, why)
 
+    def adopt(self, name: str, ref: Ref | None) -> None:
+        with self._changed:
+            self._members.setdefault(name, _Asked(name, b"", ref=ref, there=True))
+            self._changed.notify_all()
+
     def suspect(self, name: str) -> None:
         with self._changed:
             if name in self._members:

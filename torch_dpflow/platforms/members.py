@@ -144,15 +144,38 @@ class MemberPlatform(Protocol):
         """End all members that it has started, after `grace_s` in which they may end themselves. Idempotent."""
 
 
-class PlatformSpec(Protocol):
-    """What users give as `platform=`: a small frozen dataclass of settings, which pickles. It holds no connection.
+class AdoptingPlatform(MemberPlatform, Protocol):
+    """A platform that can go on for a process that has died."""
 
-    Its fields have defaults, so that its name alone gives one: see `registry`.
-    """
+    def adopt(self, name: str, ref: Ref | None) -> None:
+        """Treat a member that another process has started as one of its own, but for `Accepted`; None: go by its name.
+
+        Nothing happens where it is known.
+        """
+
+
+class MemberSource(Protocol):
+    """Where the members of one fleet come from."""
 
     @property
     def name(self) -> str:
         """As in `platform="ray"`; for messages."""
+
+    def open(self) -> MemberPlatform:
+        """Connect to it. Raises as `PlatformSpec.open`."""
+
+    def listen_at(self) -> str:
+        """Where to listen for its members unless the user says: `tcp://HOST:0`. Called while the platform is open."""
+
+    def check_listen(self, address: str) -> None:
+        """Raise OptionError for an address which its members cannot reach, as 127.0.0.1 from another host."""
+
+
+class PlatformSpec(MemberSource, Protocol):
+    """What users give as `platform=`: a small frozen dataclass of settings, which pickles. It holds no connection.
+
+    Its fields have defaults, so that its name alone gives one: see `registry`.
+    """
 
     @property
     def sends_code(self) -> bool:
@@ -167,17 +190,12 @@ class PlatformSpec(Protocol):
     def adapter(self) -> Adapter:
         """Its control plane, for what is no loader's affair. Raises as `open`."""
 
-    def open(self) -> MemberPlatform:
+    def open(self, *, outlived: bool = False) -> AdoptingPlatform:
         """Connect to the platform, whose members run `torch_dpflow.member.run` with their order.
 
+        outlived: members are to live on where this process is killed; else they may end with it.
         Raises:
             MissingExtraError: its library is not installed.
             OptionError: a setting is not possible, or there is no such platform to connect to.
             PlatformError: it cannot be reached, or refuses.
         """
-
-    def listen_at(self) -> str:
-        """Where to listen for its members unless the user says: `tcp://HOST:0`. Called while the platform is open."""
-
-    def check_listen(self, address: str) -> None:
-        """Raise OptionError for an address which its members cannot reach, as 127.0.0.1 from another host."""

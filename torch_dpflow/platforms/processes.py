@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch_dpflow.checks import check_type
 from torch_dpflow.errors import OptionError, OptionTypeError
 from torch_dpflow.platforms.calls import Calls
-from torch_dpflow.platforms.members import Adapter, MemberPlatform
+from torch_dpflow.platforms.members import Adapter, AdoptingPlatform
 from torch_dpflow.platforms.subprocesses import SubprocessAdapter
 
 #: What a member runs.
@@ -61,7 +61,7 @@ class Processes:
         path = {} if self.python else {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         return SubprocessAdapter(MODULE, python=self.python or sys.executable, env={**path, **self.env})
 
-    def open(self) -> MemberPlatform:
+    def open(self, *, outlived: bool = False) -> AdoptingPlatform:
         return Calls(self.adapter(), sweep_s=LOOK_S)
 
     def listen_at(self) -> str:

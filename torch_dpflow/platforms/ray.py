@@ -22,7 +22,7 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End, Limits
 from torch_dpflow.platforms.calls import Calls
-from torch_dpflow.platforms.members import Adapter, Fate, Finding, MemberPlatform, Ref
+from torch_dpflow.platforms.members import Adapter, AdoptingPlatform, Fate, Finding, Ref
 from torch_dpflow.platforms.names import MemberName
 from torch_dpflow.platforms.processes import LOOK_S, MODULE
 from torch_dpflow.platforms.ray_cluster import (
@@ -113,8 +113,8 @@ class Ray:
     def adapter(self) -> Adapter:
         return RayAdapter(self)
 
-    def open(self) -> MemberPlatform:
-        return Calls(self.adapter(), deadline_s=self.wait_s + START_S, sweep_s=LOOK_S)
+    def open(self, *, outlived: bool = False) -> AdoptingPlatform:
+        return Calls(RayAdapter(self, detached=outlived), deadline_s=self.wait_s + START_S, sweep_s=LOOK_S)
 
     def listen_at(self) -> str:
         return f"tcp://{connect(self.address).util.get_node_ip_address()}:0"

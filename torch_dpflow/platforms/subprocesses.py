@@ -105,8 +105,13 @@ class SubprocessAdapter:
     def look(self, members: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
         with self._lock:
             fates = {name: self._fate(child) for name in members if (child := self._children.get(name))}
-        if fates.keys() != members.keys():
-            fates |= {name: Fate() for name in self.list("") if name in members and name not in fates}
+        if strangers := members.keys() - fates.keys():
+            there = self.list("")
+            for name in strangers:
+                if name in there:
+                    fates[name] = Fate()
+                elif members[name] is not None:  # it was there, so it has ended
+                    fates[name] = Fate(end=End(place=f"pid {members[name]}"))
         return fates
 
     def stop(self, name: str, ref: Ref | None) -> None:

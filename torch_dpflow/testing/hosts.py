@@ -32,7 +32,7 @@ from typing import Any
 
 from torch_dpflow.errors import OptionError
 from torch_dpflow.platforms.calls import Calls
-from torch_dpflow.platforms.members import Adapter, MemberPlatform
+from torch_dpflow.platforms.members import Adapter, AdoptingPlatform
 from torch_dpflow.platforms.names import MemberName
 from torch_dpflow.platforms.subprocesses import SubprocessAdapter
 
@@ -336,7 +336,7 @@ class OnHosts:
         env = {**path, **self.env}
         return HostsAdapter(self.prefixes, "torch_dpflow.member", env=env, starts_per_s=self.starts_per_s)
 
-    def open(self) -> MemberPlatform:
+    def open(self, *, outlived: bool = False) -> AdoptingPlatform:
         return Calls(self.adapter())
 
     def listen_at(self) -> str:

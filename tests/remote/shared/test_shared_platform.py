@@ -119,7 +119,12 @@ def keys(batches: Any) -> list[int]:
     return [int(key) for _, labels in batches for key in labels]
 
 
-def test_two_jobs_read_each_sample_once_while_a_member_is_killed(
+def kept(cluster: CommandedCluster) -> int:
+    """How many members the cluster's keeper has; -1: it does not serve."""
+    return max((view.status.get("kept", -1) for view in cluster.processes("keeper")), default=-1)
+
+
+def test_two_jobs_read_each_sample_once_while_the_keeper_and_then_a_member_is_killed(
     cluster: CommandedCluster, join: Join, flow: str
 ) -> None:
     dataset = SlowNumbers(120, 0.01)
@@ -128,6 +133,10 @@ def test_two_jobs_read_each_sample_once_while_a_member_is_killed(
     read = [keys([next(batches)]) for batches in reading]
     wait(lambda: len(working(cluster, flow)) == 2, what="both members")
     first = working(cluster, flow)
+    killed = cluster.kill("keeper")
+    wait(lambda: cluster.processes("keeper")[0].pid != killed and kept(cluster) == 2, what="another keeper")
+    read[0] += keys([next(reading[0])])
+    assert working(cluster, flow) == first
     kill(next(iter(first.values())))
     for job, batches in enumerate(reading):
         read[job] += keys(batches)

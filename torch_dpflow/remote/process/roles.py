@@ -12,11 +12,12 @@ from importlib import import_module
 from torch_dpflow.log import write_lines
 from torch_dpflow.remote.process.spec import ServiceSpec, subjects_of
 
-#: The id of the one process that a node runs by itself.
-COORDINATOR = "coordinator"
+#: The ids of the processes that a node runs by itself; the second only where a platform runs the workers.
+COORDINATOR, KEEPER = "coordinator", "keeper"
 #: The function of each role.
 ROLES = {
     "coordinator": "torch_dpflow.remote.services.coordinator:run",
+    "keeper": "torch_dpflow.remote.services.keeper:run",
     "router": "torch_dpflow.remote.services.router:run",
     "shard": "torch_dpflow.remote.shard.run:run",
     "worker": "torch_dpflow.remote.worker.sample_worker:run",

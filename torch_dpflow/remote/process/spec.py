@@ -16,6 +16,8 @@ from torch_dpflow.remote.access.connection_file import ConnectionFile
 from torch_dpflow.remote.rpc import ClientOptions, RpcClient
 from torch_dpflow.remote.transport import Listener, TransportOptions, listen
 
+#: The name of the keeper's socket.
+KEEPER_SOCKET = "keeper"
 #: FLOW@VERSION/router, FLOW@VERSION/shard-000 or FLOW@VERSION/shard-000/worker-0: the id of a flow's process.
 _ID = re.compile(r"(?P<flow>[^@]+@\d+)/(router|(?P<shard>shard-\d+)(/worker-(?P<worker>\d+))?)")
 
@@ -24,9 +26,12 @@ _ID = re.compile(r"(?P<flow>[^@]+@\d+)/(router|(?P<shard>shard-\d+)(/worker-(?P<
 class MemberPlace:
     """Where the workers of a cluster's flows run, if its node does not start them."""
 
-    platform: PlatformSpec
+    #: Of the platform. Its settings, which may hold keys, are the keeper's alone.
+    name: str
     #: Where they call their shards: see `RemoteWorkers`.
     listen_at: str = ""
+    #: How many all flows may have together.
+    most_workers: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +59,16 @@ class ClusterPlace:
     def node_address(self) -> str:
         """Where the node listens; always on this host."""
         return f"ipc://{self.directory}/{NODE_SOCKET}"
+
+    @property
+    def keeper_address(self) -> str:
+        """Where the keeper listens; always on this host, so that only this user can reach it."""
+        return f"ipc://{self.directory}/{KEEPER_SOCKET}"
+
+    @property
+    def cluster(self) -> str:
+        """The first part of its members' names, 8 hexadecimal digits."""
+        return hashlib.sha256(self.token.encode()).hexdigest()[:8]
 
     def address_for(self, id: str) -> str:
         """Where a process of this id is to listen."""
@@ -94,6 +109,8 @@ class ServiceSpec:
     #: Where the process before it listened; empty for the first.
     address: str
     place: ClusterPlace
+    #: Where workers run; only a keeper has it.
+    platform: PlatformSpec | None = None
 
     def listen(self, address: str = "") -> Listener:
         """Listen where the process before this one did, if there was one; else at `address`, if given.

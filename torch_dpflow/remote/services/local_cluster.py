@@ -25,6 +25,7 @@ from torch_dpflow.directory import PrivateDirectory
 from torch_dpflow.errors import OptionError, StateError, UsageError
 from torch_dpflow.log import LogOptions, write_lines
 from torch_dpflow.platforms.fork_server import ForkServerPlatform
+from torch_dpflow.platforms.members import PlatformSpec
 from torch_dpflow.platforms.reachability import check_reachable
 from torch_dpflow.platforms.registry import resolve
 from torch_dpflow.remote.access.announcement import Announcement, check_vacant, lock_file
@@ -111,15 +112,15 @@ class ClusterOptions:
                     f"--preload {self.preload[0]!r} with --platform {self.platform!r}: it is for workers that this "
                     "host starts; leave it out"
                 )
-            resolve(self.platform).check_installed()
+            platform = resolve(self.platform)
+            platform.check_workers(self.limits.workers or MAX_WORKERS)
+            platform.check_installed()
             check_reachable(self.platform, self.worker_listen or "")
 
     @property
-    def members(self) -> MemberPlace | None:
+    def members(self) -> PlatformSpec | None:
         """Where workers run; None: on this host. Raises as `resolve`."""
-        if self.platform is None:
-            return None
-        return MemberPlace(platform=resolve(self.platform), listen_at=self.worker_listen or "")
+        return None if self.platform is None else resolve(self.platform)
 
     @property
     def path(self) -> Path:
@@ -175,12 +176,17 @@ class LocalCluster:
         folder = self._directory.path
         keys = generate_keys("") if options.keys is None else read_key_file(options.keys)
         keys.server_keys()
+        members, worker_place = options.members, None
+        if members is not None:
+            worker_place = MemberPlace(
+                name=members.name, listen_at=options.worker_listen or "", most_workers=self.workers
+            )
         place = ClusterPlace(
             directory=folder,
             host=None if options.listen is None else _host_of(options.listen),
             keys=None if options.listen is None else keys,
             log=options.log,
-            members=options.members,
+            members=worker_place,
         )
         self.address = options.listen or place.address_for(COORDINATOR)
         self._announcement = Announcement(
@@ -201,7 +207,7 @@ class LocalCluster:
         platform = ForkServerPlatform(
             preload=[*PRELOAD, *options.preload], patience_s=(LEASE_S, START_S), outlived=True
         )
-        node = Node(place, msgspec.msgpack.encode(arguments), platform)
+        node = Node(place, msgspec.msgpack.encode(arguments), platform, members=members)
         self._announcement.track(lambda: node.address_of(COORDINATOR))
         return node
 

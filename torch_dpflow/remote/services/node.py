@@ -13,8 +13,9 @@ from torch_dpflow.errors import DescriptorLimitError, LaunchError, OptionError, 
 from torch_dpflow.log import SERVICE
 from torch_dpflow.platforms.base import Handle, Platform, ProcessSpec, require_same_host
 from torch_dpflow.platforms.local import DESCRIPTORS
+from torch_dpflow.platforms.members import PlatformSpec
 from torch_dpflow.remote.control.supervision import CleanUp, Kill, Spawn, Supervisor, SupervisorInstruction
-from torch_dpflow.remote.process.roles import COORDINATOR, ROLES, main
+from torch_dpflow.remote.process.roles import COORDINATOR, KEEPER, ROLES, main
 from torch_dpflow.remote.process.spec import ClusterPlace, ServiceSpec, subjects_of
 from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
@@ -68,7 +69,7 @@ def most_workers() -> int:
 
 
 class Node:
-    """Keeps a coordinator running, and the processes that the coordinator desires. One thread drives it.
+    """Keeps a coordinator running, a keeper, and the processes that the coordinator desires. One thread drives it.
 
     It saves no state: its clients send what is desired. A process that ends, or sends no heartbeat for `lease_s`, is
     restarted at the same address.
@@ -77,6 +78,7 @@ class Node:
         place: the sockets, keys and token of its processes.
         coordinator: arguments of the coordinator's role, msgpack.
         platform: starts its processes; closed with the node.
+        members: where workers run, for the keeper; None: this platform runs them.
 
     Raises:
         OptionError: the platform cannot run services: nothing could connect to them, or they could not reach the node.
@@ -88,6 +90,7 @@ class Node:
         coordinator: bytes,
         platform: Platform,
         *,
+        members: PlatformSpec | None = None,
         lease_s: float = LEASE_S,
     ) -> None:
         if not platform.limits.accepts_connections:
@@ -106,7 +109,10 @@ class Node:
         #: How many processes could not be started when that was last logged.
         self._refused = 0
         self._clock = SuspendAwareClock()
-        self._own = Launch(COORDINATOR, COORDINATOR, coordinator)
+        self._members = members
+        self._own = [Launch(COORDINATOR, COORDINATOR, coordinator)]
+        if members is not None:
+            self._own.append(Launch(KEEPER, KEEPER))
         #: Processes that have been launched and not been seen to end.
         self._processes: dict[str, Handle] = {}
         #: Calls of `changes`: when to answer at the latest, the revision that the caller has, the call.
@@ -137,7 +143,7 @@ class Node:
         """
         self._ready = ready or (lambda: None)
         try:
-            self._apply(self._supervisor.desire([self._own], self._clock()))
+            self._apply(self._supervisor.desire(self._own, self._clock()))
             while not self._stopped:
                 self._server.step(self._until_due())
                 # Pending heartbeats first: after a delay of its own, a node must not kill their senders.
@@ -219,6 +225,7 @@ class Node:
             settings=spawn.launch.settings,
             address=spawn.address,
             place=self._place,
+            platform=self._members if spawn.launch.role == KEEPER else None,
         )
         spec = ProcessSpec(
             name=service.id,
@@ -268,9 +275,9 @@ class Node:
     def _on_desire(self, call: IncomingCall) -> None:
         desired: Desire = call.body
         for launch in desired.launches:
-            if launch.role not in ROLES or launch.id == COORDINATOR:
+            if launch.role not in ROLES or launch.id in (COORDINATOR, KEEPER):
                 raise UsageError(f"{launch.id!r}: a node runs no process of role {launch.role!r} for clients")
-        self._apply(self._supervisor.desire([self._own, *desired.launches], self._clock()))
+        self._apply(self._supervisor.desire([*self._own, *desired.launches], self._clock()))
 
     def _on_processes(self, call: IncomingCall) -> Result:
         views: list[ProcessView] = self._supervisor.views()

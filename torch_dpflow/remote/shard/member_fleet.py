@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import threading
 from typing import IO, Any
@@ -12,7 +11,8 @@ from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.process.contents import open_content
 from torch_dpflow.remote.process.flow_content import split
 from torch_dpflow.remote.process.roles import COORDINATOR
-from torch_dpflow.remote.process.spec import ClusterPlace, MemberPlace
+from torch_dpflow.remote.process.spec import MemberPlace, ServiceSpec
+from torch_dpflow.remote.shard.kept_platform import KeptSource
 from torch_dpflow.remote.shard.remote_content import RemoteContent
 from torch_dpflow.remote.shard.remote_member import SAMPLE_WORKERS
 from torch_dpflow.remote.shard.remote_workers import RemoteWorkers
@@ -27,12 +27,12 @@ LINGER_S = 1.0
 class MemberFleet:
     """Has a platform run the workers of a shard, and gives these what the shard's own listener would.
 
-    All methods are for the server's thread. Another thread fetches the content and connects to the platform, which
-    takes seconds.
+    All methods are for the server's thread. Another thread fetches the content and waits for the keeper's platform,
+    which takes seconds.
     """
 
-    def __init__(self, place: ClusterPlace, members: MemberPlace, content: str) -> None:
-        self._place = place
+    def __init__(self, service: ServiceSpec, members: MemberPlace, content: str) -> None:
+        self._service = service
         self._members = members
         self._digest = content
         self._shard: SampleShard
@@ -137,15 +137,15 @@ class MemberFleet:
     def _connect(self) -> None:
         try:
             remote = RemoteWorkers(
-                self._members.platform,
+                KeptSource(self._service, self._members),
                 self._content(),
                 0,
                 listen_at=self._members.listen_at,
                 kind=SAMPLE_WORKERS,
-                cluster=hashlib.sha256(self._place.token.encode()).hexdigest()[:8],
+                cluster=self._service.place.cluster,
             )
         except Exception as error:
-            text = f"no worker can be had of platform {self._members.platform.name!r}: {error}"
+            text = f"no worker can be had of platform {self._members.name!r}: {error}"
             if not isinstance(error, DPFlowError):
                 SERVICE.exception("the platform could not be opened")
             self._shard.server.post(lambda: self._shard.workers.fail(text))
@@ -154,7 +154,9 @@ class MemberFleet:
 
     def _content(self) -> RemoteContent:
         if self._file is None:
-            self._file = open_content(self._place, self._digest, lambda: None, coordinator=COORDINATOR)
+            self._file = open_content(
+                self._service.place, self._digest, lambda: None, coordinator=COORDINATOR
+            )
         mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
         return RemoteContent(*split(memoryview(mapped)))
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch_dpflow.errors import MessageError, WorkerStartError
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.platforms.base import Handle
-from torch_dpflow.platforms.members import Ended, MemberPlatform, PlatformSpec
+from torch_dpflow.platforms.members import Ended, MemberPlatform, MemberSource
 from torch_dpflow.platforms.names import prefix_of
 from torch_dpflow.remote.control.fleet import Fleet
 from torch_dpflow.remote.control.fleet_members import (
@@ -90,7 +90,7 @@ class RemoteWorkers:
 
     def __init__(
         self,
-        platform: PlatformSpec,
+        platform: MemberSource,
         content: RemoteContent,
         workers: int,
         *,

@@ -140,7 +140,7 @@ def run(service: ServiceSpec) -> None:
 def _run_with_members(service: ServiceSpec, members: MemberPlace) -> None:
     signal.signal(signal.SIGTERM, _on_sigterm)
     arguments = msgspec.msgpack.decode(service.arguments, type=ShardArguments)
-    fleet = MemberFleet(service.place, members, arguments.spec.content)
+    fleet = MemberFleet(service, members, arguments.spec.content)
     try:
         shard = _shard_of(service, fleet.end)
         fleet.attach(shard)

@@ -1,0 +1,175 @@
+"""Which shard has which members of a cluster, as its keeper knows it: pure.
+
+A shard's fleet decides about its members, and names each of them before it asks for it; the keeper has the name before
+it asks the platform. So each of the two can be killed and the other still knows all names; what neither knows, as after
+the death of both, is a stray.
+
+A shard that attaches under a higher incarnation has lost the members of the one before, which nobody can use: their
+keys were at that one. So has one that is silent for as long as its members would wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch_dpflow.errors import RejectedError, ThrottledError, UsageError
+from torch_dpflow.platforms.members import Ended, Outcome, Refused
+from torch_dpflow.platforms.names import MemberName
+from torch_dpflow.remote.wire.errors import StaleShardError
+from torch_dpflow.remote.wire.keeper import MAX_MEMBERS, MAX_NEWS
+
+#: A shard that is silent for so long has no members any more, seconds: nobody answers them, so they leave.
+SILENT_S = 30.0
+#: After how long to ask again for a member where there are as many as there may be, seconds.
+AGAIN_S = 1.0
+
+
+@dataclass(slots=True)
+class _Owner:
+    incarnation: int
+    #: When it was last heard.
+    heard: float
+    #: Not told to it yet, and how many were told before.
+    news: list[Outcome] = field(default_factory=list)
+    seen: int = 0
+
+
+class KeptMembers:
+    """The members of all shards. Not thread-safe. All times are seconds.
+
+    Args:
+        prefix: of the names of all members of the cluster.
+        workers: how many the cluster may have; a tenth more, or one, may be there while they are replaced.
+    """
+
+    def __init__(self, prefix: str, workers: int) -> None:
+        self._prefix = prefix
+        self._workers = workers
+        #: How many members there may be.
+        self.most = workers + max(1, workers // 10)
+        self._owners: dict[str, _Owner] = {}
+        #: The shard of each member that is not gone; None: nobody's, and to be ended at the time in `_doomed`.
+        self._members: dict[str, str | None] = {}
+        self._doomed: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def limit(self, most: int | None) -> None:
+        """The platform allows no more than this, if it says so."""
+        self.most = self.most if most is None else min(self.most, most)
+
+    def attach(self, shard: str, incarnation: int, names: Iterable[str], now: float) -> int:
+        """A shard begins, or comes back, with these members; how much news it has had.
+
+        Raises StaleShardError if it has been replaced, UsageError if a name is none of its own.
+        """
+        owner = self._owners.get(shard)
+        if owner is not None and owner.incarnation > incarnation:
+            raise StaleShardError(f"incarnation {owner.incarnation} has replaced {shard!r}")
+        names = list(names)
+        for name in names:
+            self._check(name, shard)
+        if owner is None or owner.incarnation < incarnation:
+            self._doom(shard, now)
+            owner = self._owners[shard] = _Owner(incarnation, now)
+        owner.heard = now
+        for name in names:
+            self._members[name] = shard
+            self._doomed.pop(name, None)
+        return owner.seen
+
+    def hears(self, shard: str, incarnation: int, now: float) -> bool:
+        """A shard has called; whether it has attached."""
+        owner = self._owners.get(shard)
+        if owner is None or owner.incarnation != incarnation:
+            return False
+        owner.heard = now
+        return True
+
+    def start(self, shard: str, name: str) -> bool:
+        """A shard wants this member; whether to start it. If not, it has been started or the shard has news why not."""
+        if name in self._members:
+            return False
+        try:
+            self._check(name, shard)
+        except UsageError as error:
+            self._owners[shard].news.append(Refused(name, RejectedError(str(error))))
+            return False
+        if len(self._members) >= self.most:
+            text = (
+                f"{name} waits: the cluster has {len(self._members)} workers, and may have {self._workers} and some "
+                "more while they are replaced"
+            )
+            self._owners[shard].news.append(Refused(name, ThrottledError(text, AGAIN_S)))
+            return False
+        self._members[name] = shard
+        return True
+
+    def has(self, shard: str, name: str) -> bool:
+        """Whether this member is the shard's."""
+        return self._members.get(name) == shard
+
+    def note(self, outcome: Outcome) -> None:
+        """The platform has told this."""
+        shard = self._members.get(outcome.name)
+        if isinstance(outcome, Refused | Ended):
+            self._members.pop(outcome.name, None)
+            self._doomed.pop(outcome.name, None)
+        if shard is not None:
+            self._owners[shard].news.append(outcome)
+
+    def news(self, shard: str, seen: int) -> tuple[int, list[Outcome]]:
+        """What is new to a shard that has had so much, and how much it will have had then."""
+        owner = self._owners[shard]
+        had = min(max(0, seen - owner.seen), len(owner.news))
+        del owner.news[:had]
+        owner.seen += had
+        told = owner.news[:MAX_NEWS]
+        return owner.seen + len(told), told
+
+    def release(self, shard: str, incarnation: int, end_at: float) -> list[str]:
+        """A shard ends; its members, which are to be ended at that time unless they are gone."""
+        owner = self._owners.get(shard)
+        if owner is None or owner.incarnation != incarnation:
+            return []
+        del self._owners[shard]
+        return self._doom(shard, end_at)
+
+    def to_end(self, now: float) -> list[str]:
+        """Members that are to be ended now; each is told once."""
+        for shard, owner in [*self._owners.items()]:
+            if now - owner.heard >= SILENT_S:
+                del self._owners[shard]
+                self._doom(shard, now)
+        due = [name for name, end_at in self._doomed.items() if now >= end_at]
+        for name in due:
+            del self._doomed[name]
+        return due
+
+    def strays(self, found: Iterable[str]) -> list[str]:
+        """Which of the cluster's members nobody knows."""
+        return [name for name in found if name.startswith(self._prefix) and name not in self._members]
+
+    def _doom(self, shard: str, end_at: float) -> list[str]:
+        mine = [name for name, owner in self._members.items() if owner == shard]
+        for name in mine:
+            self._members[name] = None
+            self._doomed[name] = end_at
+        return mine
+
+    def _check(self, name: str, shard: str) -> None:
+        if not name.startswith(self._prefix) or not MemberName.is_one(name):
+            raise UsageError(
+                f"{name!r:.80} is no member of this cluster, whose names begin with {self._prefix!r}"
+            )
+        if (owner := self._members.get(name)) is not None and owner != shard:
+            raise UsageError(f"{name} is a member of {owner!r}, and not of {shard!r}")
+        if len(self._members) >= MAX_MEMBERS and name not in self._members:
+            raise UsageError(f"{name}: {MAX_MEMBERS} members are there, the most that a keeper has")
+
+    def validate(self) -> None:
+        """Check every invariant; for tests. Raises AssertionError."""
+        assert self._doomed.keys() <= {name for name, owner in self._members.items() if owner is None}
+        assert {owner for owner in self._members.values() if owner is not None} <= self._owners.keys()

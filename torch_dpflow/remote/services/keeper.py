@@ -1,0 +1,305 @@
+"""The keeper of a cluster whose workers run on a platform: it alone has the platform's library and credentials.
+
+It starts, watches and ends members for all shards. What becomes of them is decided by each shard's fleet, which has
+their keys and hears them; so members live through the keeper's death. It saves nothing: see `control.kept_members`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch_dpflow.errors import DPFlowError, OptionError, RejectedError, UsageError
+from torch_dpflow.log import SERVICE
+from torch_dpflow.periodic import PeriodicCall
+from torch_dpflow.platforms.members import Accepted, Adapter, AdoptingPlatform, PlatformSpec, Ref, Refused
+from torch_dpflow.platforms.names import prefix_of
+from torch_dpflow.remote.control.kept_members import KeptMembers
+from torch_dpflow.remote.process.serve import ask_in, serve
+from torch_dpflow.remote.process.spec import MemberPlace, ServiceSpec
+from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
+from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
+from torch_dpflow.remote.wire.keeper import (
+    Asking,
+    Attach,
+    Attached,
+    News,
+    Release,
+    Requests,
+    StartRequest,
+    StopRequest,
+    SuspectRequest,
+    told_of,
+)
+
+#: How long a call of `news` waits for some, seconds.
+HOLD_S = 1.0
+#: After how long all shards have told a new keeper what they have, so that it can look for strays; how often; seconds.
+FIRST_SWEEP_S, SWEEP_S = 15.0, 60.0
+#: How long members may take to end by themselves when the cluster ends, seconds.
+GRACE_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A platform that answers."""
+
+    platform: AdoptingPlatform
+    adapter: Adapter
+    #: Where to listen for its members.
+    listen_at: str
+    #: What it had when it was opened.
+    found: Mapping[str, Ref]
+
+
+class Keeper:
+    """Serves the shards of a cluster. One thread drives it, and none of its methods blocks.
+
+    Args:
+        server: methods are registered with it; the caller serves.
+        spec: the platform.
+        place: how it is used.
+        prefix: of the names of the cluster's members.
+    """
+
+    def __init__(
+        self,
+        server: RpcServer,
+        spec: PlatformSpec,
+        place: MemberPlace,
+        prefix: str,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._server = server
+        self._spec = spec
+        self._place = place
+        self._prefix = prefix
+        self._clock = clock
+        self._members = KeptMembers(prefix, place.most_workers)
+        self._opened: Opened | None = None
+        self._opens = False
+        #: Calls that wait for the platform, and calls of `news` with the time when to answer them at the latest.
+        self._attaching: list[IncomingCall] = []
+        self._asking: list[tuple[float, IncomingCall]] = []
+        self._sweep_at = clock() + FIRST_SWEEP_S
+        server.register("attach", self._on_attach, body_type=Attach, remembered=False)
+        server.register("request", self._on_request, body_type=Requests)
+        server.register("news", self._on_news, body_type=Asking, remembered=False)
+        server.register("release", self._on_release, body_type=Release)
+
+    def poll(self) -> None:
+        """End what is to be ended, and answer who has waited long enough. In the server's thread."""
+        now = self._clock()
+        if self._opened is not None:
+            for name in self._members.to_end(now):
+                self._opened.platform.stop(name, "its shard has ended")
+            if now >= self._sweep_at:
+                self._sweep_at = now + SWEEP_S
+                threading.Thread(target=self._sweep, name="dpflow-sweep", daemon=True).start()
+        self._answer_asking()
+
+    def status(self) -> dict[str, Any]:
+        """Figures for people."""
+        return {"platform": self._spec.name, "kept": len(self._members), "most": self._members.most}
+
+    def close(self) -> None:
+        """End all members. Any thread may call; waits."""
+        if self._opened is not None:
+            self._opened.platform.close(grace_s=GRACE_S)
+
+    # -- calls -----------------------------------------------------------------------------------------------
+
+    def _on_attach(self, call: IncomingCall) -> Later:
+        self._attaching.append(call)
+        if self._opened is not None:
+            self._attach_all()
+        elif not self._opens:
+            self.open()
+        return LATER
+
+    def _attach_all(self) -> None:
+        assert self._opened is not None
+        attaching, self._attaching = self._attaching, []
+        for call in attaching:
+            try:
+                call.answer(self._attach(call.body, self._opened))
+            except DPFlowError as error:
+                call.fail(error)
+
+    def _attach(self, attach: Attach, opened: Opened) -> Attached:
+        names = [member.name for member in attach.members]
+        seen = self._members.attach(attach.shard, attach.incarnation, names, self._clock())
+        for member in attach.members:
+            opened.platform.adopt(member.name, member.ref or opened.found.get(member.name))
+        SERVICE.info("shard %s has %d members of platform %s", attach.shard, len(names), self._spec.name)
+        return Attached(opened.platform.limits, opened.listen_at, seen)
+
+    def _on_request(self, call: IncomingCall) -> Result:
+        sent: Requests = call.body
+        if self._opened is None or not self._members.hears(sent.shard, sent.incarnation, self._clock()):
+            return Result(False)
+        platform = self._opened.platform
+        for request in sent.requests:
+            match request:
+                case StartRequest():
+                    self._start(sent.shard, request, self._opened)
+                case StopRequest(name, why) if self._members.has(sent.shard, name):
+                    platform.stop(name, why)
+                case SuspectRequest(name) if self._members.has(sent.shard, name):
+                    platform.suspect(name)
+        self._answer_asking()
+        return Result(True)
+
+    def _start(self, shard: str, request: StartRequest, opened: Opened) -> None:
+        name = request.name
+        if not self._members.start(shard, name):
+            return
+        if name in opened.found:  # by an earlier keeper, whose answer was lost
+            opened.platform.adopt(name, opened.found[name])
+            self._members.note(Accepted(name, opened.found[name]))
+            return
+        try:
+            opened.platform.start(name, request.order)
+        except OptionError as error:
+            self._members.note(Refused(name, RejectedError(str(error))))
+
+    def _on_news(self, call: IncomingCall) -> Later:
+        self._asking.append((self._clock() + HOLD_S, call))
+        self._answer_asking()
+        return LATER
+
+    def _answer_asking(self) -> None:
+        now = self._clock()
+        asking, self._asking = self._asking, []
+        for until, call in asking:
+            asked: Asking = call.body
+            if not self._members.hears(asked.shard, asked.incarnation, now):
+                call.answer(News(False))
+                continue
+            seen, outcomes = self._members.news(asked.shard, asked.seen)
+            if outcomes or now >= until:
+                call.answer(News(True, seen, [told_of(outcome) for outcome in outcomes]))
+            else:
+                self._asking.append((until, call))
+
+    def _on_release(self, call: IncomingCall) -> None:
+        sent: Release = call.body
+        names = self._members.release(sent.shard, sent.incarnation, self._clock() + sent.grace_s)
+        if self._opened is not None:
+            for name in names:
+                self._opened.platform.suspect(name)
+
+    # -- the platform ----------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Connect to the platform, without waiting for it. In the server's thread."""
+        self._opens = True
+        threading.Thread(target=self._connect, name="dpflow-platform", daemon=True).start()
+
+    def _connect(self) -> None:
+        try:
+            opened = self._open()
+        except Exception as error:
+            if not isinstance(error, DPFlowError):
+                SERVICE.exception("platform %s could not be opened", self._spec.name)
+            # As an error of usage, whose text is told as it is.
+            self._server.post(partial(self._on_failed, UsageError(str(error))))
+        else:
+            self._server.post(partial(self._on_opened, opened))
+
+    def _open(self) -> Opened:
+        spec, listen_at = self._spec, self._place.listen_at
+        if listen_at:
+            spec.check_listen(listen_at)
+        platform = spec.open(outlived=True)
+        try:
+            adapter = spec.adapter()
+            listen_at = listen_at or spec.listen_at()
+        except BaseException:
+            platform.close()
+            raise
+        return Opened(platform=platform, adapter=adapter, listen_at=listen_at, found=self._listed(adapter))
+
+    def _on_failed(self, error: UsageError) -> None:
+        self._opens = False
+        attaching, self._attaching = self._attaching, []
+        for call in attaching:
+            call.fail(error)
+
+    def _on_opened(self, opened: Opened) -> None:
+        self._opened = opened
+        most = opened.platform.limits.most_members
+        self._members.limit(most)
+        PeriodicCall(
+            partial(self._await_outcomes, opened.platform.wakeup_fd),
+            0.0,
+            "dpflow-outcomes",
+            what="waiting for what becomes of members",
+        ).start()
+        self._attach_all()
+
+    def _await_outcomes(self, wakeup_fd: int) -> None:
+        poller = select.poll()
+        poller.register(wakeup_fd, select.POLLIN)
+        if poller.poll(1000 * HOLD_S):
+            ask_in(self._server, self._take)
+
+    def _take(self) -> None:
+        assert self._opened is not None
+        for outcome in self._opened.platform.take():
+            self._members.note(outcome)
+        self._answer_asking()
+
+    def _listed(self, adapter: Adapter) -> Mapping[str, Ref]:
+        if not adapter.limits.can_list:
+            return {}
+        try:
+            return adapter.list(self._prefix)
+        except Exception as error:
+            SERVICE.warning("members of platform %s cannot be listed: %s", self._spec.name, error)
+            return {}
+
+    def _sweep(self) -> None:
+        """End members of this cluster that nobody knows: those of shards and keepers that were killed together."""
+        assert self._opened is not None
+        found = self._listed(self._opened.adapter)
+        self._server.post(partial(self._end_strays, found))
+
+    def _end_strays(self, found: Mapping[str, Ref]) -> None:
+        assert self._opened is not None
+        for name in self._members.strays(found):
+            SERVICE.warning("%s is no shard's and is ended", name)
+            self._opened.platform.adopt(name, found[name])
+            self._opened.platform.stop(name, "no shard knows it")
+
+
+def run(service: ServiceSpec) -> None:
+    """Run a keeper: the role of a node's process."""
+    assert service.place.members is not None
+    assert service.platform is not None
+    server = RpcServer(service.listen(service.place.keeper_address))
+    keeper = Keeper(
+        server,
+        service.platform,
+        service.place.members,
+        prefix_of(service.place.cluster),
+        clock=SuspendAwareClock(),
+    )
+    # Shards tell their members meanwhile that they are not wanted any more, so the server goes on.
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=_end, args=(keeper,)).start())
+    keeper.open()
+    serve(service, server, status=keeper.status, poll=keeper.poll)
+
+
+def _end(keeper: Keeper) -> None:
+    with suppress(Exception):
+        keeper.close()
+    os._exit(0)  # the platform's library may have threads that an interpreter's end would wait for
