@@ -23,6 +23,8 @@ UNASKED = (
     "lightning",
     "PIL",
     "ray",
+    "alibabacloud_fc20230330",
+    "darabonba",
     "boto3",
     "botocore",
     "oss2",

@@ -27,6 +27,11 @@ COMMANDS = {
         "sweep",
         "End workers that a killed process has left on a platform.",
     ),
+    "deploy": (
+        "torch_dpflow.cli.deploy",
+        "deploy",
+        "Make or remove the function that workers on a cloud are.",
+    ),
     "dataset": (
         "torch_dpflow.cli.dataset",
         "dataset",

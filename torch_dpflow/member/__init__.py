@@ -9,3 +9,9 @@ def run(order: bytes) -> int:
     from torch_dpflow.member.member import run as work  # not before the order is out of the environment
 
     return work(order)
+
+
+def warm() -> None:
+    """Import what takes seconds: for a process that forks its members."""
+    import torch_dpflow.member.member
+    import torch_dpflow.remote.worker.member_worker  # noqa: F401 - torch

@@ -1,0 +1,444 @@
+"""Function Compute 3.0 without a cloud: an HTTP control plane for the vendor's real client, and real instances.
+
+It knows what the adapter and the commands use: functions, their asynchronous configuration, invocations as tasks. It
+checks signatures, expires keys, has a quota, and loses, delays or refuses answers where a test says so. What it cannot
+show: how long a cold start takes, images and their pulls, VPCs, roles, billing.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote
+
+from tests.platforms.fc_server.instances import Instance, Templates, free_port, freeze, spawn, thaw
+from tests.platforms.fc_server.signature import is_signed, key_id_of
+
+VERSION = "/2023-03-30"
+_TASK_ID = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,127}", re.ASCII)
+LIVE = ("Enqueued", "Running", "Stopping")
+MOST_PAYLOAD = 128 * 1024
+
+
+@dataclass
+class Key:
+    """An access key."""
+
+    secret: str
+    token: str = ""
+    expired: bool = False
+
+
+@dataclass
+class Fault:
+    """What becomes of one request: refused before anything is done, or done and not answered."""
+
+    status: int = 0
+    code: str = ""
+    retry_after_ms: int = 0
+    #: Done, and the connection closed.
+    lose: bool = False
+
+
+@dataclass
+class Task:
+    id: str
+    function: str
+    payload: bytes
+    status: str = "Enqueued"
+    instance: Instance | None = None
+    answer: str = ""
+    error: str = ""
+    begun: float = 0.0
+    ended: float = 0.0
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def to_map(self) -> dict[str, Any]:
+        has = {"taskId": self.id, "status": self.status, "alreadyRetriedTimes": 0}
+        has |= {"instanceId": self.instance.id} if self.instance else {}
+        has |= {"returnPayload": self.answer} if self.answer else {}
+        return has | ({"taskErrorMessage": self.error} if self.error else {})
+
+
+class Refusal(Exception):
+    def __init__(self, status: int, code: str, message: str = "refused") -> None:
+        super().__init__(message)
+        self.status, self.code, self.message = status, code, message
+
+
+class FunctionServer:
+    """The control plane of one account in one region.
+
+    Args:
+        keys: those that are valid, by their ids.
+        cold_start_s: what a new instance takes beyond its processes' start, seconds.
+        quota: most instances that run at once.
+        queues: whether invocations above the quota wait; else they are refused.
+        fork: whether instances are forks of one process that has torch, else each is started by its own command.
+        prefix, near: runs a command where instances are, and the address at which they listen there.
+        env: variables of instances.
+    """
+
+    def __init__(
+        self,
+        keys: Mapping[str, Key],
+        *,
+        cold_start_s: float = 2.0,
+        quota: int = 100,
+        queues: bool = False,
+        fork: bool = True,
+        prefix: Sequence[str] = (),
+        near: str = "127.0.0.1",
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.keys = dict(keys)
+        self.cold_start_s, self.quota, self.queues = cold_start_s, quota, queues
+        self.late_s = 0.0
+        self._fork, self._prefix, self._near, self._env = fork, prefix, near, dict(env or {})
+        self._templates = Templates(self._env)
+        self.functions: dict[str, dict[str, Any]] = {}
+        self.configs: dict[str, dict[str, Any]] = {}
+        self.tasks: dict[str, Task] = {}
+        #: By the action, what becomes of the next requests.
+        self.faults: dict[str, deque[Fault]] = {}
+        #: All that was asked, as (action, status).
+        self.log: list[tuple[str, int]] = []
+        self._idle: dict[str, list[Instance]] = {}
+        self._busy = 0
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self._nonces: set[str] = set()
+        self._http = _Server(("127.0.0.1", 0), _Handler)
+        self._http.owner = self
+        self.endpoint = f"http://127.0.0.1:{self._http.server_address[1]}"
+
+    def __enter__(self) -> FunctionServer:
+        self._start(self._http.serve_forever, 0.05)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        for task in [*self.tasks.values()]:
+            task.stop.set()
+        for instance in self.instances():
+            thaw(instance)
+            instance.kill()
+        for thread in self._threads:
+            thread.join(30)
+        self._templates.close()
+
+    # --- for tests ---
+
+    def fault(self, action: str, *faults: Fault) -> None:
+        """What becomes of the next requests of this kind."""
+        self.faults.setdefault(action, deque()).extend(faults)
+
+    def instances(self) -> list[Instance]:
+        """Those that run something, and those that wait."""
+        with self._changed:
+            idle = [one for some in self._idle.values() for one in some]
+            return [
+                *idle,
+                *(task.instance for task in self.tasks.values() if task.instance and not task.ended),
+            ]
+
+    def live(self) -> list[Task]:
+        with self._changed:
+            return [task for task in self.tasks.values() if task.status in LIVE]
+
+    def worker_seconds(self) -> float:
+        """What would be billed."""
+        now = time.monotonic()
+        return sum((task.ended or now) - task.begun for task in self.tasks.values() if task.begun)
+
+    def _start(self, target: Callable[..., None], *arguments: Any) -> None:
+        thread = threading.Thread(target=target, args=arguments, name="fc-server", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    # --- requests ---
+
+    def check(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> None:
+        """Raise Refusal unless it is signed with a valid key, for the first time."""
+        key = self.keys.get(key_id_of(headers))
+        if key is None:
+            raise Refusal(404, "InvalidAccessKeyId.NotFound", "Specified access key is not found.")
+        if not is_signed(method, target, headers, body, key.secret):
+            raise Refusal(400, "SignatureDoesNotMatch", "Specified signature does not match our calculation.")
+        if (headers.get("x-acs-security-token") or "") != key.token or key.expired:
+            raise Refusal(403, "InvalidSecurityToken.Expired", "Specified SecurityToken is expired.")
+        nonce = headers["x-acs-signature-nonce"]
+        with self._changed:
+            if nonce in self._nonces:
+                raise Refusal(400, "SignatureNonceUsed", "The request signature nonce has been used.")
+            self._nonces.add(nonce)
+
+    def serve(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
+        """Do what is asked. Raises Refusal."""
+        path, _, query = target.removeprefix(VERSION).partition("?")
+        asked = {name: values[0] for name, values in parse_qs(query).items()}
+        parts = [unquote(part) for part in path.strip("/").split("/")]
+        match method, *parts:
+            case "POST", "functions":
+                return self._create(json.loads(body))
+            case _, "functions", name, *_ if name not in self.functions:
+                raise Refusal(404, "FunctionNotFound", f"function {name!r} does not exist")
+            case "GET", "functions", name:
+                return 200, _json(self.functions[name])
+            case "PUT", "functions", name:
+                self.functions[name].update(json.loads(body))
+                self._drop_idle(name)
+                return 200, _json(self.functions[name])
+            case "DELETE", "functions", name:
+                del self.functions[name]
+                self.configs.pop(name, None)
+                self._drop_idle(name)
+                return 204, b""
+            case "PUT", "functions", name, "async-invoke-config":
+                self.configs[name] = json.loads(body)
+                return 200, _json(self.configs[name])
+            case "GET", "functions", name, "async-invoke-config":
+                if name not in self.configs:
+                    raise Refusal(404, "AsyncConfigNotExists", "async config not exists")
+                return 200, _json(self.configs[name])
+            case "POST", "functions", name, "invocations":
+                return self._invoke(name, headers, body)
+            case "GET", "functions", name, "async-tasks":
+                return 200, _json(self._page(name, asked))
+            case "GET", "functions", name, "async-tasks", id_:
+                return 200, _json(self._task(id_).to_map())
+            case "PUT", "functions", name, "async-tasks", id_, "stop":
+                return self._stop(self._task(id_))
+        raise Refusal(404, "PathNotSupported", f"{method} {target}")
+
+    def _create(self, given: dict[str, Any]) -> tuple[int, bytes]:
+        name = given["functionName"]
+        if name in self.functions:
+            raise Refusal(409, "FunctionAlreadyExists", f"function {name!r} already exists")
+        self.functions[name] = {"timeout": 3, "instanceConcurrency": 1, **given}
+        return 200, _json(self.functions[name])
+
+    def _task(self, id_: str) -> Task:
+        if id_ not in self.tasks:
+            raise Refusal(404, "AsyncTaskNotFound", f"async task {id_!r} does not exist")
+        return self.tasks[id_]
+
+    def _page(self, function: str, asked: Mapping[str, str]) -> dict[str, Any]:
+        with self._changed:
+            found = [
+                task.to_map()
+                for task in self.tasks.values()
+                if task.function == function and task.id.startswith(asked.get("prefix", ""))
+                if asked.get("status") in (None, task.status)
+            ]
+        begin, limit = int(asked.get("nextToken", 0)), int(asked.get("limit", 20))
+        more = {"nextToken": str(begin + limit)} if len(found) > begin + limit else {}
+        return {"tasks": found[begin : begin + limit], **more}
+
+    def _invoke(self, name: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
+        id_ = headers.get("x-fc-async-task-id", "")
+        config = self.configs.get(name, {})
+        if headers.get("x-fc-invocation-type") != "Async" or not config.get("asyncTask"):
+            raise Refusal(400, "InvalidArgument", "this function takes asynchronous tasks")
+        if not _TASK_ID.fullmatch(id_) or len(body) > MOST_PAYLOAD:
+            raise Refusal(400, "InvalidArgument", "task id or payload")
+        with self._changed:
+            if id_ in self.tasks:
+                raise Refusal(409, "AsyncTaskAlreadyExists", f"async task {id_!r} already exists")
+            if (
+                not self.queues
+                and len([one for one in self.tasks.values() if one.status in LIVE]) >= self.quota
+            ):
+                raise Refusal(429, "ResourceExhausted", "instances exceed the limit")
+            task = self.tasks[id_] = Task(id_, name, body)
+        self._start(self._run, task, float(config.get("maxAsyncEventAgeInSeconds", 86400)))
+        return 202, b""
+
+    def _stop(self, task: Task) -> tuple[int, bytes]:
+        with self._changed:
+            if task.status not in LIVE:
+                raise Refusal(412, "AsyncTaskFinished", f"async task {task.id!r} is {task.status}")
+            task.status, instance = "Stopping", task.instance
+            task.stop.set()
+        if instance is not None:
+            self._start(self._end, instance)
+        return 204, b""
+
+    def _end(self, instance: Instance) -> None:
+        """End an instance by force: with its hook, if it listens."""
+        with suppress(OSError, http.client.HTTPException):
+            instance.call("GET", "/pre-stop", {}, b"", 1.0)
+        instance.kill()
+
+    # --- the life of a task, in a thread of its own ---
+
+    def _run(self, task: Task, age_s: float) -> None:
+        try:
+            self._serve_task(task, time.monotonic() + age_s)
+        except Exception as error:
+            self._finish(task, "Failed", error=f"{type(error).__name__}: {error}")
+            traceback.print_exc()
+
+    def _serve_task(self, task: Task, expires: float) -> None:
+        task.stop.wait(self.late_s)
+        with self._changed:
+            while self._busy >= self.quota and not task.stop.is_set():
+                if not self._changed.wait(max(0.0, min(0.2, expires - time.monotonic()))) and (
+                    time.monotonic() >= expires
+                ):
+                    self._finish(task, "Expired")
+                    return
+            if task.stop.is_set():
+                self._finish(task, "Stopped")
+                return
+            self._busy += 1
+            idle = self._idle.get(task.function)
+            task.instance = idle.pop() if idle else None
+            task.begun = time.monotonic()
+        try:
+            self._call(task)
+        finally:
+            with self._changed:
+                self._busy -= 1
+                self._changed.notify_all()
+
+    def _call(self, task: Task) -> None:
+        function = self.functions[task.function]
+        instance = task.instance
+        if instance is not None:
+            thaw(instance)
+        else:
+            if task.stop.wait(self.cold_start_s):
+                self._finish(task, "Stopped")
+                return
+            instance = self._boot(function)
+            with self._changed:
+                task.instance = instance
+        with self._changed:
+            if task.stop.is_set():
+                task.status = "Stopping"
+            else:
+                task.status = "Running"
+        if task.stop.is_set():
+            instance.kill()
+            self._finish(task, "Stopped")
+            return
+        self._invoke_instance(task, instance, function)
+
+    def _invoke_instance(self, task: Task, instance: Instance, function: Mapping[str, Any]) -> None:
+        headers = {"x-fc-request-id": task.id, "x-fc-control-path": "/invoke"}
+        if function.get("role"):
+            headers |= {
+                "x-fc-access-key-id": "STS.of-the-role",
+                "x-fc-access-key-secret": "secret-of-the-role",
+                "x-fc-security-token": f"token-for-{task.id}",
+            }
+        try:
+            status, body = instance.call("POST", "/invoke", headers, task.payload, function["timeout"])
+        except TimeoutError:
+            instance.kill()
+            self._finish(task, "Failed", error=f"Function time out after {function['timeout']} s")
+        except (OSError, http.client.HTTPException) as error:
+            instance.kill()
+            how = "Stopped" if task.stop.is_set() else "Failed"
+            self._finish(task, how, error=f"UnhandledInvocationError: the instance has exited ({error!r})")
+        else:
+            with self._changed:  # a stop comes before this or finds it ended
+                if not task.stop.is_set():
+                    freeze(instance)
+                    self._idle.setdefault(task.function, []).append(instance)
+                    self._finish(task, "Succeeded" if status == 200 else "Failed", answer=body.decode())
+                    return
+            instance.kill()
+            self._finish(task, "Stopped")
+
+    def _boot(self, function: Mapping[str, Any]) -> Instance:
+        config = function["customContainerConfig"]
+        command = [*(config.get("entrypoint") or []), *(config.get("command") or [])]
+        port = free_port()
+        env = {**self._env, **(function.get("environmentVariables") or {}), "FC_SERVER_PORT": str(port)}
+        if self._fork:
+            pid, process = (
+                self._templates.fork(command[3] if len(command) > 3 else "torch_dpflow.member", port, env),
+                None,
+            )
+        else:
+            process = spawn(command, self._prefix, env)
+            pid = process.pid
+        instance = Instance(pid, port, self._near, process)
+        instance.await_ready()
+        return instance
+
+    def _finish(self, task: Task, status: str, *, answer: str = "", error: str = "") -> None:
+        with self._changed:
+            task.status, task.answer, task.error = status, answer, error
+            task.ended = time.monotonic()
+            self._changed.notify_all()
+
+    def _drop_idle(self, function: str) -> None:
+        for instance in self._idle.pop(function, []):
+            thaw(instance)
+            instance.kill()
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+    owner: FunctionServer
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def do_GET(self) -> None:
+        self._handle()
+
+    do_PUT = do_POST = do_DELETE = do_GET
+
+    def _handle(self) -> None:
+        owner = self.server.owner
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        action = self.headers.get("x-acs-action", "")
+        faults = owner.faults.get(action)
+        fault = faults.popleft() if faults else Fault()
+        retry_after_ms = fault.retry_after_ms
+        try:
+            owner.check(self.command, self.path, self.headers, body)
+            if fault.status:
+                raise Refusal(fault.status, fault.code)
+            status, answer = owner.serve(self.command, self.path, self.headers, body)
+        except Refusal as refusal:
+            status = refusal.status
+            answer = _json({"Code": refusal.code, "Message": refusal.message, "RequestId": "1-2-3"})
+        owner.log.append((action, status))
+        if fault.lose:
+            self.close_connection = True
+            return
+        self.send_response(status)
+        if retry_after_ms:
+            self.send_header("x-acs-retry-after", str(retry_after_ms))
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass

@@ -1,0 +1,193 @@
+"""What Function Compute's custom container runs: `python -m torch_dpflow.member.fc [MODULE]`.
+
+A small HTTP server, which imports what takes seconds before it listens, and runs each invocation's order in a fork. An
+invocation is answered when nothing of its member is left: after that the platform freezes the instance, and a
+connection that stayed open would look alive to the shard. One thread, so that a fork copies nothing half done.
+
+A frozen member that is thawed later goes on; if its lease has ended meanwhile, its shard refuses it and it leaves.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from torch_dpflow.member.forking import Fork
+from torch_dpflow.platforms.base import End
+from torch_dpflow.platforms.fc import Answer
+from torch_dpflow.platforms.processes import MODULE
+
+#: The variable that names the port, and the one that the platform uses by default.
+PORT_VARIABLE, PORT = "FC_SERVER_PORT", 9000
+#: The most that is read of a request: an order is far below.
+MOST_BYTES = 2**20
+#: How long a request may take to arrive once it has begun, seconds.
+REQUEST_S = 10.0
+#: The rights of the function's role for this invocation, and how storages find them.
+KEYS = {
+    "x-fc-access-key-id": "ALIBABA_CLOUD_ACCESS_KEY_ID",
+    "x-fc-access-key-secret": "ALIBABA_CLOUD_ACCESS_KEY_SECRET",
+    "x-fc-security-token": "ALIBABA_CLOUD_SECURITY_TOKEN",
+}
+
+
+class Connection(BaseHTTPRequestHandler):
+    """One connection of the platform; the server calls `handle_one_request` when something has come."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = REQUEST_S
+    #: One packet for each answer.
+    wbufsize = -1
+    disable_nagle_algorithm = True
+    server: Any
+
+    def __init__(self, accepted: socket.socket, server: Instance) -> None:
+        # Not the base's, which would serve the connection to its end.
+        self.request, self.client_address, self.server = accepted, ("", 0), server
+        self.close_connection = False
+        self.setup()
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def do_GET(self) -> None:
+        """A hook or a health check (http.server's name)."""
+        self._serve(b"")
+
+    def do_POST(self) -> None:
+        """A hook or an invocation (http.server's name)."""
+        length = self.headers.get("content-length", "")
+        if not length.isascii() or not length.isdecimal() or int(length) > MOST_BYTES:
+            self.close_connection = True
+            self.answer(413 if length.isdecimal() else 411, b"")
+            return
+        self._serve(self.rfile.read(int(length)))
+
+    def _serve(self, body: bytes) -> None:
+        match self.path.partition("?")[0]:
+            case "/invoke" if self.command == "POST":
+                self.server.invoke(self, self.headers, body)
+            case "/initialize" | "/":
+                self.answer(200, b"")
+            case "/pre-stop":
+                self.server.stop()
+                self.answer(200, b"")
+            case _:
+                self.answer(404, b"")
+
+    def answer(self, status: int, body: bytes) -> None:
+        """Send the answer to the request that was served last."""
+        with suppress(OSError):  # nobody waits for it
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+            self.wfile.flush()
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Say nothing: the platform logs its requests itself."""
+
+
+class Instance:
+    """The server of one instance, in the main thread. It runs one invocation at a time.
+
+    Args:
+        module: whose `run(order)` members run.
+        port: to listen at, on all interfaces; 0: any.
+    """
+
+    def __init__(self, module: ModuleType, port: int) -> None:
+        self._run = module.run
+        self._listener = socket.create_server(("0.0.0.0", port), backlog=16)
+        self.port = int(self._listener.getsockname()[1])
+        self._connections: dict[int, Connection] = {}
+        self._fork: Fork | None = None
+        self._caller: Connection | None = None
+        self._stopping = False
+
+    def serve(self) -> None:
+        """Serve until SIGTERM."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        with self._listener:
+            while not self._stopping or self._fork is not None:
+                self._turn()
+
+    def invoke(self, caller: Connection, headers: Mapping[str, str], order: bytes) -> None:
+        """Run an order, and answer when its member has ended."""
+        if self._fork is not None or self._stopping:
+            caller.answer(503, b"")
+            return
+        env = {variable: headers[name] for name, variable in KEYS.items() if headers.get(name)}
+        close = [self._listener.fileno(), *self._connections]
+        self._caller, self._fork = caller, Fork(self._run, order, env=env, close=close)
+
+    def stop(self) -> None:
+        """End the member, soon: the instance ends."""
+        self._stopping = True
+        if self._fork is not None:
+            self._fork.kill()
+
+    def _on_signal(self, *_: object) -> None:
+        self.stop()
+        if self._fork is None:
+            raise SystemExit  # nothing else would end the waiting
+
+    def _turn(self) -> None:
+        fork = self._fork
+        poller = select.poll()
+        listened = {self._listener.fileno(), *self._connections, *([] if fork is None else fork.descriptors)}
+        for descriptor in listened:
+            poller.register(descriptor, select.POLLIN)
+        patience_s = None if fork is None else fork.patience_s
+        ready = {descriptor for descriptor, _ in poller.poll(patience_s and patience_s * 1000)}
+        if fork is not None and (end := fork.poll()) is not None:
+            self._answer(end)
+        if self._listener.fileno() in ready:
+            accepted, _ = self._listener.accept()
+            connection = Connection(accepted, self)
+            self._connections[connection.fileno()] = connection
+        for descriptor in ready & self._connections.keys():
+            self._read(descriptor)
+
+    def _read(self, descriptor: int) -> None:
+        connection = self._connections[descriptor]
+        connection.close_connection = True
+        with suppress(OSError):
+            connection.handle_one_request()
+        if connection.close_connection:
+            del self._connections[descriptor]
+            if connection is self._caller and self._fork is not None:
+                self._caller = None
+                self._fork.kill()  # the invocation is over
+            with suppress(OSError):
+                connection.finish()
+            connection.request.close()
+
+    def _answer(self, end: End) -> None:
+        caller, self._fork, self._caller = self._caller, None, None
+        if caller is not None:
+            body = msgspec.json.encode(Answer(end.code, end.signal, end.report))
+            caller.answer(200 if end.code == 0 else 500, body)
+
+
+def main(name: str = MODULE, port: int | None = None) -> None:
+    """Run the instance's server for the members of a module, until it is told to end."""
+    module = import_module(name)
+    getattr(module, "warm", lambda: None)()
+    Instance(module, int(os.environ.get(PORT_VARIABLE, PORT)) if port is None else port).serve()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])

@@ -1,0 +1,271 @@
+"""Members as long asynchronous invocations of one function of Alibaba Cloud's Function Compute 3.0."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from torch_dpflow.byte_sizes import BYTES_ALLOWED, parse_bytes
+from torch_dpflow.checks import check_fields, check_int, check_number, check_type
+from torch_dpflow.durations import parse_duration
+from torch_dpflow.errors import OptionError, PlatformError
+from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End, Limits
+from torch_dpflow.platforms.calls import Calls
+from torch_dpflow.platforms.fc_control import ConflictError, FunctionControl, MissingError, check_installed
+from torch_dpflow.platforms.members import Adapter, Fate, Finding, MemberPlatform, Ref
+
+#: The longest that an invocation may run, and by how much the function's own limit is above the members', seconds.
+LONGEST_S, MARGIN_S = 86400.0, 60.0
+#: How long an invocation may wait for an instance, and how long a member may take from its start to its hello, seconds.
+QUEUE_S, START_S = 300, (30.0, 300.0)
+#: How often to look at all members, seconds: each is a call.
+SWEEP_S = 30.0
+#: From so many members on they are looked up by a list.
+MANY = 8
+#: States of a task that has not ended, in the order in which it goes through them.
+_LIVE = ("Enqueued", "Dequeued", "Running", "Retrying", "Stopping")
+_VPC = ("id", "vswitches", "security_group")
+_LOOPBACK = ("127.", "localhost", "[::1]", "::1")
+_LISTEN = (
+    "functions cannot reach it: give an address of this host in the function's VPC, as "
+    "LoaderOptions(listen='tcp://10.0.0.5:7700') or listen in [network] of dpflow.toml, whose port its security group "
+    "lets in"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionCompute:
+    """`platform="fc"`: workers as invocations of a function, which `dpflow deploy fc` makes. They are billed.
+
+    Credentials come from where the vendor's own client looks: ALIBABA_CLOUD_ACCESS_KEY_ID and its companions, its
+    files, the machine's role.
+
+    Args:
+        max_workers: most at once, over all that this loader or cluster runs; has to be given.
+        region: of the function.
+        function: its name.
+        cpu, memory: of each worker, of which memory is "2GiB" or a number of bytes: 1 to 4 GiB for each CPU.
+        lifetime: after how long a worker is replaced, as "1h" or seconds, at most a day.
+        role: whose rights the workers have, as "acs:ram::123:role/dpflow-data"; empty: none.
+        vpc: where they run: `id`, `vswitches`, `security_group`; empty: in no VPC.
+        endpoint: of the control plane, `https://HOST`; empty: the region's.
+        price_per_hour: of a worker, for reports.
+
+    Raises:
+        OptionError: a value is out of range.
+        OptionTypeError: a value is of another type.
+    """
+
+    max_workers: int = 0
+    region: str = "cn-hangzhou"
+    function: str = "dpflow-worker"
+    cpu: float = 1.0
+    memory: int | str = "2GiB"
+    lifetime: float | str = "1h"
+    role: str = ""
+    vpc: Mapping[str, Any] = field(default_factory=dict)
+    endpoint: str = ""
+    price_per_hour: float = 0.0
+
+    name = "fc"
+    sends_code = True
+
+    def __post_init__(self) -> None:
+        check_fields(self, check_int, "max_workers", minimum=0)
+        check_fields(self, check_number, "cpu", minimum=0.05, maximum=16, unit="a number of CPUs")
+        check_fields(self, check_number, "price_per_hour")
+        for text in ("region", "function", "role", "endpoint"):
+            check_type(text, getattr(self, text), str, "text")
+        for text in ("region", "function"):
+            if not getattr(self, text):
+                raise OptionError(f"{text} is empty; give one, as {getattr(FunctionCompute, text)!r}")
+        _ = self.memory_mib, self.lifetime_s
+        check_type("vpc", self.vpc, Mapping, "a dict")
+        if self.vpc and {*self.vpc} != {*_VPC}:
+            raise OptionError(f"vpc has {sorted(self.vpc)}; give all of {list(_VPC)}, or none")
+        if not (
+            self.endpoint == "" or self.endpoint.startswith("https://") or _is_here(self.endpoint)
+        ):  # orders have keys
+            raise OptionError(
+                f"endpoint={self.endpoint!r}: give https://HOST, or leave it out for the region's"
+            )
+
+    @property
+    def memory_mib(self) -> int:
+        """Of each worker, in MiB."""
+        allowed = f"{BYTES_ALLOWED}, or their number as an int"
+        size = parse_bytes("memory", self.memory, allowed) if isinstance(self.memory, str) else self.memory
+        mib = check_int("memory", size, minimum=128 * 2**20, maximum=32 * 2**30) // 2**20
+        if mib % 64:
+            raise OptionError(f"memory={self.memory!r} is {mib} MiB; give a multiple of 64 MiB")
+        return mib
+
+    @property
+    def lifetime_s(self) -> float:
+        """After how long a worker is replaced, seconds."""
+        return parse_duration("lifetime", self.lifetime, maximum=LONGEST_S - MARGIN_S)
+
+    def check_installed(self) -> None:
+        check_installed()
+
+    def check_workers(self, workers: int) -> None:
+        if self.max_workers == 0:
+            raise OptionError(
+                "platform='fc' is billed, and may start no worker without a limit: give max_workers, as in "
+                "[platform.fc] of dpflow.toml or DPFLOW_PLATFORM_FC_MAX_WORKERS=100"
+            )
+        if workers > self.max_workers:
+            raise OptionError(
+                f"{workers} workers on platform='fc' with max_workers={self.max_workers}: give fewer, or raise that"
+            )
+
+    def control(self) -> FunctionControl:
+        """The function. Raises MissingExtraError if the vendor's client is not installed."""
+        return FunctionControl(self.region, self.endpoint, self.function)
+
+    def adapter(self) -> Adapter:
+        return FunctionComputeAdapter(self)
+
+    def open(self) -> MemberPlatform:
+        self.check_workers(0)
+        return Calls(self.adapter(), sweep_s=SWEEP_S)
+
+    def listen_at(self) -> str:
+        if not _is_here(self.endpoint):
+            raise OptionError(f"where this process is to listen is not given, and by default {_LISTEN}")
+        return "tcp://127.0.0.1:0"
+
+    def check_listen(self, address: str) -> None:
+        if not address.startswith("tcp://"):
+            raise OptionError(f"listen={address!r}: members call over tcp, as at tcp://10.0.0.5:7700")
+        if address.removeprefix("tcp://").startswith(_LOOPBACK) and not _is_here(self.endpoint):
+            raise OptionError(f"listen={address!r}: {_LISTEN}")
+
+
+class FunctionComputeAdapter:
+    """The control plane of one function, whose asynchronous tasks members are: a member's name is its task's id.
+
+    Raises MissingExtraError if the vendor's client is not installed.
+    """
+
+    def __init__(self, settings: FunctionCompute) -> None:
+        self.limits = Limits(
+            shares_memory=False,
+            accepts_connections=False,
+            longest_life_s=settings.lifetime_s,
+            most_members=settings.max_workers or None,
+            calls_at_once=16,
+            start_timeout_s=START_S,
+        )
+        self._settings = settings
+        self._control = settings.control()
+
+    def check(self) -> Sequence[Finding]:
+        settings = self._settings
+        there = self._control.get()
+        image = getattr(there.custom_container_config, "image", None) or f"none, but runtime {there.runtime}"
+        findings = [
+            Finding(
+                there.runtime == "custom-container",
+                f"function {settings.function!r} in {settings.region}: image {image}, {there.cpu:g} CPUs, "
+                f"{there.memory_size} MiB",
+            )
+        ]
+        longest_s = there.timeout or 0
+        if longest_s < settings.lifetime_s:
+            findings.append(
+                Finding(False, f"it ends workers after {longest_s} s, before their lifetime; {_DEPLOY}")
+            )
+        if (there.instance_concurrency or 1) != 1:
+            findings.append(
+                Finding(False, f"its instances run {there.instance_concurrency} workers each; {_DEPLOY}")
+            )
+        with suppress(MissingError):
+            config = self._control.async_config()
+            if config.async_task and not config.max_async_retry_attempts:
+                most = settings.max_workers or "no number of"
+                return [
+                    *findings,
+                    Finding(bool(settings.max_workers), f"at most {most} workers (max_workers)"),
+                ]
+        return [
+            *findings,
+            Finding(False, f"it does not keep invocations as tasks, or tries them again; {_DEPLOY}"),
+        ]
+
+    def start(self, name: str, order: bytes, *, deadline_s: float) -> Ref:
+        with suppress(ConflictError):  # it was started before, under this name
+            self._control.invoke(name, order, deadline_s=deadline_s)
+        return name
+
+    def look(self, members: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
+        if len(members) < MANY:
+            return {name: fate for name in members if (fate := self._look_at(name)) is not None}
+        tasks = self._control.tasks(os.path.commonprefix([*members]))  # noqa: RUF071 - by characters
+        return {task.task_id: _fate_of(task) for task in tasks if task.task_id in members}
+
+    def stop(self, name: str, ref: Ref | None) -> None:
+        try:
+            self._control.stop_task(name)
+        except MissingError:
+            return
+        except PlatformError:
+            # Its answer may have been lost, and of one that has ended the platform may complain.
+            fate = self._look_at(name)
+            if fate is not None and fate.end is None:
+                raise
+
+    def list(self, prefix: str) -> Mapping[str, Ref]:
+        # Who goes from one state to the next meanwhile is found in one of them.
+        return {task.task_id: task.task_id for state in _LIVE for task in self._control.tasks(prefix, state)}
+
+    def close(self) -> None:
+        """Nothing: connections are the vendor's client's, which the process shares."""
+
+    def _look_at(self, name: str) -> Fate | None:
+        try:
+            return _fate_of(self._control.task(name))
+        except MissingError:
+            return None
+
+
+_DEPLOY = "`dpflow deploy fc` sets that right"
+
+
+class Answer(msgspec.Struct):
+    """What an invocation is answered with: how its member has ended."""
+
+    code: int | None
+    signal: int | None
+    words: str
+
+
+def _fate_of(task: Any) -> Fate:
+    if task.status in _LIVE:
+        return Fate()
+    place = f"instance {task.instance_id}" if task.instance_id else "its invocation"
+    if task.status in ("Succeeded", "Failed"):
+        for text in (task.return_payload, task.task_error_message):
+            with suppress(msgspec.DecodeError):
+                told = msgspec.json.decode(text or "", type=Answer)
+                words = told.words[-MAX_REPORT_CHARS:]
+                return Fate(end=End(code=told.code, signal=told.signal, report=words, place=place))
+    code = 0 if task.status == "Succeeded" else None
+    report = f"{task.status}: {task.task_error_message or _WHY.get(task.status, 'no reason given')}"
+    return Fate(end=End(code=code, report=report[-MAX_REPORT_CHARS:] if code is None else "", place=place))
+
+
+_WHY = {
+    "Expired": f"no instance was free within {QUEUE_S} s; is the account's quota of instances used up?",
+    "Stopped": "it was told to stop",
+}
+
+
+def _is_here(endpoint: str) -> bool:
+    """Whether the control plane is on this host, and so its functions are."""
+    return endpoint.removeprefix("http://").startswith(_LOOPBACK)

@@ -1,0 +1,103 @@
+"""Makes, changes and removes the function whose invocations members are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch_dpflow.errors import OptionError
+from torch_dpflow.platforms.fc import MARGIN_S, QUEUE_S, FunctionCompute
+from torch_dpflow.platforms.fc_control import FunctionControl, MissingError
+
+#: What the image runs, and where the platform finds its server.
+COMMAND, PORT = ("python", "-m", "torch_dpflow.member.fc"), 9000
+#: How long an instance may take to import torch, seconds, and its temporary disk, in MiB: the least that there is.
+INITIALIZE_S, DISK_MIB = 300, 512
+#: Nothing is tried again by the platform: the head starts another member.
+ASYNCHRONOUS = {"asyncTask": True, "maxAsyncEventAgeInSeconds": QUEUE_S, "maxAsyncRetryAttempts": 0}
+
+
+def function_of(settings: FunctionCompute, image: str) -> dict[str, Any]:
+    """The function, as the vendor's JSON."""
+    vpc = settings.vpc
+    return {
+        "description": "a worker of torch_dpflow",
+        "runtime": "custom-container",
+        "handler": "unused",
+        "cpu": float(settings.cpu),
+        "memorySize": settings.memory_mib,
+        "diskSize": DISK_MIB,
+        # The platform's own limit comes after the members', which leave by themselves.
+        "timeout": int(settings.lifetime_s + MARGIN_S),
+        "instanceConcurrency": 1,
+        "internetAccess": True,
+        "customContainerConfig": {"image": image, "command": [*COMMAND], "port": PORT},
+        "instanceLifecycleConfig": {
+            "initializer": {"handler": "/initialize", "timeout": INITIALIZE_S},
+            "preStop": {"handler": "/pre-stop", "timeout": 10},
+        },
+        **({"role": settings.role} if settings.role else {}),
+        **(
+            {
+                "vpcConfig": {
+                    "vpcId": vpc["id"],
+                    "vSwitchIds": [*vpc["vswitches"]],
+                    "securityGroupId": vpc["security_group"],
+                }
+            }
+            if vpc
+            else {}
+        ),
+    }
+
+
+def deploy(settings: FunctionCompute, image: str, *, dry_run: bool = False) -> Iterator[str]:
+    """Create the function or change it to these settings; what is done, for people, as it is done.
+
+    Raises:
+        OptionError: there is no image.
+        PlatformError: the platform refuses.
+    """
+    if not image:
+        raise OptionError("no image: give --image REGISTRY/NAME:TAG, which `dpflow image` describes")
+    control = settings.control()
+    wanted = function_of(settings, image)
+    there = _there(control)
+    would = "would be " if dry_run else ""
+    changes = [*_changes(there, wanted)]
+    yield f"function {settings.function!r} in {settings.region} {would}{'changed' if there else 'created'}:"
+    yield from changes or ["  nothing differs"]
+    yield f"  asynchronous invocations are tasks, wait {QUEUE_S} s for an instance, and are never tried again"
+    if not dry_run:
+        control.put(wanted, ASYNCHRONOUS, is_new=there is None)
+
+
+def remove(settings: FunctionCompute, *, dry_run: bool = False) -> Iterator[str]:
+    """Remove the function; what is done, for people. Raises PlatformError."""
+    control = settings.control()
+    place = f"function {settings.function!r} in {settings.region}"
+    if _there(control) is None:
+        yield f"there is no {place}"
+        return
+    if not dry_run:
+        control.delete()
+    yield f"{place} {'would be ' if dry_run else ''}removed"
+
+
+def _there(control: FunctionControl) -> Mapping[str, Any] | None:
+    try:
+        found: Mapping[str, Any] = control.get().to_map()
+    except MissingError:
+        return None
+    return found
+
+
+def _changes(there: Mapping[str, Any] | None, wanted: Mapping[str, Any]) -> Iterator[str]:
+    """What is to be changed, for people."""
+    for key, value in wanted.items():
+        has = None if there is None else there.get(key)
+        # The platform adds fields of its own.
+        if isinstance(value, dict) and isinstance(has, Mapping):
+            has = {name: has.get(name) for name in value}
+        if has != value:
+            yield f"  {key}: {value}" if has is None else f"  {key}: {has} -> {value}"
