@@ -59,7 +59,7 @@ class Connection(BaseHTTPRequestHandler):
         self.setup()
 
     def fileno(self) -> int:
-        return self.connection.fileno()
+        return int(self.connection.fileno())
 
     def do_GET(self) -> None:
         """A hook or a health check (http.server's name)."""
@@ -190,4 +190,4 @@ def main(name: str = MODULE, port: int | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(sys.argv[1] if len(sys.argv) > 1 else MODULE)

@@ -1,0 +1,267 @@
+"""A loader whose workers are invocations of a function: the same batches as of local workers, whatever happens to them.
+
+The control plane is ours and the instances are processes of this host; the vendor's client and the entry are real.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.loader_cases import Counted, Indices, Unhurried, assert_same, epochs
+from tests.platforms.fc_server.account import KEYS, keys, no_leaks  # noqa: F401 - fixtures
+from tests.platforms.fc_server.instances import Instance, freeze, thaw
+from tests.platforms.fc_server.server import Fault, FunctionServer, Task
+from tests.shared_cluster import wait
+from torch_dpflow import DPFlowDataLoader, LoaderOptions
+from torch_dpflow.platforms import FunctionCompute
+from torch_dpflow.platforms.fc_deploy import deploy
+from torch_dpflow.remote.control import start_limits
+from torch_dpflow.remote.control.fleet_members import DrainMember, MemberState
+from torch_dpflow.remote.shard import remote_workers
+
+pytest.importorskip("alibabacloud_fc20230330", reason="pip install 'torch_dpflow[fc]'")
+
+SEEDED = LoaderOptions(seeding="batch")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FunctionServer]:
+    with FunctionServer(KEYS, cold_start_s=0.0) as server:
+        yield server
+
+
+@pytest.fixture
+def fc(server: FunctionServer, keys: None) -> Callable[..., FunctionCompute]:  # noqa: F811 - the fixture
+    def make(**settings: Any) -> FunctionCompute:
+        spec = FunctionCompute(**{"max_workers": 8, "endpoint": server.endpoint, **settings})
+        assert [*deploy(spec, "r/i:1")]
+        return spec
+
+    return make
+
+
+@pytest.fixture
+def loader(fc: Callable[..., FunctionCompute]) -> Iterator[Callable[..., DPFlowDataLoader[Any]]]:
+    made: list[DPFlowDataLoader[Any]] = []
+
+    def make(size: int = 24, workers: int = 2, dataset: Any = None, **settings: Any) -> DPFlowDataLoader[Any]:
+        made.append(shuffled(dataset or Unhurried(size), workers, platform=fc(**settings)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        if one._iterator is not None:
+            one._iterator._shutdown_workers()
+
+
+def shuffled(dataset: Any, workers: int = 2, **options: Any) -> DPFlowDataLoader[Any]:
+    return DPFlowDataLoader(
+        dataset,
+        batch_size=2,
+        shuffle=True,
+        num_workers=workers,
+        persistent_workers=True,
+        generator=torch.Generator().manual_seed(7),
+        options=SEEDED,
+        **options,
+    )
+
+
+def working(loader: DPFlowDataLoader[Any]) -> int:
+    count: int = loader._iterator._shard.processes.working  # type: ignore[union-attr]
+    return count
+
+
+def instances(server: FunctionServer) -> list[Instance]:
+    """Those in which a member runs."""
+    return [task.instance for task in server.live() if task.instance and task.instance.members()]
+
+
+def kill_one(server: FunctionServer) -> None:
+    os.kill(instances(server)[0].members()[0], signal.SIGKILL)
+
+
+def read(loader: DPFlowDataLoader[Any], meanwhile: Callable[[], None], epoch: int = 1) -> list[Any]:
+    """Two epochs, as `epochs`; after a batch of one of them something happens."""
+    seen = []
+    for number in range(2):
+        iterator = iter(loader)
+        batches = [next(iterator)]
+        if number == epoch:
+            meanwhile()
+        seen.append([*batches, *iterator])
+    return seen
+
+
+@pytest.fixture
+def local() -> Iterator[list[Any]]:
+    """What a loader with local workers gives."""
+    loader = shuffled(Unhurried(24))
+    yield epochs(loader)
+    loader._iterator._shutdown_workers()  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_workers, "LEASE_S", 3.0)
+
+
+def test_batches_equal_those_of_local_workers_through_a_kill(
+    server: FunctionServer, loader: Callable[..., DPFlowDataLoader[Any]], local: list[Any]
+) -> None:
+    remote = loader()
+
+    def kill() -> None:
+        wait(lambda: len(instances(server)) == 2, what="both workers")
+        kill_one(server)
+
+    assert_same(read(remote, kill), local)
+    assert remote.stats().restarts >= 1
+
+
+def test_a_frozen_member_is_replaced_and_leaves_once_it_is_thawed(
+    server: FunctionServer, loader: Callable[..., DPFlowDataLoader[Any]], local: list[Any], short_lease: None
+) -> None:
+    remote = loader()
+    frozen: list[Task] = []
+
+    def freeze_one() -> None:
+        wait(lambda: working(remote) == 2, what="both workers")
+        frozen.append(server.live()[0])
+        freeze(frozen[0].instance)
+        server.fault("StopAsyncTask", *[Fault(503, "ServiceUnavailable")] * 1000)
+
+    try:
+        assert_same(read(remote, freeze_one), local)
+        wait(lambda: working(remote) == 2, what="its successor")
+        assert frozen[0].status == "Running"
+        thaw(frozen[0].instance)
+        wait(lambda: frozen[0].status == "Succeeded", what="its leaving")
+    finally:
+        server.faults.clear()
+    assert '"code":0' in frozen[0].answer
+
+
+def test_starts_that_are_refused_leave_the_epoch_to_those_that_are_there(
+    server: FunctionServer,
+    loader: Callable[..., DPFlowDataLoader[Any]],
+    local: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(server, "quota", 1)
+    server.fault("InvokeFunction", Fault(429, "Throttling.User", retry_after_ms=100))
+    remote, before = loader(), len(server.log)
+    assert_same(epochs(remote), local)
+    asked = [status for action, status in server.log[before:] if action == "InvokeFunction"]
+    assert sorted(asked) == [202, 429, 429], "who is refused for the quota does not try again at once"
+    assert working(remote) == 1
+    assert "quota" in caplog.text
+
+
+def test_credentials_that_expire_pause_starts_until_there_are_others(
+    server: FunctionServer,
+    loader: Callable[..., DPFlowDataLoader[Any]],
+    local: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    short_lease: None,
+) -> None:
+    monkeypatch.setattr(start_limits, "DENIED_S", 0.2)
+    remote = loader()
+
+    def expire() -> None:
+        wait(lambda: working(remote) == 2, what="both workers")
+        monkeypatch.setattr(server.keys["AKtest"], "expired", True)
+        kill_one(server)
+
+    try:
+        assert_same(read(remote, expire), local)
+        wait(lambda: ("InvokeFunction", 403) in server.log, what="a start that is refused")
+        assert working(remote) == 1, "who runs stays"
+    finally:
+        monkeypatch.setattr(server.keys["AKtest"], "expired", False)
+    wait(lambda: working(remote) == 2, what="its successor")
+
+
+def test_starts_whose_answers_are_lost_or_that_come_late_are_started_once(
+    server: FunctionServer,
+    loader: Callable[..., DPFlowDataLoader[Any]],
+    local: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "late_s", 0.5)
+    server.fault("InvokeFunction", Fault(lose=True), Fault(lose=True))
+    remote, before = loader(), len(server.log)
+    assert_same(epochs(remote), local)
+    assert [action for action, _ in server.log[before:]].count("InvokeFunction") == 2
+    assert len(server.live()) == 2
+
+
+class Keys(Indices):
+    """Item `i` is the security token of whoever loads it."""
+
+    def __getitem__(self, index: int) -> str:
+        return os.environ.get("ALIBABA_CLOUD_SECURITY_TOKEN", "")
+
+
+def test_a_member_has_the_keys_of_its_own_invocation(
+    server: FunctionServer, loader: Callable[..., DPFlowDataLoader[Any]]
+) -> None:
+    remote = loader(dataset=Keys(8), role="acs:ram::1:role/data")
+    tokens = {token for batch in remote for token in batch}
+    assert tokens <= {f"token-for-{task.id}" for task in server.live()}
+    assert tokens
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("lifetime", "workers", "for_s"), [("6s", 2, 20), ("60s", 4, 600)])
+def test_members_that_are_replaced_before_their_lifetime_ends_cost_no_sample(
+    loader: Callable[..., DPFlowDataLoader[Any]],
+    server: FunctionServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lifetime: str,
+    workers: int,
+    for_s: float,
+) -> None:
+    deck: list[list[MemberState]] = []
+    obey = remote_workers.RemoteWorkers._obey
+
+    def recorded(self: Any, instruction: Any, now: float) -> None:
+        if isinstance(instruction, DrainMember):
+            number = self._members[instruction.name].number
+            deck.append([one.state for one in self._fleet.members if one.number == number])
+        obey(self, instruction, now)
+
+    monkeypatch.setattr(remote_workers.RemoteWorkers, "_obey", recorded)
+    (tmp_path / "log").touch()
+    dataset = SlowCounted(64, str(tmp_path / "log"))
+    remote = loader(dataset=dataset, workers=workers, lifetime=lifetime)
+    begun, read_epochs, stalls = time.monotonic(), 0, []
+    while time.monotonic() - begun < for_s:
+        assert sorted(int(index) for batch in remote for index in batch) == [*range(64)]
+        read_epochs += 1
+        stalls.append(remote.stats().stall_share)
+    loaded = dataset.loaded()
+    assert {index: loaded.count(index) for index in range(64)} == dict.fromkeys(range(64), read_epochs)
+    assert remote.stats().restarts == 0
+    assert len(deck) >= 2 * workers
+    assert all(MemberState.ON_DECK in states for states in deck), "a successor waits"
+    print(f"{read_epochs} epochs, {len(deck)} members replaced, stall {stalls[-1]:.3f}")
+
+
+class SlowCounted(Counted):
+    """Takes a while too."""
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.01)
+        return super().__getitem__(index)
