@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING
 from torch_dpflow.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from torch_dpflow.platforms.aws_lambda import Lambda
     from torch_dpflow.platforms.fc import FunctionCompute
     from torch_dpflow.platforms.processes import Processes
     from torch_dpflow.platforms.ray import Ray
 
-__all__ = ["FunctionCompute", "Processes", "Ray"]
+__all__ = ["FunctionCompute", "Lambda", "Processes", "Ray"]
 
 __getattr__, __dir__ = lazy_names(
-    __name__, {"fc": ["FunctionCompute"], "processes": ["Processes"], "ray": ["Ray"]}
+    __name__,
+    {"aws_lambda": ["Lambda"], "fc": ["FunctionCompute"], "processes": ["Processes"], "ray": ["Ray"]},
 )

@@ -1,0 +1,12 @@
+"""The handler of a function that runs what the suite of adapters has its members run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_dpflow.member.aws_lambda import answer_of
+from torch_dpflow.testing.members import run
+
+
+def handler(event: Any, context: Any) -> dict[str, Any]:
+    return answer_of(run, event, context)

@@ -1,0 +1,333 @@
+"""AWS Lambda: its adapter, AWS's client and its runtime client keep the contract over a control plane of ours."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from tests.platforms.lambda_server import LambdaServer, lambda_server
+from tests.platforms.lambda_server.signatures import Credentials
+from tests.shared_cluster import PATIENCE_S, wait
+from torch_dpflow import DPFlowDataLoader, LoaderOptions
+from torch_dpflow.errors import (
+    AnswerLostError,
+    DeniedError,
+    MissingExtraError,
+    OptionError,
+    OptionTypeError,
+    PlatformError,
+    QuotaError,
+    RejectedError,
+    ThrottledError,
+    UnavailableError,
+)
+from torch_dpflow.platforms import Lambda
+from torch_dpflow.platforms.aws_lambda import LambdaAdapter
+from torch_dpflow.platforms.base import End
+from torch_dpflow.platforms.members import Adapter
+from torch_dpflow.testing.adapters import AdapterContract, caller, name_of, order_to
+
+SUITE = "tests.platforms.lambda_server.entries.handler"
+
+
+@pytest.fixture(scope="module")
+def server(no_leaks_of_module: None) -> Iterator[LambdaServer]:
+    """One for all tests: its environments take a second to start, and are kept."""
+    with lambda_server(cold_start_s=0) as server:
+        server.create("suite", handler=SUITE)
+        server.create("hasty", handler=SUITE, timeout_s=3)
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def credentials(server: LambdaServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "torch_dpflow.platforms.aws_lambda.REFUSED_S", 0.2
+    )  # as near as it is, that is enough
+    for variable, text in server.env.items():
+        monkeypatch.setenv(variable, text)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(server: LambdaServer, credentials: None) -> Iterator[None]:
+    """Instead of the check of all tests: environments stay. No call is held, and no function runs."""
+    yield
+    wait(
+        lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread"
+    )
+    wait(lambda: not server.running, what="the end of all invocations")
+    server.faults.clear()
+
+
+def settings_of(function: str = "suite", **settings: Any) -> Lambda:
+    return Lambda(**{"function": function, "max_workers": 8, **settings})
+
+
+def adapter_of(**settings: Any) -> LambdaAdapter:
+    return LambdaAdapter(settings_of(**settings))
+
+
+class TestLambda(AdapterContract):
+    def new_adapter(self, module: str) -> Adapter:
+        return adapter_of()
+
+    def refusing(self) -> Mapping[type[PlatformError], Callable[[], Adapter]]:
+        return {RejectedError: lambda: adapter_of(function="nowhere")}
+
+
+def end_of(adapter: LambdaAdapter, name: str) -> End:
+    """Wait for the end of a member."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        end = adapter.look({name: name}).get(name)
+        if end is not None and end.end is not None:
+            return end.end
+        time.sleep(0.01)
+    raise AssertionError(f"{name} has not ended")
+
+
+@pytest.fixture
+def door() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(PATIENCE_S)
+        yield server
+
+
+@pytest.fixture
+def adapter() -> Iterator[LambdaAdapter]:
+    with closing(adapter_of()) as adapter:
+        yield adapter
+
+
+def start(adapter: LambdaAdapter, door: socket.socket, number: int = 0, **told: Any) -> None:
+    adapter.start(name_of(number), order_to(door, **told), deadline_s=PATIENCE_S)
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "told"),
+    [
+        ("throttle", ThrottledError, "429 CallerRateLimitExceeded"),
+        ("break", UnavailableError, "500 ServiceException: oh"),
+    ],
+)
+def test_a_refusal_is_of_its_kind(
+    server: LambdaServer, adapter: LambdaAdapter, door: socket.socket, fault: str, kind: type, told: str
+) -> None:
+    server.faults.append(fault)
+    with pytest.raises(kind, match=f"{name_of(0)} cannot be started: {told}") as raised:
+        start(adapter, door)
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert str(again) == str(raised.value)
+    assert getattr(again, "retry_after_s", 1.0) == 1.0
+
+
+def test_nothing_is_tried_twice(server: LambdaServer, adapter: LambdaAdapter, door: socket.socket) -> None:
+    before = server.requests["POST invocations"]
+    for fault in ("throttle", "break"):
+        server.faults.append(fault)
+        with pytest.raises(PlatformError):
+            start(adapter, door)
+    assert server.requests["POST invocations"] == before + 2
+
+
+def test_a_full_account_is_a_quota(
+    server: LambdaServer, adapter: LambdaAdapter, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "quota", 1)
+    start(adapter, door)
+    with caller(door):
+        with pytest.raises(QuotaError, match="429 ConcurrentInvocationLimitExceeded"):
+            start(adapter, door, 1)
+        finding = adapter.check()[-1]
+        assert not finding.good
+        assert "the account has room for 1 workers at once: fewer than max_workers=8" in finding.text
+
+
+def test_a_process_holds_so_many_calls(
+    adapter: LambdaAdapter, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_dpflow.platforms.aws_lambda.MOST_HELD", 1)
+    start(adapter, door)
+    with caller(door), pytest.raises(QuotaError, match="this process holds 1 invocations"):
+        start(adapter, door, 1)
+
+
+def test_expired_credentials_are_looked_up_again(
+    server: LambdaServer, adapter: LambdaAdapter, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(adapter, door)
+    with caller(door):
+        monkeypatch.setattr(server, "credentials", Credentials("AKIDNEXT", "an0ther", None))
+        with pytest.raises(DeniedError, match=r"403 UnrecognizedClientException.*AWS_\* variables"):
+            start(adapter, door, 1)
+        for variable, text in server.env.items():
+            monkeypatch.setenv(variable, text)
+        start(adapter, door, 1)
+        with caller(door):
+            assert adapter.look(dict.fromkeys([name_of(0), name_of(1)])).keys() == {name_of(0), name_of(1)}
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        ({"AWS_SECRET_ACCESS_KEY": "wrong"}, "403 InvalidSignatureException"),
+        ({"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "NoCredentialsError"),
+        ({"AWS_PROFILE": "nobody"}, "ProfileNotFound"),
+    ],
+)
+def test_credentials_that_are_none_are_denied(
+    door: socket.socket, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], told: str
+) -> None:
+    for variable, text in env.items():
+        monkeypatch.setenv(variable, text)
+    with pytest.raises(DeniedError, match=told), closing(adapter_of()) as adapter:
+        start(adapter, door)
+
+
+def test_expired_ones_are_told_as_such(
+    server: LambdaServer, adapter: LambdaAdapter, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.credentials, "expired", True)
+    with pytest.raises(DeniedError, match="403 ExpiredTokenException"):
+        start(adapter, door)
+
+
+def test_a_service_that_does_not_answer_is_unavailable(
+    door: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("AWS_ENDPOINT_URL_LAMBDA", f"http://127.0.0.1:{port}")
+    with closing(adapter_of()) as adapter, pytest.raises(UnavailableError, match="EndpointConnectionError"):
+        start(adapter, door)
+
+
+def test_an_answer_that_is_lost_leaves_open_what_was_done(
+    server: LambdaServer, adapter: LambdaAdapter, door: socket.socket
+) -> None:
+    server.faults.append("lose")
+    with pytest.raises(AnswerLostError, match="ConnectionClosedError"):
+        start(adapter, door)
+    with caller(door):
+        assert adapter.look({name_of(0): None}) == {}
+
+
+# --- ends ---
+
+
+def test_a_crash_costs_no_environment(
+    server: LambdaServer, adapter: LambdaAdapter, door: socket.socket
+) -> None:
+    """Its member is a fork."""
+    start(adapter, door)
+    with caller(door):
+        before = {one for one in server.sandboxes if not one.is_dead}
+    end_of(adapter, name_of(0))
+    for number in range(1, 3):
+        start(adapter, door, number, leave=True)
+        assert end_of(adapter, name_of(number)).code == 7
+    alive = {one for one in server.sandboxes if not one.is_dead}
+    assert before <= alive
+
+
+@pytest.mark.slow
+def test_a_member_ends_before_lambda_ends_its_environment(door: socket.socket) -> None:
+    with closing(adapter_of(function="hasty")) as adapter:
+        start(adapter, door)
+        with caller(door) as (connection, _):
+            end = end_of(adapter, name_of(0))
+            assert connection.recv(1) == b""
+    assert end.signal == 9
+    assert "its invocation's time is up" in end.report
+
+
+def test_an_environment_that_dies_is_an_end(
+    server: LambdaServer, adapter: LambdaAdapter, door: socket.socket
+) -> None:
+    start(adapter, door)
+    with caller(door) as (connection, _):
+        server.end_environments()
+        assert connection.recv(1) == b""
+        assert "Runtime.ExitError" in end_of(adapter, name_of(0)).report
+
+
+# --- settings ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "told"),
+    [
+        ({"lifetime": "15m"}, OptionError, "lifetime='15m' is too long; give at most 870 s"),
+        ({"lifetime": "soon"}, OptionError, "lifetime='soon' is no time"),
+        ({"max_workers": -1}, OptionError, "max_workers=-1 is out of range"),
+        ({"memory": "20GiB"}, OptionError, "memory='20GiB': Lambda has whole MiB, from 128 to 10240"),
+        ({"memory": "200kB"}, OptionError, "memory='200kB': Lambda has whole MiB"),
+        ({"function": ""}, OptionError, "function='' is no name"),
+        ({"region": 3}, OptionTypeError, "region=3 is of type int"),
+        ({"vpc": {"subnet": []}}, OptionError, "vpc has 'subnet'; it takes 'subnets' and 'security_groups'"),
+        ({"vpc": {"subnets": "subnet-1"}}, OptionTypeError, "give a list of ids"),
+    ],
+)
+def test_settings_are_checked_when_they_are_made(settings: dict[str, Any], error: type, told: str) -> None:
+    with pytest.raises(error, match=told):
+        Lambda(**settings)
+
+
+def loader(**arguments: Any) -> DPFlowDataLoader[Any]:
+    return DPFlowDataLoader([1, 2], **{"num_workers": 2, "platform": "lambda", **arguments})
+
+
+def test_a_loader_is_told_of_limits_and_addresses_when_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match=r"bills each worker: .*DPFLOW_PLATFORM_LAMBDA_MAX_WORKERS"):
+        loader()
+    monkeypatch.setenv("DPFLOW_PLATFORM_LAMBDA_MAX_WORKERS", "1")
+    with pytest.raises(OptionError, match="2 workers on Lambda are more than max_workers=1: give at most 1"):
+        loader()
+    monkeypatch.setenv("DPFLOW_PLATFORM_LAMBDA_MAX_WORKERS", "1000")
+    with pytest.raises(OptionError, match="calls that a process can hold: give at most 256"):
+        loader(num_workers=300)
+    here = LoaderOptions(listen="tcp://127.0.0.1:0")
+    loader(options=here)  # an emulator of this host
+    monkeypatch.delenv("AWS_ENDPOINT_URL_LAMBDA")
+    with pytest.raises(
+        OptionError, match=r"listen='tcp://127.0.0.1:0': functions cannot reach it: give the add"
+    ):
+        loader(options=here)
+    with pytest.raises(OptionError, match=r"not given, and by default functions cannot reach it"):
+        Lambda(max_workers=1).listen_at()
+    monkeypatch.setenv("AWS_ENDPOINT_URL_LAMBDA", "http://lambda.example.com")
+    with pytest.raises(OptionError, match=r"'http://lambda\.example\.com' as the service: give https://"):
+        loader(options=here)
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    with pytest.raises(OptionError, match="no region is set; give `region`"):
+        adapter_of()
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'torch_dpflow\[aws\]'"):
+        loader()
+
+
+def test_the_check_tells_of_a_function_that_ends_too_early(server: LambdaServer) -> None:
+    with closing(adapter_of(function="hasty")) as adapter:
+        bad, room = adapter.check()
+    assert room.good
+    assert (
+        "its timeout of 3 s ends workers before 14 m: give it 870 s, as `dpflow deploy lambda` does"
+        in bad.text
+    )
+    assert not bad.good
+    with (
+        closing(adapter_of(function="nowhere")) as adapter,
+        pytest.raises(RejectedError, match="dpflow deploy"),
+    ):
+        adapter.check()

@@ -1,0 +1,50 @@
+"""The handler of a function of AWS Lambda whose invocations are members: `torch_dpflow.member.aws_lambda.handler`.
+
+An invocation's member is a fork of the runtime's process, which imports torch once. Its end is the answer.
+"""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+from torch_dpflow.errors import MessageError
+from torch_dpflow.member.forking import Fork
+from torch_dpflow.member.member import run
+from torch_dpflow.platforms.base import End
+from torch_dpflow.remote.worker import member_worker  # noqa: F401  (torch, before the first fork)
+
+#: How long before Lambda would end an invocation its member is ended, so that there is an answer, seconds.
+MARGIN_S = 2.0
+
+
+def handler(event: Any, context: Any) -> dict[str, Any]:
+    """Run one member (Lambda's signature). Raises MessageError for an event that no adapter has sent."""
+    return answer_of(run, event, context)
+
+
+def answer_of(run: Callable[[bytes], Any], event: Any, context: Any) -> dict[str, Any]:
+    """Run an order in a fork until its end or the invocation's; how it has ended. Raises as `handler`."""
+    order = event.get("order") if isinstance(event, dict) else None
+    if not isinstance(order, str):
+        raise MessageError(
+            "the event has no order: workers are started by a loader or a cluster, and by nobody else"
+        )
+    fork = Fork(run, order.encode())
+    why = ""
+    while (end := fork.poll()) is None:
+        left_s = context.get_remaining_time_in_millis() / 1000 - MARGIN_S
+        if left_s <= 0 and not why:
+            why = "its invocation's time is up"
+            fork.kill()
+        patience_s = left_s if fork.patience_s is None else min(left_s, fork.patience_s)
+        select.select(fork.descriptors, (), (), max(0.0, patience_s) if not why else fork.patience_s)
+    return _told(end, why, context.aws_request_id)
+
+
+def _told(end: End, why: str, request: str) -> dict[str, Any]:
+    report = f"{end.report}\n{why}".strip()
+    told = asdict(replace(end, report=report, place=f"{end.place} of invocation {request}"))
+    return {key: told[key] for key in ("code", "signal", "report", "place")}

@@ -1,0 +1,188 @@
+"""Clients of AWS, and what their errors mean: the only module that imports boto3, when one is wanted."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch_dpflow.errors import (
+    AnswerLostError,
+    DeniedError,
+    MissingExtraError,
+    OptionError,
+    PlatformError,
+    QuotaError,
+    RejectedError,
+    ThrottledError,
+    UnavailableError,
+)
+
+_NOT_INSTALLED = "platform='lambda' needs boto3; install it with: pip install 'torch_dpflow[aws]'"
+#: How long to wait for a connection, seconds.
+CONNECT_S = 10.0
+#: Refusals of credentials, some of which have a status of their own.
+_DENIED = {
+    "AccessDeniedException",
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "IncompleteSignature",
+    "InvalidClientTokenId",
+    "InvalidSignatureException",
+    "MissingAuthenticationTokenException",
+    "UnrecognizedClientException",
+}
+#: As many run as may, by the code, or by the reason of a TooManyRequestsException.
+_FULL = {
+    "ConcurrentInvocationLimitExceeded",
+    "ReservedFunctionConcurrentInvocationLimitExceeded",
+    "ENILimitReachedException",
+    "ServiceQuotaExceededException",
+    "SubnetIPAddressLimitReachedException",
+}
+#: Refusals that pass: the function is being created, updated or woken.
+_PASSING = {"ResourceConflictException", "ResourceNotReadyException", "SnapStartNotReadyException"}
+#: botocore's errors by what they mean: of credentials; before anything was sent; once it was.
+_NO_CREDENTIALS = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "ProfileNotFound",
+    "TokenRetrievalError",
+    "SSOError",
+    "LoginError",
+)
+_NOT_SENT = ("EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError", "SSLError")
+_SENT = ("ReadTimeoutError", "ConnectionClosedError", "HTTPClientError", "ResponseStreamingError")
+_CHAIN = "AWS's own chain: AWS_* variables, ~/.aws, SSO, or the role of this host or container"
+
+
+def check_installed() -> None:
+    """Raise MissingExtraError if boto3 is not installed; does not import it."""
+    if importlib.util.find_spec("boto3") is None:
+        raise MissingExtraError(_NOT_INSTALLED)
+
+
+class AwsClient:
+    """A client of one of AWS's services, made anew with credentials that are looked up again once they were refused.
+
+    Thread-safe. Nothing is tried twice.
+
+    Args:
+        service: as boto3 names it.
+        region: empty: as AWS's own settings say.
+        read_timeout_s: how long a call may take, seconds.
+        connections: how many calls there may be at once.
+
+    Raises:
+        MissingExtraError: boto3 is not installed.
+        OptionError: no region is set.
+        DeniedError: AWS's own settings name a profile that there is not.
+    """
+
+    def __init__(self, service: str, region: str, *, read_timeout_s: float, connections: int) -> None:
+        try:
+            import boto3
+            from botocore.config import Config
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(_NOT_INSTALLED) from error
+        self._boto3 = boto3
+        self._service = service
+        self._region = region
+        self._config = Config(
+            connect_timeout=CONNECT_S,
+            read_timeout=read_timeout_s,
+            retries={"total_max_attempts": 1, "mode": "standard"},
+            max_pool_connections=connections,
+            tcp_keepalive=True,
+        )
+        self._lock = threading.Lock()
+        self._client: Any = None
+        with self.calling("AWS's settings cannot be used"):
+            meta = self._current().meta
+            #: Where its calls go, and whether that is an emulator of this host.
+            url = urlsplit(meta.endpoint_url)
+            self.region, self.is_near = str(meta.region_name), is_loopback(url.hostname or "")
+        if url.scheme != "https" and not self.is_near:  # orders have keys
+            raise OptionError(f"AWS's settings name {meta.endpoint_url!r} as the service: give https://HOST")
+
+    @contextmanager
+    def calling(self, what: str) -> Iterator[Any]:
+        """boto3's client, whose errors become ours. what: begins their messages, as "NAME cannot be started"."""
+        try:
+            yield self._current()
+        except (PlatformError, OptionError):
+            raise
+        except Exception as error:
+            translated = failure(what, error)
+            if isinstance(translated, DeniedError):
+                with self._lock:
+                    self._client = None
+            raise translated from error
+
+    def close(self) -> None:
+        """Release idle connections; calls under way go on. Idempotent."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _current(self) -> Any:
+        with self._lock:  # sessions are not thread-safe
+            if self._client is None:
+                session = self._boto3.Session(region_name=self._region or None)
+                self._client = session.client(self._service, config=self._config)
+            return self._client
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this one, seen from itself alone."""
+    return host.startswith("127.") or host in ("localhost", "::1")
+
+
+def failure(what: str, error: Exception) -> PlatformError | OptionError:
+    """An error of boto3's as one of ours. One that is of none of the kinds leaves open whether anything was done."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "ClientError" in kinds:
+        return _of_answer(what, error)
+    text = f"{what}: {type(error).__name__}: {str(error)[:600]}"
+    if "NoRegionError" in kinds:
+        return OptionError(
+            f"{what}: no region is set; give `region` in [platform.lambda], or AWS_DEFAULT_REGION"
+        )
+    if kinds & {*_NO_CREDENTIALS}:
+        return DeniedError(f"{text} (credentials are those of {_CHAIN})")
+    if kinds & {*_NOT_SENT}:
+        return UnavailableError(text)
+    if kinds & {*_SENT} or "BotoCoreError" not in kinds:
+        return AnswerLostError(text)
+    return RejectedError(text)
+
+
+def _of_answer(what: str, error: Any) -> PlatformError:
+    answer = error.response
+    code = str(answer.get("Error", {}).get("Code", ""))
+    status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    reason = str(answer.get("Reason") or code)
+    text = f"{what}: {status} {reason}: {str(answer.get('Error', {}).get('Message', ''))[:600]}"
+    if {code, reason} & _FULL:
+        return QuotaError(f"{text}; give fewer workers, or have the account's concurrency raised")
+    if status == 429 or "Throttl" in code:
+        return ThrottledError(text, _seconds_of(answer.get("retryAfterSeconds")))
+    if status in (401, 403) or code in _DENIED:
+        return DeniedError(f"{text} (credentials are those of {_CHAIN})")
+    if status >= 500 or code in _PASSING:
+        return UnavailableError(text)
+    hint = "; create it with `dpflow deploy lambda`" if code == "ResourceNotFoundException" else ""
+    return RejectedError(f"{text}{hint}")
+
+
+def _seconds_of(text: Any) -> float:
+    """What a header Retry-After says; 0 if that is no number."""
+    try:
+        return min(max(0.0, float(text)), 3600.0)
+    except (TypeError, ValueError):
+        return 0.0

@@ -1,0 +1,318 @@
+"""Members as invocations of a function of AWS Lambda.
+
+An invocation is answered when its member has ended, so a call is held for each of them. There is no id by which Lambda
+would know it: none can be listed, or ended by force. A member leaves when its shard does not want it, or is silent, or
+when its time is up; an order that comes twice is refused by the shard the second time.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_dpflow.byte_sizes import parse_bytes
+from torch_dpflow.checks import check_int, check_type
+from torch_dpflow.durations import format_duration, parse_duration
+from torch_dpflow.errors import AnswerLostError, OptionError, OptionTypeError, PlatformError, QuotaError
+from torch_dpflow.platforms.aws_client import AwsClient, check_installed, is_loopback
+from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End, Limits
+from torch_dpflow.platforms.calls import Calls
+from torch_dpflow.platforms.members import Adapter, Fate, Finding, MemberPlatform, Ref
+from torch_dpflow.platforms.processes import LOOK_S
+
+#: Lambda ends an invocation after this time, seconds; its answer may come that much later; members have to be done by
+#: then, with this margin.
+MOST_S, ANSWER_S, MARGIN_S = 900.0, 10.0, 30.0
+#: Calls that one process holds at most, each with a thread and a connection.
+MOST_HELD = 256
+#: How long a start waits for its refusal, seconds: who is refused is told at once, who is accepted hears nothing.
+REFUSED_S = 1.0
+#: Bytes of a unit of Lambda's memory, and the most and least units.
+_MIB, _LEAST_MIB, _MOST_MIB = 2**20, 128, 10_240
+_PLACE = "its invocation"
+_LISTEN = (
+    "functions cannot reach it: give the address of this host in the function's VPC, as "
+    "LoaderOptions(listen='tcp://10.0.0.5:7700') or listen in [network] of dpflow.toml, whose port this host's "
+    "security group lets in"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lambda:
+    """`platform="lambda"`: workers as invocations of a function of AWS Lambda, which `dpflow deploy lambda` makes.
+
+    Credentials are those of AWS's own chain: variables, `~/.aws`, SSO, roles. Functions have to reach this host, so
+    both are in one VPC.
+
+    Args:
+        function: its name or ARN, with an alias or version behind a colon.
+        region: empty: as AWS's own settings say.
+        lifetime: after how long a worker is replaced, as "14m" or a number of seconds.
+        max_workers: the most workers that may run at once; has to be given, since each is billed.
+        memory: of the function that is deployed, as "2GiB"; Lambda gives processors with it, one for 1.77 GB.
+        role: the ARN of the role of the function that is deployed; it has to allow a function in a VPC.
+        vpc: of the function that is deployed: `subnets` and `security_groups`, lists of their ids.
+
+    Raises:
+        OptionError: a value is out of range.
+        OptionTypeError: a value is of another type.
+    """
+
+    function: str = "dpflow-worker"
+    region: str = ""
+    lifetime: float | str = "14m"
+    max_workers: int = 0
+    memory: str = "2GiB"
+    role: str = ""
+    vpc: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    name = "lambda"
+    sends_code = True
+
+    def __post_init__(self) -> None:
+        for text in ("function", "region", "memory", "role"):
+            check_type(text, getattr(self, text), str, "text")
+        if not self.function:
+            raise OptionError("function='' is no name; give that of a function, as dpflow-worker")
+        check_int("max_workers", self.max_workers, minimum=0)
+        parse_duration("lifetime", self.lifetime, maximum=MOST_S - MARGIN_S)
+        mib, rest = divmod(parse_bytes("memory", self.memory), _MIB)
+        if rest or not _LEAST_MIB <= mib <= _MOST_MIB:
+            raise OptionError(
+                f"memory={self.memory!r}: Lambda has whole MiB, from {_LEAST_MIB} to {_MOST_MIB}; give as many, as 2GiB"
+            )
+        check_type("vpc", self.vpc, Mapping, "a dict")
+        for key, ids in self.vpc.items():
+            if key not in ("subnets", "security_groups"):
+                raise OptionError(
+                    f"vpc has {key!r}; it takes 'subnets' and 'security_groups', lists of their ids"
+                )
+            if isinstance(ids, str) or not all(isinstance(one, str) for one in ids):
+                raise OptionTypeError(f"vpc[{key!r}]={ids!r:.80}: give a list of ids")
+
+    @property
+    def lifetime_s(self) -> float:
+        """As a number of seconds."""
+        return parse_duration("lifetime", self.lifetime)
+
+    @property
+    def memory_mib(self) -> int:
+        """As Lambda counts it."""
+        return parse_bytes("memory", self.memory) // _MIB
+
+    def check_installed(self) -> None:
+        check_installed()
+
+    def check_workers(self, workers: int) -> None:
+        if not self.max_workers:
+            raise OptionError(
+                "platform='lambda' bills each worker: say how many there may be at most, by max_workers in "
+                "[platform.lambda], DPFLOW_PLATFORM_LAMBDA_MAX_WORKERS, or Lambda(max_workers=...)"
+            )
+        most = min(self.max_workers, MOST_HELD)
+        if workers > most:
+            what = (
+                f"max_workers={self.max_workers}" if most < MOST_HELD else "the calls that a process can hold"
+            )
+            raise OptionError(f"{workers} workers on Lambda are more than {what}: give at most {most}")
+
+    def adapter(self) -> Adapter:
+        return LambdaAdapter(self)
+
+    def open(self) -> MemberPlatform:
+        self.check_workers(0)
+        return Calls(self.adapter(), sweep_s=LOOK_S)
+
+    def listen_at(self) -> str:
+        if not self._is_near():
+            raise OptionError(f"where this process is to listen is not given, and by default {_LISTEN}")
+        return "tcp://127.0.0.1:0"
+
+    def check_listen(self, address: str) -> None:
+        host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        if not address.startswith("tcp://"):
+            raise OptionError(f"listen={address!r}: members call over tcp, as at tcp://10.0.0.5:0")
+        if is_loopback(host) and not self._is_near():
+            raise OptionError(f"listen={address!r}: {_LISTEN}")
+
+    def _is_near(self) -> bool:
+        """Whether functions are those of an emulator of this host."""
+        with closing(_client(self)) as client:
+            return client.is_near
+
+
+class LambdaAdapter:
+    """The control plane of AWS Lambda.
+
+    Args:
+        settings: of the function and its workers.
+
+    Raises:
+        MissingExtraError: boto3 is not installed.
+        OptionError: no region is set.
+        DeniedError: AWS's own settings name a profile that there is not.
+    """
+
+    def __init__(self, settings: Lambda) -> None:
+        self._settings = settings
+        self.limits = Limits(
+            shares_memory=False,
+            accepts_connections=False,
+            longest_life_s=settings.lifetime_s,
+            most_members=settings.max_workers or None,
+            # Each start waits a little for a refusal; Lambda itself takes a thousand new environments in 10 s.
+            calls_at_once=64,
+            start_timeout_s=(20.0, 120.0),
+            can_list=False,
+            can_stop=False,
+        )
+        self._client = _client(settings)
+        self._lock = threading.Lock()
+        #: Calls that are not answered, of members that are not given up; all calls; how others have ended.
+        self._held: dict[str, _HeldCall] = {}
+        self._open: set[_HeldCall] = set()
+        self._ends: dict[str, End] = {}
+
+    def check(self) -> Sequence[Finding]:
+        function = self._settings.function
+        with self._client.calling(f"function {function!r} cannot be used") as client:
+            told = client.get_function_configuration(FunctionName=function)
+            client.invoke(FunctionName=function, InvocationType="DryRun")  # whether this is allowed
+        return [*_findings_of(told, self._settings, self._client.region), self._room()]
+
+    def start(self, name: str, order: bytes, *, deadline_s: float) -> Ref:
+        call = _HeldCall(self, name, json.dumps({"order": order.decode()}))
+        with self._lock:
+            if name in self._held or name in self._ends:
+                return name
+            if len(self._open) >= MOST_HELD:
+                raise QuotaError(
+                    f"{name} cannot be started: this process holds {MOST_HELD} invocations, its most"
+                )
+            call.start()
+            self._held[name] = call
+            self._open.add(call)
+        call.answered.wait(min(REFUSED_S, deadline_s))
+        with self._lock:
+            call.is_started = True
+            if call.refusal is not None:
+                raise call.refusal
+        return name
+
+    def look(self, members: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
+        with self._lock:
+            alive = {name: Fate() for name in members if name in self._held}
+            return alive | {name: Fate(end=end) for name in members if (end := self._ends.pop(name, None))}
+
+    def stop(self, name: str, ref: Ref | None) -> None:
+        """Give it up: Lambda ends none. It leaves by itself, and its call is held until it has."""
+        with self._lock:
+            self._held.pop(name, None)
+            self._ends.pop(name, None)
+
+    def list(self, prefix: str) -> Mapping[str, Ref]:
+        return {}
+
+    def close(self) -> None:
+        self._client.close()
+
+    def invoke(self, name: str, payload: str) -> End:
+        """Invoke the function, and wait for its end. Raises PlatformError."""
+        with self._client.calling(f"{name} cannot be started") as client:
+            # A file, since botocore's own log has what a request consists of: the order has a key.
+            body = io.BytesIO(payload.encode())
+            answer = client.invoke(FunctionName=self._settings.function, Payload=body)
+            told = answer["Payload"].read()
+        return _end_of(told, is_failure="FunctionError" in answer)
+
+    def note(self, call: _HeldCall, told: End | PlatformError) -> None:
+        """A call has come back."""
+        with self._lock:
+            self._open.discard(call)
+            if self._held.get(call.member) is call:
+                del self._held[call.member]
+                if isinstance(told, End):
+                    self._ends[call.member] = told
+                elif not call.is_started:
+                    call.refusal = told
+                elif not isinstance(told, AnswerLostError):  # else it may run: nobody here knows
+                    self._ends[call.member] = End(report=str(told), place=_PLACE)
+
+    def _room(self) -> Finding:
+        most, what = self._settings.max_workers, "the account"
+        try:
+            with self._client.calling("the account's quota is not known") as client:
+                room = client.get_account_settings()["AccountLimit"]["UnreservedConcurrentExecutions"]
+                own = client.get_function_concurrency(FunctionName=self._settings.function)
+        except PlatformError as error:
+            return Finding(True, str(error))
+        if (reserved := own.get("ReservedConcurrentExecutions")) is not None:
+            room, what = reserved, "the function's reserved concurrency"
+        advice = "" if room >= most else f": fewer than max_workers={most}; have it raised, or give fewer"
+        return Finding(room >= most, f"{what} has room for {room} workers at once{advice}")
+
+
+class _HeldCall(threading.Thread):
+    """One invocation, from its request to the end of its member."""
+
+    def __init__(self, adapter: LambdaAdapter, member: str, payload: str) -> None:
+        super().__init__(name="dpflow-invocation", daemon=True)
+        self.member = member
+        self._adapter = adapter
+        self._payload = payload
+        #: Set once the call has come back; whether its start was taken for accepted before; else why it was not.
+        self.answered = threading.Event()
+        self.is_started = False
+        self.refusal: PlatformError | None = None
+
+    def run(self) -> None:
+        """Hold the call (threading's name)."""
+        try:
+            told: End | PlatformError = self._adapter.invoke(self.member, self._payload)
+        except PlatformError as error:
+            told = error
+        except Exception as error:
+            told = AnswerLostError(f"{self.member} cannot be started: {type(error).__name__}: {error}")
+        self._adapter.note(self, told)
+        self.answered.set()
+
+
+def _client(settings: Lambda) -> AwsClient:
+    return AwsClient("lambda", settings.region, read_timeout_s=MOST_S + ANSWER_S, connections=MOST_HELD + 8)
+
+
+def _findings_of(told: Mapping[str, Any], settings: Lambda, region: str) -> list[Finding]:
+    """What a function is, and whether it lets workers live as long as they are to."""
+    timeout_s, state = float(told.get("Timeout", 0)), str(told.get("State", "Active"))
+    text = f"function {settings.function!r} in {region} is {state}, with {told.get('MemorySize')} MiB"
+    if state not in ("Active", "Inactive"):  # the latter is woken by the next invocation
+        return [Finding(False, f"{text}: {told.get('StateReason', '')}")]
+    needs_s = settings.lifetime_s + MARGIN_S
+    if timeout_s < needs_s:
+        advice = f"give it {needs_s:g} s, as `dpflow deploy lambda` does, or a shorter lifetime"
+        lifetime = format_duration(settings.lifetime_s)
+        return [
+            Finding(False, f"{text}; its timeout of {timeout_s:g} s ends workers before {lifetime}: {advice}")
+        ]
+    return [Finding(True, text)]
+
+
+def _end_of(body: bytes, *, is_failure: bool) -> End:
+    """How a member has ended, by the answer to its invocation."""
+    try:
+        told = json.loads(body)
+        if is_failure:  # of the runtime: the handler answers whatever its member comes to
+            report = f"{told.get('errorType', 'error')}: {told.get('errorMessage', '')}"
+            return End(report=report[-MAX_REPORT_CHARS:], place=_PLACE)
+        report = str(told["report"])[-MAX_REPORT_CHARS:]
+        code, signal = (None if told[key] is None else int(told[key]) for key in ("code", "signal"))
+        return End(code=code, signal=signal, report=report, place=str(told["place"])[:120])
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return End(
+            report="its answer is none of torch_dpflow: is the function's image one of it?", place=_PLACE
+        )
