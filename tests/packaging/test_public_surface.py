@@ -22,6 +22,7 @@ UNASKED = (
     "torchdata",
     "lightning",
     "PIL",
+    "simplejpeg",
     "ray",
     "alibabacloud_fc20230330",
     "darabonba",
@@ -39,6 +40,7 @@ UNASKED = (
     "hypothesis",
     "torch_dpflow.testing",
     "torch_dpflow.cli",
+    "torch_dpflow.vision",
 )
 #: What only shared flows, services and stored datasets need, or a loader once it is iterated.
 LATER = (

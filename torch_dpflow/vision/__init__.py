@@ -1,0 +1,28 @@
+"""Decoding images into tensors: JPEGs by libjpeg-turbo, of other formats and unusual files what Pillow makes of them.
+
+Results are uint8 tensors of shape (3, height, width), as `torchvision.transforms.v2` takes them::
+
+    ImageFolder(root, loader=load_rgb, transform=...)
+    ImageFolder(root, loader=DecodeRandomResizedCrop(224), transform=...)
+
+Needs the extra `vision`. Nothing of torch_dpflow imports it unasked.
+"""
+
+from torch_dpflow.vision.crops import (
+    DecodeCenterCrop,
+    DecodeRandomResizedCrop,
+    decode_center_crop,
+    decode_random_resized_crop,
+    random_resized_crop_params,
+)
+from torch_dpflow.vision.encoded import DECODER, load_rgb
+
+__all__ = [
+    "DECODER",
+    "DecodeCenterCrop",
+    "DecodeRandomResizedCrop",
+    "decode_center_crop",
+    "decode_random_resized_crop",
+    "load_rgb",
+    "random_resized_crop_params",
+]

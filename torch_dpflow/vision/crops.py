@@ -1,0 +1,199 @@
+"""Decoding, cropping and resizing in one, as torchvision's recipes for training and for validation do them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch.nn.functional import interpolate
+
+from torch_dpflow.checks import check_int, check_number, check_type
+from torch_dpflow.errors import OptionError
+from torch_dpflow.vision.encoded import EncodedImage, Source, open_image, resized_part
+
+Interpolation = Literal["bilinear", "bicubic"]
+Size: TypeAlias = "int | tuple[int, int]"
+Range: TypeAlias = tuple[float, float]
+#: Top, left, height and width, in pixels.
+Box: TypeAlias = tuple[int, int, int, int]
+
+#: torchvision's defaults.
+SCALE: Range = (0.08, 1.0)
+RATIO: Range = (3 / 4, 4 / 3)
+#: An image is decoded smaller where the crop has so many times the output's pixels even then, along both sides: with
+#: less the decoder's averages over squares would show.
+_GAP = 2
+_TRIES = 10
+
+
+def random_resized_crop_params(height: int, width: int, scale: Range = SCALE, ratio: Range = RATIO) -> Box:
+    """The box that torchvision's `RandomResizedCrop` draws from torch's generator, bit for bit, with the same draws.
+
+    Args:
+        height: of the image, in pixels, as `width`.
+        scale: the crop's part of the area, least and most.
+        ratio: its width over its height, least and most.
+    """
+    area = height * width
+    log_ratio = _logarithms(ratio)
+    for _ in range(_TRIES):
+        target = area * torch.empty(1).uniform_(*scale).item()
+        aspect = torch.exp(torch.empty(1).uniform_(*log_ratio)).item()
+        w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            top = int(torch.randint(0, height - h + 1, size=(1,)).item())
+            return top, int(torch.randint(0, width - w + 1, size=(1,)).item()), h, w
+    w, h = width, height
+    if width / height < min(ratio):
+        h = round(w / min(ratio))
+    elif width / height > max(ratio):
+        w = round(h * max(ratio))
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+def decode_random_resized_crop(
+    source: Source,
+    size: Size,
+    scale: Range = SCALE,
+    ratio: Range = RATIO,
+    interpolation: Interpolation = "bilinear",
+) -> torch.Tensor:
+    """Decode a random part of an image and resize it, with antialiasing: uint8 RGB, (3, height, width), contiguous.
+
+    Draws from torch's generator what torchvision's `RandomResizedCrop` does. Rows below the crop are not decoded; of
+    JPEGs much larger than the output a half, a quarter or an eighth is.
+
+    Args:
+        source: the path of a file, or its bytes.
+        size: of the output: a side in pixels, or (height, width).
+        scale, ratio: as in `random_resized_crop_params`.
+
+    Raises:
+        What `load_rgb` raises.
+    """
+    image = open_image(source)
+    return _resized_crop(
+        image, random_resized_crop_params(image.height, image.width, scale, ratio), _pair(size), interpolation
+    )
+
+
+def decode_center_crop(
+    source: Source, size: Size, resize: int, interpolation: Interpolation = "bilinear"
+) -> torch.Tensor:
+    """Decode an image, resize its shorter side to `resize` and cut out the centre: uint8 RGB, (3, height, width).
+
+    As torchvision's `Resize(resize)` and `CenterCrop(size)`; `resize` is to be no less than `size`. Raises what
+    `load_rgb` raises.
+    """
+    image = open_image(source)
+    whole = _resized_size(image, resize)
+    resized = _resized_crop(image, (0, 0, image.height, image.width), whole, interpolation)
+    height, width = _pair(size)
+    top, left = round((whole[0] - height) / 2), round((whole[1] - width) / 2)
+    return resized[:, top : top + height, left : left + width].contiguous()
+
+
+@dataclass(frozen=True)
+class DecodeRandomResizedCrop:
+    """`decode_random_resized_crop` as a callable: a `loader` for ImageFolder, or the function of a flow's stage.
+
+    Raises:
+        OptionError, OptionTypeError: an argument is not allowed.
+    """
+
+    size: Size
+    scale: Range = SCALE
+    ratio: Range = RATIO
+    interpolation: Interpolation = "bilinear"
+
+    def __post_init__(self) -> None:
+        _check_size(self.size)
+        _check_range("scale", self.scale)
+        _check_range("ratio", self.ratio)
+        _check_interpolation(self.interpolation)
+
+    def __call__(self, source: Source) -> torch.Tensor:
+        return decode_random_resized_crop(source, self.size, self.scale, self.ratio, self.interpolation)
+
+
+@dataclass(frozen=True)
+class DecodeCenterCrop:
+    """`decode_center_crop` as a callable: a `loader` for ImageFolder, or the function of a flow's stage.
+
+    Raises:
+        OptionError, OptionTypeError: an argument is not allowed.
+    """
+
+    size: Size
+    resize: int
+    interpolation: Interpolation = "bilinear"
+
+    def __post_init__(self) -> None:
+        _check_size(self.size)
+        check_int("resize", self.resize, minimum=max(_pair(self.size)))
+        _check_interpolation(self.interpolation)
+
+    def __call__(self, source: Source) -> torch.Tensor:
+        return decode_center_crop(source, self.size, self.resize, self.interpolation)
+
+
+@lru_cache(maxsize=16)
+def _logarithms(ratio: Range) -> list[float]:
+    logarithms: list[float] = torch.log(torch.tensor(ratio)).tolist()
+    return logarithms
+
+
+def _resized_crop(image: EncodedImage, box: Box, size: tuple[int, int], mode: Interpolation) -> torch.Tensor:
+    top, left, height, width = box
+    reduce = _reduction(height / size[0], width / size[1]) if image.reducible else 1
+    pixels = image.pixels(top + height, reduce=reduce)
+    if reduce > 1:
+        # The crop's edges lie between the smaller image's pixels, where only Pillow can begin.
+        edges = (left / reduce, top / reduce, (left + width) / reduce, (top + height) / reduce)
+        return torch.from_numpy(resized_part(pixels, edges, size, mode)).permute(2, 0, 1).contiguous()
+    part = torch.from_numpy(pixels)[top : top + height, left : left + width].permute(2, 0, 1)
+    if part.shape[1:] != size:
+        part = interpolate(part[None], size, mode=mode, align_corners=False, antialias=True)[0]
+    return part.contiguous()
+
+
+def _reduction(down: float, across: float) -> int:
+    """The largest reduction for a crop of so many times the output's size."""
+    return next((k for k in (8, 4, 2) if min(down, across) >= _GAP * k), 1)
+
+
+def _resized_size(image: EncodedImage, shorter: int) -> tuple[int, int]:
+    if image.width <= image.height:
+        return int(shorter * image.height / image.width), shorter
+    return shorter, int(shorter * image.width / image.height)
+
+
+def _pair(size: Size) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else size
+
+
+def _check_size(size: Size) -> None:
+    check_type("size", size, (int, tuple), "a side in pixels, or (height, width)")
+    sides = _pair(size)
+    if len(sides) != 2:
+        raise OptionError(
+            f"size={size!r} has {len(sides)} numbers; give a side in pixels, or (height, width)"
+        )
+    for side in sides:
+        check_int("size", side, minimum=1)
+
+
+def _check_range(name: str, given: Range) -> None:
+    check_type(name, given, tuple, "(least, most)")
+    if len(given) != 2 or given[0] > given[1]:
+        raise OptionError(f"{name}={given!r}: give (least, most)")
+    for number in given:
+        check_number(name, number, exclusive=True)
+
+
+def _check_interpolation(mode: str) -> None:
+    if mode not in get_args(Interpolation):
+        raise OptionError(f"interpolation={mode!r} is not one of {get_args(Interpolation)}")

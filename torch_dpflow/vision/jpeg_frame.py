@@ -1,0 +1,72 @@
+"""What a JPEG's markers say of its frame, read in microseconds (ITU-T T.81, annex B)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+SOI, EOI = b"\xff\xd8\xff", b"\xff\xd9"
+_SOS, _DCT_FRAMES = (
+    0xDA,
+    (0xC0, 0xC1, 0xC2),
+)  # baseline, extended sequential, progressive; all with Huffman codes
+_OTHER_FRAMES = {0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF}
+#: Rows and columns of a block of coefficients.
+_BLOCK = 8
+
+
+class JpegFrame(NamedTuple):
+    """The frame of a JPEG with one or three components of eight bits."""
+
+    height: int
+    width: int
+    #: Rows that are decoded together.
+    mcu_height: int
+    #: Where in the file the height stands.
+    height_at: int
+
+    def rows_to_decode(self, rows: int) -> int:
+        """The height that the file may state for its first `rows` to be decoded as they are in the whole.
+
+        One row more than asked for: where colour is subsampled, a row takes part of it from the next.
+        """
+        return min(self.height, -(-(rows + 1) // self.mcu_height) * self.mcu_height)
+
+
+def read_frame(data: bytes | bytearray | memoryview) -> JpegFrame | None:
+    """The frame of a whole JPEG; None where anything is unusual, which is for Pillow to judge."""
+    if bytes(data[:3]) != SOI:
+        return None
+    frame, at = None, 2
+    try:
+        while data[at + 1] != _SOS:
+            marker = data[at + 1]
+            if data[at] != 0xFF or not 0xC0 <= marker <= 0xFE or marker in _OTHER_FRAMES:
+                return None
+            if marker in _DCT_FRAMES:
+                if frame is not None:
+                    return None
+                frame = _frame(data, at)
+            at += 2 + _uint16(data, at + 2)
+        if frame is None or data[at] != 0xFF or not _ends(data, at):
+            return None
+    except (IndexError, ValueError):
+        return None
+    return frame
+
+
+def _frame(data: bytes | bytearray | memoryview, at: int) -> JpegFrame:
+    """Raises ValueError."""
+    bits, height, width, components = data[at + 4], _uint16(data, at + 5), _uint16(data, at + 7), data[at + 9]
+    if bits != 8 or components not in (1, 3) or not height or not width:
+        raise ValueError("neither grey nor of three colours")
+    samplings = [data[at + 11 + 3 * number] & 15 for number in range(components)]
+    return JpegFrame(height, width, _BLOCK * max(1, *samplings), at + 5)
+
+
+def _ends(data: bytes | bytearray | memoryview, start: int) -> bool:
+    """Whether the image has an end: one that was cut short has none, and Pillow refuses it."""
+    return (data if isinstance(data, bytes | bytearray) else bytes(data)).rfind(EOI, start) > 0
+
+
+def _uint16(data: bytes | bytearray | memoryview, at: int) -> int:
+    return data[at] << 8 | data[at + 1]
