@@ -316,7 +316,7 @@ def test_who_has_not_come_leaves_first_then_who_ends_soonest() -> None:
 def test_a_member_gets_a_successor_before_its_lifetime_ends() -> None:
     machine = working(2, lifetime_s=1000.0)
     rotates = 1000.0 * sum(ROTATE) / 2
-    assert machine.tick(rotates - 1.0) == []
+    assert machine.tick(rotates - 20.0) == []
     assert starts(machine.tick(rotates)) == [named(0, 3)], "one at a time"
     machine.handle(Accepted(named(0, 3), "ref"), rotates)
     assert machine.arrived(named(0, 3), "", rotates + 2.0) == []
@@ -325,6 +325,41 @@ def test_a_member_gets_a_successor_before_its_lifetime_ends() -> None:
     told = machine.drained(named(0, 1), rotates + 5.0)
     assert told == [SuspectMember(named(0, 1)), AdmitMember(named(0, 3))]
     assert starts(machine.handle(Ended(named(0, 1), End(code=0)), rotates + 6.0)) == [named(1, 4)], "the next"
+
+
+@pytest.mark.parametrize(("members", "start_s"), [(1, 8.0), (10, 3.0), (64, 3.0)])
+def test_all_get_a_successor_in_time_though_they_began_together_and_live_shortly(
+    members: int, start_s: float
+) -> None:
+    lifetime_s = 60.0
+    machine = Fleet(PREFIX, fleet_limits(lifetime_s=lifetime_s), draw=lambda: 0.5)
+    machine.target(members)
+    begun: dict[str, float] = {}
+    leaving: dict[str, float] = {}
+    drained = 0
+    for step in range(4 * 300):
+        now = step / 4
+        for name in [name for name, at in begun.items() if now >= at + start_s]:
+            del begun[name]
+            machine.handle(Accepted(name, "ref"), now)
+            machine.arrived(name, "", now)
+            machine.ready(name)
+        for name in [name for name, at in leaving.items() if now >= at + 0.5]:
+            del leaving[name]
+            machine.drained(name, now)
+            machine.handle(Ended(name, End(code=0)), now)
+        for instruction in machine.tick(now):
+            if isinstance(instruction, StartMember):
+                begun[instruction.name] = now
+            elif isinstance(instruction, DrainMember):
+                drained += 1
+                leaving[instruction.name] = now
+                number = instruction.name.split("-")[3]
+                waiting = [one for one in machine.members if one.state is MemberState.ON_DECK]
+                assert [one for one in waiting if str(one.number) == number], f"at {now} nobody waits"
+            else:
+                assert not isinstance(instruction, StopMember)
+    assert drained >= 4 * members * 300 / lifetime_s / 5
 
 
 def test_a_successor_that_waits_leaves_with_its_predecessor() -> None:

@@ -48,6 +48,8 @@ STOP_S = 10.0
 #: The parts of a lifetime after which a successor is started, drawn for each member so that not all end together, and
 #: after which a member is drained even without one.
 ROTATE, LAST = (0.80, 0.95), 0.97
+#: The most by which rotation begins earlier, since so many are to be replaced after each other; of a lifetime.
+MOST_LEAD = 0.6
 #: After so many members in a row that never called, or that are unfit for one reason, the fleet fails.
 MOST_FALSE_STARTS, MOST_UNFIT = 3, 3
 #: Most reasons of unfitness that are kept: members choose parts of them.
@@ -259,10 +261,11 @@ class Fleet:
                     self._stop(member, "it is not needed any more", now)
 
     def _drain_old(self, now: float) -> None:
+        lead_s = self._lead_s
         waiting = {one.number for one in self.members if one.state is MemberState.ON_DECK and one.ready}
         for member in self.members:
             if member.state is MemberState.WORKING and (
-                (now >= member.rotates and member.number in waiting) or now >= member.drains
+                (now >= member.rotates - lead_s and member.number in waiting) or now >= member.drains
             ):
                 self._drain(member, now)
 
@@ -293,6 +296,15 @@ class Fleet:
         """How many members there may be beyond the target, while others leave."""
         return max(1, self._target // 10) if self._target else 0
 
+    @property
+    def _lead_s(self) -> float:
+        """How much earlier successors are started, seconds: they take a while, and few come at a time."""
+        if self._lifetime_s is None:
+            return 0.0
+        rounds = math.ceil(self._target / max(1, self._spare))
+        # As long again from its hello until it can work and its predecessor is gone.
+        return min(2 * rounds * self._limits.usual_s, MOST_LEAD * self._lifetime_s)
+
     def _next_places(self, now: float) -> list[int]:
         """The numbers of the next members to start: of free places, then of members that need a successor."""
         if self.failure:
@@ -304,10 +316,11 @@ class Fleet:
             if one.state.holds_place or (one.state is MemberState.LEAVING and not one.arrived)
         )
         free = [number for number in range(self._target) if number not in held]
+        lead_s = self._lead_s
         old = [
             one
             for one in self.members
-            if one.state is MemberState.WORKING and now >= one.rotates and held[one.number] == 1
+            if one.state is MemberState.WORKING and now >= one.rotates - lead_s and held[one.number] == 1
         ]
         free = free[: max(0, self._target - len(held))]
         return free + [one.number for one in sorted(old, key=lambda one: one.ends)]

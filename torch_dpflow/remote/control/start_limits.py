@@ -66,10 +66,12 @@ class StartLimits:
     def timeout_s(self) -> float:
         """How long a member may take from its start to its hello, seconds."""
         least, most = self._limits.start_timeout_s
-        if not self._delays:
-            return most
-        usual = sorted(self._delays)[math.ceil(0.95 * len(self._delays)) - 1]
-        return max(least, min(TIMES * usual, most))
+        return max(least, min(TIMES * self.usual_s, most)) if self._delays else most
+
+    @property
+    def usual_s(self) -> float:
+        """How long nearly all members have taken from their start to their hello, seconds; 0: none has come."""
+        return sorted(self._delays)[math.ceil(0.95 * len(self._delays)) - 1] if self._delays else 0.0
 
     def ceiling(self, now: float) -> float:
         """How many members there may be, as far as is known."""
