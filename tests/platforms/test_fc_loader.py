@@ -21,6 +21,7 @@ from tests.platforms.fc_server.instances import Instance, freeze, thaw
 from tests.platforms.fc_server.server import Fault, FunctionServer, Task
 from tests.shared_cluster import wait
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
+from torch_dpflow.loader import private_shard
 from torch_dpflow.platforms import FunctionCompute
 from torch_dpflow.platforms.fc_deploy import deploy
 from torch_dpflow.remote.control import start_limits
@@ -203,6 +204,14 @@ def test_starts_whose_answers_are_lost_or_that_come_late_are_started_once(
     assert_same(epochs(remote), local)
     assert [action for action, _ in server.log[before:]].count("InvokeFunction") == 2
     assert len(server.live()) == 2
+
+
+def test_who_can_work_is_admitted_at_once(
+    loader: Callable[..., DPFlowDataLoader[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not at the next tick, which may be a second later; here it never comes."""
+    monkeypatch.setattr(private_shard, "TICK_S", 3600.0)
+    assert len([*loader(dataset=Indices(8))]) == 4
 
 
 class Keys(Indices):

@@ -52,9 +52,9 @@ class RemoteShard(PrivateShard):
     def _receiver(self) -> Callable[[bytes, list[memoryview]], None]:
         return self._members.on_message
 
-    def _look_after_workers(self) -> None:
-        super()._look_after_workers()
-        self._members.look()
+    def _poll_once(self) -> None:
+        super()._poll_once()
+        self._members.look()  # a message may be of a member that can work now
 
     def _shut_down(self) -> None:
         """Stop the workers and wait for those that work to say goodbye; the platform ends the others."""

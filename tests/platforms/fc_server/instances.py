@@ -28,6 +28,8 @@ class Instance:
         self.id = f"c-{secrets.token_hex(4)}"
         self.pid, self.port, self.host = pid, port, host
         self._process = process
+        #: Whether it has run nothing.
+        self.is_fresh = False
 
     def await_ready(self) -> None:
         """Wait until it listens, and have it initialize."""

@@ -59,6 +59,8 @@ class Task:
     instance: Instance | None = None
     answer: str = ""
     error: str = ""
+    #: When it was asked for, began to be billed and ended, by `time.monotonic`.
+    asked: float = field(default_factory=time.monotonic)
     begun: float = 0.0
     ended: float = 0.0
     stop: threading.Event = field(default_factory=threading.Event)
@@ -152,6 +154,14 @@ class FunctionServer:
                 *idle,
                 *(task.instance for task in self.tasks.values() if task.instance and not task.ended),
             ]
+
+    def prepare(self, function: str, count: int) -> None:
+        """Boot so many instances beforehand; the first invocation of each still takes a cold start."""
+        for _ in range(count):
+            instance = self._boot(self.functions[function])
+            instance.is_fresh = True
+            with self._changed:
+                self._idle.setdefault(function, []).append(instance)
 
     def live(self) -> list[Task]:
         with self._changed:
@@ -316,15 +326,15 @@ class FunctionServer:
     def _call(self, task: Task) -> None:
         function = self.functions[task.function]
         instance = task.instance
-        if instance is not None:
-            thaw(instance)
-        else:
-            if task.stop.wait(self.cold_start_s):
-                self._finish(task, "Stopped")
-                return
+        if (instance is None or instance.is_fresh) and task.stop.wait(self.cold_start_s):
+            self._finish(task, "Stopped")
+            return
+        if instance is None:
             instance = self._boot(function)
-            with self._changed:
-                task.instance = instance
+        instance.is_fresh = False
+        thaw(instance)
+        with self._changed:
+            task.instance = instance
         with self._changed:
             if task.stop.is_set():
                 task.status = "Stopping"

@@ -1,0 +1,83 @@
+"""How long members of Function Compute take to their first sample beyond the cold start, which is injected.
+
+    python -m tests.platforms.fc_server.start_times [--members 64] [--cold-start 2] [--rounds 3]
+
+The vendor's client, the entry and the members are real; they share this machine's cores, where on the platform each has
+its own. Instances have booted before, as that is part of the platform's cold start: so nothing is said about it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import statistics
+import time
+from contextlib import closing
+from typing import Any
+
+from tests.platforms.fc_server.account import KEYS
+from tests.platforms.fc_server.server import FunctionServer
+from torch_dpflow import DPFlowDataLoader
+from torch_dpflow.platforms import FunctionCompute
+from torch_dpflow.platforms.fc_deploy import deploy
+
+
+class Times:
+    """Item `i` is which invocation has loaded it, and when, by this host's clock; slow, so that all get some."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[str, str]:
+        now = time.monotonic()
+        time.sleep(0.1)
+        return os.environ["ALIBABA_CLOUD_SECURITY_TOKEN"].removeprefix("token-for-"), str(now)
+
+
+def measure(server: FunctionServer, members: int) -> tuple[list[float], float]:
+    """For each member how long after it was asked for its first sample began; and the CPU time meanwhile, seconds."""
+    # With a role each invocation has a token of its own, by which it is known.
+    spec = FunctionCompute(max_workers=members, endpoint=server.endpoint, role="acs:ram::1:role/data")
+    assert [*deploy(spec, "r/i:1")]
+    server.prepare(spec.function, members)
+    cpu = resource.getrusage(resource.RUSAGE_SELF)
+    loader: Any = DPFlowDataLoader(Times(100 * members), batch_size=1, num_workers=members, platform=spec)
+    firsts: dict[str, float] = {}
+    iterator = iter(loader)
+    with closing(iterator._shard):
+        for (name,), (when,) in iterator:
+            firsts.setdefault(name, float(when) - server.tasks[name].asked)
+            if len(firsts) == members:
+                break
+        used = resource.getrusage(resource.RUSAGE_SELF)
+    server.tasks.clear()
+    return sorted(firsts.values()), used.ru_utime + used.ru_stime - cpu.ru_utime - cpu.ru_stime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--members", type=int, default=64)
+    parser.add_argument("--cold-start", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    os.environ["ALIBABA_CLOUD_ACCESS_KEY_ID"] = "AKtest"
+    os.environ["ALIBABA_CLOUD_ACCESS_KEY_SECRET"] = KEYS["AKtest"].secret
+    os.environ["ALIBABA_CLOUD_SECURITY_TOKEN"] = KEYS["AKtest"].token
+    for _ in range(arguments.rounds):
+        with FunctionServer(KEYS, cold_start_s=arguments.cold_start) as server:
+            firsts, cpu_s = measure(server, arguments.members)
+        beyond = [first - arguments.cold_start for first in firsts]
+        print(
+            f"{len(firsts)} members, cold start {arguments.cold_start:g} s, {os.cpu_count()} cores: first sample "
+            f"beyond it after {statistics.median(beyond):.2f} s (median; {beyond[0]:.2f} to {beyond[-1]:.2f}); "
+            f"the head and the control plane took {cpu_s:.1f} s of CPU time",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
