@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from tests.loader_cases import Stream, Unhurried, WhoLoads, assert_same, epochs
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
-from torch_dpflow.errors import OptionError, WorkerStartError
+from torch_dpflow.errors import OptionError, PeerLostError, WorkerStartError
 from torch_dpflow.platforms.members import AdoptingPlatform, Ended
 from torch_dpflow.platforms.processes import Processes
 from torch_dpflow.platforms.subprocesses import ORDER_VARIABLE
@@ -165,9 +166,11 @@ def answered(order: Order, identity: str, address: str) -> Any:
     keys = ClientKeys(
         public=order.public.encode(), secret=order.secret.encode(), server_public=order.server_public.encode()
     )
-    connection = connect(address, identity=identity.encode(), options=TransportOptions(keys=keys))
+    options = TransportOptions(keys=keys, send_timeout_s=1.0)
+    connection = connect(address, identity=identity.encode(), options=options)
     try:
-        connection.send([b"garbage"])
+        with suppress(PeerLostError):  # it may be refused before it has sent anything
+            connection.send([b"garbage"])
         frames = connection.receive(1.0)
         return None if frames is None else decode(frames[0])
     finally:

@@ -32,6 +32,7 @@ COMMANDS = {
         "deploy",
         "Make or remove the function that workers on a cloud are.",
     ),
+    "image": ("torch_dpflow.cli.image", "image", "Write what a container's image of workers is built from."),
     "dataset": (
         "torch_dpflow.cli.dataset",
         "dataset",

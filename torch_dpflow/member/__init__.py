@@ -13,5 +13,12 @@ def run(order: bytes) -> int:
 
 def warm() -> None:
     """Import what takes seconds: for a process that forks its members."""
+    import gc
+
     import torch_dpflow.member.member
     import torch_dpflow.remote.worker.member_worker  # noqa: F401 - torch
+    from torch_dpflow.remote.process.fit import versions_here
+
+    versions_here()
+    gc.collect()
+    gc.freeze()  # else each fork's collector writes to, and so copies, the pages of all that was imported

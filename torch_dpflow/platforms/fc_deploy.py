@@ -8,6 +8,7 @@ from typing import Any
 from torch_dpflow.errors import OptionError
 from torch_dpflow.platforms.fc import MARGIN_S, QUEUE_S, FunctionCompute
 from torch_dpflow.platforms.fc_control import FunctionControl, MissingError
+from torch_dpflow.platforms.processes import MODULE
 
 #: What the image runs, and where the platform finds its server.
 COMMAND, PORT = ("python", "-m", "torch_dpflow.member.fc"), 9000
@@ -17,8 +18,8 @@ INITIALIZE_S, DISK_MIB = 300, 512
 ASYNCHRONOUS = {"asyncTask": True, "maxAsyncEventAgeInSeconds": QUEUE_S, "maxAsyncRetryAttempts": 0}
 
 
-def function_of(settings: FunctionCompute, image: str) -> dict[str, Any]:
-    """The function, as the vendor's JSON."""
+def function_of(settings: FunctionCompute, image: str, module: str = MODULE) -> dict[str, Any]:
+    """The function, as the vendor's JSON. module: whose `run(order)` members run."""
     vpc = settings.vpc
     return {
         "description": "a worker of torch_dpflow",
@@ -31,7 +32,7 @@ def function_of(settings: FunctionCompute, image: str) -> dict[str, Any]:
         "timeout": int(settings.lifetime_s + MARGIN_S),
         "instanceConcurrency": 1,
         "internetAccess": True,
-        "customContainerConfig": {"image": image, "command": [*COMMAND], "port": PORT},
+        "customContainerConfig": {"image": image, "command": [*COMMAND, module], "port": PORT},
         "instanceLifecycleConfig": {
             "initializer": {"handler": "/initialize", "timeout": INITIALIZE_S},
             "preStop": {"handler": "/pre-stop", "timeout": 10},
@@ -51,8 +52,12 @@ def function_of(settings: FunctionCompute, image: str) -> dict[str, Any]:
     }
 
 
-def deploy(settings: FunctionCompute, image: str, *, dry_run: bool = False) -> Iterator[str]:
+def deploy(
+    settings: FunctionCompute, image: str, *, module: str = MODULE, dry_run: bool = False
+) -> Iterator[str]:
     """Create the function or change it to these settings; what is done, for people, as it is done.
+
+    module: as of `function_of`.
 
     Raises:
         OptionError: there is no image.
@@ -61,7 +66,7 @@ def deploy(settings: FunctionCompute, image: str, *, dry_run: bool = False) -> I
     if not image:
         raise OptionError("no image: give --image REGISTRY/NAME:TAG, which `dpflow image` describes")
     control = settings.control()
-    wanted = function_of(settings, image)
+    wanted = function_of(settings, image, module)
     there = _there(control)
     would = "would be " if dry_run else ""
     changes = [*_changes(there, wanted)]

@@ -16,7 +16,10 @@ CHECK_S = 120.0
 
 
 def check_reachable(platform: str, listen: str) -> None:
-    """Raise what connecting to a platform raises, or OptionError where members cannot reach `listen`, unless empty."""
+    """Raise what connecting to a platform raises, or OptionError where members cannot reach `listen`.
+
+    listen: empty: where the platform says.
+    """
     command = [sys.executable, "-m", __name__, platform, listen]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_S)
@@ -41,6 +44,8 @@ def _check(platform: str, listen: str) -> int:
             adapter.check()
         if listen:
             spec.check_listen(listen)
+        else:
+            spec.listen_at()
     except DPFlowError as error:
         print(json.dumps((type(error).__name__, str(error))), flush=True)
         return 1

@@ -39,8 +39,12 @@ SECRET = "m3mb3r-s3cr3t"
 PROGRAM = "torch_dpflow.testing.members"
 
 
+#: Of the next names, which no platform has had, whoever runs these tests: some refuse those that they know.
+_incarnation = time.time_ns() // 1000
+
+
 def name_of(number: int) -> str:
-    return str(MemberName(CLUSTER, GROUP, number, 1))
+    return str(MemberName(CLUSTER, GROUP, number, _incarnation))
 
 
 class AdapterContract:
@@ -60,6 +64,11 @@ class AdapterContract:
         return {}
 
     # --- fixtures ---
+
+    @pytest.fixture(autouse=True)
+    def new_names(self) -> None:
+        global _incarnation
+        _incarnation += 1
 
     @pytest.fixture
     def adapter(self) -> Iterator[Adapter]:
@@ -167,7 +176,9 @@ class AdapterContract:
     ) -> None:
         if not adapter.limits.can_list:
             pytest.skip("the platform cannot list")
-        starter = self.starter.Process(target=start_and_stay, args=(self.new_adapter, order_to(door)))
+        starter = self.starter.Process(
+            target=start_and_stay, args=(self.new_adapter, name_of(0), order_to(door))
+        )
         starter.start()
         with caller(door) as (connection, _):
             starter.kill()
@@ -260,8 +271,8 @@ def remove_all(adapter: Adapter) -> None:
         assert time.monotonic() < deadline, f"cannot be ended: {sorted(left)}"
 
 
-def start_and_stay(new_adapter: Callable[[str], Adapter], order: bytes) -> None:
+def start_and_stay(new_adapter: Callable[[str], Adapter], name: str, order: bytes) -> None:
     """Start a member, and keep running."""
     adapter = new_adapter(PROGRAM)
-    adapter.start(name_of(0), order, deadline_s=PATIENCE_S)
+    adapter.start(name, order, deadline_s=PATIENCE_S)
     time.sleep(PATIENCE_S)

@@ -9,6 +9,7 @@ import platform
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from functools import cache
 
 from torch_dpflow._version import __version__
 from torch_dpflow.remote.process.own_modules import find_spec, is_own_path
@@ -122,6 +123,7 @@ def _missing(name: str) -> list[str]:
         return []
 
 
+@cache  # a process that forks members has looked before
 def _version_of(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)

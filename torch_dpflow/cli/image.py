@@ -1,0 +1,150 @@
+"""`dpflow image`: what a container's image of workers is built from, as the running environment has it."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import click
+
+import torch_dpflow
+from torch_dpflow._version import __version__
+from torch_dpflow.errors import OptionError
+
+#: Of these a worker has no use: they install packages, or are for devices that it does not have.
+_LEFT_OUT = re.compile(r"pip|setuptools|wheel|triton|nvidia-.*|cuda-.*")
+_ITSELF = "torch-dpflow"
+#: Where versions such as 2.6.0+cpu are.
+_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+_FILES = ("Dockerfile", "requirements.txt", "torch_dpflow")
+_DOCKERFILE = """\
+# Written by `dpflow image` of torch_dpflow {version}.
+FROM python:{python}-slim
+WORKDIR /opt/dpflow
+COPY requirements.txt .
+# Without dependencies: all of them are named, with their versions.
+RUN pip install --no-cache-dir --no-deps -r requirements.txt
+{copy}ENV PYTHONPATH=/opt/dpflow PYTHONUNBUFFERED=1
+# What is missing is missed here, and not by the first worker.
+RUN python -c "{check}"
+CMD ["python", "-m", "torch_dpflow.member"]
+"""
+#: What the image has to be able to do: what a worker does before it is sent anything.
+CHECK = "from torch_dpflow import member; member.warm()"
+
+
+@dataclass
+class Found:
+    """The distributions of this environment."""
+
+    #: Lines of requirements.txt.
+    pinned: list[str] = field(default_factory=list)
+    #: Those that come from a directory, by name; nobody else can install them.
+    local: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+@click.command()
+@click.option("--out", default="docker", show_default=True, help="The directory to write to.")
+@click.option("--without", multiple=True, help="A package that workers do not need; may be repeated.")
+@click.option("--force", is_flag=True, help="Write over what an earlier call has written.")
+def image(out: str, without: tuple[str, ...], force: bool) -> None:
+    """Write a Dockerfile, with the packages of this environment at their versions, to build an image of workers from.
+
+    The user's own modules need not be in it: they are sent. Build and push it with docker.
+    """
+    found = find({_normal(name) for name in without})
+    itself = _ITSELF in found.local
+    _write(Path(out), found, copies_itself=itself, force=force)
+    click.echo(f"{out}: Dockerfile, and requirements.txt with {len(found.pinned)} packages")
+    if found.left_out:
+        click.echo(f"left out, as workers have no use for them: {', '.join(found.left_out)}")
+    others = [name for name in found.local if name != _ITSELF]
+    if others:
+        click.echo(
+            f"installed from a directory, so not in it: {', '.join(others)}; if samples need them, have the Dockerfile "
+            "copy and install them"
+        )
+    click.echo(
+        f"docker build -t REGISTRY/dpflow:{__version__} {out} && docker push REGISTRY/dpflow:{__version__}"
+    )
+
+
+def find(without: set[str]) -> Found:
+    """What is installed here, by normalized names. Raises OptionError for a package to leave out that is not there."""
+    found, names = Found(), set()
+    for distribution in metadata.distributions():
+        name = _normal(distribution.metadata["Name"] or "")
+        if not name or name in names:
+            continue  # hidden by the one that was found first
+        names.add(name)
+        if _LEFT_OUT.fullmatch(name) or name in without:
+            found.left_out.append(name)
+        elif (source := _source_of(distribution)) == "":
+            found.local.append(name)
+        else:
+            found.pinned.append(f"{name}{source}")
+    if any(name.startswith(("nvidia-", "cuda-")) for name in found.left_out):
+        # The index's own torch is the one for those.
+        found.pinned = [
+            re.sub(r"^(torch(?:vision|audio)?==[\d.]+)$", r"\1+cpu", line) for line in found.pinned
+        ]
+    if unknown := without - names:
+        raise OptionError(f"--without {min(unknown)!r}: it is not installed here")
+    for some in (found.pinned, found.local, found.left_out):
+        some.sort()
+    return found
+
+
+def _source_of(distribution: metadata.Distribution) -> str:
+    """What to write behind its name; empty if it is of a directory."""
+    text = distribution.read_text("direct_url.json")
+    if text is None:
+        return f"=={_without_device(distribution.version)}"
+    source = json.loads(text)
+    if "vcs_info" in source:
+        return f" @ {source['vcs_info']['vcs']}+{source['url']}@{source['vcs_info']['commit_id']}"
+    return "" if source["url"].startswith("file:") else f" @ {source['url']}"
+
+
+def _without_device(version: str) -> str:
+    """The same version for the CPU: as torch's 2.6.0+cpu of 2.6.0+cu124."""
+    return re.sub(r"\+(cu|rocm|xpu)[\w.]*$", "+cpu", version)
+
+
+def _write(out: Path, found: Found, *, copies_itself: bool, force: bool) -> None:
+    there = [name for name in _FILES if (out / name).exists()]
+    if there and not force:
+        raise OptionError(
+            f"{out} has {', '.join(there)} already; give another directory as --out, or --force"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(out / "torch_dpflow", ignore_errors=True)
+    if copies_itself:
+        package = Path(torch_dpflow.__file__).parent
+        shutil.copytree(package, out / "torch_dpflow", ignore=shutil.ignore_patterns("__pycache__"))
+    (out / "requirements.txt").write_text("".join(f"{line}\n" for line in _lines(found)))
+    (out / "Dockerfile").write_text(
+        _DOCKERFILE.format(
+            version=__version__,
+            python=platform.python_version(),
+            copy="COPY torch_dpflow torch_dpflow\n" if copies_itself else "",
+            check=CHECK,
+        )
+    )
+
+
+def _lines(found: Found) -> Iterator[str]:
+    if any("+cpu" in line for line in found.pinned):
+        yield f"--extra-index-url {_TORCH_INDEX}"
+    yield from found.pinned
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
