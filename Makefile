@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 STAMP := $(VENV)/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types layers unit test-slow test-versions bench clean help
+.PHONY: demo test lint types layers unit test-slow cloud-test test-versions bench clean help
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -37,10 +37,13 @@ layers: $(STAMP)
 
 # Four at a time on two cores: for half of the time a test waits for processes that it has started.
 unit: $(STAMP)
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m 'not slow'
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m 'not slow and not cloud'
 
 test-slow: $(STAMP)  ## the long tests: uniformity over 10,000 epochs, long soaks
 	$(BIN)/python -m pytest -m slow --timeout 3600
+
+cloud-test: $(STAMP)  ## against real clouds, with your credentials: tests/platforms/cloud/account.py
+	$(BIN)/python -m pytest -n 0 -m cloud --timeout 1200 tests/platforms/cloud
 
 test-versions:  ## the loader's contract tests with the oldest and the newest supported versions
 	$(PYTHON) tools/test_versions.py

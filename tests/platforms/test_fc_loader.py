@@ -53,8 +53,10 @@ def fc(server: FunctionServer, keys: None) -> Callable[..., FunctionCompute]:  #
 def loader(fc: Callable[..., FunctionCompute]) -> Iterator[Callable[..., DPFlowDataLoader[Any]]]:
     made: list[DPFlowDataLoader[Any]] = []
 
-    def make(size: int = 24, workers: int = 2, dataset: Any = None, **settings: Any) -> DPFlowDataLoader[Any]:
-        made.append(shuffled(dataset or Unhurried(size), workers, platform=fc(**settings)))
+    def make(
+        workers: int = 2, dataset: Any = None, options: LoaderOptions = SEEDED, **settings: Any
+    ) -> DPFlowDataLoader[Any]:
+        made.append(shuffled(dataset or Unhurried(24), workers, options, platform=fc(**settings)))
         return made[-1]
 
     yield make
@@ -63,7 +65,9 @@ def loader(fc: Callable[..., FunctionCompute]) -> Iterator[Callable[..., DPFlowD
             one._iterator._shutdown_workers()
 
 
-def shuffled(dataset: Any, workers: int = 2, **options: Any) -> DPFlowDataLoader[Any]:
+def shuffled(
+    dataset: Any, workers: int = 2, options: LoaderOptions = SEEDED, platform: FunctionCompute | None = None
+) -> DPFlowDataLoader[Any]:
     return DPFlowDataLoader(
         dataset,
         batch_size=2,
@@ -71,8 +75,8 @@ def shuffled(dataset: Any, workers: int = 2, **options: Any) -> DPFlowDataLoader
         num_workers=workers,
         persistent_workers=True,
         generator=torch.Generator().manual_seed(7),
-        options=SEEDED,
-        **options,
+        options=options,
+        platform=platform,
     )
 
 
@@ -254,10 +258,16 @@ def test_members_that_are_replaced_before_their_lifetime_ends_cost_no_sample(
     monkeypatch.setattr(remote_workers.RemoteWorkers, "_obey", recorded)
     (tmp_path / "log").touch()
     dataset = SlowCounted(64, str(tmp_path / "log"))
-    remote = loader(dataset=dataset, workers=workers, lifetime=lifetime)
+    # So that a batch is one worker's: one that an idle worker takes over may have begun meanwhile, and is loaded twice.
+    pinned = LoaderOptions(seeding="worker")
+    remote = loader(dataset=dataset, workers=workers, options=pinned, lifetime=lifetime)
     begun, read_epochs, stalls = time.monotonic(), 0, []
     while time.monotonic() - begun < for_s:
-        assert sorted(int(index) for batch in remote for index in batch) == [*range(64)]
+        seen = []
+        for batch in remote:
+            seen += map(int, batch)
+            time.sleep(0.02)  # as a step of training does, which takes longer than loading
+        assert sorted(seen) == [*range(64)]
         read_epochs += 1
         stalls.append(remote.stats().stall_share)
     loaded = dataset.loaded()

@@ -1,0 +1,95 @@
+"""Function Compute itself: the suite of adapters, and batches of a loader. Not run yet by anybody."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.loader_cases import Augmented, assert_same, epochs
+from tests.platforms.cloud.account import cloud, needed
+from torch_dpflow import DPFlowDataLoader, LoaderOptions
+from torch_dpflow.errors import PlatformError, RejectedError
+from torch_dpflow.loader.platform_check import check_platform
+from torch_dpflow.platforms import FunctionCompute
+from torch_dpflow.platforms.fc import FunctionComputeAdapter
+from torch_dpflow.platforms.fc_deploy import deploy, remove
+from torch_dpflow.platforms.members import Adapter
+from torch_dpflow.platforms.registry import resolve
+from torch_dpflow.testing.adapters import PROGRAM, AdapterContract
+
+pytestmark = cloud("fc")
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> None:
+    """Not of this process: the vendor's client keeps its connections."""
+
+
+@pytest.fixture(scope="module")
+def settings() -> FunctionCompute:
+    spec = resolve("fc")
+    assert isinstance(spec, FunctionCompute)
+    return spec
+
+
+def deployed(spec: FunctionCompute, **arguments: Any) -> Iterator[FunctionCompute]:
+    """A function of the tests' own, while they run."""
+    spec = replace(spec, function=f"{spec.function}-test", **arguments.pop("settings", {}))
+    print(*deploy(spec, needed("DPFLOW_TEST_IMAGE_FC"), **arguments), sep="\n")
+    yield spec
+    print(*remove(spec), sep="\n")
+
+
+class Make:
+    """Makes adapters, in other processes too."""
+
+    def __init__(self, spec: FunctionCompute) -> None:
+        self.spec = spec
+
+    def __call__(self, module: str = PROGRAM) -> FunctionComputeAdapter:
+        return FunctionComputeAdapter(self.spec)
+
+
+class TestFunctionComputeItself(AdapterContract):
+    starter = multiprocessing.get_context("spawn")
+
+    @pytest.fixture(scope="class")
+    def function(self, settings: FunctionCompute) -> Iterator[FunctionCompute]:
+        yield from deployed(settings, module=PROGRAM)
+
+    @pytest.fixture(autouse=True)
+    def there(self, function: FunctionCompute) -> None:
+        self.near = needed("DPFLOW_TEST_NEAR")
+        self.new_adapter = Make(function)  # type: ignore[method-assign]
+
+    def refusing(self) -> Mapping[type[PlatformError], Callable[[], Adapter]]:
+        return {RejectedError: lambda: Make(replace(self.new_adapter.spec, function="no-such-function"))()}  # type: ignore[attr-defined]
+
+
+def test_batches_equal_those_of_local_workers(settings: FunctionCompute) -> None:
+    for spec in deployed(settings):
+        for finding in check_platform(spec, listen=f"tcp://{needed('DPFLOW_TEST_NEAR')}:0"):
+            print(finding.text)
+            assert finding.good, finding.text
+        sides = [
+            epochs(
+                DPFlowDataLoader(
+                    Augmented(64),
+                    batch_size=4,
+                    shuffle=True,
+                    num_workers=2,
+                    generator=torch.Generator().manual_seed(7),
+                    platform=platform,
+                    options=LoaderOptions(
+                        seeding="batch", listen=f"tcp://{needed('DPFLOW_TEST_NEAR')}:0" if platform else None
+                    ),
+                )
+            )
+            for platform in (spec, None)
+        ]
+        assert_same(*sides)
