@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch
 from tests.loader_cases import Counted, Indices, Unhurried, assert_same, epochs
 from tests.platforms.fc_server.account import KEYS, keys, no_leaks  # noqa: F401 - fixtures
 from tests.platforms.fc_server.instances import Instance, freeze, thaw
-from tests.platforms.fc_server.server import Fault, FunctionServer, Task
+from tests.platforms.fc_server.invocations import Task
+from tests.platforms.fc_server.server import Fault, FunctionServer
 from tests.shared_cluster import wait
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.loader import private_shard
@@ -27,6 +29,7 @@ from torch_dpflow.platforms.fc_deploy import deploy
 from torch_dpflow.remote.control import start_limits
 from torch_dpflow.remote.control.fleet_members import DrainMember, MemberState
 from torch_dpflow.remote.shard import remote_workers
+from torch_dpflow.testing.hosts import Hosts
 
 pytest.importorskip("alibabacloud_fc20230330", reason="pip install 'torch_dpflow[fc]'")
 
@@ -232,6 +235,25 @@ def test_a_member_has_the_keys_of_its_own_invocation(
     tokens = {token for batch in remote for token in batch}
     assert tokens <= {f"token-for-{task.id}" for task in server.live()}
     assert tokens
+
+
+@pytest.mark.slow
+@pytest.mark.hosts
+def test_functions_on_another_host_are_started_by_their_images_own_command(
+    keys: None,  # noqa: F811 - the fixture
+    local: list[Any],
+) -> None:
+    path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with (
+        Hosts(1) as hosts,
+        FunctionServer(KEYS, fork=False, prefix=hosts[0].prefix, near=hosts[0].address, env=path) as there,
+    ):
+        spec = FunctionCompute(max_workers=2, endpoint=there.endpoint)
+        assert [*deploy(spec, "r/i:1")]
+        remote = shuffled(Unhurried(24), 2, replace(SEEDED, listen=f"tcp://{hosts.address}:0"), spec)
+        assert_same(read(remote, lambda: kill_one(there)), local)
+        remote._iterator._shutdown_workers()  # type: ignore[union-attr]
+        wait(lambda: not there.live(), what="the end of all members")
 
 
 @pytest.mark.slow

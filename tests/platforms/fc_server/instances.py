@@ -28,6 +28,8 @@ class Instance:
         self.id = f"c-{secrets.token_hex(4)}"
         self.pid, self.port, self.host = pid, port, host
         self._process = process
+        #: Whether another process waits for it: what starts it elsewhere.
+        self.is_elsewhere = False
         #: Whether it has run nothing.
         self.is_fresh = False
 
@@ -66,7 +68,8 @@ class Instance:
     def members(self) -> list[int]:
         """The pids of members in it."""
         with suppress(psutil.NoSuchProcess):
-            return [child.pid for child in psutil.Process(self.pid).children()]
+            first = psutil.Process(self.pid)
+            return [child.pid for child in (first.children()[0] if self.is_elsewhere else first).children()]
         return []
 
     def signal(self, number: int) -> None:

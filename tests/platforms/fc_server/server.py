@@ -7,26 +7,24 @@ show: how long a cold start takes, images and their pulls, VPCs, roles, billing.
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
-from tests.platforms.fc_server.instances import Instance, Templates, free_port, freeze, spawn, thaw
+from tests.platforms.fc_server.instances import Instance, thaw
+from tests.platforms.fc_server.invocations import LIVE, Invocations, Place, Task
 from tests.platforms.fc_server.signature import is_signed, key_id_of
 
 VERSION = "/2023-03-30"
 _TASK_ID = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,127}", re.ASCII)
-LIVE = ("Enqueued", "Running", "Stopping")
+
 MOST_PAYLOAD = 128 * 1024
 
 
@@ -50,35 +48,13 @@ class Fault:
     lose: bool = False
 
 
-@dataclass
-class Task:
-    id: str
-    function: str
-    payload: bytes
-    status: str = "Enqueued"
-    instance: Instance | None = None
-    answer: str = ""
-    error: str = ""
-    #: When it was asked for, began to be billed and ended, by `time.monotonic`.
-    asked: float = field(default_factory=time.monotonic)
-    begun: float = 0.0
-    ended: float = 0.0
-    stop: threading.Event = field(default_factory=threading.Event)
-
-    def to_map(self) -> dict[str, Any]:
-        has = {"taskId": self.id, "status": self.status, "alreadyRetriedTimes": 0}
-        has |= {"instanceId": self.instance.id} if self.instance else {}
-        has |= {"returnPayload": self.answer} if self.answer else {}
-        return has | ({"taskErrorMessage": self.error} if self.error else {})
-
-
 class Refusal(Exception):
     def __init__(self, status: int, code: str, message: str = "refused") -> None:
         super().__init__(message)
         self.status, self.code, self.message = status, code, message
 
 
-class FunctionServer:
+class FunctionServer(Invocations):
     """The control plane of one account in one region.
 
     Args:
@@ -103,21 +79,14 @@ class FunctionServer:
         near: str = "127.0.0.1",
         env: Mapping[str, str] | None = None,
     ) -> None:
-        self.keys = dict(keys)
-        self.cold_start_s, self.quota, self.queues = cold_start_s, quota, queues
-        self.late_s = 0.0
-        self._fork, self._prefix, self._near, self._env = fork, prefix, near, dict(env or {})
-        self._templates = Templates(self._env)
-        self.functions: dict[str, dict[str, Any]] = {}
+        super().__init__(cold_start_s, quota, Place(fork, prefix, near, dict(env or {})))
+        self.keys, self.queues = dict(keys), queues
         self.configs: dict[str, dict[str, Any]] = {}
         self.tasks: dict[str, Task] = {}
         #: By the action, what becomes of the next requests.
         self.faults: dict[str, deque[Fault]] = {}
         #: All that was asked, as (action, status).
         self.log: list[tuple[str, int]] = []
-        self._idle: dict[str, list[Instance]] = {}
-        self._busy = 0
-        self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._nonces: set[str] = set()
         self._http = _Server(("127.0.0.1", 0), _Handler)
@@ -154,14 +123,6 @@ class FunctionServer:
                 *idle,
                 *(task.instance for task in self.tasks.values() if task.instance and not task.ended),
             ]
-
-    def prepare(self, function: str, count: int) -> None:
-        """Boot so many instances beforehand; the first invocation of each still takes a cold start."""
-        for _ in range(count):
-            instance = self._boot(self.functions[function])
-            instance.is_fresh = True
-            with self._changed:
-                self._idle.setdefault(function, []).append(instance)
 
     def live(self) -> list[Task]:
         with self._changed:
@@ -284,122 +245,6 @@ class FunctionServer:
         if instance is not None:
             self._start(self._end, instance)
         return 204, b""
-
-    def _end(self, instance: Instance) -> None:
-        """End an instance by force: with its hook, if it listens."""
-        with suppress(OSError, http.client.HTTPException):
-            instance.call("GET", "/pre-stop", {}, b"", 1.0)
-        instance.kill()
-
-    # --- the life of a task, in a thread of its own ---
-
-    def _run(self, task: Task, age_s: float) -> None:
-        try:
-            self._serve_task(task, time.monotonic() + age_s)
-        except Exception as error:
-            self._finish(task, "Failed", error=f"{type(error).__name__}: {error}")
-            traceback.print_exc()
-
-    def _serve_task(self, task: Task, expires: float) -> None:
-        task.stop.wait(self.late_s)
-        with self._changed:
-            while self._busy >= self.quota and not task.stop.is_set():
-                if not self._changed.wait(max(0.0, min(0.2, expires - time.monotonic()))) and (
-                    time.monotonic() >= expires
-                ):
-                    self._finish(task, "Expired")
-                    return
-            if task.stop.is_set():
-                self._finish(task, "Stopped")
-                return
-            self._busy += 1
-            idle = self._idle.get(task.function)
-            task.instance = idle.pop() if idle else None
-            task.begun = time.monotonic()
-        try:
-            self._call(task)
-        finally:
-            with self._changed:
-                self._busy -= 1
-                self._changed.notify_all()
-
-    def _call(self, task: Task) -> None:
-        function = self.functions[task.function]
-        instance = task.instance
-        if (instance is None or instance.is_fresh) and task.stop.wait(self.cold_start_s):
-            self._finish(task, "Stopped")
-            return
-        if instance is None:
-            instance = self._boot(function)
-        instance.is_fresh = False
-        thaw(instance)
-        with self._changed:
-            task.instance = instance
-        with self._changed:
-            if task.stop.is_set():
-                task.status = "Stopping"
-            else:
-                task.status = "Running"
-        if task.stop.is_set():
-            instance.kill()
-            self._finish(task, "Stopped")
-            return
-        self._invoke_instance(task, instance, function)
-
-    def _invoke_instance(self, task: Task, instance: Instance, function: Mapping[str, Any]) -> None:
-        headers = {"x-fc-request-id": task.id, "x-fc-control-path": "/invoke"}
-        if function.get("role"):
-            headers |= {
-                "x-fc-access-key-id": "STS.of-the-role",
-                "x-fc-access-key-secret": "secret-of-the-role",
-                "x-fc-security-token": f"token-for-{task.id}",
-            }
-        try:
-            status, body = instance.call("POST", "/invoke", headers, task.payload, function["timeout"])
-        except TimeoutError:
-            instance.kill()
-            self._finish(task, "Failed", error=f"Function time out after {function['timeout']} s")
-        except (OSError, http.client.HTTPException) as error:
-            instance.kill()
-            how = "Stopped" if task.stop.is_set() else "Failed"
-            self._finish(task, how, error=f"UnhandledInvocationError: the instance has exited ({error!r})")
-        else:
-            with self._changed:  # a stop comes before this or finds it ended
-                if not task.stop.is_set():
-                    freeze(instance)
-                    self._idle.setdefault(task.function, []).append(instance)
-                    self._finish(task, "Succeeded" if status == 200 else "Failed", answer=body.decode())
-                    return
-            instance.kill()
-            self._finish(task, "Stopped")
-
-    def _boot(self, function: Mapping[str, Any]) -> Instance:
-        config = function["customContainerConfig"]
-        command = [*(config.get("entrypoint") or []), *(config.get("command") or [])]
-        port = free_port()
-        env = {**self._env, **(function.get("environmentVariables") or {}), "FC_SERVER_PORT": str(port)}
-        if self._fork:
-            pid, process = (
-                self._templates.fork(command[3] if len(command) > 3 else "torch_dpflow.member", port, env),
-                None,
-            )
-        else:
-            process = spawn(command, self._prefix, env)
-            pid = process.pid
-        instance = Instance(pid, port, self._near, process)
-        instance.await_ready()
-        return instance
-
-    def _finish(self, task: Task, status: str, *, answer: str = "", error: str = "") -> None:
-        with self._changed:
-            task.status, task.answer, task.error = status, answer, error
-            task.ended = time.monotonic()
-            self._changed.notify_all()
-
-    def _drop_idle(self, function: str) -> None:
-        for instance in self._idle.pop(function, []):
-            thaw(instance)
-            instance.kill()
 
 
 def _json(value: Any) -> bytes:
