@@ -25,7 +25,7 @@ import msgspec
 
 from torch_dpflow.member.forking import Fork
 from torch_dpflow.platforms.base import End
-from torch_dpflow.platforms.fc import Answer
+from torch_dpflow.platforms.fc import MemberAnswer
 from torch_dpflow.platforms.processes import MODULE
 
 #: The variable that names the port, and the one that the platform uses by default.
@@ -42,7 +42,7 @@ KEYS = {
 }
 
 
-class Connection(BaseHTTPRequestHandler):
+class RuntimeConnection(BaseHTTPRequestHandler):
     """One connection of the platform; the server calls `handle_one_request` when something has come."""
 
     protocol_version = "HTTP/1.1"
@@ -112,9 +112,9 @@ class Instance:
         self._run = module.run
         self._listener = socket.create_server(("0.0.0.0", port), backlog=16)
         self.port = int(self._listener.getsockname()[1])
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, RuntimeConnection] = {}
         self._fork: Fork | None = None
-        self._caller: Connection | None = None
+        self._caller: RuntimeConnection | None = None
         self._stopping = False
 
     def serve(self) -> None:
@@ -124,7 +124,7 @@ class Instance:
             while not self._stopping or self._fork is not None:
                 self._turn()
 
-    def invoke(self, caller: Connection, headers: Mapping[str, str], order: bytes) -> None:
+    def invoke(self, caller: RuntimeConnection, headers: Mapping[str, str], order: bytes) -> None:
         """Run an order, and answer when its member has ended."""
         if self._fork is not None or self._stopping:
             caller.answer(503, b"")
@@ -156,7 +156,7 @@ class Instance:
             self._answer(end)
         if self._listener.fileno() in ready:
             accepted, _ = self._listener.accept()
-            connection = Connection(accepted, self)
+            connection = RuntimeConnection(accepted, self)
             self._connections[connection.fileno()] = connection
         for descriptor in ready & self._connections.keys():
             self._read(descriptor)
@@ -178,7 +178,7 @@ class Instance:
     def _answer(self, end: End) -> None:
         caller, self._fork, self._caller = self._caller, None, None
         if caller is not None:
-            body = msgspec.json.encode(Answer(end.code, end.signal, end.report))
+            body = msgspec.json.encode(MemberAnswer(end.code, end.signal, end.report))
             caller.answer(200 if end.code == 0 else 500, body)
 
 

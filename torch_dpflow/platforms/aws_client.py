@@ -92,7 +92,7 @@ class AwsClient:
         self._boto3 = boto3
         self._service = service
         self._region = region
-        self._config = Config(
+        self._client_config = Config(
             connect_timeout=CONNECT_S,
             read_timeout=read_timeout_s,
             retries={"total_max_attempts": 1, "mode": "standard"},
@@ -134,7 +134,7 @@ class AwsClient:
         with self._lock:  # sessions are not thread-safe
             if self._client is None:
                 session = self._boto3.Session(region_name=self._region or None)
-                self._client = session.client(self._service, config=self._config)
+                self._client = session.client(self._service, config=self._client_config)
             return self._client
 
 

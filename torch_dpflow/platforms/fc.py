@@ -237,7 +237,7 @@ class FunctionComputeAdapter:
 _DEPLOY = "`dpflow deploy fc` sets that right"
 
 
-class Answer(msgspec.Struct):
+class MemberAnswer(msgspec.Struct):
     """What an invocation is answered with: how its member has ended."""
 
     code: int | None
@@ -252,7 +252,7 @@ def _fate_of(task: Any) -> Fate:
     if task.status in ("Succeeded", "Failed"):
         for text in (task.return_payload, task.task_error_message):
             with suppress(msgspec.DecodeError):
-                told = msgspec.json.decode(text or "", type=Answer)
+                told = msgspec.json.decode(text or "", type=MemberAnswer)
                 words = told.words[-MAX_REPORT_CHARS:]
                 return Fate(end=End(code=told.code, signal=told.signal, report=words, place=place))
     code = 0 if task.status == "Succeeded" else None
