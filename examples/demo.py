@@ -43,8 +43,14 @@ def training_threads() -> int:
     return max(1, len(os.sched_getaffinity(0)) - WORKERS)
 
 
-def train(loader: str, data: Path, epochs: int, summary: Path) -> Mapping[str, Any]:
-    """Train with one loader in a process of its own; return what it wrote to `summary`."""
+def sides(vision: bool) -> list[str]:
+    """What is trained with, in the table's order."""
+    return [*LOADERS, *(f"{loader} + vision" for loader in LOADERS if vision)]
+
+
+def train(side: str, data: Path, epochs: int, summary: Path) -> Mapping[str, Any]:
+    """Train with one side in a process of its own; return what it wrote to `summary`."""
+    loader, _, vision = side.partition(" + ")
     options = {
         "data": data,
         "loader": loader,
@@ -59,6 +65,8 @@ def train(loader: str, data: Path, epochs: int, summary: Path) -> Mapping[str, A
         "summary-json": summary,
     }
     arguments = [f"--{name}={value}" for name, value in options.items()]
+    if vision:
+        arguments.append("--vision")
     process = subprocess.Popen([sys.executable, "-m", "examples.train_classifier", *arguments])
     try:
         code = process.wait()
@@ -66,7 +74,7 @@ def train(loader: str, data: Path, epochs: int, summary: Path) -> Mapping[str, A
         stop(process)
         raise
     if code != 0:
-        raise SystemExit(f"training with the {loader} loader failed with exit code {code}: see above")
+        raise SystemExit(f"training with {side} failed with exit code {code}: see above")
     figures: Mapping[str, Any] = json.loads(summary.read_text(encoding="utf-8"))
     return figures
 
@@ -98,16 +106,18 @@ def results(figures: Mapping[str, Mapping[str, Any]]) -> Table:
     return table
 
 
-def run(console: Console, data: Path, images: natural_images.Specification, epochs: int) -> None:
+def run(
+    console: Console, data: Path, images: natural_images.Specification, epochs: int, *, vision: bool = False
+) -> None:
     begun = time.monotonic()
     console.rule("images")
     if not natural_images.generate(data, images):
         console.print(f"{data} is there already")
     figures = {}
     with tempfile.TemporaryDirectory(prefix="torch_dpflow-demo-") as folder:
-        for loader in LOADERS:
-            console.rule(f"training with the {loader} loader")
-            figures[loader] = train(loader, data, epochs, Path(folder, f"{loader}.json"))
+        for side in sides(vision):
+            console.rule(f"training with {side}")
+            figures[side] = train(side, data, epochs, Path(folder, f"{side}.json"))
     console.rule("results")
     console.print(results(figures))
     console.print(
@@ -126,11 +136,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--train", type=positive, default=400, help="images to train on")
     parser.add_argument("--val", type=positive, default=80, help="images to validate with")
     parser.add_argument("--epochs", type=positive, default=4)
+    parser.add_argument(
+        "--vision", action="store_true", help="train with torch_dpflow.vision too, under both loaders"
+    )
     options = parser.parse_args(arguments)
     console = Console()
     try:
         images = natural_images.Specification(classes=CLASSES, train=options.train, val=options.val)
-        run(console, options.data, images, options.epochs)
+        run(console, options.data, images, options.epochs, vision=options.vision)
     except KeyboardInterrupt:
         shutil.rmtree(natural_images.partial_directory(options.data), ignore_errors=True)
         console.print("interrupted: nothing is left behind but finished images")

@@ -32,7 +32,10 @@ LOADERS: dict[str, Any] = {"torch": DataLoader, "dpflow": DPFlowDataLoader}
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def build_dataset(data: Path, split: str, size: int) -> datasets.ImageFolder:
+def build_dataset(data: Path, split: str, size: int, *, vision: bool = False) -> datasets.ImageFolder:
+    """The images of one split; with `vision` torch_dpflow decodes, crops and resizes them in one step."""
+    if vision:
+        return fast_dataset(data, split, size)
     if split == "train":
         geometry = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
     else:
@@ -40,6 +43,18 @@ def build_dataset(data: Path, split: str, size: int) -> datasets.ImageFolder:
     to_tensor = [transforms.PILToTensor(), transforms.ConvertImageDtype(torch.float32)]
     steps = [*geometry, *to_tensor, transforms.Normalize(MEAN, STD)]
     return datasets.ImageFolder(data / split, transforms.Compose(steps))
+
+
+def fast_dataset(data: Path, split: str, size: int) -> datasets.ImageFolder:
+    from torchvision.transforms import v2
+
+    from torch_dpflow.vision import DecodeCenterCrop, DecodeRandomResizedCrop
+
+    train = split == "train"
+    loader: Any = DecodeRandomResizedCrop(size) if train else DecodeCenterCrop(size, resize=size * 256 // 224)
+    steps = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    flip = [v2.RandomHorizontalFlip()] if train else []
+    return datasets.ImageFolder(data / split, v2.Compose([*flip, *steps]), loader=loader)
 
 
 def limited(dataset: Any, samples: int | None) -> Dataset[Any]:
@@ -67,7 +82,10 @@ def prepare(options: argparse.Namespace) -> Training:
                 f"{options.data / split} is missing: --data names a folder with train/ and val/, such as "
                 "demo_data/images, which `make demo` generates"
             )
-    train, val = (build_dataset(options.data, split, options.image_size) for split in ("train", "val"))
+    train, val = (
+        build_dataset(options.data, split, options.image_size, vision=options.vision)
+        for split in ("train", "val")
+    )
     if train.classes != val.classes:
         raise ValueError(
             f"train/ has the classes {train.classes}, val/ has {val.classes}: they must be equal"
@@ -109,6 +127,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--lr-step-size", type=positive, default=30, help="epochs")
     add("--lr-gamma", type=rate, default=0.1)
     add("--image-size", type=positive, default=224, help="pixels")
+    add("--vision", action="store_true", help="decode and crop with torch_dpflow.vision (extra vision)")
     add("--seed", type=seed, default=0)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--threads", type=positive, help="of torch in the training process; None leaves it to torch")

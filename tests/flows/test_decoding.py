@@ -9,7 +9,7 @@ import sys
 import pytest
 from PIL import Image, UnidentifiedImageError
 
-from torch_dpflow.errors import MissingExtraError
+from torch_dpflow.errors import MissingExtraError, OptionError
 from torch_dpflow.flows import ImagePilDecode
 
 
@@ -44,3 +44,24 @@ def test_without_pillow_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'torch_dpflow\[vision\]'"):
         ImagePilDecode()
+
+
+def test_the_fast_decoder_gives_the_same_image_and_is_part_of_the_pickle() -> None:
+    fast, plain = ImagePilDecode(decoder="simplejpeg"), ImagePilDecode()
+    for kind in ("JPEG", "PNG"):
+        data = _encoded(kind)
+        image, expected = pickle.loads(pickle.dumps(fast))(data), plain(data)
+        assert (image.mode, image.size, image.tobytes()) == ("RGB", (40, 30), expected.tobytes())
+    with pytest.raises(OSError):
+        fast(_encoded("JPEG")[:300])
+    assert pickle.dumps(fast) != pickle.dumps(plain)
+    assert b"decoder" not in pickle.dumps(plain)  # a flow that asks for nothing is what it was
+    for wrong in ({"decoder": "turbo"}, {"mode": "L", "decoder": "simplejpeg"}):
+        with pytest.raises(OptionError, match="'simplejpeg' with mode 'RGB'"):
+            ImagePilDecode(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_fast_decoder_that_is_missing_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_dpflow.vision.DECODER", "pillow")
+    with pytest.raises(MissingExtraError, match=r"pip install 'torch_dpflow\[vision\]'"):
+        ImagePilDecode(decoder="simplejpeg")

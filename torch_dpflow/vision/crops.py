@@ -154,10 +154,11 @@ def _resized_crop(image: EncodedImage, box: Box, size: tuple[int, int], mode: In
         # The crop's edges lie between the smaller image's pixels, where only Pillow can begin.
         edges = (left / reduce, top / reduce, (left + width) / reduce, (top + height) / reduce)
         return torch.from_numpy(resized_part(pixels, edges, size, mode)).permute(2, 0, 1).contiguous()
-    part = torch.from_numpy(pixels)[top : top + height, left : left + width].permute(2, 0, 1)
-    if part.shape[1:] != size:
-        part = interpolate(part[None], size, mode=mode, align_corners=False, antialias=True)[0]
-    return part.contiguous()
+    # Cut out behind the axis of the batch: torch then sees pixels side by side, and sorts them into no planes.
+    part = torch.from_numpy(pixels)[None, top : top + height, left : left + width].permute(0, 3, 1, 2)
+    if (height, width) != size:
+        part = interpolate(part, size, mode=mode, align_corners=False, antialias=True)
+    return part[0].contiguous()
 
 
 def _reduction(down: float, across: float) -> int:

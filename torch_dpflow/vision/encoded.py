@@ -82,6 +82,11 @@ def load_rgb(source: Source) -> torch.Tensor:
     return torch.from_numpy(open_image(source).pixels()).permute(2, 0, 1)
 
 
+def load_image(source: Source) -> Any:
+    """The same as an image of Pillow's."""
+    return Image.fromarray(open_image(source).pixels())
+
+
 def resized_part(
     pixels: Pixels, edges: tuple[float, float, float, float], size: tuple[int, int], mode: str
 ) -> Pixels:
