@@ -1,0 +1,270 @@
+"""The law that sets a flow's number of workers: what it promises whatever it sees, and what it says limits a flow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_dpflow.remote.control.autoscale import (
+    EMPTY_S,
+    SATURATED_S,
+    Autoscaler,
+    Bounds,
+    FlowCounts,
+    JobCounts,
+    Target,
+)
+
+MOST = 64
+
+
+@dataclass
+class Flow:
+    """A flow whose workers come after some seconds, and the law that sets their number; a second at a time."""
+
+    law: Autoscaler
+    rate: float = 10.0
+    demand: float = 0.0
+    per_sample: float = 1.0
+    storage: float = math.inf
+    cold_s: int = 3
+    jobs: int = 1
+    refused: str = ""
+    #: Whether what the job waits for are loads.
+    by_loading: bool = True
+    #: More workers than these are not had.
+    ceiling: int = MOST
+    now: float = 0.0
+    working: int = 0
+    coming: list[float] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    latest: Target = field(default_factory=lambda: Target(0, ""))
+    taken: float = 0.0
+    loads: float = 0.0
+    due: float = 0.0
+    busy_s: float = 0.0
+    worker_s: float = 0.0
+    stall_s: float = 0.0
+    late_s: float = 0.0
+    reading_s: float = 0.0
+
+    def second(self) -> None:
+        self.now += 1.0
+        self._flow()
+        readings = {"job": JobCounts(int(self.taken), self.stall_s, self.reading_s)} if self.jobs else {}
+        counts = FlowCounts(
+            jobs=self.jobs,
+            readings=readings,
+            asked=int(self.taken),
+            due=int(self.due),
+            loads=int(self.loads),
+            busy_s=self.busy_s,
+            worker_s=self.worker_s,
+            late_s=self.late_s,
+            working=self.working,
+            coming=len(self.coming),
+            refused=self.refused,
+        )
+        self.latest = self.law.step(counts, self.now)
+        self.targets.append(self.latest.workers)
+        wanted = min(self.latest.workers, self.ceiling)
+        there = self.working + len(self.coming)
+        self.coming += [self.now + self.cold_s] * (wanted - there)
+        if wanted < there:
+            self.coming = self.coming[: max(0, wanted - self.working)]
+            self.working = min(self.working, wanted)
+        self.working += sum(at <= self.now for at in self.coming)
+        self.coming = [at for at in self.coming if at > self.now]
+
+    def _flow(self) -> None:
+        most = min(self.working * self.rate, self.storage)
+        wanted = self.demand if self.jobs else 0.0
+        needed = wanted * self.per_sample
+        share = 1.0 if not needed else min(1.0, most / needed)
+        self.taken += wanted * share
+        self.loads += needed * share
+        self.due += needed * share
+        self.worker_s += self.working
+        self.busy_s += self.working * (min(1.0, needed / most) if most else 0.0)
+        if wanted:
+            self.reading_s += 1.0
+            self.stall_s += 1.0 - share if self.by_loading else 0.5
+            self.late_s += 1.0 - share
+
+    def run(self, seconds: float) -> None:
+        for _ in range(round(seconds)):
+            self.second()
+
+
+def flow(
+    demand: float = 0.0, *, least: int = 0, most: int = MOST, first: int = 2, hold_s: float = 60.0
+) -> Flow:
+    return Flow(Autoscaler(Bounds(least=least, most=most, hold_s=hold_s), first), demand=demand)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.floats(0, 5000),
+            st.sampled_from([0.0, 0.1, 1.0]),
+            st.sampled_from([math.inf, 50.0]),
+            st.sampled_from(["", "quota"]),
+            st.integers(1, 40),
+        ),
+        max_size=12,
+    ),
+    st.integers(0, 5),
+    st.integers(5, 70),
+)
+def test_bounds_are_kept_whatever_it_sees(
+    phases: list[tuple[int, float, float, float, str, int]], least: int, most: int
+) -> None:
+    one = flow(least=least, most=most)
+    for jobs, demand, per_sample, storage, refused, seconds in phases:
+        one.jobs, one.demand, one.per_sample = jobs, demand, per_sample
+        one.storage, one.refused = storage, refused
+        one.run(seconds)
+    assert all(least <= target <= most for target in one.targets)
+
+
+@given(st.floats(0, 3000), st.integers(0, 60))
+def test_without_jobs_there_are_none(demand: float, first: int) -> None:
+    one = flow(demand, first=first)
+    one.run(30)
+    one.jobs = 0
+    one.run(EMPTY_S + 1)
+    assert one.latest == Target(0, "")
+    one.run(60)
+    assert set(one.targets[-60:]) == {0}
+
+
+@given(
+    st.floats(1, 500),
+    st.floats(0.02, 1.0),
+    st.integers(1, 60),
+    st.integers(0, 20),
+    st.sampled_from([0.5, 10.0]),
+)
+def test_what_does_not_change_is_answered_by_one_number(
+    demand: float, per_sample: float, first: int, cold_s: int, rate: float
+) -> None:
+    one = flow(demand, first=first)
+    one.per_sample, one.cold_s, one.rate = per_sample, cold_s, rate
+    one.run(400)
+    assert len(set(one.targets[-200:])) == 1
+    enough = demand * per_sample / rate
+    assert enough * 0.99 <= one.targets[-1] or one.targets[-1] == MOST
+    assert one.targets[-1] <= max(2, 1.3 * enough + 2)
+
+
+@given(st.floats(5, 500), st.integers(8, 55))
+def test_a_pause_is_held(demand: float, pause_s: int) -> None:
+    one = flow(demand)
+    one.run(120)
+    before = one.latest.workers
+    one.demand = 0.0
+    one.run(pause_s)
+    one.demand = demand
+    one.run(30)
+    assert set(one.targets[-(pause_s + 30) :]) == {before}
+
+
+@given(st.floats(20, 500))
+def test_after_a_long_pause_it_has_the_former_number_at_once(demand: float) -> None:
+    one = flow(demand)
+    one.run(120)
+    before = one.latest.workers
+    one.demand = 0.0
+    one.run(62)
+    assert one.latest.workers == 0
+    one.demand = demand
+    one.run(2)
+    assert before <= one.latest.workers <= 1.1 * before + 1
+
+
+def test_a_job_that_comes_finds_the_former_number_on_its_way() -> None:
+    one = flow(200.0)
+    one.run(60)
+    before = one.latest.workers
+    one.jobs = 0
+    one.run(60)
+    assert one.latest.workers == 0
+    one.law.begin(one.now)
+    assert one.law.target == before
+
+
+@given(st.integers(1, 20), st.floats(300, 2000))
+def test_a_ceiling_of_the_platform_is_respected(ceiling: int, demand: float) -> None:
+    one = flow(demand)
+    one.ceiling = ceiling
+    one.run(3)
+    one.refused = "quota"
+    before = one.latest.workers
+    one.run(60)
+    assert max(one.targets[-60:]) <= before
+    assert one.latest.limited_by == "quota"
+    one.refused, one.ceiling = "", MOST
+    one.run(60)
+    assert one.latest.workers >= min(MOST, demand / one.rate)
+
+
+@pytest.mark.parametrize("storage", [100.0, 250.0])
+def test_full_storage_is_not_chased_and_the_cap_lifts_again(storage: float) -> None:
+    one = flow(600.0)
+    one.storage = storage
+    one.run(120)
+    assert one.latest.limited_by == "storage"
+    assert one.latest.workers <= 1.5 * storage / one.rate
+    one.storage = math.inf
+    one.run(SATURATED_S + 120)
+    assert one.latest.workers >= 60
+    assert one.stall_s > 0
+    stalled = one.stall_s
+    one.run(60)
+    assert one.stall_s == pytest.approx(stalled)
+
+
+def _of(demand: float, seconds: float, change: Callable[[Flow], None]) -> Flow:
+    one = flow(demand)
+    change(one)
+    one.run(seconds)
+    return one
+
+
+def test_what_limits_a_flow_is_named() -> None:
+    assert _of(100.0, 60, lambda one: None).latest.limited_by == "job"
+    assert _of(300.0, 3, lambda one: None).latest.limited_by == "cold start"
+    assert _of(5000.0, 60, lambda one: None).latest.limited_by == "budget"
+
+    def by_network(one: Flow) -> None:
+        one.by_loading = False
+
+    slow = _of(15.0, 60, by_network)
+    assert slow.latest == Target(slow.targets[0], "network")
+
+
+def test_a_service_that_counts_anew_is_no_reason_for_anything() -> None:
+    one = flow(300.0)
+    one.run(60)
+    before = one.latest.workers
+    one.taken = one.due = one.loads = one.busy_s = one.worker_s = one.stall_s = one.late_s = one.reading_s = (
+        0.0
+    )
+    one.run(30)
+    assert set(one.targets[-30:]) == {before}
+
+
+def test_a_flow_served_from_its_cache_has_no_workers() -> None:
+    one = flow(300.0)
+    one.run(60)
+    one.per_sample = 0.0
+    one.run(60)
+    assert one.latest.workers == 1
+    one.run(30)
+    assert one.latest.workers == 0

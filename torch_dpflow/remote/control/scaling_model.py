@@ -1,0 +1,261 @@
+"""A model of one flow whose number of workers a law sets: samples flow like water, members start and end one by one.
+
+It ranks laws and answers questions of size; it knows no stragglers, no network, and one job. Pure.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import TypeAlias
+
+from torch_dpflow.platforms.base import End, Limits
+from torch_dpflow.platforms.members import Accepted, Ended
+from torch_dpflow.remote.control.autoscale import FlowCounts, JobCounts
+from torch_dpflow.remote.control.fleet import Fleet
+from torch_dpflow.remote.control.fleet_members import (
+    AdmitMember,
+    DrainMember,
+    MemberState,
+    RefuseMember,
+    StartMember,
+    StopMember,
+    SuspectMember,
+)
+
+#: The model's step, and how often the job tells what it has read, seconds.
+STEP_S, HEARTBEAT_S = 0.25, 2.0
+#: A stall is judged over so long, seconds, and is one from such a share on.
+JUDGED_S, STALLED = 5.0, 0.05
+#: How widely cold starts are spread: the deviation of their logarithm.
+SPREAD = 0.35
+
+#: The number of workers that a law wants, each second.
+Law: TypeAlias = Callable[[FlowCounts, float], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowModel:
+    """A flow and its job.
+
+    Args:
+        demand: samples a second that the job takes at a time, if it never waits; 0 while it pauses.
+        rate: samples a second of a worker.
+        cold_start_s: the median of the time from a worker's start until it works, seconds.
+        per_sample: loads per sample that the job reads, at a time: fewer than one where it is served from a cache.
+        storage: samples a second that the storage gives at most.
+        prefetch: samples that are loaded ahead.
+        first: workers at the beginning, which work.
+        noise: the deviation of demand and of workers' rates from second to second, as a share.
+        starts_per_s: how many workers may be started a second.
+    """
+
+    demand: Callable[[float], float]
+    rate: float = 20.0
+    cold_start_s: float = 10.0
+    per_sample: Callable[[float], float] = lambda now: 1.0
+    storage: float = math.inf
+    prefetch: int = 512
+    first: int = 0
+    noise: float = 0.1
+    starts_per_s: float = 10.0
+
+    def needed(self, now: float) -> int:
+        """How many workers the job keeps busy."""
+        return math.ceil(min(self.demand(now) * self.per_sample(now), self.storage) / self.rate - 1e-9)
+
+
+@dataclass(kw_only=True)
+class ScalingOutcome:
+    """What a run has shown. Worker-seconds are counted from a worker's start to its end."""
+
+    worker_s: float = 0.0
+    #: Those of somebody who knows all beforehand and starts workers in no time.
+    least_worker_s: float = 0.0
+    starts: int = 0
+    stall_s: float = 0.0
+    reading_s: float = 0.0
+    most_workers: int = 0
+    samples: float = 0.0
+    #: When the job waited for more than `STALLED` of the time before, seconds.
+    stalled_at: list[float] = field(default_factory=list)
+
+    @property
+    def stall_share(self) -> float:
+        """The share of its reading time that the job waited."""
+        return self.stall_s / self.reading_s if self.reading_s else 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Worker-seconds per those that were needed."""
+        return self.worker_s / self.least_worker_s if self.least_worker_s else math.inf
+
+    def settled_s(self, since: float) -> float:
+        """How long after that time the job stalled for the last time, seconds; 0 if it did not."""
+        return max([0.0, *(at - since for at in self.stalled_at)])
+
+
+def cold_start_percentile(median_s: float, deviations: float = 1.645) -> float:
+    """The time within which so many workers start, seconds: by default the 95th percentile."""
+    return median_s * math.exp(SPREAD * deviations)
+
+
+class ScalingRun:
+    """One run of a model under a law."""
+
+    def __init__(self, model: FlowModel, law: Law, seed: int) -> None:
+        self._model, self._law = model, law
+        self._random = Random(seed)
+        limits = Limits(
+            shares_memory=False,
+            accepts_connections=False,
+            longest_life_s=None,
+            starts_per_s=model.starts_per_s,
+            start_timeout_s=(10.0, max(120.0, 6 * model.cold_start_s)),
+        )
+        self._fleet = Fleet("dpf-00000000-0000000000-", limits, draw=self._random.random)
+        #: What is to happen, by time: members call, and end.
+        self._agenda: list[tuple[float, str, bool]] = []
+        self._working: set[str] = set()
+        self._begun: dict[str, float] = {}
+        self._outcome = ScalingOutcome()
+        self._buffer = 0.0
+        self._counts = _Sums()
+        self._told = JobCounts(0, 0.0, 0.0)
+        self._told_at = -math.inf
+        self._recent: list[tuple[float, float]] = []
+
+    def run(self, duration_s: float) -> ScalingOutcome:
+        """What happens in so many seconds."""
+        self._begin()
+        steps = round(1 / STEP_S)
+        demand_noise = rate_noise = 1.0
+        for number in range(round(duration_s / STEP_S)):
+            now = number * STEP_S
+            due = number % steps == 0
+            if due:
+                demand_noise, rate_noise = self._noise(), self._noise(max(1, len(self._working)))
+                self._ask_law(now)
+            self._advance_members(now, due=due)
+            self._flow(now, demand_noise, rate_noise)
+        return self._outcome
+
+    def _noise(self, workers: int = 1) -> float:
+        return max(0.1, self._random.gauss(1.0, self._model.noise / math.sqrt(workers)))
+
+    def _begin(self) -> None:
+        """Workers that are there already: they were not started by the law, and cost from now on."""
+        self._fleet.target(self._model.first)
+        before = -1e6
+        while len(self._working) < self._model.first:
+            self._advance_members(before, due=True)
+            before += 1.0
+        self._outcome.starts, self._outcome.worker_s = 0, 0.0
+        self._buffer = float(self._model.prefetch)
+
+    def _ask_law(self, now: float) -> None:
+        counts = self._counts
+        if now - self._told_at >= HEARTBEAT_S:
+            self._told = JobCounts(int(counts.taken), counts.stall_s, counts.reading_s)
+            self._told_at = now
+        states = [one.state for one in self._fleet.members]
+        seen = FlowCounts(
+            jobs=1,
+            readings={"job": self._told},
+            asked=int(counts.taken),
+            due=int(counts.due),
+            loads=int(counts.loads),
+            busy_s=counts.busy_s,
+            worker_s=counts.worker_s,
+            late_s=counts.stall_s,
+            working=len(self._working),
+            coming=sum(one.is_expected or one is MemberState.ON_DECK for one in states),
+            refused=self._fleet.limited_by,
+        )
+        self._fleet.target(self._law(seen, now))
+
+    # -- members ---------------------------------------------------------------------------------------------
+
+    def _advance_members(self, now: float, *, due: bool) -> None:
+        fleet = self._fleet
+        while self._agenda and self._agenda[0][0] <= now:
+            _, name, ends = heapq.heappop(self._agenda)
+            due = True
+            if ends:
+                fleet.handle(Ended(name, End(code=0)), now)
+                self._begun.pop(name, None)
+            else:
+                fleet.arrived(name, "", now)
+                fleet.ready(name)
+        if not due:
+            return
+        for instruction in fleet.tick(now):
+            match instruction:
+                case StartMember(name):
+                    self._outcome.starts += 1
+                    self._begun[name] = now
+                    fleet.handle(Accepted(name, ""), now)
+                    heapq.heappush(self._agenda, (now + self._cold_start_s(), name, False))
+                case AdmitMember(name):
+                    self._working.add(name)
+                case DrainMember(name) | StopMember(name) | RefuseMember(name) | SuspectMember(name):
+                    self._working.discard(name)
+                    fleet.drained(name, now)
+                    heapq.heappush(self._agenda, (now + STEP_S, name, True))
+        self._outcome.most_workers = max(self._outcome.most_workers, len(self._working))
+
+    def _cold_start_s(self) -> float:
+        return self._model.cold_start_s * math.exp(self._random.gauss(0.0, SPREAD))
+
+    # -- samples ---------------------------------------------------------------------------------------------
+
+    def _flow(self, now: float, demand_noise: float, rate_noise: float) -> None:
+        model, counts, outcome = self._model, self._counts, self._outcome
+        working, per_sample = len(self._working), model.per_sample(now)
+        wanted = model.demand(now) * demand_noise * STEP_S
+        possible = min(working * model.rate * rate_noise, model.storage) * STEP_S
+        room = model.prefetch - self._buffer + wanted
+        loads = min(possible, room * per_sample)
+        available = self._buffer + (loads / per_sample if per_sample else room)
+        taken = min(wanted, available)
+        self._buffer = min(available - taken, model.prefetch)
+        stall_s = STEP_S * (1 - taken / wanted) if wanted else 0.0
+        counts.note(
+            taken, taken * per_sample, loads, working * STEP_S * (loads / possible if possible else 0.0)
+        )
+        counts.worker_s += working * STEP_S
+        counts.stall_s += stall_s
+        counts.reading_s += STEP_S if wanted else 0.0
+        outcome.samples, outcome.stall_s, outcome.reading_s = counts.taken, counts.stall_s, counts.reading_s
+        outcome.worker_s += len(self._begun) * STEP_S
+        outcome.least_worker_s += model.needed(now) * STEP_S
+        if wanted:
+            self._judge(now, stall_s)
+
+    def _judge(self, now: float, stall_s: float) -> None:
+        self._recent.append((now, stall_s))
+        while self._recent[0][0] <= now - JUDGED_S:
+            del self._recent[0]
+        if sum(one for _, one in self._recent) > STALLED * JUDGED_S:
+            self._outcome.stalled_at.append(now)
+
+
+@dataclass(slots=True)
+class _Sums:
+    taken: float = 0.0
+    due: float = 0.0
+    loads: float = 0.0
+    busy_s: float = 0.0
+    worker_s: float = 0.0
+    stall_s: float = 0.0
+    reading_s: float = 0.0
+
+    def note(self, taken: float, due: float, loads: float, busy_s: float) -> None:
+        """So much has happened in a step."""
+        self.taken += taken
+        self.due += due
+        self.loads += loads
+        self.busy_s += busy_s
