@@ -38,6 +38,10 @@ class LoaderStats:
     flow_served: int = 0
     flow_decodes: int = 0
     sharing: str = ""
+    #: Of a shared flow, what keeps its jobs from reading faster: "workers" (too few), "cold start" (more are coming),
+    #: "quota" or what else their platform says, "storage", "network", "job" (it is the training itself), "budget" (the
+    #: most that are allowed work); empty where that is not known.
+    limited_by: str = ""
 
 
 class LoaderMeter:
@@ -56,6 +60,8 @@ class LoaderMeter:
         self.steals = 0
         self._last_seen_s = 0.0
         self._began_s = 0.0
+        #: Since when the training loop waits in `next()`; 0.0 while it does not.
+        self._entered_s = 0.0
 
     def begin_epoch(self) -> None:
         """An iteration begins now."""
@@ -70,9 +76,15 @@ class LoaderMeter:
     def waited(self, entered_s: float) -> None:
         """A `next()` that began at this time, by `time.perf_counter`, is over."""
         left_s = time.perf_counter()
+        self._entered_s = 0.0
         self.stall_s += left_s - entered_s
         self.iterating_s += left_s - self._last_seen_s
         self._last_seen_s = left_s
+
+    def waiting_s(self) -> float:
+        """For how long the training loop has been waiting, seconds. Any thread may call."""
+        entered_s = self._entered_s
+        return max(0.0, time.perf_counter() - entered_s) if entered_s else 0.0
 
     def delivered(self, samples: int, size: int) -> None:
         """A batch of so many samples and bytes goes to the training loop."""
@@ -114,7 +126,7 @@ class _WaitingTime:
         self._meter = meter
 
     def __enter__(self) -> None:
-        self._entered_s = time.perf_counter()
+        self._entered_s = self._meter._entered_s = time.perf_counter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

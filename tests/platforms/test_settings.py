@@ -97,7 +97,7 @@ def test_a_named_file_is_the_only_one(write: Write, monkeypatch: pytest.MonkeyPa
         ),
         (
             "listen = 1\n",
-            r"dpflow.toml:1: there is no table 'listen'; it is one of \['network', 'platform'\]",
+            r"dpflow.toml:1: there is no table 'listen'; it is one of \['autoscale', 'network', 'platform'\]",
         ),
         ("[network]\nsecret = 'x'\n", r"dpflow.toml:2: network has no 'secret'; it is one of \['listen'\]"),
         ("[platform.ray]\ncpus = 'two'\n", r"dpflow.toml:2: platform.ray.cpus: Expected `float`, got `str`"),

@@ -36,6 +36,11 @@ def _up_options(command: Command) -> Command:
     options = [
         click.option("--workers", type=click.IntRange(1, 4096), help="Most workers, of all flows together."),
         click.option(
+            "--autoscale",
+            metavar="MIN:MAX",
+            help="Have as many workers as jobs need: at least and at most so many, of all flows together.",
+        ),
+        click.option(
             "--memory", metavar="SIZE", callback=size_of, help="Most memory for samples, of all flows: 8GiB."
         ),
         click.option(

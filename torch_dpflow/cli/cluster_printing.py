@@ -21,7 +21,9 @@ _FIGURES = ("workers", "hits", "decodes", "served", "/sample", "queue", "cached"
 
 def print_flows(flows: Sequence[FlowView]) -> None:
     """One row for each flow, with its part of the cluster."""
-    table = _table("flows", "flow", "version", "state", "jobs", "samples", "shards", "workers", "memory")
+    table = _table(
+        "flows", "flow", "version", "state", "jobs", "samples", "shards", "workers", "memory", "limited by"
+    )
     for flow in flows:
         spec, part = flow.spec, flow.part
         has = (part.shards, part.workers, part.memory_bytes) if part else (0, 0, 0)
@@ -33,6 +35,7 @@ def print_flows(flows: Sequence[FlowView]) -> None:
             f"{has[0]} of {spec.shards}",
             f"{has[1]} of {spec.workers}",
             f"{_bytes(has[2])} of {_bytes(spec.memory_bytes)}",
+            flow.limited_by or "-",
         )
     stdout_console().print(table)
 
@@ -68,6 +71,18 @@ def print_members(members: Mapping[str, Sequence[MemberView]]) -> None:
     stdout_console().print(table)
 
 
+def print_costs(flows: Sequence[FlowView]) -> None:
+    """One row for each flow whose services run: what its workers have taken, and what limits it."""
+    table = _table("flows", "flow", "jobs", "workers", "worker-hours", "cost", "limited by")
+    for flow in flows:
+        if flow.part is not None and flow.workers_s is not None:
+            hours, price = flow.workers_s.total / 3600, flow.workers_s.price_per_hour
+            cost = f"{hours * price:,.2f}" if price else "-"
+            counts = _counts(flow.jobs, flow.part.workers)
+            table.add_row(flow.spec.instance, *counts, f"{hours:,.3f}", cost, flow.limited_by or "-")
+    stdout_console().print(table)
+
+
 def print_top(figures: ClusterFigures, earlier: ClusterFigures | None, *, clear: bool) -> None:
     """Flows, shards and jobs; the stall share of jobs is since `earlier`, if given.
 
@@ -76,10 +91,12 @@ def print_top(figures: ClusterFigures, earlier: ClusterFigures | None, *, clear:
     console = stdout_console()
     if clear:
         console.clear()
-    flows = _table("flows", "flow", "state", "jobs", "shards", *_FIGURES, "restarts")
+    flows = _table("flows", "flow", "state", "jobs", "shards", *_FIGURES, "restarts", "limited by")
     for row in figures.flows:
         counts = _counts(row.jobs, row.shards)
-        flows.add_row(row.flow, row.state, *counts, *_cells(row.figures), str(row.restarts))
+        flows.add_row(
+            row.flow, row.state, *counts, *_cells(row.figures), str(row.restarts), row.limited_by or "-"
+        )
     console.print(flows)
     _print_shards(console, figures)
     _print_jobs(console, figures, earlier)

@@ -7,16 +7,17 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
 from torch_dpflow.cli.cluster_calls import address_option, ask_views, connect, json_option, to_json
-from torch_dpflow.cli.cluster_printing import print_members
+from torch_dpflow.cli.cluster_printing import print_costs, print_members
 from torch_dpflow.errors import OptionError, PlatformError
 from torch_dpflow.platforms.names import MemberName, prefix_of
 from torch_dpflow.platforms.registry import resolve
+from torch_dpflow.remote.wire.coordinator import FlowView
 from torch_dpflow.remote.wire.shard import MemberView
 
 if TYPE_CHECKING:
@@ -115,20 +116,42 @@ def _stop(adapter: Adapter, name: str, ref: Ref) -> PlatformError | None:
 
 def _list_members(address: str, *, as_json: bool) -> None:
     with connect(address) as coordinator:
-        processes = ask_views(coordinator)[1]
+        flows, processes = ask_views(coordinator)
     members = {
         view.id: msgspec.convert(view.status["members"], list[MemberView])
         for view in processes
         if "members" in view.status
     }
+    running = [flow for flow in flows if flow.workers_s is not None and flow.part is not None]
     if as_json:
-        click.echo(to_json(members))
-    elif members:
+        click.echo(to_json({"members": members, "flows": [_cost_of(flow) for flow in running]}))
+        return
+    if members:
         print_members(members)
-    elif any(view.role == "worker" for view in processes):
+    if running:
+        print_costs(running)
+    if members:
+        return
+    if any(view.role == "worker" for view in processes):
         click.echo("its workers are processes of its host: see `dpflow status`")
     else:
         click.echo("it has no workers now")
+
+
+def _cost_of(flow: FlowView) -> dict[str, Any]:
+    """What a flow's workers have taken, for programs."""
+    taken, part = flow.workers_s, flow.part
+    assert taken is not None
+    assert part is not None
+    cost = taken.total / 3600 * taken.price_per_hour if taken.price_per_hour else None
+    return {
+        "flow": flow.spec.instance,
+        "desired": part.workers,
+        "limited_by": flow.limited_by,
+        "worker_seconds": taken.total,
+        "jobs": taken.by_job,
+        "cost": cost,
+    }
 
 
 @contextmanager

@@ -215,7 +215,14 @@ class DPFlowDataLoader(DataLoader[T]):
         if not jobs:
             return stats
         latest = max((job.sharing for job in jobs), key=lambda sharing: sharing.served)
-        return replace(stats, flow_served=latest.served, flow_decodes=latest.decodes, sharing=latest.why)
+        limited_by = next((job.limited_by for job in jobs if job.limited_by), "")
+        return replace(
+            stats,
+            flow_served=latest.served,
+            flow_decodes=latest.decodes,
+            sharing=latest.why,
+            limited_by=limited_by,
+        )
 
     def _check_workers(self) -> None:
         if self.flow is None and self.num_workers and not has_processes(self.multiprocessing_context):

@@ -56,6 +56,25 @@ def network() -> tuple[settings.Network, str]:
     return settings.Network(**{key: setting.value for key, setting in found.items()}), place
 
 
+def autoscale() -> settings.Autoscale:
+    """The table `autoscale` of files and the environment.
+
+    Raises OptionError as `resolve`, also where its `min` is above its `max`.
+    """
+    found = settings.read(_kinds())["autoscale"]
+    table = settings.Autoscale(**{key: setting.value for key, setting in found.items()})
+    if table.max is not None and table.min > table.max:
+        place = found["min"].place
+        raise OptionError(
+            f"{place}: autoscale.min={table.min} is above autoscale.max={table.max}; give min <= max"
+        )
+    if table.max is None and "min" in found:
+        raise OptionError(
+            f"{found['min'].place}: autoscale.min without autoscale.max: say how many workers there may be; give both"
+        )
+    return table
+
+
 def _kind(platform: str) -> Any:
     module, name = _KNOWN[platform]
     return getattr(import_module(module), name)
@@ -63,4 +82,7 @@ def _kind(platform: str) -> Any:
 
 def _kinds() -> dict[str, type[Any]]:
     """The classes of all settings, by their tables."""
-    return {f"platform.{name}": _kind(name) for name in _KNOWN} | {"network": settings.Network}
+    return {f"platform.{name}": _kind(name) for name in _KNOWN} | {
+        "network": settings.Network,
+        "autoscale": settings.Autoscale,
+    }

@@ -3,7 +3,8 @@
 Files, of which the first one that has a setting decides: `dpflow.toml`, or else the table `tool.dpflow` of
 `pyproject.toml`, of the nearest directory from the current one upwards that has one; `~/.config/dpflow/config.toml`.
 `DPFLOW_CONFIG` names one file that is read in place of all of these. A variable goes before files:
-`DPFLOW_PLATFORM_RAY_CPUS` is `cpus` of the table `platform.ray`, `DPFLOW_NETWORK_LISTEN` is `listen` of `network`.
+`DPFLOW_PLATFORM_RAY_CPUS` is `cpus` of the table `platform.ray`, `DPFLOW_NETWORK_LISTEN` is `listen` of `network`,
+`DPFLOW_AUTOSCALE_MAX` is `max` of `autoscale`.
 
 No setting is a secret: files may be committed. Credentials are looked up where the platform's own library does.
 """
@@ -23,12 +24,15 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from torch_dpflow.checks import check_tcp_address
+from torch_dpflow.checks import check_int, check_tcp_address
+from torch_dpflow.durations import parse_duration
 from torch_dpflow.errors import MissingExtraError, OptionError, UsageError
 
 #: The variable that names the one file to read.
 CONFIG_VARIABLE = "DPFLOW_CONFIG"
 _VARIABLE = "DPFLOW_"
+#: Most workers that may be named: as `flow_spec.MAX_WORKERS`, which lies above this.
+MOST_WORKERS = 4096
 _HEADING, _KEY = re.compile(r"\s*\[+\s*([^\]]*?)\s*\]"), re.compile(r"\s*[\"']?([\w.-]+)[\"']?\s*=")
 
 
@@ -41,6 +45,33 @@ class Network:
     def __post_init__(self) -> None:
         if self.listen != "":
             check_tcp_address("listen", self.listen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autoscale:
+    """The table `autoscale`: between which numbers a cluster's workers follow what jobs need.
+
+    As `dpflow up --autoscale`.
+
+    Args:
+        min, max: of all flows together; max None: as many as they ask for, and no law.
+        hold: how long a job that pauses, as for a validation, keeps its workers: "2m", or seconds.
+    """
+
+    min: int = 0
+    max: int | None = None
+    hold: float | str = 120.0
+
+    def __post_init__(self) -> None:
+        check_int("min", self.min, minimum=0, maximum=MOST_WORKERS)
+        if self.max is not None:
+            check_int("max", self.max, minimum=1, maximum=MOST_WORKERS)
+        parse_duration("hold", self.hold, maximum=86400.0)
+
+    @property
+    def hold_s(self) -> float:
+        """`hold` in seconds."""
+        return parse_duration("hold", self.hold)
 
 
 @dataclass(frozen=True)
@@ -195,7 +226,7 @@ def _environment() -> _Source:
 
 def _variables() -> list[str]:
     """Those of the environment that are settings, or are meant to be."""
-    prefixes = (_variable("platform."), _variable("network."))
+    prefixes = tuple(map(_variable, ("platform.", "network.", "autoscale.")))
     return sorted(name for name, text in os.environ.items() if text and name.startswith(prefixes))
 
 

@@ -9,7 +9,11 @@ from torch_dpflow.remote.wire.flow_spec import MIN_MEMORY, FlowSpec
 
 
 def parts_of(
-    specs: Sequence[FlowSpec], limits: ClusterLimits, *, unread: Collection[str] = ()
+    specs: Sequence[FlowSpec],
+    limits: ClusterLimits,
+    *,
+    unread: Collection[str] = (),
+    targets: Sequence[int] | None = None,
 ) -> list[Part | None]:
     """The part of each flow, by max-min fairness; None if nothing is left for it.
 
@@ -17,13 +21,15 @@ def parts_of(
     a flow with fewer workers than shards gets fewer shards.
 
     unread: instances without jobs; if workers are scarce, each keeps one.
+    targets: how many workers each is to have, if not as many as it requests; shards may have none then.
     """
-    requests = [spec.workers for spec in specs]
-    if limits.workers is not None and sum(requests) > limits.workers:
+    requests = [spec.workers for spec in specs] if targets is None else [*targets]
+    if targets is None and limits.workers is not None and sum(requests) > limits.workers:
         requests = [1 if spec.instance in unread else spec.workers for spec in specs]
     workers = max_min(requests, limits.workers)
     memory = max_min([spec.memory_bytes for spec in specs], limits.memory_bytes)
-    return [_part(spec, *has) for spec, has in zip(specs, zip(workers, memory))]
+    most_shards = workers if targets is None else [spec.shards for spec in specs]
+    return [_part(spec, *has) for spec, has in zip(specs, zip(most_shards, workers, memory))]
 
 
 def max_min(requests: Sequence[int], total: int | None) -> list[int]:
@@ -39,6 +45,6 @@ def max_min(requests: Sequence[int], total: int | None) -> list[int]:
     return parts
 
 
-def _part(spec: FlowSpec, workers: int, memory_bytes: int) -> Part | None:
-    shards = min(spec.shards, workers, memory_bytes // MIN_MEMORY)
+def _part(spec: FlowSpec, most_shards: int, workers: int, memory_bytes: int) -> Part | None:
+    shards = min(spec.shards, most_shards, memory_bytes // MIN_MEMORY)
     return Part(shards, workers, memory_bytes) if shards else None

@@ -88,6 +88,8 @@ class Fleet:
         self._has_arrived = False
         self._unfit: Counter[str] = Counter()
         self._out: list[FleetInstruction] = []
+        #: For how long those that are gone have run, all of them together, seconds.
+        self._gone_s = 0.0
         #: Why there are fewer members than the target says; empty if nothing limits them.
         self.limited_by = ""
         #: Why the fleet starts no member any more; empty while it does.
@@ -122,7 +124,7 @@ class Fleet:
             case Warned(_, until_s):
                 self._on_warned(member, until_s, now)
             case Ended(_, end):
-                del self._members[member.name]
+                self._remove(member, now)
                 if not member.arrived and member.state is not MemberState.STOPPING:
                     self._note_false_start(f"{member.name} {end}", now)
 
@@ -182,6 +184,11 @@ class Fleet:
         """All that are not gone, in the order in which they were started."""
         return [*self._members.values()]
 
+    def member_s(self, now: float) -> float:
+        """For how long members have run, from their starts on, all of them together, seconds."""
+        there = (one for one in self.members if one.state is not MemberState.REQUESTED)
+        return self._gone_s + sum(now - one.begun for one in there)
+
     # -- single events ---------------------------------------------------------------------------------------
 
     def _on_started(self, member: FleetMember, outcome: Accepted | Answerless, now: float) -> None:
@@ -230,7 +237,7 @@ class Fleet:
             if member.state.is_expected:
                 self._leave(member, now)  # the platform may say what became of it
             elif member.state is MemberState.STOPPING:
-                del self._members[member.name]
+                self._remove(member, now)
             else:
                 if not member.arrived:
                     waited_s = now - member.begun
@@ -340,6 +347,10 @@ class Fleet:
         self._members[name] = member
         self._limits.note_start(now)
         self._out.append(StartMember(name, number, self._incarnation, self._lifetime_s))
+
+    def _remove(self, member: FleetMember, now: float) -> None:
+        del self._members[member.name]
+        self._gone_s += now - member.begun
 
     def _drain(self, member: FleetMember, now: float) -> None:
         waited = member.state is MemberState.ON_DECK  # and so has no tasks

@@ -121,7 +121,7 @@ class Flow:
             self.replaced,
             [LifeStep(state.value, max(0.0, now - since)) for state, since in self.life],
             part,
-            max(0.0, self.last_used + self.spec.idle_s - now) if waits else None,
+            idle_in_s=max(0.0, self.last_used + self.spec.idle_s - now) if waits else None,
         )
 
 

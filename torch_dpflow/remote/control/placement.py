@@ -22,12 +22,19 @@ _encode = msgspec.msgpack.encode
 
 
 def launches_of(
-    spec: FlowSpec, part: Part, processes: Sequence[ProcessView], *, has_platform: bool = False
+    spec: FlowSpec,
+    part: Part,
+    processes: Sequence[ProcessView],
+    *,
+    has_platform: bool = False,
+    lingering: int = 0,
+    limited_by: str = "",
 ) -> list[Launch]:
     """The processes of one flow: a router, its shards with their workers, evenly distributed, and draining shards.
 
     part: the flow's part of the cluster. processes: the running ones, of any flow. has_platform: whether shards have
-    their workers from a platform, and not from the node.
+    their workers from a platform, and not from the node. lingering: so many workers stay for now, of which shards
+    know that some will go. limited_by: for jobs.
     """
     # Arguments hold nothing that may change while a process runs: a process with other arguments is replaced.
     lasting = msgspec.structs.replace(spec, shards=1, workers=1)
@@ -38,11 +45,12 @@ def launches_of(
     lent = lent[: max(0, part.workers - part.shards)]
     divided = _divide(part.workers - len(lent), part.shards)
     memory_bytes = part.memory_bytes // (part.shards + len(draining))
-    launches = [Launch(router, "router", _encode(lasting), _encode(RouterSettings(shards)))]
-    for shard, workers in zip(shards, divided):
+    launches = [Launch(router, "router", _encode(lasting), _encode(RouterSettings(shards, limited_by)))]
+    staying = _divide(max(lingering - len(lent), 0), part.shards)
+    for shard, workers, stay in zip(shards, divided, staying):
         launches.append(_shard(shard, router, lasting, workers, memory_bytes))
         if not has_platform:
-            launches += [_worker(shard, number) for number in range(workers)]
+            launches += [_worker(shard, number) for number in range(max(workers, stay))]
     if has_platform:
         kept = {shard for shard, _ in lent}
         return launches + [

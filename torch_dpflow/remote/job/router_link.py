@@ -34,6 +34,7 @@ from torch_dpflow.remote.wire.router import (
     EpochPlace,
     JobFigures,
     JobHeartbeat,
+    JobHeartbeatReply,
     JobId,
     Join,
     Joined,
@@ -116,6 +117,8 @@ class RouterLink:
         self._epoch: _EpochAtRouter | None = None
         self._before: _EpochAtRouter | None = None
         self._router_in_step = False
+        #: What keeps the flow's jobs from reading faster, as its services say; empty: nothing that is known.
+        self.limited_by = ""
         #: Samples of an epoch, and the routing table.
         self.length = 0
         self.routes: RouteMap
@@ -169,14 +172,15 @@ class RouterLink:
             raise PeerLostError("the job has been closed")
         heartbeat = JobHeartbeat(self.id, figures)
         try:
-            generation: int = router.call(
-                "heartbeat", heartbeat, reply_type=int, timeout_s=min(CALL_S, self._patience_s)
+            reply: JobHeartbeatReply = router.call(
+                "heartbeat", heartbeat, reply_type=JobHeartbeatReply, timeout_s=min(CALL_S, self._patience_s)
             ).body
         except (DeadlineError, PeerLostError) as error:
             self.outages.on_no_answer(error)
             raise
         self.outages.on_answer()
-        if generation != self.routes.generation:
+        self.limited_by = reply.limited_by
+        if reply.generation != self.routes.generation:
             self.refresh_routes()
 
     def interrupt(self) -> None:

@@ -94,6 +94,11 @@ class SharedJob:
         return sharing_of(served, decodes, size=self._job.size, keeps=self._job.caches)
 
     @property
+    def limited_by(self) -> str:
+        """What keeps its flow's jobs from reading faster, by the latest heartbeat; empty: nothing that is known."""
+        return self._router.limited_by
+
+    @property
     def is_read(self) -> bool:
         """Whether an epoch has begun that is neither complete nor closed."""
         return self._reader is not None and not self._reader.is_over
@@ -282,7 +287,12 @@ class SharedJob:
 
     def _figures(self) -> JobFigures:
         meter = self._meter
-        return JobFigures(meter.stall_s, meter.iterating_s, meter.batches, meter.samples, meter.bytes)
+        # The stall first: a wait that ends in between is missing now, and would else be counted twice.
+        stall_s, reading_s = meter.stall_s, meter.iterating_s
+        waiting_s = meter.waiting_s()
+        return JobFigures(
+            stall_s + waiting_s, reading_s + waiting_s, meter.batches, meter.samples, meter.bytes
+        )
 
     def _on_error(self, error: Exception) -> None:
         if not isinstance(error, DeadlineError | PeerLostError):  # those are in the log already

@@ -5,7 +5,7 @@ Counters start at 0 with their process; a restart of a shard resets its counters
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -68,6 +68,8 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     batches: int
     samples: int
     bytes: int
+    #: Its part of the seconds for which workers have run.
+    worker_s: float = 0.0
 
     @property
     def stall_share(self) -> float:
@@ -91,6 +93,11 @@ class FlowRow(msgspec.Struct, frozen=True, kw_only=True):
     sharing: str
     #: How often its router, its shards and its workers have been restarted.
     restarts: int
+    #: What keeps its jobs from reading faster; empty: nothing that is known.
+    limited_by: str = ""
+    #: How many workers it is to have, and for how long they have run, all of them together, seconds.
+    desired: int = 0
+    worker_s: float = 0.0
 
 
 class ClusterFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +123,8 @@ def figures_of(flows: Sequence[FlowView], processes: Sequence[ProcessView]) -> C
         mine = [_shard_row(instance, view, own) for view in own if view.role == "shard"]
         routers = [view for view in own if view.role == "router"]
         shards += mine
-        jobs += [row for view in routers for row in _job_rows(instance, view)]
+        taken = {} if flow.workers_s is None else flow.workers_s.by_job
+        jobs += [row for view in routers for row in _job_rows(instance, view, taken)]
         figures, spec = _sum([row.figures for row in mine]), flow.spec
         keeps = (spec.repeatable or spec.staged) and spec.policy != "none"
         rows.append(
@@ -129,6 +137,9 @@ def figures_of(flows: Sequence[FlowView], processes: Sequence[ProcessView]) -> C
                 figures=figures,
                 sharing=sharing_of(figures.served, figures.decodes, size=spec.size, keeps=keeps).why,
                 restarts=sum(view.restarts for view in own),
+                limited_by=flow.limited_by,
+                desired=0 if flow.part is None else flow.part.workers,
+                worker_s=0.0 if flow.workers_s is None else flow.workers_s.total,
             )
         )
     return ClusterFigures(flows=rows, shards=shards, jobs=jobs)
@@ -147,11 +158,14 @@ def _shard_row(instance: str, view: ProcessView, own: Sequence[ProcessView]) -> 
     )
 
 
-def _job_rows(instance: str, router: ProcessView) -> list[JobRow]:
+def _job_rows(instance: str, router: ProcessView, taken: Mapping[str, float]) -> list[JobRow]:
     readings = router.status.get("readings")
     if not isinstance(readings, dict):
         return []
-    return [JobRow(flow=instance, job=str(name), **reading) for name, reading in sorted(readings.items())]
+    return [
+        JobRow(flow=instance, job=str(name), worker_s=taken.get(str(name), 0.0), **reading)
+        for name, reading in sorted(readings.items())
+    ]
 
 
 def _sum(figures: Sequence[ShardFigures]) -> ShardFigures:

@@ -49,6 +49,7 @@ _JOB_METRICS = (
     ("batches", True, "batches", "Batches handed to the training loop."),
     ("samples", True, "samples", "Samples in these batches."),
     ("bytes", True, "bytes", "Bytes of these samples, as they came."),
+    ("worker_seconds", True, "worker_s", "Its part of the seconds for which workers have run."),
 )
 
 
@@ -176,8 +177,20 @@ def _of_flows(figures: ClusterFigures, flows: Sequence[FlowView]) -> Iterable[An
         [((flow.spec.instance, flow.state), 1) for flow in flows],
     )
     rows = [((row.flow,), row) for row in figures.flows]
-    for name, text in (("jobs", "Jobs that read the flow."), ("shards", "Shards that own keys.")):
-        yield _family(f"dpflow_flow_{name}", False, text, ("flow",), _read(rows, name))
+    for name, grows, field, text in (
+        ("jobs", False, "jobs", "Jobs that read the flow."),
+        ("shards", False, "shards", "Shards that own keys."),
+        ("workers_desired", False, "desired", "Workers that the flow is to have."),
+        ("worker_seconds", True, "worker_s", "Seconds for which its workers have run."),
+    ):
+        yield _family(f"dpflow_flow_{name}", grows, text, ("flow",), _read(rows, field))
+    yield _family(
+        "dpflow_flow_limited_by",
+        False,
+        "1 for what keeps the flow's jobs from reading faster.",
+        ("flow", "reason"),
+        [((row.flow, row.limited_by), 1) for row in figures.flows if row.limited_by],
+    )
     sums: list[tuple[tuple[str, ...], ShardFigures]] = [((row.flow,), row.figures) for row in figures.flows]
     for name, _, field, text in _SHARD_METRICS:
         if field in ("workers", "hit_rate", "decodes_per_sample", "queued"):

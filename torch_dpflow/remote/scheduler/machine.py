@@ -105,6 +105,11 @@ class Scheduler:
             Tick: self._tick,
         }
 
+    @property
+    def workers(self) -> tuple[int, int]:
+        """How many workers there are, and how many of them have tasks."""
+        return len(self._windows.mirrors), len(self._windows.mirrors) - len(self._windows.levels[0])
+
     def handle(self, event: SchedulerEvent) -> list[SchedulerInstruction]:
         """Handle one event; returns the instructions, in order. Raises OptionError, OptionTypeError."""
         handler = self._handlers.get(type(event))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from torch_dpflow.remote.control.flow_registry import (
     StartFlow,
     StopFlow,
 )
+from torch_dpflow.remote.control.flow_scaling import FlowScaling
 from torch_dpflow.remote.control.placement import launches_of
 from torch_dpflow.remote.process.contents import Contents
 from torch_dpflow.remote.process.heartbeat import HeartbeatSender
@@ -87,6 +88,7 @@ class Coordinator:
         limits: of all flows together.
         changed: called when the desired processes may have changed.
         has_platform: whether shards have their workers from a platform, and not from the node.
+        price_per_hour: of a worker, for reports.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         changed: Callable[[], None] = lambda: None,
         has_platform: bool = False,
+        price_per_hour: float = 0.0,
     ) -> None:
         self._changed = changed
         self._has_platform = has_platform
@@ -108,6 +111,7 @@ class Coordinator:
         self._limits = limits
         self._clock = clock
         self._registry = FlowRegistry()
+        self._scaling = FlowScaling(limits.autoscale, price_per_hour=price_per_hour)
         #: Flows whose services are to run, by instance.
         self._running: dict[str, FlowSpec] = {}
         #: The addresses of the routers that run, by instance.
@@ -124,14 +128,19 @@ class Coordinator:
 
     def desired(self) -> list[Launch]:
         """The processes that are to run now."""
-        return [
-            launch
-            for instance, part in self._parts().items()
-            if part is not None
-            for launch in launches_of(
-                self._running[instance], part, self._processes, has_platform=self._has_platform
-            )
-        ]
+        launches: list[Launch] = []
+        for instance, part in self._parts().items():
+            spec = self._running[instance]
+            if part is not None:
+                launches += launches_of(
+                    spec,
+                    part,
+                    self._processes,
+                    has_platform=self._has_platform,
+                    lingering=self._lingering(spec),
+                    limited_by=self._scaling.limited_by(instance),
+                )
+        return launches
 
     def observe(self, processes: list[ProcessView]) -> None:
         """These processes run."""
@@ -144,18 +153,34 @@ class Coordinator:
             if kind == "router":
                 self._observe_router(instance, view, now)
         self._apply(self._registry.tick(now))
+        if self._scaling.observe(self._running, processes, now):
+            self._changed()
         self._answer_waiting(now)
 
     def views(self) -> tuple[list[FlowView], list[ProcessView]]:
         """The flows and the processes, for people."""
         now, parts = self._clock(), self._parts()
-        flows = [flow.view(parts.get(flow.spec.instance), now) for flow in self._registry.flows]
-        return flows, self._processes
+        return [self._view(flow, parts, now) for flow in self._registry.flows], self._processes
+
+    def _view(self, flow: Flow, parts: Mapping[str, Part | None], now: float) -> FlowView:
+        instance = flow.spec.instance
+        return msgspec.structs.replace(
+            flow.view(parts.get(instance), now),
+            limited_by=self._scaling.limited_by(instance),
+            workers_s=self._scaling.worker_seconds(instance),
+        )
 
     def _parts(self) -> dict[str, Part | None]:
+        if self._scaling.sets_numbers:
+            targets = [self._scaling.target(spec) for spec in self._running.values()]
+            parts = parts_of([*self._running.values()], self._limits, targets=targets)
+            return dict(zip(self._running, parts))
         now = self._clock()
         unread = {flow.spec.instance for flow in self._registry.flows if flow.is_unread(now)}
         return dict(zip(self._running, parts_of([*self._running.values()], self._limits, unread=unread)))
+
+    def _lingering(self, spec: FlowSpec) -> int:
+        return self._scaling.lingering(spec, self._clock()) if self._scaling.sets_numbers else 0
 
     def _observe_router(self, instance: str, view: ProcessView, now: float) -> None:
         jobs = view.status.get("jobs")
@@ -265,6 +290,8 @@ class Coordinator:
         if not self._is_stored(flow):
             raise UnknownFlowError(f"the content of flow {access.flow!r} is not stored; store it first")
         self._make_room_for(flow)
+        self._scaling.begin(flow.spec, self._clock())
+        self._changed()
         self._apply(instructions)
         address = self._routers.get(flow.spec.instance)
         if address is not None:
@@ -305,7 +332,7 @@ class Coordinator:
             self._changed()
         text = "flow scaled to %d shards and %d workers"
         SERVICE.info(text, spec.shards, spec.workers, extra={"flow": spec.instance})
-        view = flow.view(self._parts().get(spec.instance), self._clock())
+        view = self._view(flow, self._parts(), self._clock())
         # Acknowledged when written: unlike a registration, nobody would repeat it after this process's death.
         self._store.once_written(partial(_acknowledge, call, view))
         return LATER
@@ -373,6 +400,7 @@ def run(service: ServiceSpec) -> None:
         arguments.limits,
         changed=reconciler.changed,
         has_platform=service.place.members is not None,
+        price_per_hour=arguments.price_per_hour,
     )
     reconciler.start(coordinator.observe, coordinator.desired)
     if arguments.metrics:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ipaddress
 import multiprocessing
 import os
+import re
 import secrets
 import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch_dpflow.descriptors import raise_limit
 from torch_dpflow.directory import PrivateDirectory
 from torch_dpflow.errors import OptionError, StateError, UsageError
 from torch_dpflow.log import LogOptions, write_lines
+from torch_dpflow.platforms import registry
 from torch_dpflow.platforms.fork_server import ForkServerPlatform
 from torch_dpflow.platforms.members import PlatformSpec
 from torch_dpflow.platforms.reachability import check_reachable
@@ -38,7 +40,7 @@ from torch_dpflow.remote.process.spec import ClusterPlace, MemberPlace
 from torch_dpflow.remote.services.node import LEASE_S, WISHED_DESCRIPTORS, Node, most_workers
 from torch_dpflow.remote.services.state_store import open_store
 from torch_dpflow.remote.shard.reachable import check_ports
-from torch_dpflow.remote.wire.coordinator import ClusterLimits, CoordinatorArguments
+from torch_dpflow.remote.wire.coordinator import AutoscaleLimits, ClusterLimits, CoordinatorArguments
 from torch_dpflow.remote.wire.flow_spec import MAX_WORKERS
 
 
@@ -59,6 +61,9 @@ class ClusterOptions:
             at once and share their memory. Not derived from flows: a client must not choose what the fork server
             imports. Not for modules that start threads when they are imported.
         platform: the name of a platform that runs the flows' workers, as "ray"; None: they are processes of this host.
+        autoscale: MIN:MAX, between which the workers of all flows together follow what jobs need; None: as the settings
+            say, and where they do not, flows have as many as they ask for. With a number of workers in `limits`, MAX is
+            that number.
         worker_listen: with `platform`, where its workers call the shards: tcp://HOST:PORT, port 0 for a free one, or
             tcp://HOST:FIRST-LAST, of which each shard takes one. None: where the platform says.
 
@@ -79,6 +84,7 @@ class ClusterOptions:
     preload: Sequence[str] = ()
     platform: str | None = None
     worker_listen: str | None = None
+    autoscale: str | None = None
 
     def __post_init__(self) -> None:
         if self.keys is not None and self.listen is None:
@@ -96,6 +102,7 @@ class ClusterOptions:
             check_metrics_address(self.metrics, public=self.metrics_public)
         for module in self.preload:
             _check_installed(module)
+        object.__setattr__(self, "limits", _scaled(self.limits, self.autoscale))
         self._check_platform()
 
     def _check_platform(self) -> None:
@@ -148,6 +155,11 @@ class LocalCluster:
         raise_limit(WISHED_DESCRIPTORS)
         #: How many workers the flows may have, by the options and by the limit of open files.
         self.workers = min(options.limits.workers or MAX_WORKERS, most_workers())
+        autoscale = options.limits.autoscale
+        # More than the limit of open files allows are never had, and the law has to know.
+        self._autoscale = autoscale and msgspec.structs.replace(
+            autoscale, least=min(autoscale.least, self.workers), most=min(autoscale.most, self.workers)
+        )
         self._state = options.state
         #: Identifies this cluster in the state store; if that is a file, it stays locked while this process runs.
         self._owner = secrets.token_hex(16)
@@ -200,6 +212,8 @@ class LocalCluster:
             None if options.limits.workers is None and self.workers == MAX_WORKERS else self.workers,
             options.limits.memory_bytes,
             options.metrics or "",
+            self._autoscale,
+            getattr(members, "price_per_hour", 0.0),
         )
         # Processes are forked from a server that has imported torch: 2 s and 130 MB less for each worker. The node
         # waits for each fork and serves nothing meanwhile, so a fork server that hangs is killed after `patience_s`.
@@ -220,6 +234,38 @@ class LocalCluster:
         if self._state is not None:
             with suppress(StateError):  # its lease will expire
                 _release_state(self._state, self._owner)
+
+
+def _scaled(limits: ClusterLimits, text: str | None) -> ClusterLimits:
+    """The limits with those by which workers are scaled: by `--autoscale`, or else by the settings."""
+    table = registry.autoscale()
+    if text is not None:
+        least, most = _parse_autoscale(text)
+        if limits.workers not in (None, most):
+            raise OptionError(
+                f"--workers {limits.workers} and --autoscale {text!r} disagree about the most workers: leave out "
+                f"--workers, or give --workers {most}"
+            )
+    elif table.max is not None:
+        least, most = table.min, min(table.max, limits.workers or table.max)
+        if least > most:
+            raise OptionError(
+                f"--workers {most} is below autoscale.min={least} of the settings: give more, or --autoscale 0:{most}"
+            )
+    else:
+        return limits
+    return replace(limits, workers=most, autoscale=AutoscaleLimits(least, most, table.hold_s))
+
+
+def _parse_autoscale(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text, re.ASCII)
+    least, most = (int(found[1]), int(found[2])) if found else (1, 0)
+    if not least <= most or not 1 <= most <= MAX_WORKERS:
+        raise OptionError(
+            f"--autoscale {text!r:.80}: give MIN:MAX, the least and the most workers, 0 <= MIN <= MAX and MAX from "
+            f"1 to {MAX_WORKERS}, as 0:16"
+        )
+    return least, most
 
 
 def _keep_fork_server_in(directory: str) -> None:

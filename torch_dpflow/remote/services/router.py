@@ -34,6 +34,7 @@ from torch_dpflow.remote.wire.router import (
     DrawSamples,
     JobFigures,
     JobHeartbeat,
+    JobHeartbeatReply,
     JobId,
     JobRank,
     Join,
@@ -118,6 +119,7 @@ class Router:
         self._group = sampling_group(
             spec.strategy, spec.size, capacity=spec.cache_samples or None, seed=spec.seed
         )
+        self._shards, self._limited_by = settings.shards, settings.limited_by
         self._routing = Routing(size=spec.size, expected=settings.shards, lease_s=SHARD_LEASE_S)
         self._name_leases = NameLeases(lease_s=JOB_LEASE_S)
         #: By reader name, and by job name.
@@ -141,7 +143,11 @@ class Router:
         server.register("table", self._on_table, body_type=None, remembered=False)
 
     def apply_settings(self, settings: RouterSettings) -> None:
-        """Change which shards are to own keys. In the server's thread."""
+        """Change which shards are to own keys, and what jobs are told. In the server's thread."""
+        self._limited_by = settings.limited_by
+        if settings.shards == self._shards:
+            return
+        self._shards = settings.shards
         SERVICE.info("keys assigned to shards %s", ", ".join(settings.shards))
         self._routing.expect(settings.shards)
         self.poll()
@@ -288,7 +294,7 @@ class Router:
         self._renew_lease(heartbeat.job)
         if heartbeat.figures is not None:
             self._figures[heartbeat.job.name] = heartbeat.figures
-        return Result(self._routing.generation)
+        return Result(JobHeartbeatReply(self._routing.generation, self._limited_by))
 
     def _on_leave(self, call: IncomingCall) -> None:
         job: JobId = call.body

@@ -62,12 +62,16 @@ class MemberFleet:
     def status(self) -> dict[str, Any]:
         """Figures for people."""
         if self._remote is None:
-            return {"members": []}
+            return {"members": [], "member_s": 0.0}
         samples = self._shard.workers.samples_of
         views = self._remote.views()
         for view in views:
             view.samples = samples(view.number) if view.state == "working" else 0
-        return {"members": views}
+        return {
+            "members": views,
+            "member_s": self._remote.member_s,
+            "limited_by": self._remote.limited_by,
+        }
 
     # -- for the shard's workers (`WorkerFleet`) -------------------------------------------------------------
 

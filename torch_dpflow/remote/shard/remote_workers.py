@@ -169,6 +169,16 @@ class RemoteWorkers:
         """Are readable where there is something to do: see `ZeroMQListener.descriptors`."""
         return [*self.listener.descriptors, self._platform.wakeup_fd]
 
+    @property
+    def limited_by(self) -> str:
+        """Why there are fewer than there should be: see `Fleet`."""
+        return self._fleet.limited_by
+
+    @property
+    def member_s(self) -> float:
+        """For how long they have run, all of them together, seconds."""
+        return self._fleet.member_s(self._clock())
+
     def views(self) -> list[MemberView]:
         """All that were asked for and are not gone, for people."""
         now = self._clock()

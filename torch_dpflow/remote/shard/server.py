@@ -95,6 +95,9 @@ class SampleShard:
         self._keys: dict[int, int] = {}
         self._poisoned: set[int] = set()
         self._served = self._served_bytes = 0
+        #: Samples that jobs have asked for; seconds in which jobs' fetches waited for loads, counted until.
+        self._asked = 0
+        self._late_s, self._counted_at = 0.0, clock()
         self._listener = WorkerDemultiplexer(listener, token, self._on_worker)
         self.server = RpcServer(self._listener, options=ServerOptions(shared_bytes=1 << 29))
         self.server.register("want", self._on_want, body_type=Ask)
@@ -104,6 +107,9 @@ class SampleShard:
 
     def poll(self) -> None:
         """Apply leases and time limits. In the server's thread."""
+        now = self._clock()
+        self._late_s += len({call.body.job.name for call in self._calls.values()}) * (now - self._counted_at)
+        self._counted_at = now
         self._workers.poll()
         for change in self._jobs.handle(ExpireLeases(self._clock())):
             if isinstance(change, Lost):
@@ -163,9 +169,13 @@ class SampleShard:
 
     def status(self) -> dict[str, Any]:
         """Figures for the coordinator and for people."""
+        pool = self._pool.statistics()
         return {
             **self._workers.figures(),
-            **asdict(self._pool.statistics()),
+            **asdict(pool),
+            "asked": self._asked,
+            "due": pool.loads + pool.drawn + pool.queued,
+            "late_s": self._late_s,
             "served": self._served,
             "served_bytes": self._served_bytes,
             "generation": self._range.generation,
@@ -246,7 +256,10 @@ class SampleShard:
         else:
             out = self._pool.want(job, wants, ask.draw or 0)
         # Last: a refused request would count against the job's limit for as long as it lives.
-        self._open[job].update(ask.tickets)
+        opened = self._open[job]
+        self._asked -= len(opened)
+        opened.update(ask.tickets)
+        self._asked += len(opened)
         return out
 
     def _lookahead(self, epoch: int) -> Lookahead:

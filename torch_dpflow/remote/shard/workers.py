@@ -122,6 +122,9 @@ class ShardWorkers:
         #: How the last of them has ended, where that is known.
         self._last_false_start = ""
         self._peers = ArenaPeers()
+        #: Seconds in which there were workers, and in which they had tasks, all of them together; counted until.
+        self._worker_s = self._busy_s = 0.0
+        self._counted_at = clock()
         #: The newest incarnation that has greeted, by number.
         self._newest: dict[int, int] = {}
 
@@ -207,6 +210,11 @@ class ShardWorkers:
 
     def poll(self) -> None:
         """Detect workers that have ended, and apply time limits."""
+        now = self._clock()
+        workers, busy = self._scheduler.workers
+        self._worker_s += workers * (now - self._counted_at)
+        self._busy_s += busy * (now - self._counted_at)
+        self._counted_at = now
         for number in self._peers.ended():
             self._lose(number, self._workers[number])
         self._give_up_unless_workers_start()
@@ -220,11 +228,15 @@ class ShardWorkers:
         counters = self._scheduler.counters
         return counters.delivered + counters.duplicates - self._draws_done
 
-    def figures(self) -> dict[str, int]:
-        """Counts for people."""
+    def figures(self) -> dict[str, float]:
+        """Counts for people and for the coordinator."""
         counters = self._scheduler.counters
         return {
             "workers": len(self._workers),
+            "working": self._scheduler.workers[0],
+            "loads_done": counters.delivered + counters.duplicates,
+            "worker_s": self._worker_s,
+            "busy_s": self._busy_s,
             "decodes": self.decodes,
             "steals": counters.steals,
             "overtaken": counters.copies,
@@ -249,6 +261,9 @@ class ShardWorkers:
         text = "worker ended (incarnation %d%s); its samples are requeued"
         log(text, worker.incarnation, f": {how}" if how else "", extra={"worker": number})
         self._remove(number)
+        may_blame = (
+            may_blame and number < self._expected
+        )  # else its node has ended it, of which there are fewer now
         if not was_sent_away and number < self._expected and self._shard.is_starting(number):
             self._false_starts += 1
             self._last_false_start = how

@@ -9,7 +9,7 @@ import msgspec
 
 from torch_dpflow.checks import check_fields, check_int
 from torch_dpflow.remote.wire.body import Body
-from torch_dpflow.remote.wire.fields import Count, Name, Seconds
+from torch_dpflow.remote.wire.fields import Count, Name, Seconds, Text
 from torch_dpflow.remote.wire.flow_spec import MAX_WORKERS, MIN_MEMORY, FlowSpec
 
 #: Most bytes of a flow's content, which is what its workers load, pickled; and of one piece of it.
@@ -79,6 +79,16 @@ class LifeStep(Body):
     age_s: Seconds
 
 
+class WorkerSeconds(Body):
+    """For how long a flow's workers have run, seconds: all of them together, and the part of each job."""
+
+    #: Those of jobs that have left, and those in which nobody read, are in the sum alone or in the jobs' parts.
+    total: Seconds
+    by_job: dict[Name, Seconds]
+    #: Of a worker, as the platform's settings say; 0: they do not.
+    price_per_hour: Seconds = 0.0
+
+
 class FlowView(Body):
     """What a coordinator knows of a flow."""
 
@@ -90,8 +100,21 @@ class FlowView(Body):
     life: Annotated[list[LifeStep], msgspec.Meta(max_length=MAX_LIFE)]
     #: None while its services do not run.
     part: Part | None
+    #: What keeps its jobs from reading faster, as "workers" or "storage"; empty: nothing that is known.
+    limited_by: Text = ""
+    #: What its workers have taken since its services began.
+    workers_s: WorkerSeconds | None = None
     #: After how many seconds without a job its services end; None while it has jobs, or no services.
     idle_in_s: Seconds | None = None
+
+
+class AutoscaleLimits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """How many workers all flows have together, at least and at most, where their number follows what jobs need."""
+
+    least: int
+    most: int
+    #: How long a job that pauses keeps its workers, seconds.
+    hold_s: float = 120.0
 
 
 class CoordinatorArguments(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -108,11 +131,14 @@ class CoordinatorArguments(msgspec.Struct, frozen=True, array_like=True, forbid_
     memory_bytes: int | None = None
     #: HOST:PORT to serve metrics at; empty: nowhere.
     metrics: str = ""
+    autoscale: AutoscaleLimits | None = None
+    #: As of `WorkerSeconds`.
+    price_per_hour: float = 0.0
 
     @property
     def limits(self) -> ClusterLimits:
         """What all flows have together at most."""
-        return ClusterLimits(workers=self.workers, memory_bytes=self.memory_bytes)
+        return ClusterLimits(workers=self.workers, memory_bytes=self.memory_bytes, autoscale=self.autoscale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +148,7 @@ class ClusterLimits:
     Args:
         workers: processes that load; None: as many as the flows ask for.
         memory_bytes: memory for samples, bytes; None: as much as they ask for.
+        autoscale: between which numbers the workers follow what jobs need; None: flows have as many as they ask for.
 
     Raises:
         OptionError: less than one flow needs, or more than can be used.
@@ -129,6 +156,7 @@ class ClusterLimits:
 
     workers: int | None = None
     memory_bytes: int | None = None
+    autoscale: AutoscaleLimits | None = None
 
     def __post_init__(self) -> None:
         for name, least, most in (("workers", 1, MAX_WORKERS), ("memory_bytes", MIN_MEMORY, 2**53)):

@@ -77,10 +77,19 @@ class JobFigures(Body):
 
 
 class JobHeartbeat(Body):
-    """To a router: a job's heartbeat. Answered with the routing table's generation."""
+    """To a router: a job's heartbeat. Answered with `JobHeartbeatReply`."""
 
     job: JobId
     figures: JobFigures | None = None
+
+
+class JobHeartbeatReply(Body):
+    """The answer to `JobHeartbeat`."""
+
+    #: Of the routing table.
+    generation: Count
+    #: As of `FlowView`.
+    limited_by: Text = ""
 
 
 class JobRank(Body):
@@ -161,3 +170,5 @@ class RouterSettings(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
     #: The shards that own keys.
     shards: list[str]
+    #: As of `FlowView`, for jobs.
+    limited_by: str = ""

@@ -1,0 +1,204 @@
+"""How many workers each flow of a cluster is to have, what limits it, and what its workers have cost. Pure.
+
+The law for one flow is `autoscale`; here it gets its figures, from what services report, once a second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from torch_dpflow.remote.control.allotment import max_min
+from torch_dpflow.remote.control.autoscale import Autoscaler, Bounds, FlowCounts, JobCounts
+from torch_dpflow.remote.wire.coordinator import AutoscaleLimits, WorkerSeconds
+from torch_dpflow.remote.wire.flow_spec import FlowSpec
+from torch_dpflow.remote.wire.node import ProcessView
+from torch_dpflow.remote.wire.shard import MemberView
+
+#: Of so many jobs of a flow the worker-seconds are kept.
+MOST_JOBS = 1024
+#: How often the law is asked, seconds.
+STEP_S = 1.0
+#: A local worker that is not needed any more ends so long after its shard was told, which then blames no sample for it,
+#: seconds: longer than the pause between heartbeats.
+LINGER_S = 2.0
+#: States of members that have been started and cannot work yet.
+_COMING = ("requested", "starting", "on deck")
+
+
+@dataclass
+class _ScaledFlow:
+    law: Autoscaler
+    stepped_at: float = -math.inf
+    #: Targets of the latest seconds, and when they were set.
+    targets: list[tuple[float, int]] = field(default_factory=list)
+    limited_by: str = ""
+    #: The shards' worker-seconds when they were last added, by shard and incarnation; and all that were, by job.
+    seen: dict[tuple[str, int], float] = field(default_factory=dict)
+    worker_s: float = 0.0
+    by_job: dict[str, float] = field(default_factory=dict)
+    #: Samples of each job at that time.
+    samples: dict[str, int] = field(default_factory=dict)
+
+
+class FlowScaling:
+    """The laws of all flows that run. Not thread-safe.
+
+    Args:
+        limits: of the workers of all flows; None: each flow has as many as it asks for, and is only watched.
+        price_per_hour: of a worker, for reports.
+    """
+
+    def __init__(self, limits: AutoscaleLimits | None, *, price_per_hour: float = 0.0) -> None:
+        self._limits = limits
+        self._price = price_per_hour
+        self._flows: dict[str, _ScaledFlow] = {}
+
+    @property
+    def sets_numbers(self) -> bool:
+        """Whether flows have as many workers as the law says."""
+        return self._limits is not None
+
+    def begin(self, spec: FlowSpec, now: float) -> None:
+        """A job is about to read this flow."""
+        self._of(spec).law.begin(now)
+
+    def keep(self, running: Mapping[str, FlowSpec]) -> None:
+        """Only these run."""
+        for instance in self._flows.keys() - running.keys():
+            del self._flows[instance]
+
+    def observe(self, running: Mapping[str, FlowSpec], processes: Sequence[ProcessView], now: float) -> bool:
+        """These flows and processes run; whether any flow's number or limit has changed."""
+        self.keep(running)
+        own: dict[str, list[ProcessView]] = {}
+        for view in processes:
+            for instance in running:
+                if view.id.startswith(f"{instance}/"):
+                    own.setdefault(instance, []).append(view)
+        changed = False
+        for instance, spec in running.items():
+            flow = self._of(spec)
+            if now - flow.stepped_at >= STEP_S:
+                changed = self._step(flow, spec, own.get(instance, []), len(running), now) or changed
+        return changed
+
+    def target(self, spec: FlowSpec) -> int:
+        """How many workers this flow is to have."""
+        return self._of(spec).law.target
+
+    def lingering(self, spec: FlowSpec, now: float) -> int:
+        """How many workers this flow is to have while those that are not needed any more are let go."""
+        flow = self._of(spec)
+        return max([flow.law.target, *(target for at, target in flow.targets if at > now - LINGER_S)])
+
+    def limited_by(self, instance: str) -> str:
+        """What keeps its jobs from reading faster; empty: nothing that is known."""
+        flow = self._flows.get(instance)
+        return "" if flow is None else flow.limited_by
+
+    def worker_seconds(self, instance: str) -> WorkerSeconds:
+        """What its workers have taken, of all jobs and of each."""
+        flow = self._flows.get(instance)
+        if flow is None:
+            return WorkerSeconds(0.0, {}, self._price)
+        return WorkerSeconds(flow.worker_s, dict(flow.by_job), self._price)
+
+    def _of(self, spec: FlowSpec) -> _ScaledFlow:
+        flow = self._flows.get(spec.instance)
+        if flow is None:
+            flow = self._flows[spec.instance] = _ScaledFlow(Autoscaler(self._bounds(spec, 1), spec.workers))
+        return flow
+
+    def _bounds(self, spec: FlowSpec, flows: int) -> Bounds:
+        limits = self._limits
+        if limits is None:
+            return Bounds(least=spec.workers, most=spec.workers)
+        # The least number is one for all flows together, of which each has its part.
+        least = max_min([limits.least] * flows, limits.least)
+        return Bounds(least=min(least), most=limits.most, hold_s=limits.hold_s)
+
+    def _step(
+        self, flow: _ScaledFlow, spec: FlowSpec, own: Sequence[ProcessView], flows: int, now: float
+    ) -> bool:
+        router = next((view for view in own if view.role == "router" and "jobs" in view.status), None)
+        if router is None:
+            return False  # nobody can read
+        flow.stepped_at = now
+        counts = counts_of(router, own, target=flow.law.target)
+        self._count(flow, own, counts)
+        flow.law.bound(self._bounds(spec, flows))
+        before, limited_by = flow.law.target, flow.limited_by
+        flow.targets = [*((at, many) for at, many in flow.targets if at > now - LINGER_S), (now, before)]
+        flow.limited_by = flow.law.step(counts, now).limited_by
+        if self._limits is None and flow.limited_by == "budget":
+            flow.limited_by = "workers"
+        return (before, limited_by) != (flow.law.target, flow.limited_by)
+
+    def _count(self, flow: _ScaledFlow, own: Sequence[ProcessView], counts: FlowCounts) -> None:
+        """Add what workers have taken since the last time, each job's part by the samples that it has read."""
+        passed = 0.0
+        for view in own:
+            if view.role == "shard":
+                key = (view.id, view.incarnation)
+                taken_s = _number(view.status, "member_s" if "members" in view.status else "worker_s")
+                passed += max(0.0, taken_s - flow.seen.get(key, 0.0))
+                flow.seen[key] = max(taken_s, flow.seen.get(key, 0.0))
+        flow.worker_s += passed
+        read = {
+            name: max(0, one.samples - flow.samples.get(name, 0)) for name, one in counts.readings.items()
+        }
+        total = sum(read.values())
+        if total:
+            flow.samples = {name: one.samples for name, one in counts.readings.items()}
+        for name, samples in read.items():
+            share = samples / total if total else 1.0 / len(read)
+            flow.by_job[name] = flow.by_job.get(name, 0.0) + passed * share
+        while len(flow.by_job) > MOST_JOBS:
+            del flow.by_job[next(iter(flow.by_job))]
+
+
+def counts_of(router: ProcessView, own: Sequence[ProcessView], *, target: int) -> FlowCounts:
+    """The figures of a flow, from the status of its processes.
+
+    target: how many workers there were to be.
+    """
+    shards = [view.status for view in own if view.role == "shard"]
+    readings = router.status.get("readings")
+    known = readings if isinstance(readings, Mapping) else {}
+    working = int(_sum(shards, "working"))
+    has_platform = any("members" in status for status in shards)
+    members = [
+        one for status in shards for one in msgspec.convert(status.get("members", []), list[MemberView])
+    ]
+    return FlowCounts(
+        jobs=int(_number(router.status, "jobs")),
+        readings={
+            str(name): JobCounts(
+                int(_number(one, "samples")), _number(one, "stall_s"), _number(one, "reading_s")
+            )
+            for name, one in known.items()
+        },
+        asked=int(_sum(shards, "asked")),
+        due=int(_sum(shards, "due")),
+        loads=int(_sum(shards, "loads_done")),
+        busy_s=_sum(shards, "busy_s"),
+        worker_s=_sum(shards, "worker_s"),
+        late_s=_sum(shards, "late_s"),
+        working=working,
+        coming=sum(one.state in _COMING for one in members) if has_platform else max(0, target - working),
+        refused=next((str(one["limited_by"]) for one in shards if one.get("limited_by")), ""),
+    )
+
+
+def _sum(statuses: Sequence[Mapping[str, Any]], name: str) -> float:
+    return sum(_number(status, name) for status in statuses)
+
+
+def _number(status: Mapping[str, Any], name: str) -> float:
+    value = status.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
