@@ -25,7 +25,7 @@ from torch_dpflow.remote.control.kept_members import KeptMembers
 from torch_dpflow.remote.process.serve import ask_in, serve
 from torch_dpflow.remote.process.spec import MemberPlace, ServiceSpec
 from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
-from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
+from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
 from torch_dpflow.remote.wire.keeper import (
     Asking,
     Attach,
@@ -285,7 +285,7 @@ def run(service: ServiceSpec) -> None:
     """Run a keeper: the role of a node's process."""
     assert service.place.members is not None
     assert service.platform is not None
-    server = RpcServer(service.listen(service.place.keeper_address))
+    server = RpcServer(service.listen(service.place.keeper_address), options=ServerOptions(shared_bytes=0))
     keeper = Keeper(
         server,
         service.platform,

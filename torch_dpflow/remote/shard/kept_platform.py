@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-from torch_dpflow.errors import DPFlowError, OptionError
+from torch_dpflow.errors import DPFlowError, OptionError, RemoteCallError, UnavailableError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.periodic import PeriodicCall
 from torch_dpflow.platforms.members import Accepted, Answerless, Ended, Outcome, Ref, Refused
@@ -165,11 +165,26 @@ class KeptPlatform:
             "news", Asking(self._id, self._incarnation, self._seen), reply_type=News
         ).body
         if not news.known:
-            self._attach()
-            self._ask_again()
+            self._attach_again()
             return
-        outcomes = [outcome_of(told) for told in news.told]
         self._seen = news.seen
+        self._tell([outcome_of(told) for told in news.told])
+
+    def _attach_again(self) -> None:
+        """To a new keeper, and ask it for all starts that the one before has not answered."""
+        try:
+            self._attach()
+        except RemoteCallError as error:  # what the platform says; members live on
+            self._tell([Refused(name, UnavailableError(str(error))) for name in [*self._orders]])
+            raise
+        with self._lock:
+            requests, self._requests = self._requests, {}
+            for name, order in self._orders.items():
+                self._requests[StartRequest, name] = StartRequest(name, order)
+            self._requests |= requests
+        self._sender.wake()
+
+    def _tell(self, outcomes: list[Outcome]) -> None:
         with self._lock:
             for outcome in outcomes:
                 self._note(outcome)
@@ -177,15 +192,6 @@ class KeptPlatform:
                 if not self._outcomes:
                     os.eventfd_write(self.wakeup_fd, 1)
                 self._outcomes += outcomes
-
-    def _ask_again(self) -> None:
-        """Ask a new keeper for all starts that the one before has not answered."""
-        with self._lock:
-            requests, self._requests = self._requests, {}
-            for name, order in self._orders.items():
-                self._requests[StartRequest, name] = StartRequest(name, order)
-            self._requests |= requests
-        self._sender.wake()
 
     def _log(self, error: Exception) -> None:
         if not self._closed:
@@ -203,3 +209,4 @@ class KeptPlatform:
             case Refused() | Ended():
                 self._orders.pop(name, None)
                 self._refs.pop(name, None)
+                self._requests.pop((StartRequest, name), None)

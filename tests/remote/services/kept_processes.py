@@ -1,0 +1,55 @@
+"""A keeper in a process of its own, over members that send what they are told to a door and wait there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch_dpflow.errors import OptionError
+from torch_dpflow.platforms.calls import Calls
+from torch_dpflow.platforms.members import AdoptingPlatform
+from torch_dpflow.platforms.processes import Processes
+from torch_dpflow.platforms.subprocesses import SubprocessAdapter
+from torch_dpflow.remote.process.spec import ClusterPlace, MemberPlace, ServiceSpec
+from torch_dpflow.remote.services import keeper
+
+#: What a keeper's settings hold, and no shard's.
+SECRET = "sesame-of-the-platform"
+MEMBERS = "torch_dpflow.testing.members"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting(Processes):
+    """Members that import nothing, so that they start at once."""
+
+    broken: bool = False
+
+    def adapter(self) -> SubprocessAdapter:
+        return SubprocessAdapter(MEMBERS)
+
+    def open(self, *, outlived: bool = False) -> AdoptingPlatform:
+        if self.broken:
+            raise OptionError("the key has no teeth: give another one")
+        return Calls(self.adapter(), sweep_s=0.2)
+
+
+def service_of(folder: str, id: str, incarnation: int = 1, *, workers: int = 4) -> ServiceSpec:
+    place = MemberPlace(name="processes", most_workers=workers)
+    return ServiceSpec(
+        id=id,
+        role=id.rpartition("/")[2],
+        incarnation=incarnation,
+        arguments=b"",
+        settings=b"",
+        address="",
+        place=ClusterPlace(directory=folder, token="t" * 32, members=place),
+    )
+
+
+def keep(arguments: Sequence[str]) -> None:
+    """Run a keeper. arguments: the folder of sockets, how many workers, when to sweep; `broken` or nothing."""
+    folder, workers, sweep_s, *broken = arguments
+    keeper.FIRST_SWEEP_S, keeper.GRACE_S = float(sweep_s), 0.1
+    service = service_of(folder, "keeper", workers=int(workers))
+    object.__setattr__(service, "platform", Waiting(broken=bool(broken)))
+    keeper.run(service)
