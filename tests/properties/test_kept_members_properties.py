@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from torch_dpflow.errors import ThrottledError
+from torch_dpflow.errors import ThrottledError, UnavailableError
 from torch_dpflow.platforms.base import End
 from torch_dpflow.platforms.members import Accepted, Ended, Outcome
 from torch_dpflow.remote.control.kept_members import SILENT_S, KeptMembers
@@ -98,7 +98,7 @@ class KeptMachine(RuleBasedStateMachine):
             assert not known[outcome.name], "each start is answered once"
             known[outcome.name] = True
         else:
-            assert isinstance(outcome, Ended) or isinstance(outcome.error, ThrottledError)  # type: ignore[union-attr]
+            assert isinstance(outcome, Ended) or isinstance(outcome.error, ThrottledError | UnavailableError)  # type: ignore[union-attr]
             del known[outcome.name]
 
     @rule(number=st.integers(0, 1 << 16))

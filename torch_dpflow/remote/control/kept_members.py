@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torch_dpflow.errors import RejectedError, ThrottledError, UsageError
+from torch_dpflow.errors import RejectedError, ThrottledError, UnavailableError, UsageError
 from torch_dpflow.platforms.members import Ended, Outcome, Refused
 from torch_dpflow.platforms.names import MemberName
 from torch_dpflow.remote.wire.errors import StaleShardError
@@ -91,6 +91,8 @@ class KeptMembers:
     def start(self, shard: str, name: str) -> bool:
         """A shard wants this member; whether to start it. If not, it has been started or the shard has news why not."""
         if name in self._members:
+            if self._members[name] is None:
+                self._owners[shard].news.append(Refused(name, UnavailableError(f"{name} is being ended")))
             return False
         try:
             self._check(name, shard)
