@@ -77,6 +77,7 @@ class KeptMachine(RuleBasedStateMachine):
         if self.kept.start(shard, name):
             assert there < self.kept.most <= self.workers + max(1, self.workers // 10)
             self.there.add(name)
+            self.ended.discard(name)  # by who had its end as news for a shard that was silent, and asks again
             self.kept.note(Accepted(name, "ref"))
 
     @rule(shard=SHARDS)

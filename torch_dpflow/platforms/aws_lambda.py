@@ -22,7 +22,7 @@ from torch_dpflow.errors import AnswerLostError, OptionError, OptionTypeError, P
 from torch_dpflow.platforms.aws_client import AwsClient, check_installed, is_loopback
 from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End, Limits
 from torch_dpflow.platforms.calls import Calls
-from torch_dpflow.platforms.members import Adapter, Fate, Finding, MemberPlatform, Ref
+from torch_dpflow.platforms.members import Adapter, AdoptingPlatform, Fate, Finding, Ref
 from torch_dpflow.platforms.processes import LOOK_S
 
 #: Lambda ends an invocation after this time, seconds; its answer may come that much later; members have to be done by
@@ -124,7 +124,7 @@ class Lambda:
     def adapter(self) -> Adapter:
         return LambdaAdapter(self)
 
-    def open(self) -> MemberPlatform:
+    def open(self, *, outlived: bool = False) -> AdoptingPlatform:
         self.check_workers(0)
         return Calls(self.adapter(), sweep_s=LOOK_S)
 

@@ -17,7 +17,7 @@ from torch_dpflow.errors import OptionError, PlatformError
 from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End, Limits
 from torch_dpflow.platforms.calls import Calls
 from torch_dpflow.platforms.fc_control import ConflictError, FunctionControl, MissingError, check_installed
-from torch_dpflow.platforms.members import Adapter, Fate, Finding, MemberPlatform, Ref
+from torch_dpflow.platforms.members import Adapter, AdoptingPlatform, Fate, Finding, Ref
 
 #: The longest that an invocation may run, and by how much the function's own limit is above the members', seconds.
 LONGEST_S, MARGIN_S = 86400.0, 60.0
@@ -131,7 +131,7 @@ class FunctionCompute:
     def adapter(self) -> Adapter:
         return FunctionComputeAdapter(self)
 
-    def open(self) -> MemberPlatform:
+    def open(self, *, outlived: bool = False) -> AdoptingPlatform:
         self.check_workers(0)
         return Calls(self.adapter(), sweep_s=SWEEP_S)
 
