@@ -75,6 +75,15 @@ def test_the_least_number_is_one_for_all_flows() -> None:
     assert [scaling.target(one) for one in running.values()] == [1, 1, 1]
 
 
+def test_a_coordinator_that_starts_anew_goes_on_with_the_workers_that_run() -> None:
+    scaling, flow = FlowScaling(LIMITS), spec(workers=2)
+    scaling.begin(flow, 0.0)
+    found = processes({"a": 100}, 60.0)
+    found += [view(f"flow@1/shard-000/worker-{number}", "worker") for number in range(9)]
+    scaling.observe({flow.instance: flow}, found, 0.0)
+    assert scaling.target(flow) == 9
+
+
 def test_without_limits_flows_are_watched_and_keep_what_they_ask_for() -> None:
     scaling, flow = FlowScaling(None), spec(workers=5)
     for second in range(20):

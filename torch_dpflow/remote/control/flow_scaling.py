@@ -125,6 +125,9 @@ class FlowScaling:
     def _step(
         self, flow: _ScaledFlow, spec: FlowSpec, own: Sequence[ProcessView], flows: int, now: float
     ) -> bool:
+        if flow.stepped_at == -math.inf and (found := _workers_of(own)) > flow.law.target:
+            # An earlier coordinator has had more than the flow asks for.
+            flow.law = Autoscaler(self._bounds(spec, flows), found)
         router = next((view for view in own if view.role == "router" and "jobs" in view.status), None)
         if router is None:
             return False  # nobody can read
@@ -160,6 +163,13 @@ class FlowScaling:
             flow.by_job[name] = flow.by_job.get(name, 0.0) + passed * share
         while len(flow.by_job) > MOST_JOBS:
             del flow.by_job[next(iter(flow.by_job))]
+
+
+def _workers_of(own: Sequence[ProcessView]) -> int:
+    """How many workers a flow has now, wherever they run."""
+    return sum(view.role == "worker" for view in own) + sum(
+        len(view.status.get("members", ())) for view in own if view.role == "shard"
+    )
 
 
 def counts_of(router: ProcessView, own: Sequence[ProcessView], *, target: int) -> FlowCounts:

@@ -186,6 +186,11 @@ class Coordinator:
         jobs = view.status.get("jobs")
         is_up = bool(view.address and view.runs)
         if is_up and isinstance(jobs, int):
+            before = [flow.jobs for flow in self._registry.flows if flow.spec.instance == instance]
+            if not jobs and any(before):
+                taken_s = self._scaling.worker_seconds(instance).total
+                text = "no job reads it any more; its workers have taken %.0f worker-seconds"
+                SERVICE.info(text, taken_s, extra={"flow": instance})
             self._apply(self._registry.report(instance, jobs, now))
         flow = next((flow for flow in self._registry.flows if flow.spec.instance == instance), None)
         if flow is not None:
