@@ -45,7 +45,9 @@ def test_it_has_the_packages_of_this_environment_at_their_versions(tmp_path: Pat
 
 def test_a_package_of_a_directory_is_copied_and_can_be_imported(tmp_path: Path) -> None:
     assert dpflow("--out", str(tmp_path))[0] == 0
-    command = f"import torch_dpflow; {image.CHECK}; print(torch_dpflow.__file__)"
+    command = (
+        f"import torch_dpflow; {image.CHECK.replace('member.warm()', 'member')}; print(torch_dpflow.__file__)"
+    )
     ran = subprocess.run(
         [sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True
     )

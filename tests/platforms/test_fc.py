@@ -85,6 +85,12 @@ class TestFunctionCompute(AdapterContract):
         self.new_adapter = AdapterOf(server.endpoint)  # type: ignore[method-assign]
         self.server = server
 
+    @pytest.mark.slow
+    def test_others_find_and_end_what_a_killed_starter_has_left(
+        self, adapter: Adapter, door: socket.socket
+    ) -> None:
+        super().test_others_find_and_end_what_a_killed_starter_has_left(adapter, door)
+
     def refusing(self) -> Mapping[type[PlatformError], Callable[[], Adapter]]:
         def after(*faults: Fault, **settings: Any) -> Callable[[], Adapter]:
             def make() -> Adapter:
