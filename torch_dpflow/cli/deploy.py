@@ -9,6 +9,7 @@ import click
 from torch_dpflow.platforms.registry import resolve
 
 if TYPE_CHECKING:
+    from torch_dpflow.platforms.aws_lambda import Lambda
     from torch_dpflow.platforms.fc import FunctionCompute
 
 
@@ -30,5 +31,24 @@ def fc(image: str, dry_run: bool, removes: bool) -> None:
         lines = fc_deploy.remove(settings, dry_run=dry_run)
     else:
         lines = fc_deploy.deploy(settings, image, dry_run=dry_run)
+    for line in lines:
+        click.echo(line)
+
+
+@deploy.command("lambda")
+@click.option(
+    "--image", default="", help="The container's image, in a registry (ECR) of the function's region."
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@click.option("--remove", "removes", is_flag=True, help="Remove the function.")
+def lambda_(image: str, dry_run: bool, removes: bool) -> None:
+    """The function of platform="lambda", by [platform.lambda]: region, function, memory, lifetime, role, vpc."""
+    from torch_dpflow.platforms import lambda_deploy
+
+    settings: Lambda = resolve("lambda")  # type: ignore[assignment]
+    if removes:
+        lines = lambda_deploy.remove(settings, dry_run=dry_run)
+    else:
+        lines = lambda_deploy.deploy(settings, image, dry_run=dry_run)
     for line in lines:
         click.echo(line)

@@ -14,5 +14,10 @@ __all__ = ["FunctionCompute", "Lambda", "Processes", "Ray"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
-    {"aws_lambda": ["Lambda"], "fc": ["FunctionCompute"], "processes": ["Processes"], "ray": ["Ray"]},
+    {
+        "aws_lambda": ["Lambda"],
+        "fc": ["FunctionCompute"],
+        "processes": ["Processes"],
+        "ray": ["Ray"],
+    },
 )

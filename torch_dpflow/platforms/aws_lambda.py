@@ -237,7 +237,10 @@ class LambdaAdapter:
             if self._held.get(call.member) is call:
                 del self._held[call.member]
                 if isinstance(told, End):
-                    self._ends[call.member] = told
+                    # Lambda may run one twice. Where this is the answer of the second one, which its shard has
+                    # refused, the first one works: nobody here knows of its end.
+                    if not (told.code == 0 and f"another process is {call.member} already" in told.report):
+                        self._ends[call.member] = told
                 elif not call.is_started:
                     call.refusal = told
                 elif not isinstance(told, AnswerLostError):  # else it may run: nobody here knows

@@ -51,10 +51,12 @@ class LambdaServer:
         self.functions: dict[str, dict[str, Any]] = {}
         #: What happens to the next invocations, in order: see `_invoke`.
         self.faults: list[str] = []
-        #: Of all requests, by operation; how long functions ran, seconds; payloads that were invoked.
+        #: Of all requests, by operation; how long functions ran, seconds.
         self.requests: Counter[str] = Counter()
         self.billed_s = 0.0
-        self.payloads: list[bytes] = []
+        #: Invocations whose functions have ended, and how many requests were refused, by status.
+        self.done: list[Invocation] = []
+        self.refused: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._idle: dict[str, list[Sandbox]] = {}
         self.sandboxes: set[Sandbox] = set()
@@ -136,7 +138,8 @@ class LambdaServer:
         if (method, what) == ("GET", ""):
             return _json(200, {"Configuration": function, "Code": {"ImageUri": function["Code"]["ImageUri"]}})
         if (method, what) == ("PUT", "configuration"):
-            function.update(json.loads(body))
+            asked = json.loads(body)
+            function.update(asked, ImageConfigResponse={"ImageConfig": asked["ImageConfig"]})
             return _json(200, function)
         if (method, what) == ("PUT", "code"):
             function["Code"] = {"ImageUri": json.loads(body)["ImageUri"]}
@@ -164,6 +167,7 @@ class LambdaServer:
             )
         defaults = {"State": "Active", "LastUpdateStatus": "Successful", "Timeout": 3, "MemorySize": 128}
         self.functions[name] = {**defaults, "FunctionArn": _arn_of(name), **asked}
+        self.functions[name]["ImageConfigResponse"] = {"ImageConfig": asked["ImageConfig"]}
         return self.functions[name]
 
     # -- invocations -------------------------------------------------------------------------------------------
@@ -186,7 +190,6 @@ class LambdaServer:
                     429, "TooManyRequestsException", Reason=reason, Type="User", message="Rate Exceeded."
                 )
             self.running += 1
-            self.payloads.append(body)
         if fault == "twice":
             with self._lock:
                 self.running += 1
@@ -218,6 +221,7 @@ class LambdaServer:
             with self._lock:
                 self.running -= 1
                 self.billed_s += time.time() - begun if begun else 0.0
+        self.done.append(invocation)
         self._release(name, sandbox)
         return invocation
 
@@ -265,6 +269,7 @@ def _handler_of(server: LambdaServer) -> type[QuickHandler]:
             try:
                 status, answer, extra = server.answer(self.command, self.path, headers, body)
             except ApiError as error:
+                server.refused[error.status] += 1
                 status, answer = error.status, json.dumps(error.body).encode()
                 extra = {"x-amzn-ErrorType": error.code, "Content-Type": "application/json", **error.headers}
             except ConnectionError:

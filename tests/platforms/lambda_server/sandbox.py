@@ -121,6 +121,10 @@ class Sandbox:
             self.end()
         self._current = None
 
+    def members(self) -> list[int]:
+        """The processes of its members."""
+        return children_of(self.process.pid)
+
     def end(self) -> None:
         """Kill it, and what it has started: as a container ends."""
         for pid in [self.process.pid, *children_of(self.process.pid)]:
