@@ -37,10 +37,10 @@ class PillowCrop:
 
         self._crop = transforms.Compose([transforms.RandomResizedCrop(SIZE), transforms.PILToTensor()])
 
-    def __call__(self, source: str | bytes) -> torch.Tensor:
+    def __call__(self, source: str | bytes | memoryview) -> torch.Tensor:
         from PIL import Image
 
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        with Image.open(source if isinstance(source, str) else io.BytesIO(source)) as image:
             crop: torch.Tensor = self._crop(image.convert("RGB"))
         return crop
 
