@@ -251,6 +251,13 @@ def test_members_that_are_replaced_before_their_lifetime_ends_cost_no_sample(
         obey(self, instruction, now)
 
     monkeypatch.setattr(remote_workers.RemoteWorkers, "_obey", recorded)
+    # Environments for twice as many, which are kept: to start one takes longer than a short life leaves.
+    first = loader(workers=2 * workers)
+    iterator = iter(first)
+    wait(lambda: working(first) == 2 * workers, what="all workers")
+    first._iterator._shutdown_workers()  # type: ignore[union-attr]
+    del iterator
+    wait(lambda: not server.running, what="their end")
     (tmp_path / "log").touch()
     dataset = SlowCounted(64, str(tmp_path / "log"))
     # So that a batch is one worker's: one that an idle worker takes over may have begun meanwhile, and is loaded twice.
