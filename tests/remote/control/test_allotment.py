@@ -42,6 +42,15 @@ def test_a_flow_that_nobody_reads_keeps_one_worker_where_they_are_scarce() -> No
     assert parts_of(specs, plenty, unread=["a@1"]) == [Part(2, 4, 1 << 30), Part(1, 4, 1 << 30)]
 
 
+def test_shards_of_all_flows_share_the_ports_at_which_workers_call() -> None:
+    specs = [spec("a", workers=8, shards=3), spec("b", workers=8, shards=1)]
+    few = ClusterLimits(shards=3)
+    assert [part and part.shards for part in parts_of(specs, few)] == [2, 1]
+    assert [part and part.shards for part in parts_of([specs[0]], few)] == [3]
+    assert [part and part.shards for part in parts_of([specs[0], specs[0]], few, unread=["a@1"])] == [1, 1]
+    assert few.flows == 3
+
+
 def test_a_flow_for_which_nothing_is_left_does_not_run() -> None:
     limits = ClusterLimits(workers=2)
     assert limits.flows == 2

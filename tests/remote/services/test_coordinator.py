@@ -1,4 +1,4 @@
-"""Whom a coordinator lets in where the cluster has room for so many flows only."""
+"""Whom a coordinator lets in where the cluster has room for so many flows, or shards, only."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch_dpflow.errors import DeadlineError, ErrorKind, RemoteCallError
 from torch_dpflow.remote.control.flow_registry import UNREAD_S
 from torch_dpflow.remote.process.contents import Contents
 from torch_dpflow.remote.process.serve import ask_in
+from torch_dpflow.remote.process.spec import MemberPlace
 from torch_dpflow.remote.rpc import RpcClient, RpcServer
 from torch_dpflow.remote.services.coordinator import Coordinator
 from torch_dpflow.remote.services.state_store import open_store
 from torch_dpflow.remote.services.write_behind_store import WriteBehindStore
 from torch_dpflow.remote.transport import listen
-from torch_dpflow.remote.wire.coordinator import Access, ClusterLimits
+from torch_dpflow.remote.wire.coordinator import Access, ClusterLimits, FlowView, Scale
 from torch_dpflow.remote.wire.flow_spec import FlowSpec
 from torch_dpflow.remote.wire.node import ProcessView
 
@@ -66,3 +67,25 @@ def admit_late(folder: Path) -> None:
     assert [flow.state for flow in ask_in(server, coordinator.views)[0]].count("idle") == 2
     launched = {launch.id for launch in ask_in(server, coordinator.desired) if launch.role == "router"}
     assert launched == {"c@1/router", "d@1/router"}
+
+
+def test_more_shards_than_there_are_ports_for_workers_are_refused_at_once(tmp_path: Path) -> None:
+    in_fork(scale_up, tmp_path)
+
+
+def scale_up(folder: Path) -> None:
+    (folder / "contents").mkdir()
+    server = RpcServer(listen(f"ipc://{folder}/coordinator"))
+    state = WriteBehindStore(lambda: open_store(str(folder / "state")), "owner")
+    place = MemberPlace(name="processes", listen_at="tcp://127.0.0.1:7610-7611", most_workers=8)
+    coordinator = Coordinator(server, state, Contents(folder / "contents"), ClusterLimits(), members=place)
+    threading.Thread(target=server.serve, daemon=True).start()
+    told = r"shards=3: each takes a port .*--worker-listen tcp://127.0.0.1:7610-7611` has 2; give no more"
+    with RpcClient(server.address) as client:
+        with pytest.raises(RemoteCallError, match=told) as refused:
+            client.call("register", msgspec.structs.replace(spec("a"), shards=3, workers=3), reply_type=bool)
+        assert refused.value.kind is ErrorKind.USAGE
+        client.call("register", spec("a"), reply_type=bool)
+        with pytest.raises(RemoteCallError, match=told):
+            client.call("scale", Scale("a", 3), reply_type=FlowView)
+    assert [flow.spec.shards for flow in ask_in(server, coordinator.views)[0]] == [1]

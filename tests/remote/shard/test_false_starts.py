@@ -12,7 +12,7 @@ import pytest
 from tests.remote.shard.driven_workers import Workers
 from torch_dpflow.remote.pool.objects import Load
 from torch_dpflow.remote.wire.headers import Exchange, WorkerHello, WorkerReady, encode
-from torch_dpflow.remote.wire.shard import POISONED
+from torch_dpflow.remote.wire.shard import WORKERLESS
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_what_waits_is_given_up_until_a_worker_has_come_up(workers: Workers) -> 
         begin(workers, 0, incarnation)
         workers.shard.ended(0, incarnation)
         workers.turn()
-    assert workers.loaded[0].kind == POISONED
+    assert workers.loaded[0].kind == WORKERLESS
     peer = begin(workers, 0, 3)
     workers.shard.on_message(peer, [encode(WorkerReady())])
     workers.shard.load([Load(1, 1, 0)])

@@ -14,7 +14,7 @@ from tests.loader_cases import patiently
 from tests.shared_cluster import TestCluster
 from tests.shared_datasets import Hanging, Numbers
 from torch_dpflow import DPFlowDataLoader, JobOptions
-from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError
+from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError, WorkerStartError
 from torch_dpflow.remote.job.client import SharedJob
 
 Join = Callable[..., SharedJob]
@@ -60,7 +60,7 @@ def test_workers_that_cannot_begin_are_told_of(
 ) -> None:
     job = join(flow, Numbers(8), workers=1, worker_init_fn=worker_init_fn, task_timeout_s=0.3)
     with pytest.raises(
-        PoisonTaskError, match=r"sample 0: \d workers ended.*while they .* ran worker_init_fn"
+        WorkerStartError, match=r"no worker for sample 0: \d workers ended.*while they .* ran worker_init_fn"
     ):
         next(job.read([[0]], 0))
 

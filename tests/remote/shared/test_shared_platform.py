@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,11 @@ from click.testing import CliRunner
 
 from tests.cluster_command import CommandedCluster
 from tests.new_process import ROOT
-from tests.shared_cluster import wait
+from tests.shared_cluster import open_job, wait
 from tests.shared_datasets import Failing, Numbers, SlowNumbers
 from tests.workers import has_ended, kill
 from torch_dpflow.cli.main import root
-from torch_dpflow.errors import OptionError, PoisonTaskError
+from torch_dpflow.errors import OptionError, PoisonTaskError, WorkerStartError
 from torch_dpflow.platforms.names import MemberName
 from torch_dpflow.platforms.subprocesses import NAME_VARIABLE
 from torch_dpflow.remote.job.client import SharedJob
@@ -209,14 +211,44 @@ def test_members_that_end_at_their_start_are_told_of_and_not_started_for_ever(
 ) -> None:
     job = join(flow, Numbers(12), batch_size=4, workers=1, worker_init_fn=leave_at_once)
     with pytest.raises(
-        PoisonTaskError, match=r"workers ended.* before they could load anything.*exited with code 3"
+        WorkerStartError, match=r"workers ended.* before they could load anything.*exited with code 3"
     ):
         next(job.traverse(0))
     wait(lambda: not [name for name, _ in found_members() if name in names_of(cluster, flow)])
     before = names_of(cluster, flow)
-    with pytest.raises(PoisonTaskError, match="before they could load anything"):
+    with pytest.raises(WorkerStartError, match="before they could load anything"):
         next(job.traverse(1))
     assert names_of(cluster, flow) <= before
+
+
+@pytest.mark.slow
+def test_a_shard_whose_ports_are_taken_waits_for_one_and_tells_what_is_missing(
+    tmp_path: Path, flow: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        at = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        cluster = CommandedCluster.up(
+            tmp_path, "--platform", "processes", "--worker-listen", f"{at}-{at[-5:]}"
+        )
+        with closing(open_job(flow, Numbers(8), address=cluster.address, batch_size=4)) as job:
+            with pytest.raises(
+                WorkerStartError,
+                match=rf"(?s)no worker for sample .*shard-000: no port of {at}-.* is free .*wer shards",
+            ) as told:
+                next(job.traverse(0))
+            assert "leave it out" not in str(told.value)
+            with pytest.raises(WorkerStartError):
+                next(job.traverse(1))
+            taken.close()
+            wait(lambda: has_read(job), what="a worker, once a port is free")
+    cluster.stop()
+
+
+def has_read(job: SharedJob) -> bool:
+    try:
+        return len(keys(job.traverse(2))) == 8
+    except WorkerStartError:
+        return False
 
 
 def names_of(cluster: CommandedCluster, flow: str) -> set[str]:

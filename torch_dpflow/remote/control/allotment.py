@@ -1,4 +1,4 @@
-"""Divides a cluster's limited workers and memory among its flows. Pure."""
+"""Divides a cluster's limited shards, workers and memory among its flows. Pure."""
 
 from __future__ import annotations
 
@@ -20,16 +20,21 @@ def parts_of(
     No flow gets more than it requests, and what one leaves goes to the others. Each shard has at least one worker, so
     a flow with fewer workers than shards gets fewer shards.
 
-    unread: instances without jobs; if workers are scarce, each keeps one.
+    unread: instances without jobs; if workers or shards are scarce, each keeps one.
     targets: how many workers each is to have, if not as many as it requests; shards may have none then.
     """
     requests = [spec.workers for spec in specs] if targets is None else [*targets]
     if targets is None and limits.workers is not None and sum(requests) > limits.workers:
         requests = [1 if spec.instance in unread else spec.workers for spec in specs]
     workers = max_min(requests, limits.workers)
+    wanted = [spec.shards for spec in specs]
+    if limits.shards is not None and sum(wanted) > limits.shards:
+        wanted = [1 if spec.instance in unread else spec.shards for spec in specs]
+    shards = max_min(wanted, limits.shards)
     memory = max_min([spec.memory_bytes for spec in specs], limits.memory_bytes)
-    most_shards = workers if targets is None else [spec.shards for spec in specs]
-    return [_part(spec, *has) for spec, has in zip(specs, zip(most_shards, workers, memory))]
+    if targets is None:
+        shards = [*map(min, shards, workers)]
+    return [_part(*has) for has in zip(shards, workers, memory)]
 
 
 def max_min(requests: Sequence[int], total: int | None) -> list[int]:
@@ -45,6 +50,6 @@ def max_min(requests: Sequence[int], total: int | None) -> list[int]:
     return parts
 
 
-def _part(spec: FlowSpec, most_shards: int, workers: int, memory_bytes: int) -> Part | None:
-    shards = min(spec.shards, most_shards, memory_bytes // MIN_MEMORY)
+def _part(shards: int, workers: int, memory_bytes: int) -> Part | None:
+    shards = min(shards, memory_bytes // MIN_MEMORY)
     return Part(shards, workers, memory_bytes) if shards else None

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from torch_dpflow.errors import MessageError, PoisonTaskError
+from torch_dpflow.errors import MessageError, PoisonTaskError, WorkerError, WorkerStartError
 from torch_dpflow.remote.job.collate import collate_parcels, collate_samples
 from torch_dpflow.remote.job.ready_batches import ReadyBatch
 from torch_dpflow.remote.parcel.codec import decode
 from torch_dpflow.remote.wire.parcel_table import Frame, ParcelTable
-from torch_dpflow.remote.wire.shard import POISONED, ServedSample
+from torch_dpflow.remote.wire.shard import POISONED, WORKERLESS, ServedSample
 from torch_dpflow.torch_private import ExceptionWrapper
 
 #: A parcel and its frames, or an error in its place.
-Received: TypeAlias = tuple[ParcelTable, list[Frame]] | PoisonTaskError
+Received: TypeAlias = tuple[ParcelTable, list[Frame]] | WorkerError
 
 
 def build_batch(ready: ReadyBatch, came: list[Received | None], collate: Callable[[list[Any]], Any]) -> None:
@@ -37,6 +37,8 @@ def received_sample(sample: ServedSample, frames: list[memoryview]) -> Received:
     """The parcel of a sample that a shard has sent, or the error in its place."""
     if sample.kind == POISONED:
         return PoisonTaskError(bytes(frames[0]).decode(errors="replace"))
+    if sample.kind == WORKERLESS:
+        return WorkerStartError(bytes(frames[0]).decode(errors="replace"))
     return sample.parcel, [*frames]
 
 
@@ -59,11 +61,13 @@ def _opened(came: tuple[ParcelTable, list[Frame]]) -> Any:
 
 
 def _is_error(value: Any) -> bool:
-    return isinstance(value, ExceptionWrapper | PoisonTaskError)
+    return isinstance(value, ExceptionWrapper | WorkerError)
 
 
 def _error_of(key: int, value: Any) -> BaseException | ExceptionWrapper:
     if isinstance(value, PoisonTaskError):
         return PoisonTaskError(f"sample {key}: {value}; leave it out of the job's samples, or repair it")
+    if isinstance(value, WorkerStartError):
+        return WorkerStartError(f"no worker for sample {key}: {value}")
     wrapper: ExceptionWrapper = value
     return wrapper

@@ -17,7 +17,6 @@ from torch_dpflow.errors import (
     DPFlowError,
     ErrorKind,
     MessageError,
-    PoisonTaskError,
     RemoteCallError,
     UsageError,
     WorkerError,
@@ -75,7 +74,7 @@ class _Batch:
     @property
     def is_poisoned(self) -> bool:
         """Whether there will be an error in its place, whatever else comes."""
-        return any(isinstance(value, PoisonTaskError) for value in self.values.values())
+        return any(isinstance(value, WorkerError) for value in self.values.values())
 
 
 class EpochReader:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,12 @@ from torch_dpflow.remote.control.placement import launches_of
 from torch_dpflow.remote.process.contents import Contents
 from torch_dpflow.remote.process.heartbeat import HeartbeatSender
 from torch_dpflow.remote.process.serve import ask_in, serve
-from torch_dpflow.remote.process.spec import ServiceSpec
+from torch_dpflow.remote.process.spec import MemberPlace, ServiceSpec
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
 from torch_dpflow.remote.services.reconciler import Reconciler
 from torch_dpflow.remote.services.state_store import open_store
 from torch_dpflow.remote.services.write_behind_store import WriteBehindStore
+from torch_dpflow.remote.shard.reachable import ports_in
 from torch_dpflow.remote.wire.coordinator import (
     CONTENT_PIECE_BYTES,
     MAX_CONTENT_BYTES,
@@ -87,7 +88,7 @@ class Coordinator:
         contents: the pickled datasets that workers load.
         limits: of all flows together.
         changed: called when the desired processes may have changed.
-        has_platform: whether shards have their workers from a platform, and not from the node.
+        members: where shards have their workers; None: from the node.
         price_per_hour: of a worker, for reports.
     """
 
@@ -100,15 +101,15 @@ class Coordinator:
         *,
         clock: Callable[[], float] = time.monotonic,
         changed: Callable[[], None] = lambda: None,
-        has_platform: bool = False,
+        members: MemberPlace | None = None,
         price_per_hour: float = 0.0,
     ) -> None:
         self._changed = changed
-        self._has_platform = has_platform
+        self._members = members
         self._post = server.post
         self._store = store
         self._contents = contents
-        self._limits = limits
+        self._limits = limits if members is None else replace(limits, shards=ports_in(members.listen_at))
         self._clock = clock
         self._registry = FlowRegistry()
         self._scaling = FlowScaling(limits.autoscale, price_per_hour=price_per_hour)
@@ -136,7 +137,7 @@ class Coordinator:
                     spec,
                     part,
                     self._processes,
-                    has_platform=self._has_platform,
+                    has_platform=self._members is not None,
                     lingering=self._lingering(spec),
                     limited_by=self._scaling.limited_by(instance),
                 )
@@ -228,10 +229,20 @@ class Coordinator:
 
     def _on_register(self, call: IncomingCall) -> Result:
         spec: FlowSpec = call.body
+        self._check_ports(spec.shards)
         self._apply(self._registry.register(spec, self._clock()))
         flow = self._registry.find(spec.name)
         assert flow is not None
         return Result(self._is_stored(flow))
+
+    def _check_ports(self, shards: int) -> None:
+        most = self._limits.shards
+        if self._members is not None and most is not None and shards > most:
+            raise UsageError(
+                f"shards={shards}: each takes a port at which workers call, and `dpflow up --worker-listen "
+                f"{self._members.listen_at}` has {most}; give no more, or start it with more ports, as "
+                "tcp://HOST:FIRST-LAST"
+            )
 
     def _is_stored(self, flow: Flow) -> bool:
         return flow.spec.content in self._contents.digests
@@ -317,7 +328,7 @@ class Coordinator:
             self._apply(ended)
         if len(self._running) >= most:
             raise OverloadedError(
-                f"flow {flow.spec.name!r} cannot start: {most} flows take all workers or memory of the cluster, "
+                f"flow {flow.spec.name!r} cannot start: {most} flows take all workers, memory or ports of the cluster, "
                 f"{sorted(self._running)}; wait until one is idle, or start `dpflow up` with more"
             )
 
@@ -329,6 +340,7 @@ class Coordinator:
                     f"{name}={value}: the cluster has {self._limits.workers} workers, and each shard takes one; "
                     "give no more, or start `dpflow up` with more"
                 )
+        self._check_ports(scale.shards)
         flow, instructions = self._registry.scale(scale.flow, scale.shards, scale.workers)
         self._apply(instructions)
         spec = flow.spec
@@ -404,7 +416,7 @@ def run(service: ServiceSpec) -> None:
         contents,
         arguments.limits,
         changed=reconciler.changed,
-        has_platform=service.place.members is not None,
+        members=service.place.members,
         price_per_hour=arguments.price_per_hour,
     )
     reconciler.start(coordinator.observe, coordinator.desired)

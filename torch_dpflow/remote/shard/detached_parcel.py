@@ -17,7 +17,7 @@ from torch_dpflow.remote.wire.shard import SAMPLE, ServedSample
 class DetachedParcel:
     """One encoded parcel in this process's memory. Its frames may be sent any number of times."""
 
-    #: SAMPLE, FAILED or POISONED.
+    #: SAMPLE, FAILED, POISONED or WORKERLESS.
     kind: int
     table: ParcelTable
     frames: list[Frame]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import suppress
 
 from torch_dpflow.errors import TransportError
@@ -17,6 +18,10 @@ from torch_dpflow.remote.wire.order import Order, encode_order
 SILENCE_S = 30.0
 
 
+class PortsTakenError(TransportError):
+    """Others listen at all ports at which this one may."""
+
+
 class Door:
     """A listener with one-time keys, and the orders that tell members of it.
 
@@ -25,6 +30,7 @@ class Door:
 
     Raises:
         OptionError: members cannot reach that address.
+        PortsTakenError: others listen there.
         TransportError: it cannot be listened at.
     """
 
@@ -73,4 +79,11 @@ def _listen(asked: str, options: TransportOptions) -> ZeroMQListener:
     for address in others:
         with suppress(TransportError):
             return ZeroMQListener(address, options)
-    return ZeroMQListener(last, options)
+    try:
+        return ZeroMQListener(last, options)
+    except TransportError as error:
+        if getattr(error.__cause__, "errno", 0) != errno.EADDRINUSE:
+            raise
+        raise PortsTakenError(
+            f"no port of {asked} is free ({len(others) + 1} in all), and whoever is called by workers takes one"
+        ) from error

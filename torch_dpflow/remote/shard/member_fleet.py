@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 from typing import IO, Any
 
 from torch_dpflow.errors import DPFlowError
@@ -12,6 +13,7 @@ from torch_dpflow.remote.process.contents import open_content
 from torch_dpflow.remote.process.flow_content import split
 from torch_dpflow.remote.process.roles import COORDINATOR
 from torch_dpflow.remote.process.spec import MemberPlace, ServiceSpec
+from torch_dpflow.remote.shard.door import PortsTakenError
 from torch_dpflow.remote.shard.kept_platform import KeptSource
 from torch_dpflow.remote.shard.remote_content import RemoteContent
 from torch_dpflow.remote.shard.remote_member import SAMPLE_WORKERS
@@ -22,6 +24,9 @@ from torch_dpflow.remote.shard.server import SampleShard
 _BURST = 64
 #: How long the last messages to members may take to leave, seconds.
 LINGER_S = 1.0
+#: For how long a port at which members may call is awaited, longer than a shard that is to end waits for its jobs; how
+#: often it is tried, seconds.
+PORT_S, PORT_RETRY_S = 30.0, 1.0
 
 
 class MemberFleet:
@@ -140,21 +145,37 @@ class MemberFleet:
 
     def _connect(self) -> None:
         try:
-            remote = RemoteWorkers(
-                KeptSource(self._service, self._members),
-                self._content(),
-                0,
-                listen_at=self._members.listen_at,
-                kind=SAMPLE_WORKERS,
-                cluster=self._service.place.cluster,
-            )
+            remote = self._connected()
         except Exception as error:
-            text = f"no worker can be had of platform {self._members.name!r}: {error}"
+            text = f"no worker can be had of platform {self._members.name!r} for {self._service.id}: {error}"
+            if isinstance(error, PortsTakenError):
+                text += (
+                    "; end what listens there, have fewer shards by `dpflow flow scale`, or start `dpflow up` with "
+                    "more ports in --worker-listen"
+                )
             if not isinstance(error, DPFlowError):
                 SERVICE.exception("the platform could not be opened")
             self._shard.server.post(lambda: self._shard.workers.fail(text))
         else:
             self._shard.server.post(lambda: self._begin(remote))
+
+    def _connected(self) -> RemoteWorkers:
+        until = time.monotonic() + PORT_S
+        while True:
+            try:
+                return RemoteWorkers(
+                    KeptSource(self._service, self._members),
+                    self._content(),
+                    0,
+                    listen_at=self._members.listen_at,
+                    kind=SAMPLE_WORKERS,
+                    cluster=self._service.place.cluster,
+                )
+            except PortsTakenError as error:  # by a shard that ends once its jobs have left it
+                if self._ended or time.monotonic() >= until:
+                    raise
+                SERVICE.warning("%s; trying again", error)
+            time.sleep(PORT_RETRY_S)
 
     def _content(self) -> RemoteContent:
         if self._file is None:

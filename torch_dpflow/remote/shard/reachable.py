@@ -32,6 +32,12 @@ def addresses_of(listen: str) -> list[str]:
     return [f"tcp://{host}:{port}" for port in range(int(first), int(last) + 1)] if dash else [listen]
 
 
+def ports_in(listen: str) -> int | None:
+    """How many can listen there side by side; None: any number."""
+    ports = _split(listen)[1]
+    return None if ports in ("", "0", "*") else len(addresses_of(listen))
+
+
 def to_bind(listen: str) -> str:
     """The address to listen at: libzmq takes no names. Raises OptionError if a name has no address."""
     host, port = _split(listen)

@@ -38,7 +38,7 @@ from torch_dpflow.remote.transport import Frame, Listener
 from torch_dpflow.remote.wire.errors import OverloadedError, StaleJobError, StaleRoutingError
 from torch_dpflow.remote.wire.flow_spec import FlowSpec
 from torch_dpflow.remote.wire.router import JOB_LEASE_S, MAX_JOBS, JobId, RangeAssignment
-from torch_dpflow.remote.wire.shard import POISONED, Ask, Served, ShardSettings
+from torch_dpflow.remote.wire.shard import POISONED, WORKERLESS, Ask, Served, ShardSettings
 
 #: Most samples that a job may have requested from a shard and not received.
 MAX_WANTS = 1 << 16
@@ -319,7 +319,7 @@ class SampleShard:
             key = self._keys.pop(load, None)
             if key is None:
                 continue
-            if parcel.kind == POISONED:
+            if parcel.kind in (POISONED, WORKERLESS):
                 self._poisoned.add(key)
                 self._answer_poisoned(key)
             elif self._poisoned:

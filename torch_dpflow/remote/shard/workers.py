@@ -22,7 +22,7 @@ from torch_dpflow.remote.shm.running_task import RunningTaskReader
 from torch_dpflow.remote.transport import Listener
 from torch_dpflow.remote.wire.headers import Finished, WorkerHello
 from torch_dpflow.remote.wire.sample_task import pack_task
-from torch_dpflow.remote.wire.shard import FAILED, POISON_LIMIT, POISONED, SAMPLE
+from torch_dpflow.remote.wire.shard import FAILED, POISON_LIMIT, POISONED, SAMPLE, WORKERLESS
 from torch_dpflow.remote.wire.worker import GREETING, SHARD_ID_BYTES
 from torch_dpflow.torch_private import ExceptionWrapper
 
@@ -187,7 +187,7 @@ class ShardWorkers:
     def load(self, loads: Sequence[Load]) -> None:
         """Queue these loads, in this order."""
         if self._failure and not self._may_load():
-            self._arrived += [(one.load, text_parcel(POISONED, self._failure)) for one in loads]
+            self._arrived += [(one.load, text_parcel(WORKERLESS, self._failure)) for one in loads]
             return
         tasks = [(one.load, pack_task(one.key, one.draw, one.input and one.input.parcel)) for one in loads]
         self._draws.update(one.load for one in loads if one.input is not None)
@@ -294,7 +294,7 @@ class ShardWorkers:
     def _abandon(self, text: str) -> None:
         for task in self._shard.abandon():
             self._draws.discard(task)
-            self._arrived.append((task, text_parcel(POISONED, text)))
+            self._arrived.append((task, text_parcel(WORKERLESS, text)))
 
     def _remove(self, number: int) -> None:
         self._workers.pop(number, None)

@@ -149,6 +149,7 @@ class ClusterLimits:
         workers: processes that load; None: as many as the flows ask for.
         memory_bytes: memory for samples, bytes; None: as much as they ask for.
         autoscale: between which numbers the workers follow what jobs need; None: flows have as many as they ask for.
+        shards: how many ports there are at which workers of a platform call; None: any number.
 
     Raises:
         OptionError: less than one flow needs, or more than can be used.
@@ -157,6 +158,7 @@ class ClusterLimits:
     workers: int | None = None
     memory_bytes: int | None = None
     autoscale: AutoscaleLimits | None = None
+    shards: int | None = None
 
     def __post_init__(self) -> None:
         for name, least, most in (("workers", 1, MAX_WORKERS), ("memory_bytes", MIN_MEMORY, 2**53)):
@@ -165,6 +167,6 @@ class ClusterLimits:
     @property
     def flows(self) -> int | None:
         """How many flows can run at once; None: any number."""
-        most = [self.workers] if self.workers is not None else []
+        most = [one for one in (self.workers, self.shards) if one is not None]
         most += [self.memory_bytes // MIN_MEMORY] if self.memory_bytes is not None else []
         return min(most, default=None)

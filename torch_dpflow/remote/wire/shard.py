@@ -42,15 +42,16 @@ class Ask(Body):
         return list(zip(self.tickets[:most], self.keys[:most]))
 
 
-#: The outcome of loading a sample: the sample, an exception of the code that loads it, or the death of its workers.
-SAMPLE, FAILED, POISONED = range(3)
+#: The outcome of loading a sample: the sample, an exception of the code that loads it, the death of its workers, or
+#: that no worker can be had, which no sample is to blame for.
+SAMPLE, FAILED, POISONED, WORKERLESS = range(4)
 
 
 class ServedSample(Body):
     """One sample; its parcel's frames follow."""
 
     ticket: Count
-    kind: Annotated[int, msgspec.Meta(ge=SAMPLE, le=POISONED)]
+    kind: Annotated[int, msgspec.Meta(ge=SAMPLE, le=WORKERLESS)]
     parcel: ParcelTable
 
 
