@@ -2,27 +2,53 @@
 
 from __future__ import annotations
 
+import os
+import re
 import socket
 from contextlib import suppress
 
-from torch_dpflow.checks import check_tcp_address
+from torch_dpflow.checks import MAX_PORT
 from torch_dpflow.errors import OptionError
 
 #: An address of no host, to which nothing is sent: the way there shows which of this host's addresses others see.
 _ELSEWHERE = ("192.0.2.1", 9)
+_PORTS = re.compile(r"tcp://\S+:(\*|\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 
 
 def check_ports(name: str, listen: str) -> None:
-    """Raise OptionError unless it is tcp://HOST:PORT, or tcp://HOST:FIRST-LAST with ports that follow each other."""
-    host, ports = _split(listen)
-    first, _, last = ports.partition("-")
-    check_tcp_address(name, f"tcp://{host}:{first}")
-    if "-" in ports:
-        check_tcp_address(name, f"tcp://{host}:{last}")
-        if not 0 < int(first) <= int(last):
-            raise OptionError(
-                f"{name}={listen!r}: of a range of ports the first is above 0, and the last no lower"
-            )
+    """Raise OptionError unless it is tcp://HOST:PORT, or tcp://HOST:FIRST-LAST, of this host, with a free port.
+
+    name: of the option.
+    """
+    found = _PORTS.fullmatch(listen)
+    if found is None or any(int(port) > MAX_PORT for port in found.groups() if port and port != "*"):
+        raise OptionError(
+            f"{name} {listen!r}: must be tcp://HOST:PORT, or tcp://HOST:FIRST-LAST for a range of ports, as "
+            f"tcp://10.0.0.5:7000-7099; ports are 0 to {MAX_PORT}"
+        )
+    first, last = found.groups()
+    if last and (first == "*" or not 0 < int(first) <= int(last)):
+        raise OptionError(
+            f"{name} {listen!r}: of a range of ports the first is above 0, and the last no lower"
+        )
+    refused = ""
+    for address in addresses_of(to_bind(listen)):
+        if not (refused := _why_not(address)):
+            return
+    raise OptionError(f"{name} {listen!r}: {refused}; give an address of this host with a port that is free")
+
+
+def _why_not(address: str) -> str:
+    """Why nobody can listen there; empty if one can."""
+    host, port = _split(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server(
+            ("" if host == "*" else host.strip("[]"), 0 if port == "*" else int(port)), family=family
+        ).close()
+    except OSError as error:
+        return os.strerror(error.errno) if error.errno else str(error)  # `strerror` repeats the address
+    return ""
 
 
 def addresses_of(listen: str) -> list[str]:
