@@ -303,3 +303,38 @@ def test_a_module_that_is_loaded_already_cannot_be_replaced(project: Path, tmp_p
     ) as caught:
         install_bundle(bundle.data, tmp_path / "in")
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), DPFlowError)
+
+
+def test_data_whose_name_begins_as_a_loaded_module_is_installed(tmp_path: Path) -> None:
+    root = write(
+        tmp_path / "data", {"logging.yaml": "a: 1", "random.csv": "1", "numbers.txt": "", "json/a.csv": ""}
+    )
+    (tmp_path / "in").mkdir(mode=0o700)
+    at = install_bundle(made(b"N.", [str(path) for path in root.iterdir()]).data, tmp_path / "in")
+    try:
+        assert [path.name for path in sorted(at.rglob("*.*"))] == [
+            "a.csv",
+            "logging.yaml",
+            "numbers.txt",
+            "random.csv",
+        ]
+    finally:
+        sys.path.remove(str(at))
+
+
+@pytest.mark.parametrize("name", ["logging.py", "json/__init__.py"])
+def test_a_module_in_place_of_one_that_workers_have_imported_is_refused_here(
+    tmp_path: Path, name: str
+) -> None:
+    root = write(tmp_path / "code", {name: ""})
+    top = name.partition("/")[0].partition(".")[0]
+    with pytest.raises(
+        OptionError, match=rf"{name} cannot be sent as module '{top}'.*imported .*; rename it"
+    ):
+        make_bundle(b"N.", [str(root / name.partition("/")[0])])
+
+
+def test_a_file_that_is_longer_than_it_says_is_read_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_bundle, "MAX_BYTES", 10)
+    with pytest.raises(OptionError, match=r"takes 0.0 MB in 1 files .*the largest: .*cpuinfo"):
+        make_bundle(b"N.", ["/proc/cpuinfo"])

@@ -136,6 +136,8 @@ class _Collected:
         new = [(place, path) for place, path in found if place not in self._files]
         for place, path in new:
             self._sizes[place] = os.stat(path).st_size
+            if top := _module_of(place):
+                _check_not_installed(top, path)
         self._check()
         imported: list[str] = []
         for place, path in new:
@@ -201,7 +203,8 @@ def _is_wanted_file(name: str, *, all_files: bool) -> bool:
 
 def _content_of(path: str) -> bytes:
     try:
-        return Path(path).read_bytes()
+        with open(path, "rb") as file:
+            return file.read(MAX_BYTES + 1)  # it may have grown since its size was taken
     except OSError as error:
         raise OptionError(
             f"{path}, which workers need, cannot be read: {error.strerror}; make it readable, or give "
@@ -241,7 +244,7 @@ def install_bundle(data: bytes, directory: str | Path) -> Path:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_private(directory)
     target = directory / f"code-{hashlib.sha256(data).hexdigest()[:32]}"
-    _check_not_loaded({place.partition("/")[0].partition(".")[0] for place in contents}, target)
+    _check_not_loaded({top for place in contents if (top := _module_of(place))}, target)
     if not target.exists():
         _unpack(contents, directory, target)
     _check_private(target)
@@ -291,6 +294,23 @@ def _check_private(directory: Path) -> None:
         raise UsageError(
             f"{directory} is no directory of this user's that nobody else may write into; code that is to be run "
             "must not lie there: give another one, of mode 0700"
+        )
+
+
+def _module_of(place: str) -> str:
+    """The module that a file makes importable from the bundle's top; empty if it is data, or inside of a package."""
+    top, _, inner = place.partition("/")
+    is_module = is_importable(top) if not inner else inner.startswith("__init__.") and is_importable(inner)
+    return top.partition(".")[0] if is_module else ""
+
+
+def _check_not_installed(top: str, path: str) -> None:
+    """Raise OptionError for a file that would replace what workers have imported before code arrives, as logging."""
+    file = getattr(sys.modules.get(top), "__file__", None)
+    if isinstance(file, str) and not is_own_path(file):
+        raise OptionError(
+            f"{path} cannot be sent as module {top!r}: this process has imported {file} by that name, and so do "
+            "workers; rename it, or leave it out of LoaderOptions(code=)"
         )
 
 
