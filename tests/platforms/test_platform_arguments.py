@@ -45,6 +45,8 @@ def test_options_of_platforms_are_refused_without_one(
         ({"code": {"src": 1}}, OptionTypeError, "give 'auto', None, or a list of paths"),
         ({"code": "src"}, OptionError, "give 'auto', None, or a list of paths"),
         ({"code": ["src/nowhere"]}, OptionError, "there is no 'src/nowhere' in /"),
+        ({"code": ["/dev/full"]}, OptionError, "'/dev/full' is a device, pipe or socket; give files"),
+        ({"code": ["/dev/null"]}, OptionError, "'/dev/null' is a device, pipe or socket; give files"),
         ({"listen": 5}, OptionTypeError, "listen=5 is of type int"),
         ({"listen": ""}, OptionError, "listen='': must be tcp://"),
         ({"min_workers": "2"}, OptionTypeError, "min_workers='2' is of type str"),
@@ -147,10 +149,14 @@ def test_memory_is_an_int_of_bytes_or_text() -> None:
     [
         ({"python": 3}, "python=3 is of type int; give text"),
         ({"env": ["A=1"]}, "env=.* is of type list; give a dict"),
+        *(
+            ({"env": env}, "a variable's name has no '='")
+            for env in ({"A=B": "x"}, {"": "x"}, {"A": "x\0"}, {"A\0": ""})
+        ),
         ({"env": {"A": b"s3cr3t"}}, "env has 'A' of type bytes; give variables and their values as text"),
         ({"env": {3: "1"}}, "env has 3 of type str; give"),
     ],
 )
 def test_settings_of_processes_that_cannot_be_are_refused(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(OptionTypeError, match=told):
+    with pytest.raises((OptionError, OptionTypeError), match=told):
         Processes(**settings)

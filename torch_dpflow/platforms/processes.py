@@ -29,6 +29,7 @@ class Processes:
         env: variables for members, beside those of this process.
 
     Raises:
+        OptionError: a variable of `env` has a name or value that no process can have.
         OptionTypeError: a value is of another type.
     """
 
@@ -45,6 +46,11 @@ class Processes:
             if not isinstance(variable, str) or not isinstance(text, str):
                 raise OptionTypeError(
                     f"env has {variable!r} of type {type(text).__name__}; give variables and their values as text"
+                )
+            if not variable or "=" in variable or "\0" in variable + text:
+                # Not the value, which may be a key.
+                raise OptionError(
+                    f"env has {variable!r}: a variable's name has no '=', and neither it nor its value NUL"
                 )
 
     @property

@@ -218,7 +218,8 @@ def test_a_member_whose_answer_was_lost_may_come_or_is_stopped_by_its_name() -> 
     machine = fleet()
     machine.target(2, 0.0)
     for number in (0, 1):
-        machine.handle(Answerless(named(number, number + 1), "timed out"), 1.0)
+        told = machine.handle(Answerless(named(number, number + 1), "timed out"), 1.0)
+        assert told == ([] if number else [Report("starts without an answer", "timed out")])
     machine.arrived(named(0, 1), "", 2.0)
     # What has come in two seconds teaches that the others come soon too.
     assert machine.tick(1.0 + MOST_S) == [SuspectMember(named(1, 2))]

@@ -196,6 +196,8 @@ class Fleet:
             self._limits.note_accepted()
         if member.state is MemberState.REQUESTED:
             member.state, member.due = MemberState.STARTING, now + self._limits.timeout_s
+            if isinstance(outcome, Answerless):
+                self._limit("starts without an answer", outcome.text)
 
     def _on_warned(self, member: FleetMember, until_s: float, now: float) -> None:
         """Treated as the end of its lifetime; half of the time is for its successor, half for what it has."""
