@@ -73,6 +73,15 @@ def test_a_table_of_pyproject_counts_where_it_is_nearest(write: Write) -> None:
     assert registry.resolve("ray") == Ray()
 
 
+@pytest.mark.parametrize(
+    "text", ["[tool]\ndpflow = 3\n", "tool.dpflow = 3\n", "[tool.dpflow]\nnetwork = 3\n"]
+)
+def test_what_is_no_table_in_pyproject_is_not_passed_over(write: Write, text: str) -> None:
+    path = write("project/pyproject.toml", text)
+    with pytest.raises(OptionError, match=rf"{path}(:\d)?: (tool.dpflow|network) is no table; write \["):
+        registry.network()
+
+
 def test_a_named_file_is_the_only_one(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     write("home/dpflow/config.toml", "[platform.ray]\ncpus = 3\n")
     path = write("elsewhere.toml", '[platform.ray]\nmemory = "1GiB"\n')
@@ -153,8 +162,10 @@ def test_mistakes_in_a_file_are_named(write: Write, text: str, told: str) -> Non
         (
             "DPFLOW_PLATFORM_RAY_RESOURCES",
             "a",
-            "DPFLOW_PLATFORM_RAY_RESOURCES: platform.ray.resources: Expected",
+            r"_RAY_RESOURCES: platform.ray.resources: Expected `object`, got `str`; write it as TOML has it: \{ lo",
         ),
+        ("DPFLOW_PLATFORM", "ray", "DPFLOW_PLATFORM is no setting: name one, as DPFLOW_PLATFORM_RAY_CPUS"),
+        ("DPFLOW_NETWORK", "tcp://a:1", "DPFLOW_NETWORK is no setting: name one"),
         ("DPFLOW_PLATFORM_RAY", "1", "DPFLOW_PLATFORM_RAY: platform.ray has no ''; it is one of"),
         (
             "DPFLOW_PLATFORM_RAI_CPUS",

@@ -138,7 +138,9 @@ def _setting(source: _Source, table: str, key: str, value: Any, kind: type[Any])
         value = msgspec.convert(value, types[key], strict=bool(source.lines))
         kind(**{key: value})
     except msgspec.ValidationError as error:
-        raise OptionError(f"{place}: {table}.{key}: {error}") from error
+        is_text = isinstance(value, str) and not source.lines and "`object`" in str(error)
+        remedy = "; write it as TOML has it: { loader = 0.5 }" if is_text else ""
+        raise OptionError(f"{place}: {table}.{key}: {error}{remedy}") from error
     except UsageError as error:
         raise OptionError(f"{place}: {table}.{error}") from error
     return Setting(value, place)
@@ -182,9 +184,18 @@ def _files() -> Iterator[_Source]:
             yield _read(str(directory / "dpflow.toml"))
             return
         path = str(directory / "pyproject.toml")
-        if os.path.isfile(path) and "[tool.dpflow" in _text_of(path):
+        if os.path.isfile(path) and _is_of_ours(_text_of(path)):
             yield _read(path)
             return
+
+
+def _is_of_ours(text: str) -> bool:
+    """Whether a pyproject.toml, which tells of much else, has something of this package's."""
+    if "[tool.dpflow" in text or "dpflow" not in text:
+        return "[tool.dpflow" in text  # also where it is no TOML, which is told then
+    with suppress(ValueError, TypeError, MissingExtraError):
+        return "dpflow" in _toml().loads(text).get("tool", {})
+    return False
 
 
 def _read(path: str, why: str = "") -> _Source:
@@ -216,6 +227,11 @@ def _environment() -> _Source:
     values: dict[str, Any] = {}
     for variable in _variables():
         table, _, key = variable.removeprefix(_VARIABLE).lower().partition("_")
+        if not key:
+            raise OptionError(
+                f"the variable {variable} is no setting: name one, as {_variable('platform.ray.cpus')} or "
+                f"{_variable('network.listen')}; which platform is used says platform= or --platform"
+            )
         inner = values.setdefault(table, {})
         if table == "platform":
             name, _, key = key.partition("_")
@@ -226,8 +242,8 @@ def _environment() -> _Source:
 
 def _variables() -> list[str]:
     """Those of the environment that are settings, or are meant to be."""
-    prefixes = tuple(map(_variable, ("platform.", "network.", "autoscale.")))
-    return sorted(name for name, text in os.environ.items() if text and name.startswith(prefixes))
+    tables = tuple(f"{_variable(table)}_" for table in ("platform", "network", "autoscale"))
+    return sorted(name for name, text in os.environ.items() if text and f"{name}_".startswith(tables))
 
 
 def _variable(name: str) -> str:
