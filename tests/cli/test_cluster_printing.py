@@ -9,8 +9,10 @@ from contextlib import redirect_stdout
 
 import pytest
 
-from torch_dpflow.cli.cluster_printing import print_processes, print_top
-from torch_dpflow.remote.observe.cluster_figures import ClusterFigures, JobRow
+from torch_dpflow.cli.cluster_printing import print_missing, print_processes, print_sharing, print_top
+from torch_dpflow.remote.observe.cluster_figures import ClusterFigures, JobRow, figures_of
+from torch_dpflow.remote.wire.coordinator import FlowView, Part
+from torch_dpflow.remote.wire.flow_spec import FlowSpec
 from torch_dpflow.remote.wire.node import ProcessView
 
 FLOW = "imagenet/train-with-a-name-that-says-all-of-it@17"
@@ -81,3 +83,16 @@ def test_a_narrow_terminal_folds_what_it_has_no_room_for(monkeypatch: pytest.Mon
     assert "".join(row[:ends].strip() for row in rows) == PROCESS.id
     begins = heading.index("address")
     assert "".join(row[begins:].strip() for row in rows) == PROCESS.address
+
+
+def test_what_is_missing_and_since_when_is_counted_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = FlowSpec(name="a", version=1, size=9, content="0" * 64, fingerprint={}, workers=4)
+    flow = FlowView(spec, "accessed", 1, False, [], Part(1, 3, 1 << 30))
+    status = {"workers": 2, "served": 5, "decodes": 4}
+    for restarts, since in ((0, ""), (1, " since its shards were last started")):
+        figures = figures_of([flow], [ProcessView("a@1/shard-000", "shard", 1, 2, "", status, restarts)])
+        print_missing([flow], figures)
+        print_sharing(figures)
+        missing, sharing = capsys.readouterr().out.splitlines()
+        assert missing.startswith("a@1: 2 of its 3 workers run; ")
+        assert sharing.startswith(f"a@1: jobs received 5 samples{since}, for which 4 were loaded.")

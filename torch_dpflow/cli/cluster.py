@@ -20,7 +20,14 @@ from torch_dpflow.cli.cluster_calls import (
     size_of,
     to_json,
 )
-from torch_dpflow.cli.cluster_printing import counted, print_flows, print_processes, print_sharing, print_top
+from torch_dpflow.cli.cluster_printing import (
+    counted,
+    print_flows,
+    print_missing,
+    print_processes,
+    print_sharing,
+    print_top,
+)
 from torch_dpflow.cli.dataset_options import Command
 from torch_dpflow.descriptors import soft_limit
 from torch_dpflow.errors import OptionError, UsageError
@@ -158,8 +165,10 @@ def status(address: str, as_json: bool) -> None:
     if as_json:
         click.echo(to_json({"flows": flows, "processes": processes}))
     else:
+        figures = figures_of(flows, processes)
         print_flows(flows)
-        print_sharing(figures_of(flows, processes))
+        print_missing(flows, figures)
+        print_sharing(figures)
         print_processes(processes)
 
 

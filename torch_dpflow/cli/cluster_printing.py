@@ -40,14 +40,28 @@ def print_flows(flows: Sequence[FlowView]) -> None:
     stdout_console().print(table)
 
 
+def print_missing(flows: Sequence[FlowView], figures: ClusterFigures) -> None:
+    """One line for each flow of which fewer workers run than it has been given."""
+    running = {row.flow: row.figures.workers for row in figures.flows}
+    for flow in flows:
+        given = flow.part.workers if flow.part else 0
+        if (runs := running.get(flow.spec.instance, 0)) < given:
+            text = f"{flow.spec.instance}: {runs:,} of its {counted(given, 'worker')} run; others start, or the log of "
+            stdout_console(highlight=False).print(escape(f"{text}`dpflow up` says why not"))
+
+
 def print_sharing(figures: ClusterFigures) -> None:
     """One paragraph for each flow that has served samples: how many, how many were loaded, and why."""
+    restarted = {row.flow for row in figures.shards if row.restarts}
     for row in figures.flows:
         if row.figures.served:
             served, decodes = _counts(row.figures.served, row.figures.decodes)
             why = f" Little is shared: {row.sharing}." if row.sharing else ""
+            since = " since its shards were last started" if row.flow in restarted else ""
             stdout_console(highlight=False).print(
-                escape(f"{row.flow}: jobs received {served} samples, for which {decodes} were loaded.{why}")
+                escape(
+                    f"{row.flow}: jobs received {served} samples{since}, for which {decodes} were loaded.{why}"
+                )
             )
 
 
