@@ -332,9 +332,3 @@ def test_a_module_in_place_of_one_that_workers_have_imported_is_refused_here(
         OptionError, match=rf"{name} cannot be sent as module '{top}'.*imported .*; rename it"
     ):
         make_bundle(b"N.", [str(root / name.partition("/")[0])])
-
-
-def test_a_file_that_is_longer_than_it_says_is_read_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_bundle, "MAX_BYTES", 10)
-    with pytest.raises(OptionError, match=r"takes 0.0 MB in 1 files .*the largest: .*cpuinfo"):
-        make_bundle(b"N.", ["/proc/cpuinfo"])
