@@ -281,6 +281,15 @@ def test_an_unfit_member_is_refused_and_three_for_one_reason_fail_the_fleet() ->
     assert starts(machine.tick(now + 1000.0)) == []
 
 
+def test_why_a_member_is_unfit_is_reported_without_its_traceback() -> None:
+    """That is told with its end."""
+    machine = fleet()
+    (name,) = starts(machine.target(1, 0.0))
+    machine.arrived(name, "", 0.0)
+    machine.unfit(name, "Traceback (most recent call last):\n  ...\nKeyboardInterrupt", 0.0)
+    assert only(Report, machine.tick(0.0)) == [Report("unfit members", "KeyboardInterrupt")]
+
+
 def test_members_that_died_are_replaced_in_their_places() -> None:
     machine = working(3)
     assert starts(machine.handle(Ended(named(1, 2), End(signal=9)), 5.0)) == [named(1, 4)]

@@ -209,7 +209,8 @@ class Fleet:
         self._out.append(RefuseMember(member.name, reason))
         self._leave(member, now)
         self._limits.note_false_start(now)
-        self._limit("unfit members", reason)
+        # Not the traceback before it, which is told with the member's end.
+        self._limit("unfit members", reason.rpartition("\n")[2])
         if len(self._unfit) >= MOST_REASONS and reason not in self._unfit:
             self._unfit.clear()
         self._unfit[reason] += 1
