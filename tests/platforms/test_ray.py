@@ -38,6 +38,7 @@ from torch_dpflow.errors import (
 from torch_dpflow.platforms import Ray
 from torch_dpflow.platforms.base import End
 from torch_dpflow.platforms.members import Adapter
+from torch_dpflow.platforms.names import MemberName
 from torch_dpflow.platforms.ray import RayAdapter
 from torch_dpflow.remote.services.local_cluster import ClusterOptions
 from torch_dpflow.testing.adapters import CLUSTER, PROGRAM, SECRET, AdapterContract, caller, name_of, order_to
@@ -98,8 +99,19 @@ class TestRay(AdapterContract):
     def refusing(self) -> Mapping[type[PlatformError], Callable[[], Adapter]]:
         return {
             RejectedError: lambda: adapter_of(runtime_env={"working_dir": "/nowhere"}),
-            QuotaError: lambda: adapter_of(cpus=1000, wait_s=0.1),
+            QuotaError: self.without_room,
         }
+
+    def without_room(self) -> Adapter:
+        import ray
+
+        self.holder = ray.remote(num_cpus=SHARE)(Holder).remote()
+        ray.get(self.holder.__ray_ready__.remote())
+        return adapter_of(cpus=CPUS, wait_s=0.1)
+
+
+class Holder:
+    """An actor that takes its room and does nothing."""
 
 
 # --- ends ---
@@ -175,11 +187,16 @@ def test_a_start_without_room_says_what_the_cluster_has(door: socket.socket) -> 
     for number in range(2):
         adapter.start(name_of(number), order_to(door), deadline_s=PATIENCE_S)
     adapter._wait_s = 0.5
-    for number in (2, 9):  # the second one without a wait
-        told = rf"{name_of(number)} .* 2 of {number + 1} actors run; the cluster has 4 CPUs, 0 free"
+    for number, wanted in ((2, 3), (3, 4)):  # the second one without a wait
+        told = rf"{name_of(number)} .* 2 of {wanted} actors run; the cluster has 4 CPUs, 0 free"
         with pytest.raises(QuotaError, match=told) as raised:
             adapter.start(name_of(number), order_to(door), deadline_s=PATIENCE_S)
-    assert "takes 2: cpus=0.4 or more nodes" in str(raised.value)
+    assert "takes 2: cpus=1 or more nodes" in str(raised.value)
+    adapter.stop(name_of(3), None)
+    stranger = str(MemberName(CLUSTER, "f" * 10, 7, 1))
+    for name, told in ((name_of(2), "2 of 3 actors"), (stranger, "0 of 1 actors")):
+        with pytest.raises(QuotaError, match=told):  # of those that its own fleet wants now
+            adapter.start(name, order_to(door), deadline_s=PATIENCE_S)
     *_, room = adapter.check()
     assert not room.good
     assert (
@@ -194,13 +211,15 @@ def test_a_start_without_room_says_what_the_cluster_has(door: socket.socket) -> 
 @pytest.mark.parametrize(
     ("needs", "told"),
     [
-        ({"memory": "900TiB"}, "GiB of memory"),
-        ({"resources": {"loader": 1}}, "has 0 of 'loader'"),
+        ({"memory": "900TiB"}, r"no node of the cluster has more than [\d.]+ GiB of memory: give less"),
+        ({"resources": {"loader": 1}}, "takes 0.1 CPUs, 1 of 'loader', .* more than 0 of 'loader'"),
     ],
 )
-def test_what_the_cluster_lacks_is_named(door: socket.socket, needs: dict[str, Any], told: str) -> None:
+def test_what_no_node_has_is_named_and_not_tried_again(
+    door: socket.socket, needs: dict[str, Any], told: str
+) -> None:
     adapter = adapter_of(**needs, wait_s=0.1)
-    with pytest.raises(QuotaError, match=told):
+    with pytest.raises(RejectedError, match=told):
         adapter.start(name_of(0), order_to(door), deadline_s=PATIENCE_S)
     *_, room = adapter.check()
     assert not room.good
@@ -250,6 +269,12 @@ def test_addresses_are_this_hosts_and_the_clusters_own(ray: Any) -> None:
         settings.check_listen("ipc:///tmp/door")
     with pytest.raises(OptionError, match="in the Ray cluster at"):
         Ray(address="10.9.8.7:6379").open()
+    cluster = ray.get_runtime_context().gcs_address
+    port = cluster.rpartition(":")[2]
+    for mine in (cluster, f"localhost:{port}", f"127.0.0.1:{port}"):  # Ray makes this node's IP of these
+        Ray(address=mine).listen_at()
+    with pytest.raises(OptionError, match="in the Ray cluster at"):
+        Ray(address=f"localhost:{int(port) - 1}").open()
     assert all(finding.good for finding in adapter_of().check())
     assert not Ray(runtime_env={"working_dir": "."}).sends_code
     assert Ray(runtime_env={"pip": ["simplejpeg"]}).sends_code
@@ -295,6 +320,32 @@ def test_a_cluster_that_wants_a_token_is_told_as_such(wrong: dict[str, str]) -> 
     )
     assert done.stderr.splitlines()[-1].startswith("torch_dpflow.errors.DeniedError: the Ray cluster at '")
     assert "set RAY_AUTH_MODE=token, and have the cluster's token in RAY_AUTH_TOKEN" in done.stderr
+
+
+def test_a_ray_that_was_killed_is_told_at_once(tmp_path: Path) -> None:
+    """Its address stays in a file, and Ray itself tries it for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        dead = f"127.0.0.1:{server.getsockname()[1]}"
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text(dead)
+    # No process is found: that of these tests would go before.
+    (tmp_path / "1").mkdir()
+    script = (
+        f"import ray, psutil; psutil.PROCFS_PATH = {str(tmp_path)!r}\n"
+        "from torch_dpflow.platforms import Ray; Ray().open()"
+    )
+    env = {name: text for name, text in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**env, "RAY_TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    told = done.stderr.splitlines()[-1]
+    assert "UnavailableError: no Ray cluster answers at '" in told
+    assert f"{dead.partition(':')[2]}', as ray_current_cluster in Ray's temporary directory says" in told
 
 
 def test_naming_the_platform_does_not_load_ray() -> None:
@@ -362,6 +413,24 @@ def test_batches_equal_those_of_local_workers_through_a_kill() -> None:
     remote._iterator._shutdown_workers()
     assert not set(names) & set(names_in(adapter_of()))
     local._iterator._shutdown_workers()
+
+
+@slow
+def test_a_script_that_is_told_to_end_ends_its_workers_before_ray_leaves() -> None:
+    """Its own handler of SIGTERM is called, and Ray's, which writes a stack and aborts, is not."""
+    script = (
+        "import os, signal, sys, torch\n"
+        "from torch_dpflow import DPFlowDataLoader\n"
+        "from torch_dpflow.platforms import Ray\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+        f"loader = DPFlowDataLoader(torch.arange(100_000), num_workers=2, platform=Ray(cpus={SHARE}))\n"
+        "for number, _ in enumerate(loader):\n"
+        "    if number == 9: os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 7, done.stderr
+    for noise in ("SIGTERM", "left Ray", "limited by", "unexpected system error"):
+        assert noise not in done.stdout + done.stderr
 
 
 @slow

@@ -23,7 +23,6 @@ from torch_dpflow.errors import (
 from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End, Limits
 from torch_dpflow.platforms.calls import Calls
 from torch_dpflow.platforms.members import Adapter, AdoptingPlatform, Fate, Finding, Ref
-from torch_dpflow.platforms.names import MemberName
 from torch_dpflow.platforms.processes import LOOK_S, MODULE
 from torch_dpflow.platforms.ray_cluster import (
     RayCapacity,
@@ -60,7 +59,8 @@ class Ray:
         address: of the cluster, as "10.0.0.5:6379"; empty: of this process's, else `RAY_ADDRESS`, else of this host's.
         runtime_env: Ray's, of each actor. With "working_dir" or "py_modules" the user's modules are not sent besides.
         wait_s: after how long an actor that does not run in a full cluster counts as refused, seconds. To be raised
-            where an autoscaler adds nodes, which it does for actors that wait, and for a slow `runtime_env`.
+            where an autoscaler adds nodes, which it does for actors that wait, and for a slow `runtime_env`. So long
+            is waited too for a node that can hold one, before the loader fails where there is none and no autoscaler.
 
     Raises:
         OptionError: a value is out of range, or the address is one of Ray Client (`ray://`), or none.
@@ -88,9 +88,10 @@ class Ray:
             if not isinstance(kind, str):
                 raise OptionTypeError(f"resources has {kind!r}, of type {type(kind).__name__}; give text")
             check_number(f"resources[{kind!r}]", share, minimum=LEAST_SHARE)
-            if kind in ("CPU", "GPU", "memory"):
+            if kind in ("", "CPU", "GPU", "memory", "object_store_memory"):
                 raise OptionError(
-                    f"resources has {kind!r}, and takes the cluster's own kinds: give cpus or memory"
+                    f"resources has {kind!r}, and takes the cluster's own kinds, as of `ray start --resources`: "
+                    "name one of these, or give cpus or memory"
                 )
         check_address(self.address)
 
@@ -181,9 +182,12 @@ class RayAdapter:
         self._started: dict[str, tuple[Any, Any]] = {}
         #: Those that were seen to run.
         self._running: set[str] = set()
-        #: How many members the largest fleet has wanted, and until when its lack of room is taken for known.
-        self._wanted = 0
+        #: The places that are to be filled: names without incarnations.
+        self._wanted: set[str] = set()
+        #: Until when a lack of room is taken for known.
         self._full_until = 0.0
+        #: Whether a node could hold one: if it is lost, another may come.
+        self._has_fit = False
 
     def check(self) -> Sequence[Finding]:
         total, nodes = self._ray.cluster_resources(), len(nodes_of(self._ray))
@@ -208,7 +212,7 @@ class RayAdapter:
         self._check_connected()
         if name in self._started:
             return name
-        self._wanted = max(self._wanted, MemberName.parse(name).number + 1)
+        self._wanted.add(_parent(name))
         if time.monotonic() < self._full_until and (kind := self._capacity.lacking()):
             raise self._full(name, kind)
         actor = self._create(name)
@@ -232,6 +236,10 @@ class RayAdapter:
         return fates
 
     def stop(self, name: str, ref: Ref | None) -> None:
+        self._wanted.discard(_parent(name))
+        self._end(name)
+
+    def _end(self, name: str) -> None:
         self._running.discard(name)
         if not self._ray.is_initialized():
             return  # actors end with the connection of who has started them
@@ -281,22 +289,27 @@ class RayAdapter:
             try:
                 self._ray.get(ready)
                 self._running.add(name)
+                self._has_fit = True
                 return
             except Exception as error:
                 refusal = failure(f"{name} cannot be started", error)
+        elif not self._has_fit and (misfit := self._capacity.misfit()):
+            refusal = RejectedError(f"{name} has no room in Ray: {misfit}")
         elif kind := self._capacity.lacking():
             refusal = self._full(name, kind)
             self._full_until = time.monotonic() + self._wait_s
         else:
             return  # there is room, so it is being prepared
-        self.stop(name, None)
+        self._end(name)
         self._started.pop(name, None)
         raise refusal
 
     def _full(self, name: str, kind: str) -> QuotaError:
-        return QuotaError(
-            f"{name} has no room in Ray: {self._capacity.explain(kind, len(self._running), self._wanted)}"
+        fleet = f"{_parent(_parent(name))}-"
+        running, wanted = (
+            sum(one.startswith(fleet) for one in [*names]) for names in (self._running, self._wanted)
         )
+        return QuotaError(f"{name} has no room in Ray: {self._capacity.explain(kind, running, wanted)}")
 
     def _end_of(self, name: str, run: Any) -> End:
         """How a member has ended whose `run` has, and be rid of its actor."""
@@ -324,6 +337,11 @@ def _bytes_of(memory: int | str) -> int:
         return parse_bytes("memory", memory, _MEMORY_ALLOWED) if memory else 0
     check_type("memory", memory, Integral, _MEMORY_ALLOWED.removeprefix("give "))
     return check_int("memory", memory, minimum=1)
+
+
+def _parent(name: str) -> str:
+    """A member's place, or a place's fleet."""
+    return name.rpartition("-")[0]
 
 
 @contextmanager

@@ -5,8 +5,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
+import signal
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch_dpflow.checks import MAX_PORT
@@ -26,7 +30,12 @@ _NO_CLIENT = (
     "run the script on a node of the cluster, as with `ray job submit`"
 )
 _NOT_INSTALLED = "platform='ray' needs Ray; install it with: pip install 'torch_dpflow[ray]'"
+_ADDRESS = re.compile(r"[^\s/]+:[0-9]{1,5}")
 _TOLERANCE = 1e-6
+#: What Ray and KubeRay label nodes with that belong to a cluster with node groups, to which they can add some.
+_NODE_GROUP = "ray.io/node-group"
+#: Where Ray keeps this host's latest address, also after that Ray was killed.
+FILE = "ray_current_cluster in Ray's temporary directory"
 #: How long the cluster may take to accept a connection, seconds.
 PROBE_S = 5.0
 
@@ -35,8 +44,9 @@ def check_address(address: str, name: str = "address") -> None:
     """Raise OptionError for an address that is none of a cluster's, or of Ray Client; empty or "auto" is allowed."""
     if address.startswith(_CLIENT):
         raise OptionError(f"{name}={address!r}: {_NO_CLIENT}")
-    host, port = _split(address)
-    if address not in ("", "auto") and not (host and port.isdecimal() and 0 < int(port) <= MAX_PORT):
+    if address in ("", "auto"):
+        return
+    if not _ADDRESS.fullmatch(address) or not 0 < int(_split(address)[1]) <= MAX_PORT:
         raise OptionError(
             f"{name}={address!r} is no address of a Ray cluster; give HOST:PORT, as 10.0.0.5:6379"
         )
@@ -65,26 +75,79 @@ def connect(address: str) -> Any:
         raise OptionError(f"this process is connected by ray://: {_NO_CLIENT}")
     if ray.is_initialized():
         connected = ray.get_runtime_context().gcs_address
-        if address not in ("", "auto", connected):
+        if address not in ("", "auto", connected) and not _is_same(ray, address, connected):
             raise OptionError(
                 f"address={address!r}, and this process is in the Ray cluster at {connected!r}: give no address, or "
                 "call ray.shutdown() before"
             )
         return ray
-    wanted = address or os.environ.get("RAY_ADDRESS", "")
-    check_address(wanted, "address" if address else "RAY_ADDRESS")
-    try:
-        if wanted not in ("", "auto"):
-            _probe(wanted)
-        ray.init(address=wanted or "auto", logging_level=logging.WARNING)
-    except Exception as error:
-        raise _no_connection(wanted, error) from error
+    _join(ray, address)
     return ray
 
 
-def _no_connection(address: str, error: Exception) -> PlatformError:
-    """Why a cluster cannot be used. address: empty or "auto" for this host's."""
-    where = "on this host" if address in ("", "auto") else f"at {address!r}"
+def _join(ray: Any, address: str) -> None:
+    """Connect, as `connect`."""
+    named_by = ""
+    if address in ("", "auto"):
+        address, named_by = os.environ.get("RAY_ADDRESS") or "auto", "RAY_ADDRESS"
+        check_address(address, named_by)
+    found, where = address, f"at {address!r}{named_by and f', as {named_by} says'}"
+    try:
+        if address == "auto":
+            where = "on this host"
+            if found := _found():
+                where = f"at {found!r}, as {FILE} says"
+        if found:
+            _probe(found)
+        # Not the address that was found: Ray looks for a token by itself only where it is given none.
+        with _own_sigterm():
+            ray.init(address=address, logging_level=logging.WARNING)
+    except Exception as error:
+        raise _no_connection(where, error) from error
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Leave SIGTERM as it was: Ray's handlers write a stack, abort after 3 s, and take the place of the user's."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _found() -> str:
+    """Where Ray's "auto" leads: to a Ray process of this host, or as its file says; empty if that cannot be known.
+
+    Raises ConnectionError if it leads nowhere.
+    """
+    try:
+        from ray._private.services import canonicalize_bootstrap_address, find_gcs_addresses
+
+        find_gcs_addresses.cache_clear()
+    except (ImportError, AttributeError):  # another version's
+        return ""
+    return canonicalize_bootstrap_address("auto") or ""
+
+
+def _is_same(ray: Any, address: str, connected: str) -> bool:
+    """Whether an address is another text for the cluster's: Ray writes this node's IP where it is given localhost."""
+    (host, port), (other, its_port) = _split(address), _split(connected)
+    return int(port) == int(its_port) and not _ips(ray, host).isdisjoint(_ips(ray, other))
+
+
+def _ips(ray: Any, host: str) -> set[str]:
+    host = host.strip("[]")
+    try:
+        ips = {str(one[4][0]) for one in socket.getaddrinfo(host, None)}
+    except OSError:
+        ips = {host}
+    return ips | {ray.util.get_node_ip_address()} if ips & {"127.0.0.1", "::1"} else ips
+
+
+def _no_connection(where: str, error: Exception) -> PlatformError:
+    """Why a cluster cannot be used. where: it is, for people."""
     chain: list[BaseException] = [error]
     while cause := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(cause)
@@ -158,10 +221,29 @@ class RayCapacity:
             for node in nodes_of(self._ray)
         )
 
+    def misfit(self) -> str:
+        """Why no node can ever hold an actor; empty if one can, or if an autoscaler may add such a node."""
+        nodes = nodes_of(self._ray)
+        if self.fitting() or any(_NODE_GROUP in node.get("Labels", ()) for node in nodes):
+            return ""
+        largest = self._largest()
+        each = ", ".join(amount(kind, need) for kind, need in self._needs.items())
+        short = [kind for kind, need in self._needs.items() if largest[kind] < need - _TOLERANCE]
+        most = " and ".join(f"more than {amount(kind, largest[kind])}" for kind in short) or "all of that"
+        return f"it takes {each}, and no node of the cluster has {most}: give less, or add such a node"
+
+    def _largest(self) -> dict[str, float]:
+        """Of each resource that an actor needs, what the node has that has most of it."""
+        nodes = nodes_of(self._ray)
+        return {
+            kind: max((node["Resources"].get(kind, 0.0) for node in nodes), default=0.0)
+            for kind in self._needs
+        }
+
     def lacking(self) -> str:
         """The resource of which the cluster has too little left for another actor; empty if there is none."""
-        # First what it has not at all: what others hold may be free a moment later.
-        resources = (self._ray.cluster_resources(), self._ray.available_resources())
+        # First what no node has at all: what others hold may be free a moment later.
+        resources = (self._largest(), self._ray.available_resources())
         return next(
             (
                 kind

@@ -76,7 +76,7 @@ class Shortage:
         )
 
     def _complain(self, working: int, called: int) -> None:
-        door = "" if called else f"; {self._door()}"
+        door = "" if called or self._limit else f"; {self._door()}"
         self._log.warning(
             "%d of %d workers of platform %r run %.0f s after they were asked for, %d more have called%s; those that "
             "run go on, and the others are awaited",
