@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from torch_dpflow.loader.mixed_workers import MixedWorkers
-from torch_dpflow.loader.private_shard import PrivateShard
+from torch_dpflow.loader.private_shard import GRACE_S, PrivateShard
 from torch_dpflow.loader.shard_events import Broken, MemberLost
 from torch_dpflow.remote.shard.remote_member import BATCH_WORKERS
 from torch_dpflow.remote.shard.remote_workers import RemoteWorkers
@@ -23,6 +25,13 @@ class RemoteShard(PrivateShard):
         self._members = processes
         processes.shell = self
         super().__init__(processes, **arguments)
+        # Before the platform's library leaves, which was imported before: the library would take the members with it.
+        atexit.register(self.close)
+
+    def close(self, *, grace_s: float = GRACE_S) -> None:
+        super().close(grace_s=grace_s)
+        if threading.current_thread() is not self._thread:
+            atexit.unregister(self.close)
 
     # -- for the workers (`Shell`) -----------------------------------------------------------------------
 

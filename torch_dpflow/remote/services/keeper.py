@@ -67,6 +67,7 @@ class Keeper:
         spec: the platform.
         place: how it is used.
         prefix: of the names of the cluster's members.
+        on_opened: called in the server's thread once the platform answers.
     """
 
     def __init__(
@@ -77,12 +78,14 @@ class Keeper:
         prefix: str,
         *,
         clock: Callable[[], float],
+        on_opened: Callable[[], None] = lambda: None,
     ) -> None:
         self._server = server
         self._spec = spec
         self._place = place
         self._prefix = prefix
         self._clock = clock
+        self._on_open = on_opened
         self._members = KeptMembers(prefix, place.most_workers)
         self._opened: Opened | None = None
         self._opens = False
@@ -236,6 +239,7 @@ class Keeper:
 
     def _on_opened(self, opened: Opened) -> None:
         self._opened = opened
+        self._on_open()
         most = opened.platform.limits.most_members
         self._members.limit(most)
         PeriodicCall(
@@ -286,15 +290,20 @@ def run(service: ServiceSpec) -> None:
     assert service.place.members is not None
     assert service.platform is not None
     server = RpcServer(service.listen(service.place.keeper_address), options=ServerOptions(shared_bytes=0))
+
+    def await_sigterm() -> None:
+        # Shards tell their members meanwhile that they are not wanted any more, so the server goes on.
+        signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=_end, args=(keeper,)).start())
+
     keeper = Keeper(
         server,
         service.platform,
         service.place.members,
         prefix_of(service.place.cluster),
         clock=SuspendAwareClock(),
+        on_opened=await_sigterm,  # again: a library's own handler, as Ray's, writes a stack and aborts after 3 s
     )
-    # Shards tell their members meanwhile that they are not wanted any more, so the server goes on.
-    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=_end, args=(keeper,)).start())
+    await_sigterm()
     keeper.open()
     serve(service, server, status=keeper.status, poll=keeper.poll)
 
