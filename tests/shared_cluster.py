@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.new_process import ROOT, interpreter
 from tests.workers import has_ended
-from torch_dpflow.cli.cluster_calls import ask
+from torch_dpflow.errors import ErrorKind, RemoteCallError
 from torch_dpflow.remote.access.cluster_address import find_cluster
 from torch_dpflow.remote.job import client
 from torch_dpflow.remote.job.client import FlowDefinition, JobOptions, JobReading, SharedJob
@@ -100,7 +100,18 @@ class TestCluster:
 
     def ask(self, method: str, kind: type) -> object:
         with self.coordinator() as client:
-            return ask(client, method, kind)
+            answers: list[object] = []
+
+            def asked() -> bool:
+                try:
+                    answers.append(client.call(method, reply_type=kind).body)
+                except RemoteCallError as error:
+                    if error.kind is not ErrorKind.OVERLOADED:  # it is starting
+                        raise
+                return bool(answers)
+
+            wait(asked, what="a coordinator that has started")
+            return answers[0]
 
     def coordinator(self) -> RpcClient:
         return find_cluster(self.address).connect()
