@@ -70,7 +70,7 @@ def test_every_sampler_and_cache_policy_is_held_to_being_pure(
         "cli.dataset",
         "remote.services.node",
         "remote.services.local_cluster",
-        "remote.services.coordinator",
+        "remote.services.coordinator_process",
         "remote.services.router",
         "remote.pool.pool",
         "remote.scheduler",

@@ -16,7 +16,7 @@ from torch_dpflow.remote.process.spec import ServiceSpec, subjects_of
 COORDINATOR, KEEPER = "coordinator", "keeper"
 #: The function of each role.
 ROLES = {
-    "coordinator": "torch_dpflow.remote.services.coordinator:run",
+    "coordinator": "torch_dpflow.remote.services.coordinator_process:run",
     "keeper": "torch_dpflow.remote.services.keeper:run",
     "router": "torch_dpflow.remote.services.router:run",
     "shard": "torch_dpflow.remote.shard.run:run",

@@ -6,12 +6,10 @@ in a state store; its node reports what runs.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,12 +29,8 @@ from torch_dpflow.remote.control.flow_registry import (
 from torch_dpflow.remote.control.flow_scaling import FlowScaling
 from torch_dpflow.remote.control.placement import launches_of
 from torch_dpflow.remote.process.contents import Contents
-from torch_dpflow.remote.process.heartbeat import HeartbeatSender
-from torch_dpflow.remote.process.serve import ask_in, serve
-from torch_dpflow.remote.process.spec import MemberPlace, ServiceSpec
+from torch_dpflow.remote.process.spec import MemberPlace
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
-from torch_dpflow.remote.services.reconciler import Reconciler
-from torch_dpflow.remote.services.state_store import open_store
 from torch_dpflow.remote.services.write_behind_store import WriteBehindStore
 from torch_dpflow.remote.shard.reachable import ports_in
 from torch_dpflow.remote.wire.coordinator import (
@@ -46,19 +40,16 @@ from torch_dpflow.remote.wire.coordinator import (
     ClusterLimits,
     ContentPiece,
     ContentRequest,
-    CoordinatorArguments,
     FlowView,
     Part,
     Scale,
 )
 from torch_dpflow.remote.wire.errors import OverloadedError, UnknownFlowError
 from torch_dpflow.remote.wire.flow_spec import FlowSpec
-from torch_dpflow.remote.wire.node import WAITING, Launch, ProcessView
+from torch_dpflow.remote.wire.node import Launch, ProcessView
 
-#: How long it waits for a message when nothing else is due, and while it loads its state, seconds.
-IDLE_POLL_S, LOADING_POLL_S = 0.5, 0.02
 #: What it is called for: the type of the arguments, and whether a repeated call gets the first one's reply.
-_METHODS: dict[str, tuple[Any, bool]] = {
+METHODS: dict[str, tuple[Any, bool]] = {
     "register": (FlowSpec, True),
     "store": (ContentPiece, True),
     "content": (ContentRequest, False),
@@ -122,7 +113,7 @@ class Coordinator:
         self._has_observed = False
         self._waiting: list[_WaitingCall] = []
         self._restore()
-        for name, (body, remembered) in _METHODS.items():
+        for name, (body, remembered) in METHODS.items():
             server.register(name, getattr(self, f"_on_{name}"), body_type=body, remembered=remembered)
 
     # -- what runs -------------------------------------------------------------------------------------------
@@ -396,66 +387,3 @@ def _acknowledge(call: IncomingCall, answer: FlowView | None, failure: Exception
                 "the coordinator ends before"
             )
         )
-
-
-def run(service: ServiceSpec) -> None:
-    """Run a coordinator: the role of a node's process."""
-    arguments = msgspec.msgpack.decode(service.arguments, type=CoordinatorArguments)
-    server = RpcServer(service.listen(arguments.address))
-    server.register("stop", partial(_stop_node, service), body_type=None)
-    heartbeats = HeartbeatSender(service, server.address, status={WAITING: ""})
-    state = WriteBehindStore(lambda: open_store(arguments.state), arguments.owner)
-    _load(state, server, heartbeats)
-    # In the cluster's directory and not in the state store: a pickled dataset may hold keys of a storage, and a job
-    # that needs it brings it again.
-    contents = Contents(Path(service.place.directory, "state.contents"))
-    reconciler = Reconciler(service, server)
-    coordinator = Coordinator(
-        server,
-        state,
-        contents,
-        arguments.limits,
-        changed=reconciler.changed,
-        members=service.place.members,
-        price_per_hour=arguments.price_per_hour,
-    )
-    reconciler.start(coordinator.observe, coordinator.desired)
-    if arguments.metrics:
-        from torch_dpflow.remote.observe.metrics_server import serve_metrics
-
-        serve_metrics(arguments.metrics, lambda: ask_in(server, coordinator.views))
-    serve(service, server, poll_s=IDLE_POLL_S, heartbeats=heartbeats)
-
-
-def _load(state: WriteBehindStore, server: RpcServer, heartbeats: HeartbeatSender) -> None:
-    """Load the state, and until that is done refuse every call, with the reason.
-
-    Flows that are stored and not known yet may be in force and read, so none can be registered, scaled or deleted.
-    """
-
-    def refuse(call: IncomingCall) -> None:
-        raise OverloadedError(f"{state.failure or 'the coordinator is starting'}; call again")
-
-    def serve_meanwhile() -> None:
-        server.step(LOADING_POLL_S)
-        heartbeats.on_iteration()
-        if state.failure is not None:
-            heartbeats.status = {WAITING: str(state.failure)}
-
-    for name in _METHODS:
-        server.register(name, refuse, remembered=False)
-    state.load(serve_meanwhile)
-    heartbeats.report({})
-
-
-def _stop_node(service: ServiceSpec, call: IncomingCall) -> Later:
-    """Have the node end everything, including this process."""
-
-    def stop() -> None:
-        with service.place.connect(service.place.node_address) as node:
-            node.call("stop")
-
-    # Answered before it stops: the transport sends messages in the order in which it was given them.
-    call.answer(None)
-    threading.Thread(target=stop, name="dpflow-stop", daemon=True).start()
-    return LATER

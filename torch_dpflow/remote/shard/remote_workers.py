@@ -381,9 +381,8 @@ class RemoteWorkers:
             case Report(limited_by, text):
                 self._shortage.limit(limited_by, text, len(self._working))
             case Fail(text):
-                self.shell.fail(
-                    WorkerStartError(f"no worker can be had of platform {self._spec.name!r}: {text}")
-                )
+                why = f"no worker can be had of platform {self._spec.name!r}: {text}"
+                self.shell.fail(WorkerStartError(why))
 
     def _begin(self) -> None:
         """Let those work that may, once there are enough."""
