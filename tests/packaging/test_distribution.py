@@ -50,7 +50,12 @@ SUITES = {
     "transports",
 }
 #: What needs an extra: the command line, tables of samples, and the suites. All else is there without.
-WITH_EXTRAS = ("torch_dpflow.cli.", "torch_dpflow.datasets.importers.table_values", "torch_dpflow.testing.")
+WITH_EXTRAS = (
+    "torch_dpflow.cli.",
+    "torch_dpflow.datasets.importers.table_values",
+    "torch_dpflow.testing.",
+    "torch_dpflow.vision",
+)
 #: Imports every module of the wheel in the working directory without the packages that it is told to do without.
 IMPORT_ALL = """
 import importlib, json, pkgutil, sys
@@ -192,4 +197,4 @@ def test_every_module_is_imported_with_what_an_installation_brings(built: Path, 
     assert done.returncode == 0, done.stderr
     refused = json.loads(done.stdout)
     assert [name for name in refused if not name.startswith(WITH_EXTRAS)] == []
-    assert all(re.search("click|rich|pytest|pyarrow", why) for why in refused.values()), refused
+    assert all(re.search("click|rich|pytest|pyarrow|vision", why) for why in refused.values()), refused

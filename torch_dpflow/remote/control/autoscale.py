@@ -50,10 +50,9 @@ SMOOTHING, NEGLIGIBLE = 0.3, 0.05
 SELDOM_S = 60.0
 #: Workers stay so long after the last job has left, seconds.
 EMPTY_S = 5.0
-#: A job that pauses keeps its workers for so many cold starts, if that is longer than it is said to.
-HOLD_STARTS = 6.0
-#: How long a cold start takes, before any was seen, seconds.
-COLD_S = 3.0
+#: A job that pauses keeps its workers for so many cold starts, if that is longer than it is said to; and how long one
+#: takes before any was seen, seconds.
+HOLD_STARTS, COLD_S = 6.0, 3.0
 
 
 class JobCounts(msgspec.Struct, frozen=True):

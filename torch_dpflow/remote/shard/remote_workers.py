@@ -102,8 +102,7 @@ class RemoteWorkers:
     ) -> None:
         self._spec = platform
         self._content = content
-        self._workers, self._first = workers, first
-        self._least = least
+        self._workers, self._first, self._least = workers, first, least
         self._kind = kind
         self._clock = SuspendAwareClock()
         if listen_at:
@@ -181,11 +180,10 @@ class RemoteWorkers:
 
     def views(self) -> list[MemberView]:
         """All that were asked for and are not gone, for people."""
-        now = self._clock()
-        views = []
+        now, views = self._clock(), []
         for one in self._fleet.members:
             member = self._members.get(one.name)
-            where = "" if member is None else member.where
+            where = member.where if member else ""
             views.append(MemberView(one.name, one.number, one.state.value, now - one.begun, where))
         return views
 
@@ -225,8 +223,6 @@ class RemoteWorkers:
         """End all of them."""
         self._platform.close(grace_s=TERMINATE_S)
 
-    # -- messages ----------------------------------------------------------------------------------------
-
     def on_message(self, peer: bytes, frames: list[memoryview]) -> None:
         """A message of a member."""
         member = self._working.get(peer)
@@ -259,8 +255,7 @@ class RemoteWorkers:
             case MemberHello():
                 self._on_hello(member, nonce, header)
             case FetchPiece(digest=digest, offset=offset):
-                piece = self._content.piece(digest, offset)
-                self.listener.send(peer, [encode(Piece(digest, offset)), piece])
+                self.listener.send(peer, [encode(Piece(digest, offset)), self._content.piece(digest, offset)])
             case WorkerBeat(sent=sent, round_trip_s=round_trip_s):
                 if member.lacks(sent, self.listener.losses, member.heard):
                     self.kill(member.number, "messages of it were lost with a connection")
