@@ -49,6 +49,6 @@ def test_a_coordinator_that_starts_is_asked_again(starting: Callable[[float], Rp
 def test_a_coordinator_that_never_starts_says_why(
     starting: Callable[[float], RpcClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_calls, "ANSWER_S", 0.3)
+    monkeypatch.setattr(cluster_calls, "READY_S", 0.3)
     with pytest.raises(UsageError, match="the coordinator is starting"):
         cluster_calls.ask(starting(float("inf")), "flows", int)

@@ -162,6 +162,7 @@ def test_starts_that_are_refused_leave_the_epoch_to_those_that_are_there(
     assert working(remote) == 1
 
 
+@pytest.mark.slow
 def test_an_invocation_that_comes_twice_works_once(
     server: LambdaServer, loader: Callable[..., DPFlowDataLoader[Any]], local: list[Any]
 ) -> None:

@@ -18,8 +18,8 @@ from torch_dpflow.remote.wire.coordinator import FlowView
 from torch_dpflow.remote.wire.flow_spec import MIN_MEMORY
 from torch_dpflow.remote.wire.node import ProcessView
 
-#: How long a coordinator may take to answer, seconds.
-ANSWER_S = 10.0
+#: How long a coordinator may take to answer, and to be ready for calls once it answers, seconds.
+ANSWER_S, READY_S = 10.0, 3.0
 
 address_option = click.option(
     "--address",
@@ -64,12 +64,11 @@ def ask(coordinator: RpcClient, method: str, kind: Any, body: Any = None, *, dou
 
     doubt: for the message in the latter case, since the cluster may execute the call all the same.
     """
-    deadline, backoff = time.monotonic() + ANSWER_S, Backoff()
+    deadline, backoff = time.monotonic() + READY_S, Backoff()
     try:
         while True:
             try:
-                left_s = max(0.1, deadline - time.monotonic())
-                return coordinator.call(method, body, reply_type=kind, timeout_s=left_s).body
+                return coordinator.call(method, body, reply_type=kind, timeout_s=ANSWER_S).body
             except RemoteCallError as error:
                 if error.kind not in (ErrorKind.USAGE, ErrorKind.OVERLOADED):
                     raise

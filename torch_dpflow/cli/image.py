@@ -86,7 +86,7 @@ def find(without: set[str]) -> Found:
         names.add(name)
         if _LEFT_OUT.fullmatch(name) or name in without:
             found.left_out.append(name)
-        elif (source := _source_of(distribution)) == "":
+        elif (source := _source_of(distribution)) == "" or (name == _ITSELF and not _is_installed()):
             found.local.append(name)
         else:
             found.pinned.append(f"{name}{source}")
@@ -100,6 +100,14 @@ def find(without: set[str]) -> Found:
     for some in (found.pinned, found.local, found.left_out):
         some.sort()
     return found
+
+
+def _is_installed() -> bool:
+    """Whether this package lies where installers put packages, and not in a checkout.
+
+    The metadata of a checkout lies beside it, without a source, and is found first from its directory.
+    """
+    return bool({"site-packages", "dist-packages"} & set(Path(torch_dpflow.__file__).parts))
 
 
 def _source_of(distribution: metadata.Distribution) -> str:
