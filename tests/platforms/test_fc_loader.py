@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.loader_cases import Counted, Indices, Unhurried, assert_same, epochs
+from tests.loader_cases import Indices, Unhurried, assert_same, epochs
 from tests.platforms.fc_server.account import KEYS, keys, no_leaks  # noqa: F401 - fixtures
 from tests.platforms.fc_server.instances import Instance, freeze, thaw
 from tests.platforms.fc_server.invocations import Task
 from tests.platforms.fc_server.server import Fault, FunctionServer
+from tests.platforms.through_rotation import SlowCounted, read_through_rotation, record_drains
 from tests.shared_cluster import wait
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.loader import private_shard
 from torch_dpflow.platforms import FunctionCompute
 from torch_dpflow.platforms.fc_deploy import deploy
 from torch_dpflow.remote.control import start_limits
-from torch_dpflow.remote.control.fleet_members import DrainMember, MemberState
 from torch_dpflow.remote.shard import remote_workers
 from torch_dpflow.testing.hosts import Hosts
 
@@ -264,41 +263,10 @@ def test_members_that_are_replaced_before_their_lifetime_ends_cost_no_sample(
     workers: int,
     for_s: float,
 ) -> None:
-    deck: list[list[MemberState]] = []
-    obey = remote_workers.RemoteWorkers._obey
-
-    def recorded(self: Any, instruction: Any, now: float) -> None:
-        if isinstance(instruction, DrainMember):
-            number = self._members[instruction.name].number
-            deck.append([one.state for one in self._fleet.members if one.number == number])
-        obey(self, instruction, now)
-
-    monkeypatch.setattr(remote_workers.RemoteWorkers, "_obey", recorded)
+    drains = record_drains(monkeypatch)
     (tmp_path / "log").touch()
     dataset = SlowCounted(64, str(tmp_path / "log"))
     # So that a batch is one worker's: one that an idle worker takes over may have begun meanwhile, and is loaded twice.
     pinned = LoaderOptions(seeding="worker")
     remote = loader(dataset=dataset, workers=workers, options=pinned, lifetime=lifetime)
-    begun, read_epochs, stalls = time.monotonic(), 0, []
-    while time.monotonic() - begun < for_s:
-        seen = []
-        for batch in remote:
-            seen += map(int, batch)
-            time.sleep(0.02)  # as a step of training does, which takes longer than loading
-        assert sorted(seen) == [*range(64)]
-        read_epochs += 1
-        stalls.append(remote.stats().stall_share)
-    loaded = dataset.loaded()
-    assert {index: loaded.count(index) for index in range(64)} == dict.fromkeys(range(64), read_epochs)
-    assert remote.stats().restarts == 0
-    assert len(deck) >= 2 * workers
-    assert all(MemberState.ON_DECK in states for states in deck), "a successor waits"
-    print(f"{read_epochs} epochs, {len(deck)} members replaced, stall {stalls[-1]:.3f}")
-
-
-class SlowCounted(Counted):
-    """Takes a while too."""
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.01)
-        return super().__getitem__(index)
+    read_through_rotation(remote, dataset, drains, replaced=2 * workers, for_s=for_s)

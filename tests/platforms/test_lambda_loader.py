@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.loader_cases import Counted, Unhurried, assert_same, epochs
+from tests.loader_cases import Unhurried, assert_same, epochs
 from tests.platforms.lambda_server import LambdaServer, lambda_server
 from tests.platforms.lambda_server.signatures import Credentials
+from tests.platforms.through_rotation import SlowCounted, read_through_rotation, record_drains
 from tests.shared_cluster import wait
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.platforms import Lambda
 from torch_dpflow.remote.control import start_limits
-from torch_dpflow.remote.control.fleet_members import DrainMember, MemberState
-from torch_dpflow.remote.shard import remote_workers
 
 pytest.importorskip("awslambdaric", reason="pip install 'torch_dpflow[test]'")
 
@@ -222,14 +220,6 @@ def test_credentials_that_expire_pause_starts_until_there_are_others(
     wait(lambda: working(remote) == 2, what="its successor")
 
 
-class SlowCounted(Counted):
-    """Takes a while too."""
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.01)
-        return super().__getitem__(index)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("lifetime", "workers", "for_s"), [("6s", 2, 20), ("60s", 4, 600)])
@@ -242,16 +232,7 @@ def test_members_that_are_replaced_before_their_lifetime_ends_cost_no_sample(
     workers: int,
     for_s: float,
 ) -> None:
-    deck: list[list[MemberState]] = []
-    obey = remote_workers.RemoteWorkers._obey
-
-    def recorded(self: Any, instruction: Any, now: float) -> None:
-        if isinstance(instruction, DrainMember):
-            number = self._members[instruction.name].number
-            deck.append([one.state for one in self._fleet.members if one.number == number])
-        obey(self, instruction, now)
-
-    monkeypatch.setattr(remote_workers.RemoteWorkers, "_obey", recorded)
+    drains = record_drains(monkeypatch)
     # Environments for twice as many, which are kept: to start one takes longer than a short life leaves.
     first = loader(workers=2 * workers)
     iterator = iter(first)
@@ -263,21 +244,7 @@ def test_members_that_are_replaced_before_their_lifetime_ends_cost_no_sample(
     dataset = SlowCounted(64, str(tmp_path / "log"))
     # So that a batch is one worker's: one that an idle worker takes over may have begun meanwhile, and is loaded twice.
     remote = loader(dataset, workers, options=LoaderOptions(seeding="worker"), lifetime=lifetime)
-    begun, read_epochs, stalls = time.monotonic(), 0, []
-    while time.monotonic() - begun < for_s:
-        seen = []
-        for batch in remote:
-            seen += map(int, batch)
-            time.sleep(0.02)  # as a step of training does, which takes longer than loading
-        assert sorted(seen) == [*range(64)]
-        read_epochs += 1
-        stalls.append(remote.stats().stall_share)
-    loaded = dataset.loaded()
-    assert {index: loaded.count(index) for index in range(64)} == dict.fromkeys(range(64), read_epochs)
-    assert remote.stats().restarts == 0
-    assert len(deck) >= 2 * workers
-    assert all(MemberState.ON_DECK in states for states in deck), "a successor waits"
-    print(f"{read_epochs} epochs, {len(deck)} members replaced, stall {stalls[-1]:.3f}")
+    read_through_rotation(remote, dataset, drains, replaced=2 * workers, for_s=for_s)
 
 
 @pytest.mark.slow
