@@ -225,7 +225,9 @@ class AdapterContract:
             with closing(new()) as refusing, pytest.raises(PlatformError) as raised:
                 refusing.start(name_of(1), order_to(door), deadline_s=PATIENCE_S)
             texts.append(repr(raised.value))
-        assert not [text for text in [*texts, caplog.text] if SECRET in text]
+        texts.append(caplog.text)
+        caplog.clear()  # an SDK's records keep its answers, and those its connections
+        assert not [text for text in texts if SECRET in text]
 
 
 def order_to(door: socket.socket, **told: Any) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torch_dpflow.remote.control.autoscale import (
@@ -121,6 +121,17 @@ def flow(
     ),
     st.integers(0, 5),
     st.integers(5, 70),
+)
+# The workers that a step begins with have loaded nothing.
+@example(
+    [
+        (0, 0.0, 0.0, math.inf, "", 2),
+        (1, 184.0, 0.1, math.inf, "quota", 4),
+        (0, 0.0, 0.0, math.inf, "", 5),
+        (1, 1.0, 0.1, math.inf, "", 10),
+    ],
+    0,
+    5,
 )
 def test_bounds_are_kept_whatever_it_sees(
     phases: list[tuple[int, float, float, float, str, int]], least: int, most: int

@@ -386,7 +386,7 @@ class Autoscaler:
         if (
             not step.before
             or self._target < (1 + JUDGED) * step.before
-            or math.isnan(step.each)
+            or not step.each > 0  # not known, or nothing was loaded: there is nothing to compare with
             or not passed.worker_s
         ):
             return
