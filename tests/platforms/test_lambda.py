@@ -32,9 +32,11 @@ from torch_dpflow.errors import (
 from torch_dpflow.platforms import Lambda
 from torch_dpflow.platforms.aws_lambda import LambdaAdapter
 from torch_dpflow.platforms.base import End
-from torch_dpflow.platforms.members import Adapter
+from torch_dpflow.platforms.members import Adapter, Ref
 from torch_dpflow.testing.adapters import AdapterContract, caller, name_of, order_to
 
+#: Seconds after which tests take a start for accepted.
+ACCEPTED_S = 0.2
 SUITE = "tests.platforms.lambda_server.entries.handler"
 
 
@@ -49,9 +51,7 @@ def server(no_leaks_of_module: None) -> Iterator[LambdaServer]:
 
 @pytest.fixture(autouse=True)
 def credentials(server: LambdaServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "torch_dpflow.platforms.aws_lambda.REFUSED_S", 0.2
-    )  # as near as it is, that is enough
+    monkeypatch.setattr("torch_dpflow.platforms.aws_lambda.REFUSED_S", PATIENCE_S)  # as long as tests wait
     for variable, text in server.env.items():
         monkeypatch.setenv(variable, text)
 
@@ -75,9 +75,16 @@ def adapter_of(**settings: Any) -> LambdaAdapter:
     return LambdaAdapter(settings_of(**settings))
 
 
+class Hurried(LambdaAdapter):
+    """Waits no longer for a refusal than it takes mostly."""
+
+    def start(self, name: str, order: bytes, *, deadline_s: float) -> Ref:
+        return super().start(name, order, deadline_s=ACCEPTED_S)
+
+
 class TestLambda(AdapterContract):
     def new_adapter(self, module: str) -> Adapter:
-        return adapter_of()
+        return Hurried(settings_of())
 
     def refusing(self) -> Mapping[type[PlatformError], Callable[[], Adapter]]:
         return {RejectedError: lambda: adapter_of(function="nowhere")}
@@ -108,7 +115,12 @@ def adapter() -> Iterator[LambdaAdapter]:
 
 
 def start(adapter: LambdaAdapter, door: socket.socket, number: int = 0, **told: Any) -> None:
-    adapter.start(name_of(number), order_to(door, **told), deadline_s=PATIENCE_S)
+    adapter.start(name_of(number), order_to(door, **told), deadline_s=ACCEPTED_S)
+
+
+def start_in_vain(adapter: LambdaAdapter, door: socket.socket, number: int = 0) -> None:
+    """Start what is refused, however long that takes."""
+    adapter.start(name_of(number), order_to(door), deadline_s=PATIENCE_S)
 
 
 # --- refusals ---
@@ -126,7 +138,7 @@ def test_a_refusal_is_of_its_kind(
 ) -> None:
     server.faults.append(fault)
     with pytest.raises(kind, match=f"{name_of(0)} cannot be started: {told}") as raised:
-        start(adapter, door)
+        start_in_vain(adapter, door)
     again = pickle.loads(pickle.dumps(raised.value))
     assert str(again) == str(raised.value)
     assert getattr(again, "retry_after_s", 1.0) == 1.0
@@ -137,7 +149,7 @@ def test_nothing_is_tried_twice(server: LambdaServer, adapter: LambdaAdapter, do
     for fault in ("throttle", "break"):
         server.faults.append(fault)
         with pytest.raises(PlatformError):
-            start(adapter, door)
+            start_in_vain(adapter, door)
     assert server.requests["POST invocations"] == before + 2
 
 
@@ -148,7 +160,7 @@ def test_a_full_account_is_a_quota(
     start(adapter, door)
     with caller(door):
         with pytest.raises(QuotaError, match="429 ConcurrentInvocationLimitExceeded"):
-            start(adapter, door, 1)
+            start_in_vain(adapter, door, 1)
         finding = adapter.check()[-1]
         assert not finding.good
         assert "the account has room for 1 workers at once: fewer than max_workers=8" in finding.text
@@ -160,7 +172,7 @@ def test_a_process_holds_so_many_calls(
     monkeypatch.setattr("torch_dpflow.platforms.aws_lambda.MOST_HELD", 1)
     start(adapter, door)
     with caller(door), pytest.raises(QuotaError, match="this process holds 1 invocations"):
-        start(adapter, door, 1)
+        start_in_vain(adapter, door, 1)
 
 
 def test_expired_credentials_are_looked_up_again(
@@ -170,7 +182,7 @@ def test_expired_credentials_are_looked_up_again(
     with caller(door):
         monkeypatch.setattr(server, "credentials", Credentials("AKIDNEXT", "an0ther", None))
         with pytest.raises(DeniedError, match=r"403 UnrecognizedClientException.*AWS_\* variables"):
-            start(adapter, door, 1)
+            start_in_vain(adapter, door, 1)
         for variable, text in server.env.items():
             monkeypatch.setenv(variable, text)
         start(adapter, door, 1)
@@ -192,7 +204,7 @@ def test_credentials_that_are_none_are_denied(
     for variable, text in env.items():
         monkeypatch.setenv(variable, text)
     with pytest.raises(DeniedError, match=told), closing(adapter_of()) as adapter:
-        start(adapter, door)
+        start_in_vain(adapter, door)
 
 
 def test_expired_ones_are_told_as_such(
@@ -200,7 +212,7 @@ def test_expired_ones_are_told_as_such(
 ) -> None:
     monkeypatch.setattr(server.credentials, "expired", True)
     with pytest.raises(DeniedError, match="403 ExpiredTokenException"):
-        start(adapter, door)
+        start_in_vain(adapter, door)
 
 
 def test_a_service_that_does_not_answer_is_unavailable(
@@ -210,7 +222,7 @@ def test_a_service_that_does_not_answer_is_unavailable(
         port = free.getsockname()[1]
     monkeypatch.setenv("AWS_ENDPOINT_URL_LAMBDA", f"http://127.0.0.1:{port}")
     with closing(adapter_of()) as adapter, pytest.raises(UnavailableError, match="EndpointConnectionError"):
-        start(adapter, door)
+        start_in_vain(adapter, door)
 
 
 def test_an_answer_that_is_lost_leaves_open_what_was_done(
@@ -218,7 +230,7 @@ def test_an_answer_that_is_lost_leaves_open_what_was_done(
 ) -> None:
     server.faults.append("lose")
     with pytest.raises(AnswerLostError, match="ConnectionClosedError"):
-        start(adapter, door)
+        start_in_vain(adapter, door)
     with caller(door):
         assert adapter.look({name_of(0): None}) == {}
 
