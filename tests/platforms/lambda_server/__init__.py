@@ -9,6 +9,7 @@ what is billed, and how Lambda itself fails.
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -54,6 +55,9 @@ class LambdaServer:
         #: Of all requests, by operation; how long functions ran, seconds.
         self.requests: Counter[str] = Counter()
         self.billed_s = 0.0
+        #: When those that run have begun, by `time.monotonic`.
+        self._begun: dict[int, float] = {}
+        self._tickets = itertools.count()
         #: Invocations whose functions have ended, and how many requests were refused, by status.
         self.done: list[Invocation] = []
         self.refused: Counter[int] = Counter()
@@ -92,6 +96,11 @@ class LambdaServer:
             "AWS_SHARED_CREDENTIALS_FILE": "/nowhere",
             "AWS_CONFIG_FILE": "/nowhere",
         }
+
+    def worker_seconds(self) -> float:
+        """What would be billed until now, seconds: of each invocation from its begin to its end."""
+        with self._lock:
+            return self.billed_s + sum(time.monotonic() - begun for begun in self._begun.values())
 
     def end_environments(self) -> None:
         """Kill all environments, as Lambda does with those that are idle, or when it likes."""
@@ -203,7 +212,7 @@ class LambdaServer:
 
     def _run(self, function: dict[str, Any], body: bytes) -> Invocation:
         name = function["FunctionName"]
-        begun = 0.0
+        ticket = next(self._tickets)
         try:
             with self._lock:
                 idle = self._idle.get(name)
@@ -214,13 +223,15 @@ class LambdaServer:
                 with self._lock:
                     self.sandboxes.add(sandbox)
                 sandbox.is_up.wait(INIT_S)
-            begun = time.time()
-            invocation = Invocation(str(uuid.uuid4()), body, begun + function["Timeout"])
+            with self._lock:
+                self._begun[ticket] = time.monotonic()
+            invocation = Invocation(str(uuid.uuid4()), body, time.time() + function["Timeout"])
             sandbox.invoke(invocation)
         finally:
             with self._lock:
                 self.running -= 1
-                self.billed_s += time.time() - begun if begun else 0.0
+                now = time.monotonic()
+                self.billed_s += now - self._begun.pop(ticket, now)
         self.done.append(invocation)
         self._release(name, sandbox)
         return invocation

@@ -1,0 +1,94 @@
+"""Both doubles of platforms of functions, as tests of what is on top of them see them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from tests.platforms.fc_server.account import KEYS
+from tests.platforms.fc_server.server import FunctionServer
+from tests.platforms.lambda_server import lambda_server
+from torch_dpflow.platforms import FunctionCompute
+from torch_dpflow.platforms.fc_deploy import deploy
+
+#: Where the vendor's tools of Function Compute have the key of the tests.
+FC_ENV = {
+    "ALIBABA_CLOUD_ACCESS_KEY_ID": "AKtest",
+    "ALIBABA_CLOUD_ACCESS_KEY_SECRET": KEYS["AKtest"].secret,
+    "ALIBABA_CLOUD_SECURITY_TOKEN": KEYS["AKtest"].token,
+}
+
+
+@dataclass(frozen=True)
+class FunctionDouble:
+    """One double, with a function that is deployed."""
+
+    platform: str
+    server: Any
+    #: Settings of the platform beside its defaults, and variables with which it is found.
+    settings: Mapping[str, Any]
+    env: Mapping[str, str]
+    #: How many members it has; the pids of those that have begun.
+    live: Callable[[], int]
+    members: Callable[[], list[int]]
+    #: How many have ended otherwise than by themselves, with exit code 0.
+    failed: Callable[[], int]
+    #: What it would bill, seconds.
+    billed_s: Callable[[], float]
+
+    def toml(self) -> str:
+        """Its settings, for a dpflow.toml."""
+        lines = [f"{name} = {value!r}" for name, value in self.settings.items()]
+        return "\n".join([f"[platform.{self.platform}]", *lines, ""])
+
+    def kill_all(self) -> None:
+        """SIGKILL to all members."""
+        for pid in self.members():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def function_double(
+    platform: str, *, cold_start_s: float = 0.0, quota: int = 100
+) -> Iterator[FunctionDouble]:
+    """A double of "fc" or "lambda"."""
+    if platform == "lambda":
+        with lambda_server(cold_start_s=cold_start_s, quota=quota) as aws:
+            yield FunctionDouble(
+                platform,
+                aws,
+                {"max_workers": 8},
+                aws.env,
+                lambda: aws.running,
+                lambda: [pid for sandbox in [*aws.sandboxes] for pid in sandbox.members()],
+                lambda: sum(one.is_error or json.loads(one.body)["code"] != 0 for one in [*aws.done]),
+                aws.worker_seconds,
+            )
+        return
+    with FunctionServer(KEYS, cold_start_s=cold_start_s, quota=quota) as fc:
+        settings = {"max_workers": 8, "endpoint": fc.endpoint}
+        before = {name: os.environ.get(name) for name in FC_ENV}
+        os.environ.update(FC_ENV)
+        try:
+            assert [*deploy(FunctionCompute(**settings), "r/i:1")]  # type: ignore[arg-type]
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
+        yield FunctionDouble(
+            platform,
+            fc,
+            settings,
+            FC_ENV,
+            lambda: len(fc.live()),
+            lambda: [pid for task in fc.live() if task.instance for pid in task.instance.members()],
+            lambda: sum(task.status in ("Failed", "Stopped", "Expired") for task in [*fc.tasks.values()]),
+            fc.worker_seconds,
+        )
