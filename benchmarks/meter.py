@@ -2,10 +2,16 @@
 
 import threading
 import time
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import psutil
 
 from benchmarks.cluster import cpu_s
+from benchmarks.report import Figures
+
+#: The batches of an epoch; called anew for each.
+Read = Callable[[], Iterable[Any]]
 
 #: How often processor time and memory are looked at, seconds.
 CPU_S, MEMORY_S = 0.25, 1.0
@@ -66,3 +72,28 @@ class Meter:
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
         self._peak = max(self._peak, held)
+
+
+def time_epochs(read: Read) -> Figures:
+    """The first batch of one epoch, which brings workers and caches up, and figures of the next one.
+
+    Processor time and memory are those of this process and of all that it has started. Raises ValueError if nothing is
+    read.
+    """
+    begun = time.perf_counter()
+    first_s = 0.0
+    for _ in read():
+        first_s = first_s or time.perf_counter() - begun
+    meter = Meter(itself=True)
+    begun = time.perf_counter()
+    samples = sum(len(batch) for batch in read())
+    wall_s = time.perf_counter() - begun
+    processor_s, peak_mib = meter.stop()
+    if samples == 0:
+        raise ValueError("there was nothing to read")
+    return {
+        "samples_per_s": samples / wall_s,
+        "cpu_ms_per_sample": processor_s / samples * 1e3,
+        "first_batch_ms": first_s * 1e3,
+        "peak_mib": peak_mib,
+    }

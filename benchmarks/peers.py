@@ -12,13 +12,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.loader import IMAGES, SPECIFICATION, LoaderRunError, warm_page_cache
-from benchmarks.meter import Meter
+from benchmarks.meter import time_epochs
 from benchmarks.peers_sides import INSTALLED_AS, SIDES
 from benchmarks.report import Figures, Metric, add_arguments, alternate, publish
 from examples.natural_images import Specification, generate
@@ -28,37 +27,17 @@ CORES = 2
 FEW = (Path("demo_data/benchmark_few"), Specification(classes=4, train=128, val=4, seed=1))
 
 METRICS = (
-    Metric(name="images_per_s", label="images/s"),
-    Metric(name="cpu_ms_per_image", label="CPU ms/image", higher_is_better=False),
+    Metric(name="samples_per_s", label="images/s"),
+    Metric(name="cpu_ms_per_sample", label="CPU ms/image", higher_is_better=False),
     Metric(name="first_batch_ms", label="first batch, ms", higher_is_better=False, spec=",.0f"),
     Metric(name="peak_mib", label="peak MiB", higher_is_better=False, spec=",.0f"),
 )
 
 
 def measure(side: str, images: Path) -> Figures:
-    """Read two epochs in this process: the first brings workers and caches up, the second is timed.
-
-    Processor time and memory are those of this process and of all that it has started.
-    """
+    """Read two epochs in this process."""
     with SIDES[side][0](images) as read:
-        begun = time.perf_counter()
-        first_s = 0.0
-        for _ in read():
-            first_s = first_s or time.perf_counter() - begun
-        meter = Meter(itself=True)
-        begun = time.perf_counter()
-        count = sum(len(batch) for batch in read())
-        if count == 0:
-            raise LoaderRunError(f"{side} read nothing")
-        wall_s = time.perf_counter() - begun
-        processor_s, peak_mib = meter.stop()
-    return {
-        "images_per_s": count / wall_s,
-        "cpu_ms_per_image": processor_s / count * 1e3,
-        "first_batch_ms": first_s * 1e3,
-        "peak_mib": peak_mib,
-        "images": count,
-    }
+        return time_epochs(read)
 
 
 def run_side(side: str, images: Path) -> Figures:

@@ -7,7 +7,7 @@ decoding to its user, Pillow and torchvision decode.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, default_collate
 
+from benchmarks.meter import Read
+
 BATCH, WORKERS, SIZE = 64, 2, 224
 #: How often an epoch reads each file.
 REPEATS = 2
 
-#: The batches of an epoch; called anew for each.
-Read = Callable[[], Iterable[Any]]
 Open = Callable[[Path], AbstractContextManager[Read]]
 
 

@@ -6,7 +6,7 @@ import argparse
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from benchmarks.loader_workloads import JpegCrops
-from benchmarks.meter import Meter
+from benchmarks.meter import Read, time_epochs
 from benchmarks.report import Figures
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.testing.hosts import Hosts, OnHosts
@@ -30,8 +30,6 @@ SLEEPERS = {"sample_s": 0.050, "batch_size": 8, "hosts": 4}
 #: How many samples a worker loads in an epoch of the part `linear`.
 SLEEPS = 160
 
-#: The batches of an epoch; called anew for each.
-Read = Callable[[], Iterable[torch.Tensor]]
 #: Opens a side.
 Open = Callable[[Dataset[torch.Tensor]], AbstractContextManager[Read]]
 
@@ -119,29 +117,6 @@ OPENERS: dict[str, Open] = {
 }
 
 
-def time_epochs(opened: Open, dataset: Dataset[torch.Tensor]) -> Figures:
-    """The first batch of all, and figures of the second epoch, when all workers are there.
-
-    Processor time and memory are those of this process and of all that it has started.
-    """
-    with opened(dataset) as read:
-        begun = time.perf_counter()
-        first_s = 0.0
-        for _ in read():
-            first_s = first_s or time.perf_counter() - begun
-        meter = Meter(itself=True)
-        begun = time.perf_counter()
-        samples = sum(len(batch) for batch in read())
-        wall_s = time.perf_counter() - begun
-        processor_s, peak_mib = meter.stop()
-    return {
-        "samples_per_s": samples / wall_s,
-        "cpu_ms_per_sample": processor_s / samples * 1e3,
-        "first_batch_ms": first_s * 1e3,
-        "peak_mib": peak_mib,
-    }
-
-
 def digest(opened: Open, dataset: Dataset[torch.Tensor]) -> dict[str, str]:
     """A hash of all samples, whatever their order: Ray Data keeps none unless it is told to."""
     with opened(dataset) as read:
@@ -221,8 +196,11 @@ def main() -> None:
     files = sorted(arguments.images.glob("train/*/*.jpg"))
     dataset = JpegCrops(files, SAMPLES // 8 if arguments.quick else SAMPLES, as_float=False)
     side = arguments.side.removesuffix("-digest")
-    measure = digest if arguments.side.endswith("-digest") else time_epochs
-    print(json.dumps(measure(OPENERS[side], dataset)))
+    if arguments.side.endswith("-digest"):
+        print(json.dumps(digest(OPENERS[side], dataset)))
+        return
+    with OPENERS[side](dataset) as read:
+        print(json.dumps(time_epochs(read)))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -13,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.platforms.lambda_server import LambdaServer, lambda_server
+from tests.platforms.lambda_server import LambdaServer
+from tests.platforms.lambda_server.account import credentials, kept_server, no_leaks  # noqa: F401 - fixtures
 from tests.platforms.lambda_server.signatures import Credentials
-from tests.shared_cluster import PATIENCE_S, wait
+from tests.shared_cluster import PATIENCE_S
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import (
     AnswerLostError,
@@ -40,31 +40,16 @@ ACCEPTED_S = 0.2
 SUITE = "tests.platforms.lambda_server.entries.handler"
 
 
-@pytest.fixture(scope="module")
-def server(no_leaks_of_module: None) -> Iterator[LambdaServer]:
-    """One for all tests: its environments take a second to start, and are kept."""
-    with lambda_server(cold_start_s=0) as server:
-        server.create("suite", handler=SUITE)
-        server.create("hasty", handler=SUITE, timeout_s=3)
-        yield server
+@pytest.fixture(scope="module", autouse=True)
+def functions(server: LambdaServer) -> None:
+    server.create("suite", handler=SUITE)
+    server.create("hasty", handler=SUITE, timeout_s=3)
 
 
 @pytest.fixture(autouse=True)
-def credentials(server: LambdaServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_dpflow.platforms.aws_lambda.REFUSED_S", PATIENCE_S)  # as long as tests wait
-    for variable, text in server.env.items():
-        monkeypatch.setenv(variable, text)
-
-
-@pytest.fixture(autouse=True)
-def no_leaks(server: LambdaServer, credentials: None) -> Iterator[None]:
-    """Instead of the check of all tests: environments stay. No call is held, and no function runs."""
-    yield
-    wait(
-        lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread"
-    )
-    wait(lambda: not server.running, what="the end of all invocations")
-    server.faults.clear()
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal is waited for as long as tests wait."""
+    monkeypatch.setattr("torch_dpflow.platforms.aws_lambda.REFUSED_S", PATIENCE_S)
 
 
 def settings_of(function: str = "suite", **settings: Any) -> Lambda:

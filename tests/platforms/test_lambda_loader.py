@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ import pytest
 import torch
 
 from tests.loader_cases import Unhurried, assert_same, epochs
-from tests.platforms.lambda_server import LambdaServer, lambda_server
+from tests.platforms.lambda_server import LambdaServer
+from tests.platforms.lambda_server.account import credentials, kept_server, no_leaks  # noqa: F401 - fixtures
 from tests.platforms.lambda_server.signatures import Credentials
 from tests.platforms.through_rotation import SlowCounted, read_through_rotation, record_drains
 from tests.shared_cluster import wait
@@ -28,30 +28,6 @@ from torch_dpflow.remote.control import start_limits
 pytest.importorskip("awslambdaric", reason="pip install 'torch_dpflow[test]'")
 
 SEEDED = LoaderOptions(seeding="batch")
-
-
-@pytest.fixture(scope="module")
-def server(no_leaks_of_module: None) -> Iterator[LambdaServer]:
-    """One for all tests: its environments take seconds to start, and are kept."""
-    with lambda_server(cold_start_s=0) as server:
-        yield server
-
-
-@pytest.fixture(autouse=True)
-def credentials(server: LambdaServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable, text in server.env.items():
-        monkeypatch.setenv(variable, text)
-
-
-@pytest.fixture(autouse=True)
-def no_leaks(server: LambdaServer, credentials: None) -> Iterator[None]:
-    """Instead of the check of all tests: environments stay. No call is held, and no function runs."""
-    yield
-    wait(
-        lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread"
-    )
-    wait(lambda: not server.running, what="the end of all invocations")
-    server.faults.clear()
 
 
 @pytest.fixture
