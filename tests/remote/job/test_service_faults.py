@@ -40,7 +40,7 @@ def open_(service: FailingService) -> Iterator[Callable[..., SharedJob]]:
         def open_(ready: int = 1) -> SharedJob:
             cluster = Cluster(address=service.address, transport=TransportOptions())
             job = JobDescription(flow="f", version=1, name="job", seed=0, size=SIZE, batch_size=2)
-            return jobs.enter_context(SharedJob(cluster, job, list, JobOptions(ready=ready, patience_s=30)))
+            return jobs.enter_context(SharedJob(cluster, job, list, JobOptions(ready=ready, patience_s=60)))
 
         yield open_
 
@@ -115,12 +115,8 @@ def test_a_content_is_brought_again_where_too_many_are_on_their_way_as_long_as_t
     service.faults["store"], service.error = faults, OverloadedError("come again")
     cluster = Cluster(address=service.address, transport=TransportOptions())
     spec = FlowSpec(name="f", version=1, size=SIZE, content="0" * 64, fingerprint={})
-    with (
-        nullcontext()
-        if faults == 2
-        else pytest.raises(DeadlineError, match=r"'f': come again .waited 0\.3 s")
-    ):
-        register(cluster, spec, b"packed", patience_s=30 if faults == 2 else 0.3)
+    with nullcontext() if faults == 2 else pytest.raises(DeadlineError, match=r"'f': come again .waited 1 s"):
+        register(cluster, spec, b"packed", patience_s=60 if faults == 2 else 1.0)
     assert faults != 2 or service.calls["store"] == 3
 
 
@@ -132,12 +128,12 @@ def test_who_registers_waits_for_a_coordinator_that_has_no_state_and_says_so(
     service.faults["register"], service.error = float("inf"), OverloadedError("the state store is away")
     spec = FlowSpec(name="f", version=1, size=SIZE, content="0" * 64, fingerprint={})
     for address, reason, line in (
-        (service.address, "the state store is away", "has waited for 0 s, .* the state store is away"),
-        (f"{service.address}-none", "no cluster answers at", "no answer from its services for 0 s"),
+        (service.address, "the state store is away", "has waited for [0-9]+ s, .* the state store is away"),
+        (f"{service.address}-none", "no cluster answers at", "no answer from its services for [0-9]+ s"),
     ):
         cluster = Cluster(address=address, transport=TransportOptions())
         with pytest.raises(DeadlineError, match=reason):
-            register(cluster, spec, b"", patience_s=0.5, outages=OutageLog("f", "j", patience_s=0.5))
+            register(cluster, spec, b"", patience_s=1.0, outages=OutageLog("f", "j", patience_s=1.0))
         assert re.search(line, caplog.text)
     # An error has a traceback, whose frames refer to all that called.
     assert not [one for one in caplog.records if any(isinstance(part, Exception) for part in one.args or ())]

@@ -34,6 +34,8 @@ from torch_dpflow.remote.worker.sample_source import KeylessTransform, TwoStageD
 UNDER_WAY_BYTES = 256 << 20
 #: The longest pauses before a call is repeated, after the first time and after many, seconds.
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
+#: The timeout of a call that has little patience left: a busy coordinator still says what it waits for, seconds.
+LEAST_CALL_S = 0.5
 #: How often a flow is registered where it is gone again by the time that its content is uploaded.
 _ATTEMPTS = 5
 
@@ -167,7 +169,7 @@ def register(
     with cluster.connect(timeout_s=patience_s) as coordinator:
         while attempts < _ATTEMPTS:
             # Every call is safe to repeat. The first is short, so that the log says soon that none is answered.
-            call_s = min(call_s, max(PAUSE_S, deadline - time.monotonic()))
+            call_s = min(call_s, max(LEAST_CALL_S, deadline - time.monotonic()))
             try:
                 if coordinator.call("register", spec, reply_type=bool, timeout_s=call_s).body or _upload(
                     coordinator, spec.content, packed, patience_s
