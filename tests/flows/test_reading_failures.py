@@ -44,6 +44,7 @@ from torch_dpflow.flows import (
 )
 
 IMPATIENT = ReadOptions(timeout_s=0.3, deadline_s=1.5, attempts=3, backoff_s=0.01)
+PATIENT = ReadOptions(timeout_s=60.0, deadline_s=60.0, attempts=3, backoff_s=0.01)
 QUICK = JobOptions(idle_s=10.0, patience_s=60.0)
 
 
@@ -255,11 +256,12 @@ def test_a_store_that_does_not_answer_is_told(kind: str, fault: Fault, error: ty
     with OSSServer() as server:
         server.buckets.create("data")
         options = server.storage_options()
-        store = DatasetStore.create("oss://data/datasets", read_options=IMPATIENT, **options)
-        publish(store, Numbered(3))
+        publish(DatasetStore.create("oss://data/datasets", **options), Numbered(3))
+        given = IMPATIENT if fault in (Fault.HANG, Fault.TRICKLE) else PATIENT
+        store = DatasetStore("oss://data/datasets", read_options=given, **options)
         server.faults.add(fault)
         with pytest.raises(error, match=re.escape("oss://data/datasets/core/numbers/versions/v1.json")):
             _numbers().prepare_read(_reader(kind, store))
         with pytest.raises(error, match=re.escape("oss://data/datasets/store.json")):
-            DatasetStore("oss://data/datasets", read_options=IMPATIENT, **options)
+            DatasetStore("oss://data/datasets", read_options=given, **options)
         store.files.filesystem._session.session.close()

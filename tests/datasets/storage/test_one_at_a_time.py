@@ -74,7 +74,7 @@ class Fragile(fsspec.AbstractFileSystem):
         try:
             if "slow" in path:
                 Fragile.entered.set()
-                Fragile.gate.wait(20)
+                Fragile.gate.wait(60)
             return bytes(range(100))[start:end] + Fragile.extra
         finally:
             Fragile.inside.release()
@@ -111,7 +111,7 @@ def test_who_waits_behind_a_read_that_hangs_ends_at_its_deadline(fragile: type[F
     impatient = ReadOptions(attempts=1, deadline_s=0.2)
     with ObjectReader() as patient, ObjectReader(options=impatient) as reader, ThreadPoolExecutor(1) as other:
         slow = other.submit(patient.read, "fragile://slow")
-        assert fragile.entered.wait(20)
+        assert fragile.entered.wait(60)
         with pytest.raises(StorageTimeoutError):
             reader.read("fragile://b")
         fragile.gate.set()

@@ -237,7 +237,7 @@ def test_a_profile_that_does_not_exist_is_told(
 @pytest.mark.parametrize("fault", [Fault.HANG, Fault.RESET])
 def test_a_listing_that_is_not_answered_is_told(oss: OSSServer, oss_address: Address, fault: Fault) -> None:
     url, options = oss_address
-    hasty = ReadOptions(timeout_s=0.1, deadline_s=0.1, attempts=1)
+    hasty = ReadOptions(timeout_s=1.0, deadline_s=1.0, attempts=1)
     store = DatasetStore.create(url, read_options=hasty, **options)
     oss.faults.add(fault)
     with pytest.raises(StorageError, match="oss://data/datasets"):
