@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,7 +131,7 @@ class TestCluster:
     def running(self) -> list[ProcessView]:
         """What runs, as the node says it: also while the coordinator does not answer. Not over tcp."""
         folder = find_cluster(self.address).address.rpartition("/")[0]
-        with RpcClient(f"{folder}/node", options=ClientOptions(timeout_s=20.0)) as node:
+        with RpcClient(f"{folder}/node", options=ClientOptions(timeout_s=60.0)) as node:
             views: list[ProcessView] = node.call("processes", reply_type=list[ProcessView]).body
         return [view for view in views if view.pid]
 
@@ -142,11 +144,12 @@ class TestCluster:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of this host that nobody has."""
-    with socket.socket() as free:
-        free.bind((host, 0))
-        port: int = free.getsockname()[1]
-    return port
+    """A port of this host that nobody has, and that the kernel gives to nobody who lets it choose."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind((host, port))
+            return port
 
 
 def wait(

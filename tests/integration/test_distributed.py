@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.loader_cases import Indices
 from tests.new_process import interpreter
+from tests.shared_cluster import free_port
 
 RANKS = 2
 SIZE = 23
@@ -60,12 +60,9 @@ def expected(rank: int) -> list[list[int]]:
 
 
 def test_ranks_read_what_torchs_loader_gives_them(OurLoader: Any) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     group = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(RANKS),
         "OMP_NUM_THREADS": "1",
     }

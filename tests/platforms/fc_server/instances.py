@@ -122,12 +122,6 @@ class Templates:
                 template.kill()
 
 
-def free_port() -> int:
-    """One at which nobody listens now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def spawn(command: Sequence[str], prefix: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start an instance as its image's command says. prefix: runs a command elsewhere."""
     words = [sys.executable if word == "python" else word for word in command]

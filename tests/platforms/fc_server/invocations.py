@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.platforms.fc_server.instances import Instance, Templates, free_port, freeze, spawn, thaw
+from tests.platforms.fc_server.instances import Instance, Templates, freeze, spawn, thaw
+from tests.shared_cluster import free_port
 
 LIVE = ("Enqueued", "Running", "Stopping")
 

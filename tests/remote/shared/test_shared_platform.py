@@ -20,7 +20,7 @@ from click.testing import CliRunner
 
 from tests.cluster_command import CommandedCluster
 from tests.new_process import ROOT
-from tests.shared_cluster import open_job, wait
+from tests.shared_cluster import free_port, open_job, wait
 from tests.shared_datasets import Failing, Numbers, SlowNumbers
 from tests.workers import has_ended, kill
 from torch_dpflow.cli.main import root
@@ -225,8 +225,7 @@ def test_members_that_end_at_their_start_are_told_of_and_not_started_for_ever(
 def test_a_shard_whose_ports_are_taken_waits_for_one_and_tells_what_is_missing(
     tmp_path: Path, flow: str
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     at = f"tcp://127.0.0.1:{port}-{port}"
     cluster = CommandedCluster.up(tmp_path, "--platform", "processes", "--worker-listen", at)
     with (
