@@ -18,8 +18,8 @@ from torch_dpflow.remote.wire.coordinator import FlowView
 from torch_dpflow.remote.wire.flow_spec import MIN_MEMORY
 from torch_dpflow.remote.wire.node import ProcessView
 
-#: How long a coordinator may take to answer, and to be ready for calls once it answers, seconds.
-ANSWER_S, READY_S = 10.0, 3.0
+#: How long a coordinator may take to answer, and to be ready for calls once it answers; and a node to answer, seconds.
+ANSWER_S, READY_S, NODE_S = 10.0, 3.0, 10.0
 
 address_option = click.option(
     "--address",
@@ -110,7 +110,7 @@ def end_cluster(coordinator: RpcClient) -> None:
 
 def _stop_node(address: str) -> bool:
     try:
-        with RpcClient(address, options=ClientOptions(timeout_s=ANSWER_S)) as node:
+        with RpcClient(address, options=ClientOptions(timeout_s=NODE_S)) as node:
             node.call("stop")
     except DPFlowError:
         return False

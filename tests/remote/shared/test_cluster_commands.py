@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.new_process import interpreter
-from tests.shared_cluster import TestCluster, open_job, wait
+from tests.shared_cluster import PATIENCE_S, TestCluster, open_job, wait
 from tests.shared_datasets import Numbers
 from tests.workers import has_ended
 from torch_dpflow.cli.main import root
@@ -120,7 +120,8 @@ def test_a_cluster_ends_quietly_by_control_c_in_its_terminal(own_cluster: TestCl
 def test_commands_end_while_nothing_answers_and_down_does_without_a_coordinator(
     own_cluster: TestCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch_dpflow.cli.cluster_calls.ANSWER_S", 1.0)
+    for name in ("ANSWER_S", "NODE_S"):
+        monkeypatch.setattr(f"torch_dpflow.cli.cluster_calls.{name}", 1.0)
     (coordinator,) = own_cluster.processes("coordinator")
     os.kill(own_cluster.pid, signal.SIGSTOP)
     try:
@@ -138,6 +139,7 @@ def test_commands_end_while_nothing_answers_and_down_does_without_a_coordinator(
         os.kill(own_cluster.pid, signal.SIGCONT)
     wait(lambda: own_cluster.processes("coordinator"), what="the next coordinator")
     own_cluster.kill("coordinator", signal.SIGSTOP)
+    monkeypatch.setattr("torch_dpflow.cli.cluster_calls.NODE_S", PATIENCE_S)  # its node answers
     assert run("down", "--address", own_cluster.address).exit_code == 0
     wait(lambda: has_ended(own_cluster.pid), what="the node's end")
 
@@ -157,5 +159,5 @@ def test_down_ends_a_cluster_that_is_still_coming_up(tmp_path: Path, monkeypatch
     thread = threading.Thread(target=come_up, daemon=True)
     thread.start()
     assert run("down", "--address", address).exit_code == 0
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive()
