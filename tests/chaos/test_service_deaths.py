@@ -92,8 +92,8 @@ def test_a_job_that_freezes_for_longer_than_its_lease_goes_on_where_it_was(
 
 def test_a_cluster_that_ends_leaves_nothing(cluster: TestCluster, nursery: Nursery, tmp_path: Path) -> None:
     (job,) = begin(nursery, cluster, tmp_path, jobs=1)
+    wait(lambda: len(cluster.processes()) == 5, what="the second worker")
     pids = [view.pid for view in cluster.processes()]
-    assert len(pids) == 5
     cluster.stop()
     wait(lambda: all(map(has_ended, pids)), what="the end of every process")
     assert not Path(cluster.address).exists()
@@ -108,5 +108,8 @@ def test_the_processes_of_a_node_that_is_killed_end_by_themselves(
     pids = [view.pid for view in cluster.processes()]
     os.kill(cluster.pid, signal.SIGKILL)
     wait(lambda: all(map(has_ended, pids)), what="the end of every process")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["connection", "job-0", "log"]
+    wait(
+        lambda: sorted(path.name for path in tmp_path.iterdir()) == ["connection", "job-0", "log"],
+        what="the end of its directory",
+    )
     job.kill()

@@ -30,7 +30,7 @@ from torch_dpflow.errors import MessageError, PeerLostError, StateError
 from torch_dpflow.remote.transport import Connection, Frame, Listener, TransportOptions, connect, listen
 
 #: Time limit for whatever a test awaits, seconds.
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class TransportContract:

@@ -50,7 +50,7 @@ def start(address: str, *, answering: bool) -> tuple[Any, Pipe, str]:
     process = processes.Process(target=serve, args=(address, theirs, answering))
     process.start()
     theirs.close()
-    assert ours.poll(20)
+    assert ours.poll(60)
     return process, ours, ours.recv()
 
 
@@ -69,7 +69,7 @@ def test_call_when_the_server_is_killed_and_restarted(
     )
     client = open_client(address, inquire_s=0.1)
     call = client.begin("work", "task", [b"payload" * 10_000])
-    assert pipe.poll(20)
+    assert pipe.poll(60)
     kill(first)
     pipe.close()
     second, pipe, _ = start(address, answering=True)
@@ -115,7 +115,7 @@ def test_release_that_speaks_another_version_is_refused(
     listener = listen(ipc_address)
     client = open_client(ipc_address)
     call = client.begin("anything")
-    message = listener.receive(20)
+    message = listener.receive(60)
     assert message is not None
     assert listener.send(message[0], [later(Welcome(99, bytes(16), PayloadOffer(1)))])
     with pytest.raises(MessageError, match="speaks version 99 of the protocol"):
@@ -129,7 +129,7 @@ def test_client_of_another_version_is_told_and_not_admitted(
     server = start_server(ipc_address, lambda server: None)
     other = connect(server.address)
     other.send([later(Hello(99, PayloadOffer(os.getpid())))])
-    answer = other.receive(20)
+    answer = other.receive(60)
     assert answer is not None
     header = decode(answer[0])
     assert isinstance(header, Welcome)

@@ -52,7 +52,7 @@ def admit_late(folder: Path) -> None:
     coordinator = Coordinator(server, state, contents, limits, clock=lambda: now[0])
     threading.Thread(target=server.serve, daemon=True).start()
     with RpcClient(server.address) as client:
-        access = partial(client.call, "access", Access("d", 1), reply_type=str, timeout_s=0.2)
+        access = partial(client.call, "access", Access("d", 1), reply_type=str)
         with pytest.raises(RemoteCallError, match="has just started") as refused:
             access()
         assert refused.value.kind is ErrorKind.OVERLOADED
@@ -63,7 +63,7 @@ def admit_late(folder: Path) -> None:
         assert full.value.kind is ErrorKind.OVERLOADED  # its job waits
         now[0] = UNREAD_S
         with pytest.raises(DeadlineError):
-            access()  # waits for its router
+            access(timeout_s=0.2)  # waits for its router
     assert [flow.state for flow in ask_in(server, coordinator.views)[0]].count("idle") == 2
     launched = {launch.id for launch in ask_in(server, coordinator.desired) if launch.role == "router"}
     assert launched == {"c@1/router", "d@1/router"}

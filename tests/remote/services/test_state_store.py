@@ -163,9 +163,10 @@ def test_a_server_is_one_owners_until_he_lets_go_or_is_silent(redis: RedisServer
 def test_a_server_whose_owner_was_killed_is_free_in_the_end(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch_dpflow.remote.services.state_store._LEASE_MS", 300)
     with closing(open_store(redis.url)) as one, closing(open_store(redis.url)) as two:
-        one.claim("one")
+        with monkeypatch.context() as short:
+            short.setattr("torch_dpflow.remote.services.state_store._LEASE_MS", 300)
+            one.claim("one")
         two.claim("two")
         with pytest.raises(StateError, match="another cluster"):
             one.renew("one")

@@ -73,7 +73,7 @@ def test_a_worker_that_does_not_belong_is_told_so_and_ends(
         with closing(connect(workers.listener.address, identity=identity)) as connection:
             connection.send([encode(hello) if own == b"hello" else own])
             workers.turn()
-            frames = connection.receive(20.0)
+            frames = connection.receive(60.0)
         assert frames is not None
         return decode(frames[0])
 

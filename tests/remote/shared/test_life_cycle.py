@@ -47,12 +47,12 @@ def test_a_life_from_creation_to_deletion(
     text = run(cluster, "flow", "show", flow)
     assert f"{flow}@1: 20 samples, read by 1 job" in text
     assert "»accessed«" in text
+    wait(lambda: len(cluster.processes(f"{flow}@1/")) == 4, what="a router, a shard and two workers")
+    pids = [view.pid for view in cluster.processes(f"{flow}@1/")]
     job.close()
     wait(lambda: shown(cluster, flow)["state"] == "ready", what="the job's end at the coordinator")
     assert 0 < shown(cluster, flow)["idle_in_s"] <= 3.0
     assert "its services end in" in run(cluster, "flow", "show", flow)
-    pids = [view.pid for view in cluster.processes(f"{flow}@1/")]
-    assert len(pids) == 4
     wait(lambda: shown(cluster, flow)["state"] == "idle", what="the end of patience")
     wait(lambda: all(map(has_ended, pids)), what="the end of the services")
     assert shown(cluster, flow)["part"] is None
@@ -96,7 +96,7 @@ def test_a_coordinator_that_starts_anew_in_the_middle_of_an_epoch_knows_what_run
 def test_who_asks_a_node_for_changes_hears_of_them_and_else_how_things_stand(cluster: TestCluster) -> None:
     wait(lambda: cluster.processes("coordinator"), what="the coordinator")
     folder = find_cluster(cluster.address).address.rpartition("/")[0]
-    with RpcClient(f"{folder}/node", options=ClientOptions(timeout_s=20.0)) as node:
+    with RpcClient(f"{folder}/node", options=ClientOptions(timeout_s=60.0)) as node:
 
         def changes(seen: int) -> Running:
             running: Running = node.call("changes", seen, reply_type=Running).body
@@ -127,8 +127,8 @@ def test_shards_and_flows_that_end_for_good_leave_no_sockets(
     before = sockets_of(cluster)
     job = join(flow, Numbers(20), batch_size=5, shards=3, workers=3)
     assert len(list(job.traverse(0))) == 4
+    wait(lambda: len(sockets_of(cluster) - before) == 4, what="the sockets of a router and three shards")
     own = sockets_of(cluster) - before
-    assert len(own) == 4
     run(cluster, "flow", "scale", flow, "--shards", "1")
     wait(lambda: len(sockets_of(cluster) & own) == 2, what="the end of two shards")
     assert len(list(job.traverse(1))) == 4

@@ -103,6 +103,7 @@ def fuzz(cluster: TestCluster, job: SharedJob, flow: str, *, messages: int, raw:
     next(first)
     first.close()
     wait(lambda: set(services(cluster, flow)) == set(ROLES), what="all services")
+    wait(lambda: len(pids(cluster, flow)) == len(ROLES) + 2, what="both workers")
     views = services(cluster, flow)
     spec = cluster.flows()[f"{flow}@1"].spec
     fuzzer = Fuzzer(chance, spec, READER, views["shard"].id)

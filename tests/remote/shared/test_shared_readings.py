@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DistributedSampler
 
-from tests.shared_cluster import TestCluster, open_job
+from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow import DPFlowDataLoader, JobOptions
 from torch_dpflow.errors import UsageError
@@ -94,7 +94,10 @@ def test_a_reading_that_is_over_makes_room_for_the_next_one(make: Any) -> None:
         iterator = iter(loader)
         for _ in range(10):
             next(iterator)
-    assert [thread.name for thread in threading.enumerate()].count("dpflow-heartbeat") == 1
+    wait(
+        lambda: [thread.name for thread in threading.enumerate()].count("dpflow-heartbeat") == 1,
+        what="the end of the readings before",
+    )
     assert next(iterator, None) is None
 
 

@@ -100,7 +100,7 @@ def test_a_shard_refuses_what_a_job_may_not_ask(cluster: TestCluster, flow: str)
     with open_job(flow, Numbers(10), address=cluster.address, options=options):
         wait(lambda: any(view.address for view in cluster.processes(f"{flow}@1/shard-000")))
         shard = next(view for view in cluster.processes(f"{flow}@1/shard-000") if view.role == "shard")
-        with find_cluster(cluster.address).connect(shard.address, timeout_s=10) as client:
+        with find_cluster(cluster.address).connect(shard.address, timeout_s=60) as client:
             job = JobId("intruder", 1, f"{flow}@1")
             for ask, message in (
                 (Ask(job, 9, 0, 0, [1], [10], []), "has 10 samples"),

@@ -21,7 +21,7 @@ from tests.shared_cluster import TestCluster, open_job, wait
 from tests.shared_datasets import Numbers
 from tests.workers import has_ended
 from torch_dpflow.cli.main import root
-from torch_dpflow.errors import DeadlineError, RemoteCallError
+from torch_dpflow.errors import DeadlineError, DPFlowError, RemoteCallError
 from torch_dpflow.remote.access.cluster_address import find_cluster
 from torch_dpflow.remote.job.client import JobOptions, SharedJob
 from torch_dpflow.remote.job.flow_registration import register
@@ -59,6 +59,16 @@ def flows_of(cluster: TestCluster) -> dict[str, FlowView] | None:
         return cluster.flows()
     except RemoteCallError:
         return None
+
+
+def said_by(cluster: TestCluster) -> str:
+    """What a call of the coordinator fails with."""
+    try:
+        with cluster.coordinator() as client:
+            client.call("flows")
+    except DPFlowError as error:
+        return str(error)
+    return ""
 
 
 def keys(batches: object) -> list[int]:
@@ -133,6 +143,7 @@ def test_a_coordinator_without_its_state_says_why_it_serves_nobody(
     try:
         killed = cluster.kill("coordinator")
         wait(lambda: has_ended(killed), what="the coordinator's end")
+        wait(lambda: "the state store" in said_by(cluster), what="a coordinator that waits for its state")
         impatient = JobOptions(patience_s=3.0)
         with pytest.raises(DeadlineError, match=r"the state store .* is it up\?; call again .waited 3 s"):
             open_job(flow, Numbers(400), address=cluster.address, options=impatient)
@@ -191,7 +202,7 @@ def test_what_was_acknowledged_outlives_the_coordinator(tmp_path: Path) -> None:
         content = b"nothing that would be loaded"
         digest = hashlib.sha256(content).hexdigest()
         spec = FlowSpec(name="f", version=1, size=8, content=digest, fingerprint={})
-        register(find_cluster(cluster.address), spec, content, patience_s=30)
+        register(find_cluster(cluster.address), spec, content, patience_s=60)
         with closing(open_store(str(state))) as store:
             wait(lambda: store.find("flow/"), what="the flow in the store")
         for method, body in (("scale", Scale("f", 3, 5)), ("delete", "f")):
@@ -202,7 +213,7 @@ def test_what_was_acknowledged_outlives_the_coordinator(tmp_path: Path) -> None:
                 asking.start()
                 acknowledged.wait(1)
                 held.execute("ROLLBACK")
-            assert acknowledged.wait(30)
+            assert acknowledged.wait(120)
             asking.join()
             found = cluster.flows()
             assert not found if method == "delete" else found["f@1"].spec.workers == 5

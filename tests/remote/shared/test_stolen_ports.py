@@ -50,9 +50,14 @@ def test_a_service_whose_port_is_taken_listens_elsewhere(cluster: TestCluster, f
             assert sorted(seen + keys(batches)) == list(range(400))
             if role == "coordinator":
                 wait(lambda: find_cluster(cluster.address).address != view.address, what="the file")
-            (now,) = [now for now in cluster.processes(id) if now.id == id]
-            assert now.pid != view.pid
-            assert now.address != view.address
+            wait(
+                lambda: [
+                    now
+                    for now in cluster.processes(id)
+                    if now.id == id and now.pid != view.pid and now.address != view.address
+                ],
+                what="its successor, elsewhere",
+            )
             assert sorted(keys(job.traverse(1))) == list(range(400))
 
 
