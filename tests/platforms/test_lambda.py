@@ -15,7 +15,7 @@ import pytest
 from tests.platforms.lambda_server import LambdaServer
 from tests.platforms.lambda_server.account import credentials, kept_server, no_leaks  # noqa: F401 - fixtures
 from tests.platforms.lambda_server.signatures import Credentials
-from tests.shared_cluster import PATIENCE_S
+from tests.shared_cluster import PATIENCE_S, free_port
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import (
     AnswerLostError,
@@ -203,9 +203,7 @@ def test_expired_ones_are_told_as_such(
 def test_a_service_that_does_not_answer_is_unavailable(
     door: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    monkeypatch.setenv("AWS_ENDPOINT_URL_LAMBDA", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_LAMBDA", f"http://127.0.0.1:{free_port()}")
     with closing(adapter_of()) as adapter, pytest.raises(UnavailableError, match="EndpointConnectionError"):
         start_in_vain(adapter, door)
 

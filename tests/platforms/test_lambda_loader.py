@@ -20,6 +20,7 @@ from tests.platforms.lambda_server import LambdaServer
 from tests.platforms.lambda_server.account import credentials, kept_server, no_leaks  # noqa: F401 - fixtures
 from tests.platforms.lambda_server.signatures import Credentials
 from tests.platforms.through_rotation import SlowCounted, read_through_rotation, record_drains
+from tests.remote_cases import lose_one, names_of
 from tests.shared_cluster import wait
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.platforms import Lambda
@@ -91,12 +92,7 @@ def test_batches_equal_those_of_local_workers_through_a_kill(
     server: LambdaServer, loader: Callable[..., DPFlowDataLoader[Any]], local: list[Any]
 ) -> None:
     remote = loader()
-
-    def kill() -> None:
-        wait(lambda: working(remote) == 2, what="both workers")
-        os.kill(members(server)[0], signal.SIGKILL)
-
-    assert_same(read(remote, kill), local)
+    assert_same(read(remote, lambda: lose_one(remote, lambda: members(server)[0])), local)
     assert remote.stats().restarts >= 1
     wait(lambda: working(remote) == 2, what="its successor")
 
@@ -109,7 +105,9 @@ def test_the_loss_of_all_environments_costs_no_batch(
 
     def end_all() -> None:
         wait(lambda: working(remote) == 2, what="both workers")
+        before = set(names_of(remote).values())
         server.end_environments()
+        wait(lambda: not before & set(names_of(remote).values()), what="their end")
 
     assert_same(read(remote, end_all), local)
     assert remote.stats().restarts >= 2

@@ -84,7 +84,7 @@ def test_a_platform_that_cannot_serve_is_refused(user: Any, kind: type[LocalPlat
 
 @pytest.fixture
 def fork_server() -> Iterator[ForkServerPlatform]:
-    platform = ForkServerPlatform(patience_s=(0.5, 60.0), outlived=True)
+    platform = ForkServerPlatform(patience_s=(60.0, 60.0), outlived=True)
     yield platform
     platform.close()
 
@@ -137,10 +137,13 @@ def test_too_many_open_files_are_told_as_such() -> None:
     platform.close()
 
 
-def test_a_hanging_fork_server_is_killed_and_another_takes_its_place(fork_server: ForkServerPlatform) -> None:
+def test_a_hanging_fork_server_is_killed_and_another_takes_its_place(
+    fork_server: ForkServerPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = fork_server.launch(ProcessSpec(name="first", incarnation=0, target=sleep, arguments=(60.0,)))
     server = fork_server_of(first.pid)
     os.kill(server, signal.SIGSTOP)
+    monkeypatch.setattr(fork_server, "_patience_s", (0.5, 60.0))
     spec = ProcessSpec(name="second", incarnation=0, target=sleep, arguments=(60.0,))
     second = fork_server.launch(spec)
     assert fork_server_of(second.pid) != server

@@ -24,7 +24,8 @@ from tests.cluster_command import CommandedCluster
 from tests.loader_cases import Augmented, assert_same, epochs
 from tests.packaging.test_readme import RAY, own_script, run
 from tests.platforms.local_ray import members, names_in, needs_ray, ray_of, start_node
-from tests.shared_cluster import PATIENCE_S, open_job, wait
+from tests.remote_cases import lose_one
+from tests.shared_cluster import PATIENCE_S, free_port, open_job, wait
 from tests.shared_datasets import SlowNumbers
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.cli.main import root
@@ -76,7 +77,9 @@ def door() -> Iterator[socket.socket]:
 
 
 def adapter_of(detached: bool = False, **settings: Any) -> RayAdapter:
-    return RayAdapter(Ray(**{"cpus": SHARE, **settings}), module=PROGRAM, detached=detached)
+    return RayAdapter(
+        Ray(**{"cpus": SHARE, "wait_s": PATIENCE_S, **settings}), module=PROGRAM, detached=detached
+    )
 
 
 def end_of(adapter: RayAdapter, name: str) -> End:
@@ -182,10 +185,11 @@ def test_an_actor_whose_name_is_taken_is_the_member(ray: Any, door: socket.socke
 # --- room ---
 
 
-def test_a_start_without_room_says_what_the_cluster_has(door: socket.socket) -> None:
+def test_a_start_without_room_says_what_the_cluster_has(ray: Any, door: socket.socket) -> None:
     adapter = adapter_of(cpus=CPUS / 2)
     for number in range(2):
         adapter.start(name_of(number), order_to(door), deadline_s=PATIENCE_S)
+    wait(lambda: not ray.available_resources().get("CPU"), what="Ray's word that all is taken")
     adapter._wait_s = 0.5
     for number, wanted in ((2, 3), (3, 4)):  # the second one without a wait
         told = rf"{name_of(number)} .* 2 of {wanted} actors run; the cluster has 4 CPUs, 0 free"
@@ -324,8 +328,7 @@ def test_a_cluster_that_wants_a_token_is_told_as_such(wrong: dict[str, str]) -> 
 
 def test_a_ray_that_was_killed_is_told_at_once(tmp_path: Path) -> None:
     """Its address stays in a file, and Ray itself tries it for minutes."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        dead = f"127.0.0.1:{server.getsockname()[1]}"
+    dead = f"127.0.0.1:{free_port()}"
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text(dead)
     # No process is found: that of these tests would go before.
@@ -397,15 +400,10 @@ def test_batches_equal_those_of_local_workers_through_a_kill() -> None:
     remote = shuffled(platform=Ray(cpus=SHARE), options=LoaderOptions(seeding="batch"))
     local = shuffled(options=LoaderOptions(seeding="batch"))
     assert_same(epochs(remote), epochs(local))
-    for restarts, victim in ((1, "member"), (2, "actor")):
-        # One that has not begun to work is not missed.
-        wait(lambda: remote._iterator._shard.processes.working == 2, what="two workers")
+    for restarts, victim in ((1, 0), (2, 1)):
         iterator, expected = iter(remote), list(local)
         seen = [next(iterator)]
-        member, actor = next(iter(members().items()))
-        os.kill(member if victim == "member" else actor, signal.SIGKILL)
-        # A member outlives its actor by a moment, in which an epoch could end.
-        wait(lambda: remote._iterator._shard.processes.working < 2, what="the member's end")
+        lose_one(remote, lambda victim=victim: next(iter(members().items()))[victim])
         assert_same([*seen, *iterator], expected)
         assert remote.stats().restarts >= restarts
     names = names_in(adapter_of())

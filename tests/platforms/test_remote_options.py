@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.loader_cases import Indices, assert_same, patiently
-from tests.remote_cases import PacedStream, Troubled, Watched, label
+from tests.remote_cases import PacedStream, Troubled, Watched, label, names_of
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import LoaderTimeoutError, PoisonTaskError, QuotaError, WorkerStartError
 from torch_dpflow.remote.shard.remote_content import RemoteContent
@@ -70,12 +70,6 @@ def ready(remote: DPFlowDataLoader[Any], platform: Troubled) -> DPFlowDataLoader
     if remote._iterator is None:
         by_index(iter(remote))
     return remote
-
-
-def names_of(loader: DPFlowDataLoader[Any]) -> dict[int, str]:
-    """The members that work, by their numbers."""
-    working = [*loader._iterator._shard.processes._working.values()]
-    return {member.number: member.name for member in working}
 
 
 def by_index(batches: Iterator[Any]) -> list[Any]:
