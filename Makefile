@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 STAMP := $(VENV)/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types layers unit test-slow cloud-test test-versions bench clean help
+.PHONY: demo test lint types layers compiled unit test-slow cloud-test test-versions bench clean help
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -23,7 +23,10 @@ $(STAMP): setup.cfg constraints.txt tools/torchvision_cpu_ops/setup.cfg tools/to
 demo: $(STAMP)  ## generate images, train with torch's loader and with ours, print one table
 	$(BIN)/python -m examples.demo
 
-test: $(STAMP) lint types layers unit  ## format, lint, types, layers, tests
+# Types are checked by one process. Meanwhile another compiles the tests, which each of the four that run them would do.
+test: $(STAMP)  ## format, lint, types, layers, tests
+	@$(MAKE) --no-print-directory -j2 --output-sync types lint layers compiled
+	@$(MAKE) --no-print-directory unit
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -34,6 +37,9 @@ types: $(STAMP)
 
 layers: $(STAMP)
 	$(BIN)/lint-imports --no-cache
+
+compiled: $(STAMP)
+	@-$(BIN)/python -m pytest --collect-only -q -n 0 -p no:cacheprovider > /dev/null 2>&1
 
 # Four at a time on two cores: for half of the time a test waits for processes that it has started.
 unit: $(STAMP)

@@ -69,6 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
     shared = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     own = tempfile.mkdtemp(prefix="t-", dir=shared)
     os.environ["TMPDIR"] = tempfile.tempdir = own
+    # Until the tests are collected: what is made until then stays.
+    gc.disable()
     # After multiprocessing has removed its directory inside, at priority -100.
     util.Finalize(None, shutil.rmtree, args=(own,), kwargs={"ignore_errors": True}, exitpriority=-200)
 
@@ -92,6 +94,7 @@ def pytest_collection_finish() -> None:
     # them and collections pass them by.
     gc.collect()
     gc.freeze()
+    gc.enable()
     huge_pages.collapse()
 
 
