@@ -211,6 +211,13 @@ def test_workers_that_hang_before_they_load_anything(OurLoader: Any) -> None:
         list(OurLoader(Indices(4), num_workers=1, worker_init_fn=hang, options=options))
 
 
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What workers that are told to end have for it is not waited for."""
+    monkeypatch.setitem(PrivateShard.close.__kwdefaults__, "grace_s", 0.2)
+
+
+@pytest.mark.usefixtures("short_grace")
 def test_leaving_while_a_worker_hangs_does_not_hang(OurLoader: Any) -> None:
     gate = FORK.Event()
     iterator = iter(OurLoader(Gated(8, {1: gate, 2: gate}), batch_size=None, num_workers=2))
@@ -220,6 +227,7 @@ def test_leaving_while_a_worker_hangs_does_not_hang(OurLoader: Any) -> None:
     assert all(map(has_ended, pids))
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_a_stopped_worker_times_out(OurLoader: Any) -> None:
     loader = OurLoader(Indices(400), batch_size=2, num_workers=1, timeout=1)
     iterator = iter(loader)
@@ -244,6 +252,7 @@ def test_a_worker_that_is_stopped_and_continued(OurLoader: Any) -> None:
     assert seen == list(range(400))
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_a_stopped_worker_can_be_left(OurLoader: Any) -> None:
     iterator = iter(OurLoader(Indices(400), num_workers=2))
     next(iterator)
