@@ -93,6 +93,7 @@ def test_the_minimum_is_optimal_where_jobs_run_together() -> None:
     assert figure("min", 0.5) == pytest.approx(figure("opt", 0.5), abs=0.3)
 
 
+@pytest.mark.slow
 def test_knowing_the_next_epoch_makes_the_minimum_optimal_over_epochs() -> None:
     blind, sighted = figure("min", 0.5, None, 2), figure("min", 0.5, None, 2, "both")
     best = figure("opt", 0.5, None, 2)

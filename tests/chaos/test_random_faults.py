@@ -128,7 +128,7 @@ def test_every_epoch_is_whole_whatever_is_hit(
             tmp_path,
             clocks,
             jobs=4,
-            faults=10,
+            faults=6,
             longest_s=1.5,
             most_pause_s=0.6,
             seed=0,

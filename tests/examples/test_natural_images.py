@@ -166,6 +166,7 @@ def test_sizes_and_colours_are_those_of_photographs(tmp_path: Path) -> None:
     assert np.mean([((image == 0) | (image == 255)).mean() for image in images]) < 0.02
 
 
+@pytest.mark.slow
 def test_classes_can_be_learnt_from_flipped_crops_but_overlap() -> None:
     rng = np.random.default_rng(0)
     labels = np.arange(240) % 4

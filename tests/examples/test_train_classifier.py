@@ -80,7 +80,9 @@ def test_same_seed_same_weights_other_seed_others(train: Callable[..., int], tmp
     assert one["history"][0]["train_loss"] != three["history"][0]["train_loss"]
 
 
-@pytest.mark.parametrize("steps", [3, BATCHES, BATCHES + 2])
+@pytest.mark.parametrize(
+    "steps", [3, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (BATCHES, BATCHES + 2))]
+)
 def test_resume_equals_an_uninterrupted_run(
     train: Callable[..., int], tmp_path: Path, uninterrupted: dict[str, Any], steps: int
 ) -> None:

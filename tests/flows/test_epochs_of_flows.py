@@ -47,6 +47,7 @@ def test_every_pass_draws_anew_and_what_the_seed_says(loader: Any, options: dict
     assert [_epoch(reading) for _ in range(3)] == _set_by_hand(3)
 
 
+@pytest.mark.slow
 def test_torchs_spawned_workers_count_with_those_before_them() -> None:
     reading = DataLoader(
         _read().to_mapped(), 4, collate_fn=list, num_workers=1, multiprocessing_context="spawn"

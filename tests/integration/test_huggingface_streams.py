@@ -109,8 +109,22 @@ def histories(loader_class: Any, dataset: str, **arguments: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
-@pytest.mark.parametrize("dataset", DATASETS)
+WORKERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "two": {"num_workers": 2},
+    "kept": {"num_workers": 2, "persistent_workers": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "workers"),
+    [
+        # `datasets` takes seconds in each worker; what is alike has all kinds.
+        pytest.param(name, workers, marks=[pytest.mark.slow] if kind == "kept" and name != "alike" else [])
+        for name in DATASETS
+        for kind, workers in WORKERS.items()
+    ],
+)
 def test_it_goes_on_as_under_torchdatas_loader(OurLoader: Any, dataset: str, workers: Any) -> None:
     theirs = histories(stateful.StatefulDataLoader, dataset, **workers)
     ours = histories(OurLoader, dataset, **workers)

@@ -64,6 +64,7 @@ def test_orders_are_uniform(strategy: str) -> None:
     assert 0.8 < ratio < 1.2
 
 
+@pytest.mark.slow
 def test_orders_are_uniform_with_some_independence() -> None:
     assert max(failing_shares("shared-log", independence=0.3)[:2]) <= 2 / 32
 

@@ -147,7 +147,7 @@ if other:
 """
 
 
-@pytest.mark.parametrize("workers", ["ipc", "tcp"], indirect=True)
+@pytest.mark.parametrize("workers", ["ipc", pytest.param("tcp", marks=pytest.mark.slow)], indirect=True)
 def test_a_worker_in_another_pid_namespace_loads_and_is_replaced(workers: Workers, tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-fp", "true"], check=False, capture_output=True).returncode:
         pytest.skip("no namespace for processes can be made here")

@@ -28,7 +28,7 @@ from torch_dpflow.remote.access.connection_file import (
 from torch_dpflow.remote.job.client import JobOptions
 
 
-@pytest.fixture(params=["ipc", "tcp"])
+@pytest.fixture(params=["ipc", pytest.param("tcp", marks=pytest.mark.slow)])
 def session(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TestCluster]:
     """A cluster whose connection file lies in a folder of its own, as that of a user's session."""
     (tmp_path / "session").mkdir()
