@@ -25,7 +25,7 @@ from torch_dpflow.remote.wire.node import ProcessView
 
 #: How long what must happen may take, seconds: as long as a test may, nearly. It is waited out only by tests that fail,
 #: and a machine with other work takes its time.
-PATIENCE_S = 120.0
+PATIENCE_S = 200.0
 #: Runs a cluster apart from the test's process, so that its services are no children of it.
 PROGRAM = """
 import os, sys

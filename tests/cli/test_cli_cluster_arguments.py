@@ -175,7 +175,7 @@ def test_up_refuses_a_limit_of_open_files_that_allows_no_worker(tmp_path: Path) 
     arguments = ["up", "--connection-file", str(connection)]
     program = f"from torch_dpflow.cli.main import root; root({arguments!r})"
     with interpreter(program, prefix=["prlimit", "--nofile=79:79"]) as process:
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=250)
     assert process.returncode == 1
     assert "Error: too many open files: a cluster needs a limit of 80 for its first worker" in said
     assert "is 79 (`ulimit -n`). The hard limit is the same" in said

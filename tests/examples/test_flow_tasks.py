@@ -91,7 +91,7 @@ def test_a_cluster_loads_for_a_task_that_is_run_as_a_script(
     path = tmp_path / "summary.json"
     command = [sys.executable, "-m", TASKS[task].__name__, f"--store={store}", *SMALL]
     command += [f"--address={cluster.address}", f"--summary-json={path}", "--epochs=2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("stall_share") == 2
     losses = json.loads(path.read_text())["losses"]

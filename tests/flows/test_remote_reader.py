@@ -250,7 +250,7 @@ if other:
 
 
 def test_processes_that_describe_a_flow_alike_read_it_together(cluster: TestCluster) -> None:
-    done = run_interpreter(PROGRAM, cluster.address, timeout_s=150)
+    done = run_interpreter(PROGRAM, cluster.address, timeout_s=250)
     assert done.returncode == 0, done.stderr
     expected = str([(4 * number - 1, number % 3) for number in range(6)])
     assert done.stdout.splitlines() == [expected] * 2

@@ -132,7 +132,7 @@ def test_a_prepared_loader_resumes(OurLoader: Any, accelerator: Any) -> None:
 
 
 def test_accelerate_imported_late_and_a_look_at_every_attribute() -> None:
-    ended = run_interpreter(LATE, timeout_s=150)
+    ended = run_interpreter(LATE, timeout_s=250)
     assert ended.returncode == 0, ended.stderr
 
 

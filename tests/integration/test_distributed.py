@@ -67,7 +67,7 @@ def test_ranks_read_what_torchs_loader_gives_them(OurLoader: Any) -> None:
         "OMP_NUM_THREADS": "1",
     }
     with interpreter(TRAINING, str(SIZE), env=group) as process:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=250)
     assert process.returncode == 0, err
     told = dict(json.loads(line) for line in out.splitlines())
     seen = [told[rank] for rank in range(RANKS)]

@@ -86,7 +86,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ROOT / "torch_dpflow", copy / "torch_dpflow", ignore=shutil.ignore_patterns("__pycache__")
     )
     done = subprocess.run(
-        [sys.executable, "-c", BUILD], cwd=copy, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", BUILD], cwd=copy, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr
     return copy
@@ -192,7 +192,7 @@ def test_every_module_is_imported_with_what_an_installation_brings(built: Path, 
         env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
     )
     assert done.returncode == 0, done.stderr
     refused = json.loads(done.stdout)

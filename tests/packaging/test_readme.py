@@ -42,7 +42,7 @@ def run(*arguments: str, directory: Path) -> subprocess.CompletedProcess[str]:
     """The same, waited for."""
     with start(*arguments, directory=directory) as process:
         try:
-            out, said = process.communicate(timeout=150)
+            out, said = process.communicate(timeout=250)
         finally:
             process.kill()
     return subprocess.CompletedProcess(arguments, process.returncode, out, said)
@@ -102,7 +102,7 @@ def test_the_block_for_several_jobs_runs_side_by_side(
             with start(job, directory=tmp_path) as one, start(job, directory=tmp_path) as other:
                 told: list[list[int]] = []
                 for process in (one, other):
-                    out, said = process.communicate(timeout=120)
+                    out, said = process.communicate(timeout=250)
                     assert process.returncode == 0, said
                     told.append([int(number) for number in re.findall(r"\d+", out)])
             served, loaded = max(told)
@@ -110,7 +110,7 @@ def test_the_block_for_several_jobs_runs_side_by_side(
             assert loaded < 1500
         finally:
             cluster.terminate()
-        _, said = cluster.communicate(timeout=60)
+        _, said = cluster.communicate(timeout=250)
         assert cluster.returncode == 0, said
 
 

@@ -151,7 +151,7 @@ def test_a_script_with_packages_of_its_own(case: str, tmp_path: Path) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -41,7 +41,7 @@ from torch_dpflow.remote.wire.headers import (
 from torch_dpflow.remote.wire.order import Order, decode_order, encode_order
 
 #: Enough for members to start on a busy machine, seconds.
-PATIENCE_S = 60.0
+PATIENCE_S = 200.0
 SOCKET_ONLY = LoaderOptions(shared_memory=0, seeding="batch")
 
 

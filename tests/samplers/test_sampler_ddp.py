@@ -43,7 +43,7 @@ if rank == 0:
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each rank says in each mode: the ranks, its own, and what all ranks read in each epoch."""
     rendezvous = str(tmp_path_factory.mktemp("ranks") / "rendezvous")
-    done = run_interpreter(RANKS, rendezvous, timeout_s=100)
+    done = run_interpreter(RANKS, rendezvous, timeout_s=250)
     assert done.returncode == 0, done.stderr
     told = dict(json.loads(line) for line in done.stdout.splitlines())
     return [told[rank] for rank in range(2)]

@@ -43,7 +43,7 @@ DEVICE = "eth0"
 #: Networks are numbered: 198.18.0.0/15 is set aside for measurements like these (RFC 2544).
 _NETWORKS = 512
 #: How long a host's processes may take to stop or end, seconds.
-_PATIENCE_S = 10.0
+_PATIENCE_S = 60.0
 #: The command that is a host's first process; whatever is left there ends with it.
 _FIRST = f"mount -t tmpfs none /dev/shm && mount -t tmpfs none {FOLDER} && echo && read _"
 _UNSHARE = ("unshare", "--net", "--pid", "--uts", "--fork", "--kill-child", "--mount-proc")

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch_dpflow.platforms.base import Platform, ProcessSpec
 
 #: Time limit for whatever a test awaits, seconds.
-PATIENCE_S = 60.0
+PATIENCE_S = 150.0
 
 
 def sleep(seconds: float) -> None:

@@ -124,7 +124,7 @@ def test_another_interpreter_loads_a_dataset_of_the_users_packages(project: Path
         cwd=tmp_path / "elsewhere",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "[111, 113, 115] True\n"), done.stderr

@@ -96,7 +96,7 @@ def test_a_new_process_finds_what_another_had_put_before_it_was_killed(
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     with interpreter(program, url) as process:
-        assert process.communicate(timeout=60) == ("", "")
+        assert process.communicate(timeout=250) == ("", "")
     assert opened().get("flow/a") == b"kept"
 
 

@@ -99,7 +99,7 @@ def test_top_ends_quietly_by_control_c(cluster: TestCluster, as_json: bool) -> N
         assert top.stdout is not None
         assert top.stdout.readline()
         top.send_signal(signal.SIGINT)
-        _, said = top.communicate(timeout=60)
+        _, said = top.communicate(timeout=250)
     assert (top.returncode, said) == (0, "")
 
 

@@ -181,7 +181,7 @@ def test_a_scripts_classes_and_modules_beside_it_come_along(
         env={"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -61,7 +61,7 @@ def test_two_processes_read_disjoint_parts_that_are_drawn_anew_while_another_job
     plain = join(flow, Numbers(SIZE), batch_size=8, seed=9)
     with interpreter(PROGRAM, json.dumps(given)) as ranks:
         assert all(sorted(keys(plain.traverse(epoch))) == list(range(SIZE)) for epoch in range(2))
-        out, err = ranks.communicate(timeout=120)
+        out, err = ranks.communicate(timeout=250)
     assert ranks.returncode == 0, err
     told = dict(json.loads(line) for line in out.splitlines())
     parts = [told[rank] for rank in range(2)]

@@ -138,7 +138,7 @@ def run(path: Path, script: str, *arguments: str) -> None:
         env={"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -168,7 +168,7 @@ except StateError as error:
     print(error)
 """
     with interpreter(program, str(tmp_path / "connection"), str(tmp_path / "state")) as process:
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=250)[0]
     assert output.startswith(f"the state store '{tmp_path}/state' cannot be used: file is not a database")
     assert not (tmp_path / "connection").exists()
 
