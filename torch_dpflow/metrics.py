@@ -33,6 +33,9 @@ class LoaderStats:
     duplicates: int
     #: Batches moved from a busy worker to an idle one.
     steals: int
+    #: Seconds for which workers on a platform beyond this host have run, all of them together, as functions are billed:
+    #: not while they were waited for. Of a shared flow `dpflow workers` tells.
+    worker_s: float = 0.0
     #: Of a shared flow, samples that its jobs have been given and those that were loaded for them, all jobs together,
     #: since its shards were started; and why little is shared, empty where much is or nothing can be said yet.
     flow_served: int = 0
@@ -42,6 +45,17 @@ class LoaderStats:
     #: "quota" or what else their platform says, "storage", "network", "job" (it is the training itself), "budget" (the
     #: most that are allowed work); empty where that is not known.
     limited_by: str = ""
+
+
+class WorkerTime:
+    """For how long the workers of one fleet have run; written by whoever has it."""
+
+    __slots__ = ("is_over", "seconds")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        #: Whether none of them runs any more.
+        self.is_over = False
 
 
 class LoaderMeter:
@@ -58,6 +72,7 @@ class LoaderMeter:
         self.restarts = 0
         self.duplicates = 0
         self.steals = 0
+        self._fleets: list[WorkerTime] = []
         self._last_seen_s = 0.0
         self._began_s = 0.0
         #: Since when the training loop waits in `next()`; 0.0 while it does not.
@@ -100,6 +115,13 @@ class LoaderMeter:
         self.duplicates += duplicates
         self.steals += steals
 
+    def add_fleet(self, time: WorkerTime) -> None:
+        """Count the time of these workers too."""
+        over = WorkerTime()
+        over.seconds = sum(one.seconds for one in self._fleets if one.is_over)
+        over.is_over = True
+        self._fleets = [over, *(one for one in self._fleets if not one.is_over), time]
+
     def snapshot(self) -> LoaderStats:
         """The counts as they are now."""
         share = self.stall_s / self.iterating_s if self.iterating_s else 0.0
@@ -114,6 +136,7 @@ class LoaderMeter:
             restarts=self.restarts,
             duplicates=self.duplicates,
             steals=self.steals,
+            worker_s=sum(one.seconds for one in self._fleets),
         )
 
 

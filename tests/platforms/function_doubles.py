@@ -36,6 +36,8 @@ class FunctionDouble:
     #: How many members it has; the pids of those that have begun.
     live: Callable[[], int]
     members: Callable[[], list[int]]
+    #: How many starts it was asked for, also of those that it has refused.
+    starts: Callable[[], int]
     #: How many have ended otherwise than by themselves, with exit code 0.
     failed: Callable[[], int]
     #: What it would bill, seconds.
@@ -46,20 +48,24 @@ class FunctionDouble:
         lines = [f"{name} = {value!r}" for name, value in self.settings.items()]
         return "\n".join([f"[platform.{self.platform}]", *lines, ""])
 
-    def kill_all(self) -> None:
-        """SIGKILL to all members."""
-        for pid in self.members():
-            with suppress(ProcessLookupError):
+    def kill_all(self, most: int | None = None) -> None:
+        """SIGKILL to all members, or to so many of them."""
+        for pid in self.members()[:most]:
+            with suppress(ProcessLookupError):  # it has just ended
                 os.kill(pid, signal.SIGKILL)
+
+    def kill_one(self) -> None:
+        """SIGKILL to a member, if there is one."""
+        self.kill_all(1)
 
 
 @contextmanager
 def function_double(
-    platform: str, *, cold_start_s: float = 0.0, quota: int = 100
+    platform: str, *, cold_start_s: float = 0.0, env: Mapping[str, str] | None = None
 ) -> Iterator[FunctionDouble]:
-    """A double of "fc" or "lambda"."""
+    """A double of "fc" or "lambda". env: variables of instances of the former."""
     if platform == "lambda":
-        with lambda_server(cold_start_s=cold_start_s, quota=quota) as aws:
+        with lambda_server(cold_start_s=cold_start_s) as aws:
             yield FunctionDouble(
                 platform,
                 aws,
@@ -67,11 +73,12 @@ def function_double(
                 aws.env,
                 lambda: aws.running,
                 lambda: [pid for sandbox in [*aws.sandboxes] for pid in sandbox.members()],
+                lambda: aws.requests["POST invocations"],
                 lambda: sum(one.is_error or json.loads(one.body)["code"] != 0 for one in [*aws.done]),
                 aws.worker_seconds,
             )
         return
-    with FunctionServer(KEYS, cold_start_s=cold_start_s, quota=quota) as fc:
+    with FunctionServer(KEYS, cold_start_s=cold_start_s, env=env) as fc:
         settings = {"max_workers": 8, "endpoint": fc.endpoint}
         before = {name: os.environ.get(name) for name in FC_ENV}
         os.environ.update(FC_ENV)
@@ -89,6 +96,7 @@ def function_double(
             FC_ENV,
             lambda: len(fc.live()),
             lambda: [pid for task in fc.live() if task.instance for pid in task.instance.members()],
+            lambda: [action for action, _ in [*fc.log]].count("InvokeFunction"),
             lambda: sum(task.status in ("Failed", "Stopped", "Expired") for task in [*fc.tasks.values()]),
             fc.worker_seconds,
         )

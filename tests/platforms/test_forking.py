@@ -54,6 +54,8 @@ def test_the_exit_code_and_the_last_words_are_told(
     end = Fork(run, b"an order", env={"KEY_OF_ONE": "of one"}).wait()
     assert (end.code, end.signal) == (code, None)
     assert report in end.report
+    assert end.ran_s is not None
+    assert end.ran_s > 0
     assert "KEY_OF_ONE" not in os.environ
 
 

@@ -135,7 +135,7 @@ def _remote_workers(loader: Any, options: LoaderOptions, spec: LoadSpec) -> Remo
     packed = pack_load_spec(spec)
     bundle = make_bundle(packed, options.code if sends else None)
     content = RemoteContent(packed, b"" if bundle is None else bundle.data)
-    return RemoteWorkers(
+    workers = RemoteWorkers(
         platform,
         content,
         spec.num_workers - options.local_workers,
@@ -143,3 +143,5 @@ def _remote_workers(loader: Any, options: LoaderOptions, spec: LoadSpec) -> Remo
         listen_at=_listen_at(platform, options),
         least=max(0, options.min_workers - options.local_workers),
     )
+    loader._runtime.meter.add_fleet(workers.time)
+    return workers

@@ -11,13 +11,16 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from torch_dpflow.errors import MessageError
-from torch_dpflow.member.forking import Fork
+from torch_dpflow.member.forking import Fork, age_s
 from torch_dpflow.member.member import run
 from torch_dpflow.platforms.base import End
 from torch_dpflow.remote.worker import member_worker  # noqa: F401  (torch, before the first fork)
 
 #: How long before Lambda would end an invocation its member is ended, so that there is an answer, seconds.
 MARGIN_S = 2.0
+#: How long this environment has taken from its process's start until it can take an invocation, seconds; it is billed
+#: with its first one.
+_init_s = age_s()
 
 
 def handler(event: Any, context: Any) -> dict[str, Any]:
@@ -32,6 +35,8 @@ def answer_of(run: Callable[[bytes], Any], event: Any, context: Any) -> dict[str
         raise MessageError(
             "the event has no order: workers are started by a loader or a cluster, and by nobody else"
         )
+    global _init_s
+    init_s, _init_s = _init_s, 0.0
     fork = Fork(run, order.encode())
     why = ""
     while (end := fork.poll()) is None:
@@ -41,10 +46,11 @@ def answer_of(run: Callable[[bytes], Any], event: Any, context: Any) -> dict[str
             fork.kill()
         patience_s = left_s if fork.patience_s is None else min(left_s, fork.patience_s)
         select.select(fork.descriptors, (), (), max(0.0, patience_s) if not why else fork.patience_s)
-    return _told(end, why, context.aws_request_id)
+    return _told(end, why, init_s, context.aws_request_id)
 
 
-def _told(end: End, why: str, request: str) -> dict[str, Any]:
+def _told(end: End, why: str, init_s: float, request: str) -> dict[str, Any]:
     report = f"{end.report}\n{why}".strip()
-    told = asdict(replace(end, report=report, place=f"{end.place} of invocation {request}"))
-    return {key: told[key] for key in ("code", "signal", "report", "place")}
+    ran_s = init_s + (end.ran_s or 0.0)
+    told = asdict(replace(end, report=report, place=f"{end.place} of invocation {request}", ran_s=ran_s))
+    return {key: told[key] for key in ("code", "signal", "report", "place", "ran_s")}

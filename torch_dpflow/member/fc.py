@@ -178,7 +178,7 @@ class Instance:
     def _answer(self, end: End) -> None:
         caller, self._fork, self._caller = self._caller, None, None
         if caller is not None:
-            body = msgspec.json.encode(MemberAnswer(end.code, end.signal, end.report))
+            body = msgspec.json.encode(MemberAnswer(end.code, end.signal, end.report, end.ran_s))
             caller.answer(200 if end.code == 0 else 500, body)
 
 

@@ -10,9 +10,11 @@ import os
 import select
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -21,6 +23,15 @@ from torch_dpflow.platforms.orphan import exit_with
 
 #: How often to look where the kernel tells of no end, seconds.
 POLL_S = 0.1
+
+
+def age_s() -> float:
+    """For how long this process has been there, seconds; 0 where the kernel does not say."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, LookupError):
+        return 0.0
 
 
 class Fork:
@@ -45,6 +56,7 @@ class Fork:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
+        self._begun = time.monotonic()
         self.pid = os.fork()
         if self.pid == 0:
             _become(run, order, dict(env or {}), theirs, [*close, ours], parent)
@@ -89,6 +101,7 @@ class Fork:
             signal=None if exited else done.si_status,
             report=bytes(self._words).decode(errors="replace").strip(),
             place=f"pid {self.pid}",
+            ran_s=time.monotonic() - self._begun,
         )
         return self._end
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_dpflow.byte_sizes import parse_bytes
-from torch_dpflow.checks import check_int, check_type
+from torch_dpflow.checks import check_fields, check_int, check_number, check_type
 from torch_dpflow.durations import format_duration, parse_duration
 from torch_dpflow.errors import AnswerLostError, OptionError, OptionTypeError, PlatformError, QuotaError
 from torch_dpflow.platforms.aws_client import AwsClient, check_installed, is_loopback
@@ -57,6 +57,7 @@ class Lambda:
         memory: of the function that is deployed, as "2GiB"; Lambda gives processors with it, one for 1.77 GB.
         role: the ARN of the role of the function that is deployed; it has to allow a function in a VPC.
         vpc: of the function that is deployed: `subnets` and `security_groups`, lists of their ids.
+        price_per_hour: of a worker, for reports.
 
     Raises:
         OptionError: a value is out of range.
@@ -70,6 +71,7 @@ class Lambda:
     memory: str = "2GiB"
     role: str = ""
     vpc: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    price_per_hour: float = 0.0
 
     name = "lambda"
     sends_code = True
@@ -80,6 +82,7 @@ class Lambda:
         if not self.function:
             raise OptionError("function='' is no name; give that of a function, as dpflow-worker")
         check_int("max_workers", self.max_workers, minimum=0)
+        check_fields(self, check_number, "price_per_hour")
         parse_duration("lifetime", self.lifetime, maximum=MOST_S - MARGIN_S)
         mib, rest = divmod(parse_bytes("memory", self.memory), _MIB)
         if rest or not _LEAST_MIB <= mib <= _MOST_MIB:
@@ -314,7 +317,14 @@ def _end_of(body: bytes, *, is_failure: bool) -> End:
             return End(report=report[-MAX_REPORT_CHARS:], place=_PLACE)
         report = str(told["report"])[-MAX_REPORT_CHARS:]
         code, signal = (None if told[key] is None else int(told[key]) for key in ("code", "signal"))
-        return End(code=code, signal=signal, report=report, place=str(told["place"])[:120])
+        ran_s = told.get("ran_s")
+        return End(
+            code=code,
+            signal=signal,
+            report=report,
+            place=str(told["place"])[:120],
+            ran_s=max(0.0, float(ran_s)) if isinstance(ran_s, int | float) else None,
+        )
     except (ValueError, TypeError, LookupError, AttributeError):
         return End(
             report="its answer is none of torch_dpflow: is the function's image one of it?", place=_PLACE

@@ -97,6 +97,8 @@ class End:
     report: str = ""
     #: Where it ran, as "pid 17".
     place: str = ""
+    #: For how long it ran, seconds, where whoever ran it has measured that: as it is billed.
+    ran_s: float | None = None
 
     def __str__(self) -> str:
         report = f"; its exit report:\n{self.report}" if self.report else ""

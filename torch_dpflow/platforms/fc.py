@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -243,6 +243,7 @@ class MemberAnswer(msgspec.Struct):
     code: int | None
     signal: int | None
     words: str
+    ran_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
 def _fate_of(task: Any) -> Fate:
@@ -254,10 +255,19 @@ def _fate_of(task: Any) -> Fate:
             with suppress(msgspec.DecodeError):
                 told = msgspec.json.decode(text or "", type=MemberAnswer)
                 words = told.words[-MAX_REPORT_CHARS:]
-                return Fate(end=End(code=told.code, signal=told.signal, report=words, place=place))
+                return Fate(
+                    end=End(code=told.code, signal=told.signal, report=words, place=place, ran_s=told.ran_s)
+                )
     code = 0 if task.status == "Succeeded" else None
     report = f"{task.status}: {task.task_error_message or _WHY.get(task.status, 'no reason given')}"
-    return Fate(end=End(code=code, report=report[-MAX_REPORT_CHARS:] if code is None else "", place=place))
+    return Fate(
+        end=End(
+            code=code,
+            report=report[-MAX_REPORT_CHARS:] if code is None else "",
+            place=place,
+            ran_s=None if task.duration_ms is None else task.duration_ms / 1000,
+        )
+    )
 
 
 _WHY = {

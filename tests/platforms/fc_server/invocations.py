@@ -36,7 +36,7 @@ class Task:
     instance: Instance | None = None
     answer: str = ""
     error: str = ""
-    #: When it was asked for, began to be billed and ended, by `time.monotonic`.
+    #: When it was asked for; began to be billed, which is when its instance has it; and ended; by `time.monotonic`.
     asked: float = field(default_factory=time.monotonic)
     begun: float = 0.0
     ended: float = 0.0
@@ -46,7 +46,17 @@ class Task:
         has = {"taskId": self.id, "status": self.status, "alreadyRetriedTimes": 0}
         has |= {"instanceId": self.instance.id} if self.instance else {}
         has |= {"returnPayload": self.answer} if self.answer else {}
+        if self.begun:
+            has |= {"startedTime": self._wall_ms(self.begun)}
+        if self.begun and self.ended:
+            has |= {
+                "endTime": self._wall_ms(self.ended),
+                "durationMs": round(1000 * (self.ended - self.begun)),
+            }
         return has | ({"taskErrorMessage": self.error} if self.error else {})
+
+    def _wall_ms(self, then: float) -> int:
+        return round(1000 * (time.time() - time.monotonic() + then))
 
 
 class Invocations:
@@ -100,7 +110,6 @@ class Invocations:
             self._busy += 1
             idle = self._idle.get(task.function)
             task.instance = idle.pop() if idle else None
-            task.begun = time.monotonic()
         try:
             self._call(task)
         finally:
@@ -139,6 +148,7 @@ class Invocations:
                 "x-fc-access-key-secret": "secret-of-the-role",
                 "x-fc-security-token": f"token-for-{task.id}",
             }
+        task.begun = time.monotonic()
         try:
             status, body = instance.call("POST", "/invoke", headers, task.payload, function["timeout"])
         except TimeoutError:

@@ -98,7 +98,7 @@ class LambdaServer:
         }
 
     def worker_seconds(self) -> float:
-        """What would be billed until now, seconds: of each invocation from its begin to its end."""
+        """What would be billed until now, seconds: of each invocation and each environment's first process."""
         with self._lock:
             return self.billed_s + sum(time.monotonic() - begun for begun in self._begun.values())
 
@@ -219,12 +219,15 @@ class LambdaServer:
                 sandbox = idle.pop() if idle else None
             if sandbox is None:
                 time.sleep(self.cold_start_s)
+                # What its process takes until it can take an invocation is billed, its place and image are not.
+                with self._lock:
+                    self._begun[ticket] = time.monotonic()
                 sandbox = Sandbox(function, _command_of(function), REGION)
                 with self._lock:
                     self.sandboxes.add(sandbox)
                 sandbox.is_up.wait(INIT_S)
             with self._lock:
-                self._begun[ticket] = time.monotonic()
+                self._begun.setdefault(ticket, time.monotonic())
             invocation = Invocation(str(uuid.uuid4()), body, time.time() + function["Timeout"])
             sandbox.invoke(invocation)
         finally:

@@ -308,6 +308,27 @@ def test_members_that_died_are_replaced_in_their_places() -> None:
     assert starts(machine.tick(6.0 + LEAVE_S + STOP_S)) == [named(2, 6)]
 
 
+def test_members_count_from_their_call_to_their_end_as_whoever_ran_them_has_measured_it() -> None:
+    machine = fleet()
+    machine.target(4, 0.0)
+    for number in range(4):
+        machine.handle(Accepted(named(number, number + 1), "ref"), 1.0)
+        assert machine.member_s(5.0) == 0, "waited for"
+    for number in range(3):
+        come(machine, named(number, number + 1), 10.0)
+    assert machine.member_s(12.0) == 3 * 2
+    assert machine.member_s(12.0, {named(0, 1): 11.5}) == 3 * 2 - 0.5, "who is silent may be gone"
+    machine.handle(Ended(named(0, 1), End(code=0, ran_s=2.5)), 14.0)
+    assert machine.member_s(14.0) == 2.5 + 2 * 4
+    machine.bye(named(1, 2), 15.0)
+    Fleet.silent(machine, named(2, 3), 25.0, 16.0)
+    assert machine.member_s(30.0) == 2.5 + 5 + 6
+    machine.handle(Ended(named(3, 4), End(ran_s=7.0)), 31.0)
+    machine.end(40.0)
+    assert machine.members == []
+    assert machine.member_s(50.0) == 2.5 + 5 + 6 + 7.0
+
+
 def test_who_has_not_come_leaves_first_then_who_ends_soonest() -> None:
     machine = working(3, lifetime_s=1000.0)
     machine.target(5, 10.0)

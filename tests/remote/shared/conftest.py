@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.shared_cluster import TestCluster, open_job
 from torch_dpflow.remote.job.client import JobOptions, SharedJob
+
+if TYPE_CHECKING:
+    from tests.remote.shared.function_cluster import FunctionCluster
 
 _numbers = itertools.count()
 
@@ -25,6 +28,17 @@ def cluster_of_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCl
     started = TestCluster.start(tmp_path_factory.mktemp("c"))
     yield started
     started.stop()
+
+
+@pytest.fixture(scope="module", params=["fc", pytest.param("lambda", marks=pytest.mark.slow)])
+def functions(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FunctionCluster]:
+    """A cluster for the tests of one file, whose workers are invocations of a function."""
+    from tests.remote.shared.function_cluster import function_cluster
+
+    with function_cluster(request.param, tmp_path_factory) as started:
+        yield started
 
 
 @pytest.fixture

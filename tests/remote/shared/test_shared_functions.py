@@ -7,56 +7,16 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import pytest
 
 from tests.cluster_command import CommandedCluster
-from tests.platforms.function_doubles import FunctionDouble, function_double
+from tests.platforms.function_doubles import function_double
+from tests.remote.shared.function_cluster import Endless, FunctionCluster, up
 from tests.remote.shared.test_shared_platform import Join, kept, keys, working
-from tests.shared_cluster import PATIENCE_S, open_job, wait
+from tests.shared_cluster import open_job, wait
 from tests.shared_datasets import SlowNumbers
 from tests.workers import has_ended
-from torch_dpflow.remote.job.client import SharedJob
-
-WORKERS = 4
-
-
-@dataclass
-class FunctionCluster:
-    """A cluster, and the double that its keeper calls."""
-
-    double: FunctionDouble
-    cluster: CommandedCluster
-
-    @property
-    def address(self) -> str:
-        return self.cluster.address
-
-
-@pytest.fixture(scope="module", params=["fc", pytest.param("lambda", marks=pytest.mark.slow)])
-def functions(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[FunctionCluster]:
-    pytest.importorskip({"fc": "alibabacloud_fc20230330", "lambda": "awslambdaric"}[request.param])
-    with function_double(request.param) as double:
-        cluster = up(double, tmp_path_factory)
-        yield FunctionCluster(double, cluster)
-        cluster.stop()
-        wait(lambda: not double.live(), what="the end of all members")
-
-
-def up(double: FunctionDouble, folders: pytest.TempPathFactory) -> CommandedCluster:
-    folder = folders.mktemp("c")
-    (folder / "dpflow.toml").write_text(double.toml())
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**double.env, "DPFLOW_CONFIG": str(folder / "dpflow.toml")}.items():
-            patch.setenv(name, value)
-        return CommandedCluster.up(
-            folder, "--platform", double.platform, "--workers", str(WORKERS), "--autoscale", f"0:{WORKERS}"
-        )
 
 
 @pytest.fixture
@@ -69,38 +29,10 @@ def no_leaks() -> None:
     """Instances stay for the next test, and the vendor's client keeps its connections."""
 
 
-class Endless:
-    """Reads sample after sample, batch by batch, until it is told that the epoch has no more."""
-
-    def __init__(self, job: SharedJob) -> None:
-        self.drawn = 0
-        self._ends = False
-        self._batches = iter(job.read(self._plan(), 0))
-        self.read: list[int] = []
-
-    def until(self, condition: Callable[[], object], what: str) -> None:
-        """Read at least one batch, and on until this holds."""
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            self.read += keys([next(self._batches)])
-            if condition():
-                return
-            assert time.monotonic() < deadline, what
-
-    def finish(self) -> None:
-        """Read the rest: each sample has come once, in order."""
-        self._ends = True
-        self.read += keys(self._batches)
-        assert self.read == [*range(self.drawn)]
-
-    def _plan(self) -> Iterator[range]:
-        while not self._ends:
-            self.drawn += 8
-            yield range(self.drawn - 8, self.drawn)
-
-
 def test_each_sample_comes_once_while_the_keeper_and_then_all_members_are_killed(
-    functions: FunctionCluster, join: Join, flow: str
+    functions: FunctionCluster,
+    join: Join,
+    flow: str,
 ) -> None:
     cluster, double = functions.cluster, functions.double
     job = Endless(join(flow, SlowNumbers(1_000_000, 0.02), batch_size=8, workers=2))
@@ -116,7 +48,9 @@ def test_each_sample_comes_once_while_the_keeper_and_then_all_members_are_killed
 
 @pytest.mark.slow
 def test_members_go_with_the_last_job_and_come_with_the_next(
-    functions: FunctionCluster, join: Join, flow: str
+    functions: FunctionCluster,
+    join: Join,
+    flow: str,
 ) -> None:
     double = functions.double
     for _ in range(2):

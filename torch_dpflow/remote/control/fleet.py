@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch_dpflow.errors import RejectedError
 from torch_dpflow.platforms.base import Limits
@@ -124,7 +124,7 @@ class Fleet:
             case Warned(_, until_s):
                 self._on_warned(member, until_s, now)
             case Ended(_, end):
-                self._remove(member, now)
+                self._remove(member, now, end.ran_s)
                 if not member.arrived and member.state is not MemberState.STOPPING:
                     self._note_false_start(f"{member.name} {end}", now)
 
@@ -134,7 +134,7 @@ class Fleet:
         if member is None or not (member.state.is_expected or member.arrived):
             self._out.append(RefuseMember(name, "nobody waits for it any more"))
         elif not member.arrived:
-            member.arrived = True
+            member.arrived, member.since = True, now
             if unfit:
                 self._note_unfit(member, unfit, now)
             else:
@@ -164,10 +164,14 @@ class Fleet:
 
     def bye(self, name: str, now: float) -> None:
         """A member has said that it leaves."""
-        self._gone_quiet(name, now, MemberState.ON_DECK, MemberState.WORKING, MemberState.DRAINING)
+        self._give_up(name, now, now)
 
-    #: A member has not been heard of during its lease at the shard: what it had is given to others.
-    silent = bye
+    def silent(self, name: str, now: float, heard: float | None = None) -> None:
+        """A member has not been heard of during its lease at the shard: what it had is given to others.
+
+        heard: when it was heard last; None: now.
+        """
+        self._give_up(name, now, now if heard is None else heard)
 
     def tick(self, now: float) -> list[FleetInstruction]:
         """What is to be done, in order. To be called after events, and at least once a second."""
@@ -184,10 +188,18 @@ class Fleet:
         """All that are not gone, in the order in which they were started."""
         return [*self._members.values()]
 
-    def member_s(self, now: float) -> float:
-        """For how long members have run, from their starts on, all of them together, seconds."""
-        there = (one for one in self.members if one.state is not MemberState.REQUESTED)
-        return self._gone_s + sum(now - one.begun for one in there)
+    def member_s(self, now: float, heard: Mapping[str, float] | None = None) -> float:
+        """For how long members have run, all of them together, seconds.
+
+        As functions are billed: not while waited for; by what ran it, where that has told, else from its call until it
+        was heard last, so that nothing has to be taken back. heard: when members were; the others now.
+        """
+        return self._gone_s + sum(one.ran_s((heard or {}).get(one.name, now)) for one in self.members)
+
+    def end(self, now: float) -> None:
+        """The fleet ends: whoever is left counts no longer."""
+        for member in self.members:
+            self._remove(member, now)
 
     # -- single events ---------------------------------------------------------------------------------------
 
@@ -223,6 +235,11 @@ class Fleet:
         if not self._has_arrived and self._limits.false_starts >= MOST_FALSE_STARTS:
             count = self._limits.false_starts
             self._fail(f"{count} workers were started and none could be used; the last one: {text}")
+
+    def _give_up(self, name: str, now: float, until: float) -> None:
+        self._gone_quiet(name, now, MemberState.ON_DECK, MemberState.WORKING, MemberState.DRAINING)
+        if (member := self._members.get(name)) is not None and member.until is None:
+            member.until = until
 
     def _gone_quiet(self, name: str, now: float, *states: MemberState) -> None:
         member = self._members.get(name)
@@ -351,9 +368,9 @@ class Fleet:
         self._limits.note_start(now)
         self._out.append(StartMember(name, number, self._incarnation, self._lifetime_s))
 
-    def _remove(self, member: FleetMember, now: float) -> None:
+    def _remove(self, member: FleetMember, now: float, ran_s: float | None = None) -> None:
         del self._members[member.name]
-        self._gone_s += now - member.begun
+        self._gone_s += member.ran_s(now) if ran_s is None else ran_s
 
     def _drain(self, member: FleetMember, now: float) -> None:
         waited = member.state is MemberState.ON_DECK  # and so has no tasks

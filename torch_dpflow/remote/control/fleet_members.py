@@ -55,6 +55,14 @@ class FleetMember:
     state: MemberState = MemberState.REQUESTED
     arrived: bool = False
     ready: bool = False
+    #: When it called, and when it left, as far as is known.
+    since: float | None = None
+    until: float | None = None
+
+    def ran_s(self, heard: float) -> float:
+        """For how long it has run, seconds: from its call until it left, or was heard last."""
+        until = heard if self.until is None else self.until
+        return 0.0 if self.since is None else max(0.0, until - self.since)
 
 
 class StartMember(msgspec.Struct, frozen=True):

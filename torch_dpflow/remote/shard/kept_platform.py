@@ -114,7 +114,7 @@ class KeptPlatform:
     def take(self) -> Sequence[Outcome]:
         with self._lock:
             outcomes, self._outcomes = self._outcomes, []
-            if outcomes:
+            if outcomes and not self._closed:
                 os.eventfd_read(self.wakeup_fd)
             return outcomes
 

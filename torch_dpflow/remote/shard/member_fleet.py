@@ -74,7 +74,7 @@ class MemberFleet:
             view.samples = samples(view.number) if view.state == "working" else 0
         return {
             "members": views,
-            "member_s": self._remote.member_s,
+            "member_s": self._remote.time.seconds,
             "limited_by": self._remote.limited_by,
         }
 

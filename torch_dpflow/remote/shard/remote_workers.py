@@ -12,6 +12,7 @@ from typing import Any
 
 from torch_dpflow.errors import MessageError, WorkerStartError
 from torch_dpflow.log import TRANSPORT
+from torch_dpflow.metrics import WorkerTime
 from torch_dpflow.platforms.base import Handle
 from torch_dpflow.platforms.members import Ended, MemberPlatform, MemberSource
 from torch_dpflow.platforms.names import prefix_of
@@ -134,6 +135,7 @@ class RemoteWorkers:
         self._look_at = self._ask_at = 0.0
         self._losses = 0
         self._leaving = False
+        self.time = WorkerTime()  # as of the latest look
 
     def __len__(self) -> int:
         return self._workers
@@ -173,19 +175,11 @@ class RemoteWorkers:
         """Why there are fewer than there should be: see `Fleet`."""
         return self._fleet.limited_by
 
-    @property
-    def member_s(self) -> float:
-        """For how long they have run, all of them together, seconds."""
-        return self._fleet.member_s(self._clock())
-
     def views(self) -> list[MemberView]:
         """All that were asked for and are not gone, for people."""
-        now, views = self._clock(), []
-        for one in self._fleet.members:
-            member = self._members.get(one.name)
-            where = member.where if member else ""
-            views.append(MemberView(one.name, one.number, one.state.value, now - one.begun, where))
-        return views
+        now, where = self._clock(), {name: member.where for name, member in self._members.items()}
+        rows = ((one, where.get(one.name, "")) for one in self._fleet.members)
+        return [MemberView(one.name, one.number, one.state.value, now - one.begun, at) for one, at in rows]
 
     def ended(self) -> Sequence[tuple[int, Handle]]:
         """Nobody: ends are told by `Shell.lose`."""
@@ -222,6 +216,10 @@ class RemoteWorkers:
     def close(self) -> None:
         """End all of them."""
         self._platform.close(grace_s=TERMINATE_S)
+        for outcome in self._platform.take():
+            self._fleet.handle(outcome, self._clock())
+        self._fleet.end(self._clock())
+        self.time.seconds, self.time.is_over = self._fleet.member_s(self._clock()), True
 
     def on_message(self, peer: bytes, frames: list[memoryview]) -> None:
         """A message of a member."""
@@ -340,10 +338,12 @@ class RemoteWorkers:
                 member.suspected_at = now
                 self._platform.suspect(member.name)
             if why:
-                self._fleet.silent(member.name, now)
+                self._fleet.silent(member.name, now, member.heard)
                 self._platform.stop(member.name, why)
                 self._refuse(member, why)
                 self._lose(member, f"{member.name} was given up: {why}")
+        heard = {name: one.heard for name, one in self._members.items() if one.nonce}
+        self.time.seconds = self._fleet.member_s(now, heard)
         for instruction in self._fleet.tick(now):
             self._obey(instruction, now)
         called = sum(bool(member.nonce) for member in self._members.values())
@@ -384,9 +384,8 @@ class RemoteWorkers:
         if self._least > len(self._members.keys() & set(self._admitted)):
             return
         self._least = 0
-        admitted, self._admitted = self._admitted, []
-        for name in admitted:
-            member = self._members.get(name)
+        admitted, self._admitted = [self._members.get(name) for name in self._admitted], []
+        for member in admitted:
             if member is not None and member.hello is not None:
                 hello, member.hello, member.is_working = member.hello, None, True
                 self._working[member.peer(WORK)] = member
