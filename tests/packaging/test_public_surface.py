@@ -27,6 +27,7 @@ UNASKED = (
     "alibabacloud_fc20230330",
     "darabonba",
     "boto3",
+    "kubernetes",
     "botocore",
     "oss2",
     "ossfs",

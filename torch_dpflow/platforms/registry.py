@@ -12,6 +12,7 @@ from torch_dpflow.platforms.members import PlatformSpec
 
 #: By name, the module and its class, which has a default for every setting.
 _KNOWN = {
+    "kubernetes": ("torch_dpflow.platforms.kubernetes", "Kubernetes"),
     "lambda": ("torch_dpflow.platforms.aws_lambda", "Lambda"),
     "fc": ("torch_dpflow.platforms.fc", "FunctionCompute"),
     "processes": ("torch_dpflow.platforms.processes", "Processes"),

@@ -27,4 +27,4 @@ def run(order: bytes) -> None:
 
 
 if __name__ == "__main__":
-    run(take_order())
+    run(take_order(*sys.argv[1:2]))

@@ -2,9 +2,10 @@
 
 `make cloud-test` runs them, with the credentials that the vendor's tools find and the settings of dpflow.toml, and:
 
-- `DPFLOW_TEST_CLOUD`: the platforms to test, as `fc,lambda`.
-- `DPFLOW_TEST_IMAGE_FC`: the image, as `dpflow image` has it built, in a registry of the region.
-- `DPFLOW_TEST_NEAR`: the address of this host that functions reach, at any port.
+- `DPFLOW_TEST_CLOUD`: the platforms to test, as `fc,kubernetes`.
+- `DPFLOW_TEST_IMAGE_FC`, `DPFLOW_TEST_IMAGE_KUBERNETES`: the image, as `dpflow image` has it built, in a registry
+  of the region or the cluster.
+- `DPFLOW_TEST_NEAR`: the address of this host that functions and pods reach, at any port.
 
 Nobody has run them yet.
 """

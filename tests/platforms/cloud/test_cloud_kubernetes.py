@@ -1,0 +1,80 @@
+"""A Kubernetes cluster itself: the suite of adapters, and batches of a loader. Not run yet by anybody."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.loader_cases import Augmented, assert_same, epochs
+from tests.platforms.cloud.account import cloud, needed
+from torch_dpflow import DPFlowDataLoader, LoaderOptions
+from torch_dpflow.errors import PlatformError, RejectedError
+from torch_dpflow.loader.platform_check import check_platform
+from torch_dpflow.platforms import Kubernetes
+from torch_dpflow.platforms.kubernetes import KubernetesAdapter
+from torch_dpflow.platforms.members import Adapter
+from torch_dpflow.platforms.registry import resolve
+from torch_dpflow.testing.adapters import AdapterContract
+
+pytestmark = cloud("kubernetes")
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> None:
+    """Not of this process: the client keeps its connections."""
+
+
+@pytest.fixture(scope="module")
+def settings() -> Kubernetes:
+    spec = resolve("kubernetes")
+    assert isinstance(spec, Kubernetes)
+    return replace(spec, image=needed("DPFLOW_TEST_IMAGE_KUBERNETES"))
+
+
+class Make:
+    """Makes adapters, in other processes too."""
+
+    def __init__(self, spec: Kubernetes) -> None:
+        self.spec = spec
+
+    def __call__(self, module: str) -> KubernetesAdapter:
+        return KubernetesAdapter(self.spec, module=module)
+
+
+class TestKubernetesItself(AdapterContract):
+    starter = multiprocessing.get_context("spawn")
+
+    @pytest.fixture(autouse=True)
+    def there(self, settings: Kubernetes) -> None:
+        self.near = needed("DPFLOW_TEST_NEAR")
+        self.new_adapter = Make(settings)  # type: ignore[method-assign]
+
+    def refusing(self) -> Mapping[type[PlatformError], Callable[[], Adapter]]:
+        spec = replace(self.new_adapter.spec, service_account="no-such-account")  # type: ignore[attr-defined]
+        return {RejectedError: lambda: KubernetesAdapter(spec)}
+
+
+def test_batches_equal_those_of_local_workers(settings: Kubernetes) -> None:
+    listen = f"tcp://{needed('DPFLOW_TEST_NEAR')}:0"
+    for finding in check_platform(settings, listen=listen):
+        print(finding.text)
+        assert finding.good, finding.text
+    sides = [
+        epochs(
+            DPFlowDataLoader(
+                Augmented(64),
+                batch_size=4,
+                shuffle=True,
+                num_workers=2,
+                generator=torch.Generator().manual_seed(7),
+                platform=platform,
+                options=LoaderOptions(seeding="batch", listen=listen if platform else None),
+            )
+        )
+        for platform in (settings, None)
+    ]
+    assert_same(*sides)

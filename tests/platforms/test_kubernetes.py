@@ -1,0 +1,412 @@
+"""Pods of Kubernetes as members: the adapter keeps the contract, with Kubernetes' own client and a server of ours."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.loader_cases import Unhurried, assert_same, epochs
+from tests.platforms.kube_server import RULES, KubeServer, kube_server
+from tests.remote_cases import names_of
+from tests.shared_cluster import PATIENCE_S, free_port, wait
+from torch_dpflow import DPFlowDataLoader, LoaderOptions
+from torch_dpflow.errors import (
+    AnswerLostError,
+    DeniedError,
+    OptionError,
+    OptionTypeError,
+    PlatformError,
+    QuotaError,
+    RejectedError,
+    ThrottledError,
+    UnavailableError,
+)
+from torch_dpflow.platforms import Kubernetes
+from torch_dpflow.platforms.base import End
+from torch_dpflow.platforms.kubernetes import KubernetesAdapter
+from torch_dpflow.platforms.members import Adapter, Fate
+from torch_dpflow.testing.adapters import PROGRAM, SECRET, AdapterContract, caller, name_of, order_to
+
+pytest.importorskip("kubernetes", reason="pip install 'torch_dpflow[kubernetes]'")
+kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install 'torch_dpflow[test]'")
+
+#: The releases of Kubernetes whose published schemas are kept.
+RELEASES = ("1.25", "1.37")
+
+
+@pytest.fixture(scope="module")
+def server(no_leaks_of_module: None) -> Iterator[KubeServer]:
+    with kube_server(start_s=0.0) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def kubeconfig(server: KubeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    path = tmp_path / "kubeconfig"
+    path.write_text(json.dumps(server.kubeconfig()))
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(server: KubeServer, kubeconfig: Path) -> Iterator[None]:
+    """Instead of the check of all tests: no pod is left, and no order."""
+    yield
+    wait(
+        lambda: not [one for one in threading.enumerate() if one.name.startswith("dpflow")], what="no thread"
+    )
+    wait(lambda: not server.pods, what="the end of all pods")
+    assert not server.secrets
+    server.faults.clear()
+    server.secret_faults.clear()
+
+
+def settings_of(**settings: Any) -> Kubernetes:
+    return Kubernetes(**{"image": "registry/dpflow:1", **settings})
+
+
+def adapter_of(**settings: Any) -> KubernetesAdapter:
+    return KubernetesAdapter(settings_of(**settings), module=PROGRAM)
+
+
+class TestKubernetes(AdapterContract):
+    def new_adapter(self, module: str) -> Adapter:
+        return KubernetesAdapter(settings_of(), module=module)
+
+    def refusing(self) -> Mapping[type[PlatformError], Callable[[], Adapter]]:
+        return {DeniedError: lambda: Elsewhere(settings_of(namespace="elsewhere"), module=PROGRAM)}
+
+
+class Elsewhere(KubernetesAdapter):
+    """In a namespace where its user may do nothing, not even look."""
+
+    def look(self, members: Any) -> Mapping[str, Fate]:
+        with pytest.raises(DeniedError, match='pods is forbidden: User "me" cannot list resource "pods"'):
+            super().look(members)
+        return {}
+
+
+@pytest.fixture
+def door() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(PATIENCE_S)
+        yield server
+
+
+@pytest.fixture
+def adapter() -> Iterator[KubernetesAdapter]:
+    with closing(adapter_of()) as adapter:
+        yield adapter
+        for name in adapter.list(""):
+            adapter.stop(name, None)
+
+
+def start(adapter: KubernetesAdapter, door: socket.socket, number: int = 0, **told: Any) -> None:
+    adapter.start(name_of(number), order_to(door, **told), deadline_s=PATIENCE_S)
+
+
+def fate_when(
+    adapter: KubernetesAdapter, name: str, holds: Callable[[Fate], object], what: str = "its fate"
+) -> Fate:
+    """Wait until a member has such a fate."""
+    fates: list[Fate] = []
+
+    def look() -> bool:
+        fates.append(adapter.look({name: name}).get(name, Fate()))
+        return bool(holds(fates[-1]))
+
+    wait(look, what=what)
+    return fates[-1]
+
+
+def end_of(adapter: KubernetesAdapter, name: str) -> End:
+    """Wait for the end of a member."""
+    end = fate_when(adapter, name, lambda fate: fate.end is not None, "its end").end
+    assert end is not None
+    return end
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (429, ThrottledError),
+        (500, UnavailableError),
+        (409, UnavailableError),
+        (401, DeniedError),
+        (403, RejectedError),
+        (422, RejectedError),
+    ],
+)
+@pytest.mark.parametrize("faults", ["faults", "secret_faults"])
+def test_a_refusal_is_of_its_kind_and_leaves_nothing(
+    server: KubeServer,
+    adapter: KubernetesAdapter,
+    door: socket.socket,
+    status: int,
+    kind: type[PlatformError],
+    faults: str,
+) -> None:
+    before = server.requests["create pods"]
+    getattr(server, faults).append(status)
+    with pytest.raises(kind, match=f"{name_of(0)} cannot be .*: {status} as it was asked for") as raised:
+        start(adapter, door)
+    assert getattr(raised.value, "retry_after_s", 1.0) == 1.0
+    assert server.requests["create pods"] == before + 1, "nothing is tried again"
+    wait(lambda: not server.pods, what="no pod without an order")
+
+
+def test_a_full_namespace_is_a_quota(
+    server: KubeServer, adapter: KubernetesAdapter, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "quota", 1)
+    start(adapter, door)
+    with caller(door), pytest.raises(QuotaError, match="exceeded quota: pods"):
+        start(adapter, door, 1)
+
+
+def test_a_pod_whose_answer_was_lost_is_found_and_gets_its_order(
+    server: KubeServer, adapter: KubernetesAdapter, door: socket.socket
+) -> None:
+    server.faults.append("lose")
+    start(adapter, door)
+    with caller(door):
+        assert adapter.look({name_of(0): None}) == {name_of(0): Fate()}
+
+
+def test_an_answer_that_is_lost_leaves_open_what_was_done(
+    server: KubeServer, adapter: KubernetesAdapter, door: socket.socket
+) -> None:
+    server.secret_faults.append("lose")
+    with pytest.raises(AnswerLostError):
+        start(adapter, door)
+    with caller(door):
+        start(adapter, door)  # is that one
+        assert len(server.pods) == 1
+
+
+def test_an_api_server_that_is_not_there_is_unavailable(
+    server: KubeServer, door: socket.socket, kubeconfig: Path
+) -> None:
+    nobody = f"http://127.0.0.1:{free_port()}"
+    kubeconfig.write_text(json.dumps(server.kubeconfig()).replace(server.url, nobody))
+    with closing(adapter_of()) as adapter, pytest.raises(UnavailableError):
+        start(adapter, door)
+
+
+def test_credentials_are_looked_up_again_once_they_were_refused(
+    server: KubeServer,
+    adapter: KubernetesAdapter,
+    door: socket.socket,
+    kubeconfig: Path,
+) -> None:
+    server.token += "-renewed"
+    with pytest.raises(DeniedError, match="401 Unauthorized; see the user of the kubeconfig"):
+        start(adapter, door)
+    kubeconfig.write_text(json.dumps(server.kubeconfig()))
+    start(adapter, door)
+    with caller(door):
+        adapter.stop(name_of(0), None)
+
+
+def test_ends_are_told_with_what_kubernetes_says(
+    server: KubeServer, adapter: KubernetesAdapter, door: socket.socket
+) -> None:
+    start(adapter, door)
+    with caller(door) as (connection, _):
+        server.pods[name_of(0)].evict()
+        assert connection.recv(1) == b""
+    end = end_of(adapter, name_of(0))
+    assert "Evicted\nThe node was low on resource: memory." in end.report
+    assert end.signal == 9
+    assert f"pod {name_of(0)} on node-1" in str(end)
+    wait(lambda: not server.pods, what="pods that have ended are removed")
+
+
+def test_a_pod_that_others_end_is_announced(
+    server: KubeServer, adapter: KubernetesAdapter, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "second_s", 1.0)
+    start(adapter, door)
+    with caller(door):
+        server.pods[name_of(0)].delete(None)  # as `kubectl drain` does
+        assert adapter.look({name_of(0): None}) == {name_of(0): Fate(until_s=25.0)}
+        adapter.stop(name_of(0), None)
+
+
+def test_a_pod_does_not_outlive_its_time(
+    server: KubeServer, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "second_s", 1e-4)  # 901 of them
+    with closing(adapter_of(lifetime="1s")) as adapter:
+        start(adapter, door)
+        assert "DeadlineExceeded" in end_of(adapter, name_of(0)).report
+
+
+def test_what_keeps_a_pod_from_starting_is_told(
+    server: KubeServer, door: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(adapter_of(image="nowhere")) as adapter:
+        start(adapter, door)
+        assert "ErrImagePull: no such image" in end_of(adapter, name_of(0)).report
+    with closing(adapter_of(node_selector={"pool": "none"})) as adapter:
+        start(adapter, door, 1)
+        for _ in range(2):
+            assert adapter.look({name_of(1): None}) == {name_of(1): Fate()}, "a node may be added"
+        adapter.stop(name_of(1), None)
+    assert caplog.text.count("workers wait for a node of Kubernetes: 0/3 nodes are available") == 1
+
+
+def test_a_pod_is_what_was_asked_for_and_kubernetes_takes_it(server: KubeServer, door: socket.socket) -> None:
+    settings = {
+        "requests": {"cpu": "2", "memory": "4Gi"},
+        "node_selector": {"pool": "spot"},
+        "service_account": "data",
+        "lifetime": "1h",
+        "pod": {
+            "tolerations": [{"key": "spot", "operator": "Exists"}],
+            "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "images"}}],
+            "securityContext": {"supplementalGroups": [7]},
+        },
+        "container": {
+            "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+            "env": [{"name": "SESAME", "value": "open"}],
+        },
+    }
+    with closing(adapter_of(**settings)) as adapter:
+        start(adapter, door)
+        with caller(door):
+            pod, secret = server.pods[name_of(0)].body, server.secrets[name_of(0)]
+            adapter.stop(name_of(0), None)
+    for release in RELEASES:
+        for body in (pod, secret):
+            kubernetes_validate.validate(body, release, strict=True)
+    spec = pod["spec"]
+    assert spec["restartPolicy"] == "Never"
+    assert spec["activeDeadlineSeconds"] == 4500
+    assert spec["nodeSelector"] == {"pool": "spot"}
+    assert spec["serviceAccountName"] == "data"
+    assert spec["tolerations"] == [{"key": "spot", "operator": "Exists"}]
+    assert [volume["name"] for volume in spec["volumes"]] == ["order", "tmp", "data"]
+    assert spec["securityContext"]["runAsNonRoot"]
+    assert spec["securityContext"]["supplementalGroups"] == [7]
+    (container,) = spec["containers"]
+    assert container["resources"] == {"requests": settings["requests"], "limits": {"memory": "4Gi"}}
+    assert container["env"][-1] == {"name": "SESAME", "value": "open"}
+    (owner,) = secret["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["uid"]) == ("Pod", pod["metadata"]["uid"])
+
+
+def test_an_order_is_in_its_secret_alone(
+    server: KubeServer, adapter: KubernetesAdapter, door: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    order = order_to(door)
+    adapter.start(name_of(0), order, deadline_s=PATIENCE_S)
+    with caller(door) as (_, received):
+        assert received == order
+        pod, secret = server.pods[name_of(0)], server.secrets[name_of(0)]
+        assert pod.process is not None
+        process = Path(f"/proc/{pod.process.pid}")
+        texts = [json.dumps(pod.view()), json.dumps(secret["metadata"]), caplog.text]
+        texts += [(process / file).read_bytes().decode() for file in ("environ", "cmdline")]
+        caplog.clear()
+        adapter.stop(name_of(0), None)
+    assert base64.b64decode(secret["data"]["order"]) == order
+    for hidden in (SECRET, secret["data"]["order"]):
+        assert not [text for text in texts if hidden in text]
+
+
+def test_a_check_asks_for_a_pod_and_starts_none(
+    server: KubeServer, adapter: KubernetesAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (finding,) = adapter.check()
+    assert finding.good
+    assert "would create pods in namespace 'training', where 0 workers are" in finding.text
+    assert not server.pods
+    for rule in RULES:
+        for verb in rule["verbs"]:
+            (kind,) = rule["resources"]
+            less = [
+                {**one, "verbs": [other for other in one["verbs"] if (one, other) != (rule, verb)]}
+                for one in RULES
+            ]
+            monkeypatch.setattr(server, "rules", less)
+            with pytest.raises(DeniedError, match=f'cannot {verb} resource "{kind}"'):
+                adapter.check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "told"),
+    [
+        ({"requests": {"cpu": 1}}, OptionTypeError, r"requests\['cpu'\]=1: give text"),
+        ({"requests": {"memory": "2 GB"}}, OptionError, r"requests\['memory'\]='2 GB': give a quantity"),
+        ({"node_selector": "spot"}, OptionTypeError, "node_selector='spot' is of type str"),
+        ({"pod": []}, OptionTypeError, r"pod=\[\] is of type list"),
+        ({"lifetime": "long"}, OptionError, "lifetime='long' is no time"),
+        ({"max_workers": -1}, OptionError, "max_workers=-1"),
+        ({"user": 0}, OptionError, "user=0"),
+    ],
+)
+def test_settings_are_checked_when_they_are_made(
+    settings: dict[str, Any], error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error, match=told):
+        Kubernetes(**settings)
+
+
+def test_settings_pickle_and_show_no_variables() -> None:
+    settings = settings_of(container={"env": [{"name": "KEY", "value": SECRET}]})
+    assert pickle.loads(pickle.dumps(settings)) == settings
+    assert SECRET not in repr(settings)
+
+
+def test_a_loader_is_told_what_is_missing_when_it_is_made(server: KubeServer, kubeconfig: Path) -> None:
+    with pytest.raises(OptionError, match="needs an image with torch_dpflow"):
+        DPFlowDataLoader([1], num_workers=1, platform="kubernetes")
+    with pytest.raises(OptionError, match="2 workers on platform='kubernetes' with max_workers=1"):
+        DPFlowDataLoader([1], num_workers=2, platform=settings_of(max_workers=1))
+    options = LoaderOptions(listen="tcp://127.0.0.1:0")
+    with pytest.raises(OptionError, match="pods cannot reach it"):
+        DPFlowDataLoader([1], num_workers=1, platform=settings_of(), options=options)
+    kubeconfig.write_text(json.dumps(server.kubeconfig()).replace("http://127.0.0.1", "http://192.0.2.1"))
+    with pytest.raises(OptionError, match="as its server: give https://HOST"):
+        adapter_of()
+    kubeconfig.unlink()
+    with pytest.raises(OptionError, match="no Kubernetes cluster is known"):
+        adapter_of()
+
+
+def test_batches_equal_those_of_local_workers_through_an_eviction(server: KubeServer) -> None:
+    def shuffled(**arguments: Any) -> DPFlowDataLoader[Any]:
+        options = LoaderOptions(seeding="batch")
+        return DPFlowDataLoader(
+            Unhurried(24), batch_size=2, num_workers=2, persistent_workers=True, options=options, **arguments
+        )
+
+    remote, local = shuffled(platform=settings_of()), shuffled()
+    try:
+        torch.manual_seed(3)
+        expected = epochs(local)
+        torch.manual_seed(3)
+        seen = [list(remote)]
+        iterator = iter(remote)
+        begun = [next(iterator)]
+        wait(lambda: remote._iterator._shard.processes.working == 2, what="both workers")  # type: ignore[union-attr]
+        before = set(names_of(remote).values())
+        next(iter(server.pods.values())).evict()
+        wait(lambda: before - set(names_of(remote).values()), what="its loss")
+        assert_same([*seen, [*begun, *iterator]], expected)
+        assert remote.stats().restarts >= 1
+    finally:
+        for loader in (remote, local):
+            loader._iterator._shutdown_workers()  # type: ignore[union-attr]

@@ -1,0 +1,270 @@
+"""Members as pods of a Kubernetes cluster."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_dpflow.checks import check_fields, check_int, check_number, check_type
+from torch_dpflow.durations import parse_duration
+from torch_dpflow.errors import AnswerLostError, OptionError, OptionTypeError, PlatformError
+from torch_dpflow.log import SERVICE
+from torch_dpflow.platforms.base import MAX_REPORT_CHARS, Limits
+from torch_dpflow.platforms.calls import Calls
+from torch_dpflow.platforms.kubernetes_pods import FILE, Pods, check_installed
+from torch_dpflow.platforms.kubernetes_specs import (
+    FLEET,
+    GRACE_S,
+    SAFE_CONTAINER,
+    SELECTOR,
+    SWEEP_S,
+    fate_of,
+    labels_of,
+    merged,
+    safe_pod,
+)
+from torch_dpflow.platforms.members import Adapter, AdoptingPlatform, Fate, Finding, Ref
+from torch_dpflow.platforms.processes import MODULE
+
+#: How much later than a member's own life its pod ends, with the time that the pod takes to start, seconds.
+MARGIN_S = 900.0
+#: How long Kubernetes leaves a pod that is ended by force, seconds: less is none, and then nobody waits for its end.
+FORCED_S = 1
+#: Where a member finds its order, and may write.
+_ORDERS, _TEMPORARY = "/var/run/dpflow", "/tmp"
+_LOOPBACK = ("127.", "localhost", "::1", "[::1]")
+_QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kubernetes:
+    """`platform="kubernetes"`: workers as pods, in the cluster of the kubeconfig or of this pod.
+
+    Pods have to reach this process, which therefore runs in the cluster, or where its pods' addresses are routed.
+
+    Args:
+        image: of the pods, with torch_dpflow and torch; `dpflow image` writes what it is built from.
+        namespace: where they are created; empty: the kubeconfig's, or this pod's own.
+        requests: what each asks for, as {"cpu": "1", "memory": "2Gi"}; its limits too, but for the processors.
+        node_selector: labels of the nodes on which they may run.
+        service_account: of the pods; empty: the namespace's default one, and no token is mounted.
+        user: the id under which they run; nothing in them needs to be root.
+        lifetime: after how long a worker is replaced, as "12h" or a number of seconds.
+        max_workers: the most workers that may run at once; 0: as many as are asked for.
+        context: of the kubeconfig; empty: its current one.
+        pod, container: what else the spec of a pod and of its container has, as Kubernetes writes it: tolerations and
+            volumes, volumeMounts and envFrom. Lists are added to those that are there.
+        price_per_hour: of a worker, for reports.
+
+    Raises:
+        OptionError: a value is out of range.
+        OptionTypeError: a value is of another type.
+    """
+
+    image: str = ""
+    namespace: str = ""
+    requests: Mapping[str, str] = field(default_factory=lambda: {"cpu": "1", "memory": "2Gi"})
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    service_account: str = ""
+    user: int = 1000
+    lifetime: float | str = "1d"
+    max_workers: int = 0
+    context: str = ""
+    #: Not shown: variables may be keys.
+    pod: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    container: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    price_per_hour: float = 0.0
+
+    name = "kubernetes"
+    sends_code = True
+
+    def __post_init__(self) -> None:
+        for text in ("image", "namespace", "service_account", "context"):
+            check_type(text, getattr(self, text), str, "text")
+        for table in ("requests", "node_selector", "pod", "container"):
+            check_type(table, getattr(self, table), Mapping, "a dict")
+        for table in ("requests", "node_selector"):
+            for key, value in getattr(self, table).items():
+                if not isinstance(key, str) or not isinstance(value, str):
+                    raise OptionTypeError(f"{table}[{key!r}]={value!r:.80}: give text, as Kubernetes has it")
+        for key, value in self.requests.items():
+            if not _QUANTITY.fullmatch(value):
+                raise OptionError(f"requests[{key!r}]={value!r:.80}: give a quantity, as '500m' or '2Gi'")
+        check_fields(self, check_int, "max_workers", minimum=0)
+        check_fields(self, check_int, "user", minimum=1, maximum=2**31 - 1)
+        check_fields(self, check_number, "price_per_hour")
+        _ = self.lifetime_s
+
+    @property
+    def lifetime_s(self) -> float:
+        """After how long a worker is replaced, seconds."""
+        return parse_duration("lifetime", self.lifetime)
+
+    def check_installed(self) -> None:
+        check_installed()
+
+    def check_workers(self, workers: int) -> None:
+        if not self.image:
+            raise OptionError(
+                "platform='kubernetes' needs an image with torch_dpflow, as `dpflow image` has it built: give image in "
+                "[platform.kubernetes], DPFLOW_PLATFORM_KUBERNETES_IMAGE, or Kubernetes(image=...)"
+            )
+        if self.max_workers and workers > self.max_workers:
+            raise OptionError(
+                f"{workers} workers on platform='kubernetes' with max_workers={self.max_workers}: give fewer, or raise "
+                "that"
+            )
+
+    def adapter(self) -> Adapter:
+        return KubernetesAdapter(self)
+
+    def open(self, *, outlived: bool = False) -> AdoptingPlatform:
+        self.check_workers(0)
+        return Calls(self.adapter(), sweep_s=SWEEP_S)
+
+    def listen_at(self) -> str:
+        return "tcp://0.0.0.0:0"
+
+    def check_listen(self, address: str) -> None:
+        if not address.startswith("tcp://"):
+            raise OptionError(f"listen={address!r}: members call over tcp, as at tcp://10.0.0.5:7700")
+        # Also where the API server is on this host, as kind's is: pods have a network of their own.
+        if address.removeprefix("tcp://").startswith(_LOOPBACK):
+            raise OptionError(
+                f"listen={address!r}: pods cannot reach it; give the address of this pod or host, or tcp://0.0.0.0:7700"
+            )
+
+
+class KubernetesAdapter:
+    """The pods of a namespace, as members. The order is in a secret that a pod waits for, and that ends with it.
+
+    Args:
+        settings: of the pods.
+        module: what they run, as `python -m`.
+
+    Raises:
+        MissingExtraError: the client is not installed.
+        OptionError: there is no cluster to connect to.
+    """
+
+    def __init__(self, settings: Kubernetes, *, module: str = MODULE) -> None:
+        self._settings, self._module = settings, module
+        self.limits = Limits(
+            shares_memory=False,
+            accepts_connections=True,
+            longest_life_s=settings.lifetime_s,
+            grace_s=GRACE_S,
+            most_members=settings.max_workers or None,
+            # An API server lets one client have some tens of requests a second, and a start is two.
+            starts_per_s=20.0,
+            # A node may have to be added, and an image be pulled.
+            start_timeout_s=(30.0, 600.0),
+        )
+        self._pods = Pods(settings.namespace, settings.context)
+        #: Why pods have been said to wait for a node.
+        self._said = ""
+
+    def check(self) -> Sequence[Finding]:
+        there = self.list("")
+        self._settings.check_workers(0)
+        self._pods.create(self._body("dpf-check", labels_of("dpf-check")), is_trial=True)
+        self._pods.uid_of("dpf-check")
+        self._pods.delete("dpf-check", grace_s=FORCED_S, is_trial=True)
+        self._pods.give("dpf-check", "0", labels_of("dpf-check"), b"", is_trial=True)
+        text = f"{self._pods.host} would create pods in namespace {self._pods.namespace!r}"
+        return [Finding(True, f"{text}, where {len(there)} workers are")]
+
+    def start(self, name: str, order: bytes, *, deadline_s: float) -> Ref:
+        labels = labels_of(name)
+        try:
+            uid = self._pods.create(self._body(name, labels))
+        except AnswerLostError:
+            found = self._pods.uid_of(name)
+            if found is None:
+                raise
+            uid = found
+        try:
+            self._pods.give(name, uid, labels, order)
+        except AnswerLostError:
+            raise
+        except PlatformError as error:
+            try:  # without an order it would wait for ever
+                self._pods.delete(name, grace_s=FORCED_S)
+            except PlatformError as left:
+                raise AnswerLostError(f"{error}; {left}") from error
+            raise
+        return name
+
+    def look(self, members: Mapping[str, Ref | None]) -> Mapping[str, Fate]:
+        fleets = ",".join(sorted({labels_of(name)[FLEET] for name in members}))
+        pods = {pod["metadata"]["name"]: pod for pod in self._pods.list(f"{SELECTOR},{FLEET} in ({fleets})")}
+        fates = {name: fate_of(pods[name]) for name in members if name in pods}
+        for name, fate in fates.items():
+            if fate.end is not None:
+                with suppress(PlatformError):  # a pod that has ended stays until somebody removes it
+                    self._pods.delete(name, grace_s=FORCED_S)
+        self._say([pods[name] for name in fates])
+        return fates
+
+    def stop(self, name: str, ref: Ref | None) -> None:
+        self._pods.delete(name, grace_s=FORCED_S)
+
+    def list(self, prefix: str) -> Mapping[str, Ref]:
+        found = {pod["metadata"]["name"]: fate_of(pod) for pod in self._pods.list(SELECTOR)}
+        return {name: name for name, fate in found.items() if fate.end is None and name.startswith(prefix)}
+
+    def close(self) -> None:
+        self._pods.close()
+
+    def _say(self, pods: Sequence[Mapping[str, Any]]) -> None:
+        """Tell once why pods find no node: they wait in silence, for as long as one may take to be added."""
+        whys = {
+            str(condition.get("message", ""))
+            for pod in pods
+            for condition in pod.get("status", {}).get("conditions", [])
+            if condition.get("reason") == "Unschedulable"
+        }
+        if whys and self._said != (why := min(whys)):
+            SERVICE.warning("workers wait for a node of Kubernetes: %s", why[:MAX_REPORT_CHARS])
+        self._said = min(whys, default="")
+
+    def _body(self, name: str, labels: Mapping[str, str]) -> dict[str, Any]:
+        settings = self._settings
+        # Not of processors: a limit there stops a worker for parts of each 100 ms, though nobody else wants them.
+        limits = {key: value for key, value in settings.requests.items() if key != "cpu"}
+        container = {
+            "name": "worker",
+            "image": settings.image,
+            "command": ["python", "-m", self._module, f"{_ORDERS}/{FILE}"],
+            # Of an id that the image does not know, whose home would be /.
+            "env": [{"name": "HOME", "value": _TEMPORARY}, {"name": "USER", "value": "dpflow"}],
+            "resources": {"requests": {**settings.requests}, "limits": limits},
+            "securityContext": SAFE_CONTAINER,
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+            "volumeMounts": [
+                {"name": "order", "mountPath": _ORDERS, "readOnly": True},
+                {"name": "tmp", "mountPath": _TEMPORARY},
+            ],
+        }
+        spec: dict[str, Any] = {
+            "restartPolicy": "Never",
+            "activeDeadlineSeconds": int(settings.lifetime_s + MARGIN_S),
+            "terminationGracePeriodSeconds": int(GRACE_S),
+            "automountServiceAccountToken": bool(settings.service_account),
+            "enableServiceLinks": False,
+            "securityContext": safe_pod(settings.user),
+            "volumes": [
+                {"name": "order", "secret": {"secretName": name, "defaultMode": 0o440}},
+                {"name": "tmp", "emptyDir": {}},
+            ],
+            "containers": [merged(container, settings.container)],
+        }
+        if settings.node_selector:
+            spec["nodeSelector"] = {**settings.node_selector}
+        if settings.service_account:
+            spec["serviceAccountName"] = settings.service_account
+        metadata = {"name": name, "labels": {**labels}}
+        return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": merged(spec, settings.pod)}

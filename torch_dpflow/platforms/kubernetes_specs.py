@@ -1,0 +1,86 @@
+"""What pods of ours have in common, and what their status says, as data of Kubernetes' own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End
+from torch_dpflow.platforms.members import Fate
+
+#: The labels of all members, also as a selector, and that of those of one fleet.
+LABELS = {"app.kubernetes.io/name": "dpflow-worker", "app.kubernetes.io/managed-by": "torch_dpflow"}
+SELECTOR = ",".join(f"{key}={value}" for key, value in LABELS.items())
+FLEET = "app.kubernetes.io/instance"
+#: How long Kubernetes leaves a pod that others end, and how often to look at all members, which is one call; seconds.
+GRACE_S, SWEEP_S = 30.0, 5.0
+#: Why a container waits that will not start by waiting.
+STUCK = (
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+)
+_WHY = ("reason", "message")
+#: What Kubernetes' strictest standard asks of a container, and more: that it writes nowhere but to its volumes.
+SAFE_CONTAINER: Mapping[str, Any] = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
+}
+
+
+def safe_pod(user: int) -> dict[str, Any]:
+    """What that standard asks of a pod. Of the group are its secrets, which are root's and not for others."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": user,
+        "runAsGroup": user,
+        "fsGroup": user,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def labels_of(name: str) -> dict[str, str]:
+    """Those of the member of this name."""
+    return {**LABELS, FLEET: name.rsplit("-", 2)[0]}
+
+
+def merged(ours: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Ours with what is given: tables are merged, lists added, all else is replaced."""
+    both = {**ours}
+    for key, value in given.items():
+        there = both.get(key)
+        if isinstance(there, Mapping) and isinstance(value, Mapping):
+            both[key] = merged(there, value)
+        elif isinstance(there, list) and isinstance(value, list):
+            both[key] = [*there, *value]
+        else:
+            both[key] = value
+    return both
+
+
+def fate_of(pod: Mapping[str, Any]) -> Fate:
+    """What a pod says of its member."""
+    status = pod.get("status", {})
+    named = [one for one in status.get("containerStatuses", []) if one.get("name") == "worker"]
+    state = named[0].get("state", {}) if named else {}
+    place = f"pod {pod['metadata']['name']} on {pod.get('spec', {}).get('nodeName') or 'no node'}"
+    if status.get("phase") in ("Succeeded", "Failed"):
+        ended = state.get("terminated") or {}
+        code = ended.get("exitCode")
+        told = [*(status.get(key) for key in _WHY), *(ended.get(key) for key in _WHY if code)]
+        signal = code - 128 if code is not None and code > 128 else None
+        report = "\n".join(filter(None, told))[-MAX_REPORT_CHARS:]
+        return Fate(end=End(code=None if signal else code, signal=signal, report=report, place=place))
+    waiting = state.get("waiting") or {}
+    if waiting.get("reason") in STUCK:
+        report = f"{waiting['reason']}: {waiting.get('message', '')}"[:MAX_REPORT_CHARS]
+        return Fate(end=End(report=report, place=place))
+    if pod["metadata"].get("deletionTimestamp"):
+        # Since the last look; the time itself is of another clock.
+        return Fate(
+            until_s=max(0.0, float(pod["metadata"].get("deletionGracePeriodSeconds") or 0.0) - SWEEP_S)
+        )
+    return Fate()
