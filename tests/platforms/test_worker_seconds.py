@@ -132,5 +132,6 @@ def read_and_compare(cluster: CommandedCluster, double: FunctionDouble) -> None:
     wait(is_told, what="the last heartbeat")
     taken_s = figures[-1]["worker_seconds"]
     compare(taken_s, double, killer.killed)
-    assert figures[-1]["jobs"] == pytest.approx(dict.fromkeys(figures[-1]["jobs"], taken_s))
+    # Less than all: none of them is that of workers who stay a little after the last job.
+    assert 0 < sum(figures[-1]["jobs"].values()) <= taken_s
     assert figures[-1]["cost"] == pytest.approx(taken_s / 1000)
