@@ -48,7 +48,7 @@ def check_installed() -> None:
         raise MissingExtraError(_NOT_INSTALLED)
 
 
-class _Client(NamedTuple):
+class _CoreClient(NamedTuple):
     #: The vendor's, of all kinds of calls, and of those for pods and secrets.
     all: Any
     core: Any
@@ -74,7 +74,7 @@ class Pods:
     def __init__(self, namespace: str, context: str) -> None:
         self._asked, self._context = namespace, context
         self._lock = threading.Lock()
-        self._client: _Client | None = None
+        self._client: _CoreClient | None = None
         client = self._current()
         self.namespace, self.host = client.namespace, client.host
 
@@ -150,14 +150,14 @@ class Pods:
             client.all.rest_client.pool_manager.clear()
             client.all.close()
 
-    def _current(self) -> _Client:
+    def _current(self) -> _CoreClient:
         with self._lock:
             if self._client is None:
                 self._client = _connect(self._asked, self._context)
             return self._client
 
     @contextmanager
-    def _calling(self, what: str, *, missing: bool = False) -> Iterator[_Client]:
+    def _calling(self, what: str, *, missing: bool = False) -> Iterator[_CoreClient]:
         """The client, whose errors become ours. missing: whether it is none that what is named is not there."""
         try:
             yield self._current()
@@ -172,7 +172,7 @@ class Pods:
             raise translated from error
 
 
-def _connect(namespace: str, context: str) -> _Client:
+def _connect(namespace: str, context: str) -> _CoreClient:
     try:
         from kubernetes import client, config
     except ModuleNotFoundError as error:
@@ -199,7 +199,7 @@ def _connect(namespace: str, context: str) -> _Client:
     if not host.startswith("https://") and not _is_here(host):  # orders have keys
         raise OptionError(f"the kubeconfig names {host!r} as its server: give https://HOST")
     api = client.ApiClient(settings)
-    return _Client(api, client.CoreV1Api(api), namespace or found or "default", host)
+    return _CoreClient(api, client.CoreV1Api(api), namespace or found or "default", host)
 
 
 def _is_here(url: str) -> bool:
