@@ -135,12 +135,22 @@ class TestCluster:
             views: list[ProcessView] = node.call("processes", reply_type=list[ProcessView]).body
         return [view for view in views if view.pid]
 
+    def process(self, part: str, role: str = "") -> ProcessView:
+        """The first process whose id has `part` in it; awaited, as a node tells of a process after it has started."""
+        found: list[ProcessView] = []
+
+        def listed() -> bool:
+            found[:] = [view for view in self.processes(part) if role in ("", view.role)]
+            return bool(found)
+
+        wait(listed, what=f"a process {part!r}")
+        return found[0]
+
     def kill(self, part: str, number: int = signal.SIGKILL) -> int:
         """Send a signal to the first process whose id has `part` in it; its pid."""
-        found = self.processes(part)
-        assert found, f"no process {part!r} runs"
-        os.kill(found[0].pid, number)
-        return found[0].pid
+        pid = self.process(part).pid
+        os.kill(pid, number)
+        return pid
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -33,6 +33,7 @@ def test_a_fork_server_that_is_killed_or_hangs_takes_nobody_along(
         nursery, cluster, tmp_path, flow="chaos/flow", number=0, size=400, epochs=1, endless=True, step_s=0.01
     )
     wait(lambda: job.batches() >= 5, what="the first batches")
+    wait(lambda: len(cluster.processes()) == 5, what="the second worker")
     before = {view.id: view for view in cluster.processes()}
     os.kill(fork_server_of(cluster), number)
     killed = cluster.kill("/worker-0")

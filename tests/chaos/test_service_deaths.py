@@ -40,16 +40,17 @@ def test_each_service_and_a_worker_can_be_killed_while_jobs_read(
 
 
 def kill_shard(cluster: TestCluster) -> int:
-    shard = next(view for view in cluster.processes("/shard-000") if view.role == "shard")
+    shard = cluster.process("/shard-000", role="shard")
     os.kill(shard.pid, signal.SIGKILL)
     return shard.pid
 
 
 def test_a_worker_that_is_frozen_is_overtaken(cluster: TestCluster, nursery: Nursery, tmp_path: Path) -> None:
     (job,) = begin(nursery, cluster, tmp_path, jobs=1, epochs=1, endless=True, workers=2, step_s=0.005)
+    wait(lambda: figure(cluster, "working") == 2, what="both workers at their shard")
     frozen = cluster.kill("/worker-0", signal.SIGSTOP)
     try:
-        wait(lambda: overtaken(cluster), what="the shard's figures")
+        wait(lambda: figure(cluster, "overtaken"), what="samples that are given to a second worker")
         (tmp_path / "enough").touch()
         job.finish()
     finally:
@@ -57,10 +58,9 @@ def test_a_worker_that_is_frozen_is_overtaken(cluster: TestCluster, nursery: Nur
             os.kill(frozen, signal.SIGCONT)
 
 
-def overtaken(cluster: TestCluster) -> object:
-    """How many samples were given to a second worker."""
-    shard = next(view for view in cluster.processes("/shard-000") if view.role == "shard")
-    return shard.status.get("overtaken")
+def figure(cluster: TestCluster, name: str) -> object:
+    """What the shard's status tells."""
+    return cluster.process("/shard-000", role="shard").status.get(name)
 
 
 @pytest.mark.slow

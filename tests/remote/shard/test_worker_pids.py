@@ -252,7 +252,7 @@ def test_a_cluster_whose_kernel_has_no_descriptors_of_processes_loses_nothing(tm
             seen += [int(key) for _, keys in batches for key in keys]
             assert seen == [key for key in range(200) if key != 150]
             assert killed not in {view.pid for view in cluster.processes("/worker-0")}
-            shard = next(view.pid for view in cluster.processes("/shard-000") if view.role == "shard")
+            shard = cluster.process("/shard-000", role="shard").pid
             os.kill(shard, signal.SIGKILL)
             again = [int(key) for _, keys in job.read([[key] for key in range(100)], 1) for key in keys]
             assert again == list(range(100))

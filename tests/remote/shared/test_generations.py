@@ -70,7 +70,7 @@ def test_a_clock_that_steps_back_while_a_router_comes_back_holds_up_nobody(
 def test_a_service_refuses_whom_it_does_not_serve(cluster: TestCluster, join: Join_, flow: str) -> None:
     """Where a service has ended another's may listen next, and would give samples of other data."""
     join(flow, Numbers(40), batch_size=4, name="training")
-    router = cluster.processes(f"{flow}@1/router")[0].address
+    router = cluster.process(f"{flow}@1/router").address
     with find_cluster(cluster.address).connect(router, timeout_s=60) as client:
         for method, body in (
             ("join", Join("stranger", "other@1", 1, 0, 4)),

@@ -160,7 +160,7 @@ def test_a_fleet_grows_and_shrinks_while_its_job_reads(
     job = join(flow, Numbers(2000), batch_size=8, workers=1)
     batches = job.traverse(0)
     read = keys([next(batches)])
-    (shard,) = [view.pid for view in cluster.processes(f"{flow}@1/shard")]
+    shard = cluster.process(f"{flow}@1/shard").pid
     for workers in (3, 1):
         scale(cluster, flow, workers)
         wait(lambda workers=workers: len(working(cluster, flow)) == workers, what=f"{workers} members")

@@ -38,7 +38,7 @@ def draws(batches: Any) -> dict[int, tuple[float, ...]]:
 
 def test_what_is_refused_does_not_count_as_asked_for(cluster: TestCluster, join: Join, flow: str) -> None:
     next(join(flow, ALSDCache(Numbers(SIZE), "64MiB", transform=jittered)).traverse(0))
-    (address,) = [view.address for view in cluster.processes(f"{flow}@1/shard-000") if view.role == "shard"]
+    address = cluster.process(f"{flow}@1/shard-000", role="shard").address
     tickets = itertools.count(1)
 
     def want(count: int, draw: int | None) -> None:
@@ -137,7 +137,7 @@ def test_the_router_reckons_with_the_samples_that_fit_into_the_caches(
     job = join(flow, dataset, batch_size=4, memory_bytes=4 << 20)
 
     def reckoned() -> int:
-        return int(cluster.processes(f"{flow}@1/router")[0].status.get("cache_samples", 10))
+        return int(cluster.process(f"{flow}@1/router").status.get("cache_samples", 10))
 
     assert reckoned() == 10
     assert len(draws(job.traverse(0))) == 100

@@ -37,7 +37,7 @@ def test_a_service_whose_port_is_taken_listens_elsewhere(cluster: TestCluster, f
         batches = job.traverse(0)
         seen = keys(islice(batches, 3))
         id = role if role == "coordinator" else f"{flow}@1/{role}"
-        (view,) = [view for view in cluster.processes(id) if view.id == id]
+        view = cluster.process(id, role=role.partition("-")[0])
         os.kill(cluster.pid, signal.SIGSTOP)  # so that the stranger is quicker
         try:
             os.kill(view.pid, signal.SIGKILL)
