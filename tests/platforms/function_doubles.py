@@ -1,17 +1,20 @@
-"""Both doubles of platforms of functions, as tests of what is on top of them see them."""
+"""Doubles of platforms that are billed or quota-bound, as tests of what is on top of them see them."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tests.platforms.fc_server.account import KEYS
 from tests.platforms.fc_server.server import FunctionServer
+from tests.platforms.kube_server import kube_server
 from tests.platforms.lambda_server import lambda_server
 from torch_dpflow.platforms import FunctionCompute
 from torch_dpflow.platforms.fc_deploy import deploy
@@ -24,9 +27,13 @@ FC_ENV = {
 }
 
 
+#: What a test needs that has a double of one.
+NEEDED = {"fc": "alibabacloud_fc20230330", "lambda": "awslambdaric", "kubernetes": "kubernetes"}
+
+
 @dataclass(frozen=True)
 class FunctionDouble:
-    """One double, with a function that is deployed."""
+    """One double, where all that members need is there."""
 
     platform: str
     server: Any
@@ -60,10 +67,32 @@ class FunctionDouble:
 
 
 @contextmanager
+def _kubernetes(cold_start_s: float) -> Iterator[FunctionDouble]:
+    with kube_server(start_s=cold_start_s) as kube, tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, "kubeconfig")
+        config.write_text(json.dumps(kube.kubeconfig()))
+        yield FunctionDouble(
+            "kubernetes",
+            kube,
+            {"image": "r/i:1", "max_workers": 8},
+            {"KUBECONFIG": str(config)},
+            lambda: len(kube.pods),
+            lambda: [pod.process.pid for pod in [*kube.pods.values()] if pod.process and pod.is_live],
+            lambda: kube.requests["create pods"],
+            lambda: kube.failed,
+            lambda: kube.seconds,
+        )
+
+
+@contextmanager
 def function_double(
     platform: str, *, cold_start_s: float = 0.0, env: Mapping[str, str] | None = None
 ) -> Iterator[FunctionDouble]:
-    """A double of "fc" or "lambda". env: variables of instances of the former."""
+    """A double of "fc", "lambda" or "kubernetes". env: variables of instances of the first."""
+    if platform == "kubernetes":
+        with _kubernetes(cold_start_s) as double:
+            yield double
+        return
     if platform == "lambda":
         with lambda_server(cold_start_s=cold_start_s) as aws:
             yield FunctionDouble(

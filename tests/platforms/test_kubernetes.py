@@ -252,6 +252,24 @@ def test_a_pod_does_not_outlive_its_time(
         assert "DeadlineExceeded" in end_of(adapter, name_of(0)).report
 
 
+def test_pods_that_a_killed_head_has_left_are_removed_by_whoever_lists(
+    server: KubeServer, adapter: KubernetesAdapter, door: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(adapter, door, 0, leave=True)
+    wait(lambda: not server.pods[name_of(0)].is_live, what="its end")
+    with closing(adapter_of(image="nowhere")) as other:
+        start(other, door, 1)
+    start(adapter, door, 2)
+    with caller(door):
+        monkeypatch.setattr(server, "ahead_s", 3600.0)
+        assert [*adapter.list("")] == [name_of(2)]
+        assert name_of(0) in server.pods, "its end may not have been read yet"
+        monkeypatch.setattr(server, "ahead_s", -3600.0)
+        assert [*adapter.list("")] == [name_of(2)]
+        wait(lambda: {*server.pods} == {*server.secrets} == {name_of(2)}, what="what runs alone is left")
+        adapter.stop(name_of(2), None)
+
+
 def test_what_keeps_a_pod_from_starting_is_told(
     server: KubeServer, door: socket.socket, caplog: pytest.LogCaptureFixture
 ) -> None:

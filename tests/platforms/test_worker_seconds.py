@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster_command import CommandedCluster
 from tests.loader_cases import Unhurried
-from tests.platforms.function_doubles import FunctionDouble, function_double
+from tests.platforms.function_doubles import NEEDED, FunctionDouble, function_double
 from tests.remote.shared.function_cluster import told
 from tests.shared_cluster import open_job, wait
 from tests.shared_datasets import SlowNumbers
@@ -25,7 +25,7 @@ FOR_S, KILL_S, SHARE = 60.0, 10.0, 0.02
 
 @pytest.fixture(params=["fc", "lambda"])
 def double(request: pytest.FixtureRequest) -> Iterator[FunctionDouble]:
-    pytest.importorskip({"fc": "alibabacloud_fc20230330", "lambda": "awslambdaric"}[request.param])
+    pytest.importorskip(NEEDED[request.param])
     with function_double(request.param, cold_start_s=2.0) as double, pytest.MonkeyPatch.context() as patch:
         for name, value in double.env.items():
             patch.setenv(name, value)

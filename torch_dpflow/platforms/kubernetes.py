@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,8 +21,10 @@ from torch_dpflow.platforms.kubernetes_specs import (
     GRACE_S,
     SAFE_CONTAINER,
     SELECTOR,
+    START_S,
     SWEEP_S,
     fate_of,
+    is_left,
     labels_of,
     merged,
     safe_pod,
@@ -161,14 +164,14 @@ class KubernetesAdapter:
             # An API server lets one client have some tens of requests a second, and a start is two.
             starts_per_s=20.0,
             # A node may have to be added, and an image be pulled.
-            start_timeout_s=(30.0, 600.0),
+            start_timeout_s=(30.0, START_S),
         )
         self._pods = Pods(settings.namespace, settings.context)
         #: Why pods have been said to wait for a node.
         self._said = ""
 
     def check(self) -> Sequence[Finding]:
-        there = self.list("")
+        there = [pod for pod in self._pods.list(SELECTOR) if fate_of(pod).end is None]
         self._settings.check_workers(0)
         self._pods.create(self._body("dpf-check", labels_of("dpf-check")), is_trial=True)
         self._pods.uid_of("dpf-check")
@@ -213,8 +216,13 @@ class KubernetesAdapter:
         self._pods.delete(name, grace_s=FORCED_S)
 
     def list(self, prefix: str) -> Mapping[str, Ref]:
-        found = {pod["metadata"]["name"]: fate_of(pod) for pod in self._pods.list(SELECTOR)}
-        return {name: name for name, fate in found.items() if fate.end is None and name.startswith(prefix)}
+        """Also removes what is no member any more, of whatever head that was killed: nobody else does."""
+        found = {pod["metadata"]["name"]: pod for pod in self._pods.list(SELECTOR)}
+        with suppress(PlatformError):
+            for name in [name for name, pod in found.items() if is_left(pod, time.time())]:
+                del found[name]
+                self._pods.delete(name, grace_s=FORCED_S)
+        return {name: name for name, pod in found.items() if name.startswith(prefix) and not fate_of(pod).end}
 
     def close(self) -> None:
         self._pods.close()

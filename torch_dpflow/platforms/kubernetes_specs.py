@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import calendar
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End
@@ -23,6 +26,9 @@ STUCK = (
     "CreateContainerError",
 )
 _WHY = ("reason", "message")
+#: After how long a pod that has ended is nobody's any more, and the longest that a start is waited for, seconds.
+#: Who has started it reads its end within `SWEEP_S`.
+ENDED_S, START_S = 60.0, 600.0
 #: What Kubernetes' strictest standard asks of a container, and more: that it writes nowhere but to its volumes.
 SAFE_CONTAINER: Mapping[str, Any] = {
     "allowPrivilegeEscalation": False,
@@ -84,3 +90,25 @@ def fate_of(pod: Mapping[str, Any]) -> Fate:
             until_s=max(0.0, float(pod["metadata"].get("deletionGracePeriodSeconds") or 0.0) - SWEEP_S)
         )
     return Fate()
+
+
+def is_left(pod: Mapping[str, Any], now: float) -> bool:
+    """Whether whoever has started a pod, which runs no more or not yet, must be gone.
+
+    now: seconds since the epoch. If the cluster's clock is another, a pod stays longer, or its last words are lost.
+    """
+    status = pod.get("status", {})
+    ends = [one.get("state", {}).get("terminated") or {} for one in status.get("containerStatuses", [])]
+    times = [pod["metadata"].get("creationTimestamp"), *(end.get("finishedAt") for end in ends)]
+    latest = max((_seconds(text) for text in times if text), default=now)
+    patience_s = {"Pending": 1.5 * START_S, "Succeeded": ENDED_S, "Failed": ENDED_S}.get(
+        status.get("phase", "")
+    )
+    return patience_s is not None and now - latest > patience_s
+
+
+def _seconds(text: str) -> float:
+    """A time of Kubernetes', as seconds since the epoch; endless if it is none."""
+    with suppress(ValueError):
+        return float(calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%SZ")))
+    return float("inf")

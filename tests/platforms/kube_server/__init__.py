@@ -62,8 +62,10 @@ class KubeServer:
         self.faults: list[str | int] = []
         self.secret_faults: list[str | int] = []
         self.requests: Counter[str] = Counter()
-        #: How long the containers of pods that are gone have run, seconds.
-        self.seconds = 0.0
+        #: How long the containers of pods that are gone have run, seconds, and how many of these have failed.
+        self.seconds, self.failed = 0.0, 0
+        #: How much its clock is ahead of this process's, seconds.
+        self.ahead_s = 0.0
         self._kubelets: list[threading.Thread] = []
         self._lock = threading.RLock()
         self._server = QuickHTTPServer(("127.0.0.1", 0), _handler_of(self))
@@ -165,6 +167,7 @@ class KubeServer:
             start_s=self.start_s,
             second_s=self.second_s,
             secret_of=self._files_of,
+            ahead_s=lambda: self.ahead_s,
             on_gone=self._forget,
         )
         self._kubelets.append(pod.thread)
@@ -194,6 +197,7 @@ class KubeServer:
         """It is gone, and so is what it owns."""
         with self._lock:
             self.seconds += pod.seconds
+            self.failed += bool(pod.process and pod.process.returncode)
             del self.pods[pod.name]
             for name, secret in [*self.secrets.items()]:
                 if pod.body["metadata"]["uid"] in [

@@ -29,6 +29,7 @@ class Pod:
         start_s: how long it takes to find a node and pull its image, seconds.
         second_s: how long a second of its times of grace and of its deadline is.
         secret_of: the files of a secret, by its name; None while there is none.
+        ahead_s: how much the cluster's clock is ahead of this process's, seconds.
         on_gone: called once it is removed.
     """
 
@@ -39,6 +40,7 @@ class Pod:
         start_s: float,
         second_s: float,
         secret_of: Callable[[str], dict[str, bytes] | None],
+        ahead_s: Callable[[], float],
         on_gone: Callable[[Pod], None],
     ) -> None:
         self.body = {
@@ -50,10 +52,11 @@ class Pod:
         #: How long its container has run, once that has ended.
         self.seconds = 0.0
         self._start_s, self._second_s = start_s, second_s
-        self._secret_of, self._on_gone = secret_of, on_gone
+        self._secret_of, self._ahead_s, self._on_gone = secret_of, ahead_s, on_gone
         self._waiting = "ContainerCreating"
         self._why: dict[str, str] = {}
         self._words, self._has_ended = b"", False
+        self._created, self._finished = time.time(), 0.0
         self._folder = Path(tempfile.mkdtemp(prefix="pod-"))
         #: Guards what follows; notified when any of it changes.
         self._changed = threading.Condition()
@@ -75,6 +78,11 @@ class Pod:
         self._why = {"reason": "Evicted", "message": "The node was low on resource: memory."}
         self.process.kill()
 
+    @property
+    def is_live(self) -> bool:
+        """Whether its container runs, or may yet."""
+        return not self._has_ended
+
     def wake(self) -> None:
         """Something that it may wait for is there."""
         with self._changed:
@@ -84,6 +92,7 @@ class Pod:
         """As the API server has it."""
         status: dict[str, Any] = {"phase": "Pending"}
         metadata, spec = dict(self.body["metadata"]), dict(self.body["spec"])
+        metadata["creationTimestamp"] = self._written(self._created)
         if spec.get("nodeSelector", {}).get("pool") == "none":
             why = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector."
             condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": why}
@@ -98,6 +107,7 @@ class Pod:
                     number = 128 - code if code < 0 else code
                     status["phase"] = "Failed" if code or self._why else "Succeeded"
                     ended = {"exitCode": number, "reason": "Error" if code else "Completed"}
+                    ended["finishedAt"] = self._written(self._finished)
                     if code:  # the end of its log, but of one that ended well
                         ended["message"] = self._words.decode()
                     state = {"terminated": ended}
@@ -171,7 +181,7 @@ class Pod:
             self._watch(self.process)
             self.seconds = time.monotonic() - begun
             words.seek(max(0, words.seek(0, os.SEEK_END) - 2048))
-            self._words, self._has_ended = words.read(), True
+            self._words, self._finished, self._has_ended = words.read(), time.time(), True
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         """Until its end, whose time may be up, or be set."""
@@ -192,3 +202,7 @@ class Pod:
                 process.wait(0.02)
         with suppress(ProcessLookupError):  # all of the container
             os.killpg(process.pid, signal.SIGKILL)
+
+    def _written(self, seconds: float) -> str:
+        """A time by the cluster's clock, as it writes it."""
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds + self._ahead_s()))

@@ -30,11 +30,14 @@ def cluster_of_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCl
     started.stop()
 
 
-@pytest.fixture(scope="module", params=["fc", pytest.param("lambda", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=["fc", *(pytest.param(platform, marks=pytest.mark.slow) for platform in ("lambda", "kubernetes"))],
+)
 def functions(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[FunctionCluster]:
-    """A cluster for the tests of one file, whose workers are invocations of a function."""
+    """A cluster for the tests of one file, whose workers are invocations of a function, or pods."""
     from tests.remote.shared.function_cluster import function_cluster
 
     with function_cluster(request.param, tmp_path_factory) as started:

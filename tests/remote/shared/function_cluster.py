@@ -1,4 +1,4 @@
-"""A cluster whose workers are invocations of a double's function, for tests that share it."""
+"""A cluster whose workers are members of a double, for tests that share it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.cluster_command import CommandedCluster
-from tests.platforms.function_doubles import FunctionDouble, function_double
+from tests.platforms.function_doubles import NEEDED, FunctionDouble, function_double
 from tests.remote.shared.test_shared_platform import keys
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow.cli.main import root
@@ -32,8 +32,8 @@ class FunctionCluster:
 
 @contextmanager
 def function_cluster(platform: str, folders: pytest.TempPathFactory) -> Iterator[FunctionCluster]:
-    """One of "fc" or "lambda"."""
-    pytest.importorskip({"fc": "alibabacloud_fc20230330", "lambda": "awslambdaric"}[platform])
+    """One of "fc", "lambda" or "kubernetes"."""
+    pytest.importorskip(NEEDED[platform])
     with function_double(platform) as double:
         cluster = up(double, folders)
         yield FunctionCluster(double, cluster)

@@ -1,4 +1,4 @@
-"""Flows whose workers are invocations of a function: started by the keeper, as many as jobs need, down to none.
+"""Flows whose workers are invocations of a function, or pods: started by the keeper, as many as jobs need, to none.
 
 The control planes are ours and instances are processes of this host; vendors' clients and the entries are real.
 """
@@ -9,14 +9,16 @@ import os
 import signal
 
 import pytest
+from click.testing import CliRunner
 
 from tests.cluster_command import CommandedCluster
-from tests.platforms.function_doubles import function_double
+from tests.platforms.function_doubles import FunctionDouble, function_double
 from tests.remote.shared.function_cluster import Endless, FunctionCluster, up
 from tests.remote.shared.test_shared_platform import Join, kept, keys, working
 from tests.shared_cluster import open_job, wait
 from tests.shared_datasets import SlowNumbers
 from tests.workers import has_ended
+from torch_dpflow.cli.main import root
 
 
 @pytest.fixture
@@ -62,9 +64,9 @@ def test_members_go_with_the_last_job_and_come_with_the_next(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform", ["fc", "lambda"])
+@pytest.mark.parametrize("platform", ["fc", "lambda", "kubernetes"])
 def test_nothing_is_left_running_after_the_heads_death(
-    platform: str, tmp_path_factory: pytest.TempPathFactory, flow: str
+    platform: str, tmp_path_factory: pytest.TempPathFactory, flow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with function_double(platform) as double:
         cluster = up(double, tmp_path_factory)
@@ -73,5 +75,19 @@ def test_nothing_is_left_running_after_the_heads_death(
         services = [view.pid for view in cluster.processes()]
         os.kill(cluster.pid, signal.SIGKILL)
         wait(lambda: all(map(has_ended, services)), within_s=20.0, what="the end of all services")
-        wait(lambda: not double.live() and not double.members(), within_s=60.0, what="the end of all members")
+        wait(lambda: not double.members(), within_s=60.0, what="the end of all members")
+        if platform == "kubernetes":  # pods that have ended stay for whoever lists them next
+            double.server.ahead_s = -3600.0
+            listed(double, monkeypatch)
+            wait(lambda: not double.live() and not double.server.secrets, what="nothing that is left of them")
+        assert not double.live()
         job.close()
+
+
+def listed(double: FunctionDouble, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What `dpflow workers PLATFORM` says."""
+    for name, value in double.env.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(root, ["workers", double.platform])
+    assert result.exit_code == 0, result.output
+    return result.output
