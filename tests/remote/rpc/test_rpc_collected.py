@@ -62,6 +62,6 @@ def test_a_socket_is_collected_by_whoever_holds_the_contexts_lock(
 
     collector = threading.Thread(target=collect, daemon=True)
     collector.start()
-    collector.join(20)
+    collector.join(150)
     assert not collector.is_alive()
     assert contexts.shared._users == users

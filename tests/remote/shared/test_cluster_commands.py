@@ -42,6 +42,7 @@ def test_status_top_and_flow_tell_of_a_job(
     job = join(flow, Numbers(40), batch_size=10)
     assert sum(len(labels) for _, labels in job.traverse(0)) == 40
     wait(lambda: cluster.flows()[f"{flow}@1"].jobs == 1, what="the job's name at the coordinator")
+    cluster.process(f"{flow}@1/shard-000/worker")
     told = json.loads(run("status", "--address", cluster.address, "--json").output)
     assert [(one["spec"]["name"], one["state"]) for one in told["flows"] if one["jobs"]] == [
         (flow, "accessed")

@@ -110,7 +110,7 @@ def test_a_loader_collected_by_a_thread_that_holds_its_locks_leaves(
 
     collector = threading.Thread(target=collect, daemon=True)
     collector.start()
-    collector.join(20)
+    collector.join(150)
     assert not collector.is_alive()
     await_leaving(cluster, flow)
 
