@@ -223,9 +223,13 @@ class Line(threading.Thread):
                     self._send(connection, encode(FetchPiece(download.digest, offset)))
             if now - self._said >= BEAT_S:
                 self._asked = now
-                self._send(connection, encode(WorkerBeat(self._sent, min(self._round_trips_s))))
+                self._send(connection, encode(self._beat()))
             self._receive(connection, max(0.0, self._said + BEAT_S - now))
         self._send(connection, encode(WorkerBye(self._words[-MAX_TEXT:], self._sent)))
+
+    def _beat(self) -> WorkerBeat:
+        idle_s = 0.0 if self._work is None else self._work.idle_s
+        return WorkerBeat(self._sent, min(self._round_trips_s), idle_s)
 
     @property
     def _sent(self) -> int:
@@ -303,13 +307,21 @@ class CountedConnection:
         self._inner = inner
         self.identity = inner.identity
         self.sent = self.received = 0
-        #: Whether the main thread waits for a message, and so has all that have come.
+        #: Whether the main thread waits for a message, and so has all that have come; since when; and for how long it
+        #: did before, seconds.
         self.waits = False
+        self._since = self._waited_s = 0.0
         self.wake: Callable[[], None] = inner.wake
 
     def close(self, *, linger_s: float = BYE_S) -> None:
         """As `Connection.close`, but results that are done leave first."""
         self._inner.close(linger_s=linger_s)
+
+    @property
+    def idle_s(self) -> float:
+        """For how long the main thread had nothing to do. Another thread may call, and may be told a little less."""
+        waited_s, since = self._waited_s, self._since
+        return waited_s + (time.monotonic() - since if since else 0.0)
 
     @property
     def dropped(self) -> int:
@@ -327,8 +339,13 @@ class CountedConnection:
 
     def receive(self, timeout_s: float | None) -> list[memoryview] | None:
         """As `Connection.receive`."""
-        self.waits = timeout_s is None
-        frames = self._inner.receive(timeout_s)
+        if timeout_s is not None:
+            frames = self._inner.receive(timeout_s)
+            self.received += frames is not None
+            return frames
+        self._since, self.waits = time.monotonic(), True
+        frames = self._inner.receive(None)
         self.received += frames is not None
-        self.waits = False
+        since, self.waits, self._since = self._since, False, 0.0
+        self._waited_s += time.monotonic() - since
         return frames

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -345,6 +346,19 @@ class OnHosts:
     def check_listen(self, address: str) -> None:
         if not address.startswith(f"tcp://{self.address}:"):
             raise OptionError(f"listen={address!r}: the hosts reach this one at tcp://{self.address}:0")
+
+
+def member_python(host: Host, folder: Path) -> Path:
+    """An interpreter for members on a host, as a cluster's platform takes one by its name.
+
+    It is for `dpflow up --platform processes`, in the variable `DPFLOW_PLATFORM_PROCESSES_PYTHON`, with
+    `--worker-listen tcp://ADDRESS:0`; `folder` is where it is written.
+    """
+    command = [*host.prefix, f"PYTHONPATH={Path(__file__).parents[2]}", sys.executable]
+    path = folder / "python-there"
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    path.chmod(0o700)
+    return path
 
 
 def _claim_network() -> tuple[socket.socket, int]:

@@ -37,6 +37,8 @@ class Flow:
     refused: str = ""
     #: Whether what the job waits for are loads.
     by_loading: bool = True
+    #: What the workers' link lets through, loads a second: they wait for it, and their shard takes that for work.
+    link: float = math.inf
     #: More workers than these are not had.
     ceiling: int = MOST
     now: float = 0.0
@@ -49,6 +51,7 @@ class Flow:
     due: float = 0.0
     busy_s: float = 0.0
     worker_s: float = 0.0
+    idle_s: float = 0.0
     stall_s: float = 0.0
     late_s: float = 0.0
     reading_s: float = 0.0
@@ -65,6 +68,7 @@ class Flow:
             loads=int(self.loads),
             busy_s=self.busy_s,
             worker_s=self.worker_s,
+            idle_s=self.idle_s,
             late_s=self.late_s,
             working=self.working,
             coming=len(self.coming),
@@ -82,7 +86,7 @@ class Flow:
         self.coming = [at for at in self.coming if at > self.now]
 
     def _flow(self) -> None:
-        most = min(self.working * self.rate, self.storage)
+        most = min(self.working * self.rate, self.storage, self.link)
         wanted = self.demand if self.jobs else 0.0
         needed = wanted * self.per_sample
         share = 1.0 if not needed else min(1.0, most / needed)
@@ -91,6 +95,8 @@ class Flow:
         self.due += needed * share
         self.worker_s += self.working
         self.busy_s += self.working * (min(1.0, needed / most) if most else 0.0)
+        if self.working:
+            self.idle_s += self.working - needed * share / self.rate if self.storage == math.inf else 0.0
         if wanted:
             self.reading_s += 1.0
             self.stall_s += 1.0 - share if self.by_loading else 0.5
@@ -258,6 +264,18 @@ def test_what_limits_a_flow_is_named() -> None:
 
     slow = _of(15.0, 60, by_network)
     assert slow.latest == Target(slow.targets[0], "network")
+
+
+def test_workers_whose_link_is_full_get_no_others_beside_them() -> None:
+    def narrow(one: Flow) -> None:
+        one.law, one.link = Autoscaler(Bounds(most=MOST), 8), 20.0
+
+    full = _of(300.0, 60, narrow)
+    assert full.latest == Target(8, "network")
+    full.link = math.inf
+    full.run(60)
+    assert full.latest == Target(full.targets[-1], "job")
+    assert full.latest.workers > 25
 
 
 def test_a_service_that_counts_anew_is_no_reason_for_anything() -> None:

@@ -34,6 +34,8 @@ HEADROOM, BUSY = 0.92, 0.95
 #: Jobs that wait for a smaller share of their time do not stall. At least so much of what they wait has to be for
 #: loads, or more workers would not help. So much of their time at least counts as not waited.
 STALLED, LATE, LEAST_SHARE = 0.02, 0.5, 0.25
+#: Workers that have nothing to do for such a part of the time in which their shard counts them as busy wait for a link.
+AWAY = 0.5
 #: A step goes to so many times as many workers and so many more; for so long it is corrected, seconds.
 TIMES, MORE, CORRECT_S = 2.0, 4, 6.0
 #: How long a step's workers are measured, seconds, once such a part of all works.
@@ -76,6 +78,8 @@ class FlowCounts(msgspec.Struct, frozen=True, kw_only=True):
     loads: int = 0
     busy_s: float = 0.0
     worker_s: float = 0.0
+    #: Seconds in which workers had nothing to do, as those say that a link is before.
+    idle_s: float = 0.0
     #: Seconds in which jobs' requests waited for loads.
     late_s: float = 0.0
     #: Workers that can work; and those that have been started and cannot yet.
@@ -83,6 +87,10 @@ class FlowCounts(msgspec.Struct, frozen=True, kw_only=True):
     coming: int = 0
     #: Why the platform starts no more workers; empty if nothing limits it.
     refused: str = ""
+
+
+#: What of these only grows, as long as no service starts anew.
+_COUNTED = ("asked", "due", "loads", "busy_s", "worker_s", "idle_s", "late_s")
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -134,6 +142,8 @@ class _Measured:
     stall: float = 0.0
     late: float = 0.0
     busy: float = 0.0
+    #: Of the busy time, the part in which workers had nothing to do: their tasks or results were on their way.
+    away: float = 0.0
     #: Loads of a worker a second, while it works, and on the whole.
     rate: float = math.nan
     each: float = math.nan
@@ -262,15 +272,8 @@ class Autoscaler:
         readings = [
             (one, first.readings.get(name, JobCounts(0, 0.0, 0.0))) for name, one in last.readings.items()
         ]
-        passed = FlowCounts(
-            jobs=last.jobs,
-            asked=last.asked - first.asked,
-            due=last.due - first.due,
-            loads=last.loads - first.loads,
-            busy_s=last.busy_s - first.busy_s,
-            worker_s=last.worker_s - first.worker_s,
-            late_s=last.late_s - first.late_s,
-        )
+        counted = {name: getattr(last, name) - getattr(first, name) for name in _COUNTED}
+        passed = FlowCounts(jobs=last.jobs, **counted)
         stall_s = sum(max(0.0, one.stall_s - then.stall_s) for one, then in readings)
         return passed, stall_s, sum(max(0.0, one.reading_s - then.reading_s) for one, then in readings)
 
@@ -282,8 +285,9 @@ class Autoscaler:
         if passed.worker_s > 0:
             measured.busy = passed.busy_s / passed.worker_s
             measured.each = passed.loads / passed.worker_s
-        if passed.loads > 0 and passed.busy_s > 0:
-            known.rate = passed.loads / passed.busy_s
+        if passed.busy_s > 0:
+            measured.away = (passed.idle_s - (passed.worker_s - passed.busy_s)) / passed.busy_s
+            known.rate = passed.loads / passed.busy_s if passed.loads > 0 else known.rate
         if passed.asked > 0:
             known.per_sample = max(0.0, passed.due / passed.asked)
         measured.rate, measured.per_sample = known.rate, known.per_sample
@@ -354,7 +358,7 @@ class Autoscaler:
     def _is_short(self) -> bool:
         measured = self._measured
         stalls = measured.stall > STALLED and measured.late >= LATE * measured.stall
-        return stalls or measured.busy > BUSY
+        return (stalls or measured.busy > BUSY) and measured.away <= AWAY
 
     def _raise(self, counts: FlowCounts, need: int, now: float) -> None:
         step, measured = self._step, self._measured
@@ -409,7 +413,7 @@ class Autoscaler:
         measured = self._measured
         if measured.stall <= STALLED and not (measured.late > 0 and not counts.working):
             return "job" if self._known.jobs and any(job.demand for job in self._known.jobs.values()) else ""
-        if measured.late < LATE * measured.stall:
+        if measured.late < LATE * measured.stall or measured.away > AWAY:
             return "network"
         if counts.refused:
             return counts.refused

@@ -198,6 +198,7 @@ def counts_of(router: ProcessView, own: Sequence[ProcessView], *, target: int) -
         loads=int(_sum(shards, "loads_done")),
         busy_s=_sum(shards, "busy_s"),
         worker_s=_sum(shards, "worker_s"),
+        idle_s=_sum(shards, "idle_s"),
         late_s=_sum(shards, "late_s"),
         working=working,
         coming=sum(one.state in _COMING for one in members) if has_platform else max(0, target - working),

@@ -131,9 +131,10 @@ class RemoteWorkers:
         #: Names of members that may work, until enough are there.
         self._admitted: list[str] = []
         self._condemned: dict[int, str] = {}
-        self._has_news = True
         self._look_at = self._ask_at = 0.0
-        self._losses = 0
+        self._has_news, self._losses = True, 0
+        #: For how long those that work have had nothing to do, as they say, all of them together, seconds.
+        self.idle_s = 0.0
         self._leaving = False
         self.time = WorkerTime()  # as of the latest look
 
@@ -254,7 +255,8 @@ class RemoteWorkers:
                 self._on_hello(member, nonce, header)
             case FetchPiece(digest=digest, offset=offset):
                 self.listener.send(peer, [encode(Piece(digest, offset)), self._content.piece(digest, offset)])
-            case WorkerBeat(sent=sent, round_trip_s=round_trip_s):
+            case WorkerBeat(sent=sent, round_trip_s=round_trip_s, idle_s=idle_s):
+                self.idle_s += member.note_idle(idle_s)
                 if member.lacks(sent, self.listener.losses, member.heard):
                     self.kill(member.number, "messages of it were lost with a connection")
                 self._fit_window(member, round_trip_s)

@@ -292,8 +292,9 @@ class WorkerBeat(_Header, tag=44):
     #: Messages that the sender has sent on the other connection so far. Who has received fewer for some time knows that
     #: one was lost with a connection.
     sent: Count
-    #: Of the member: how long the answer to an earlier one took, seconds.
+    #: Of the member, seconds: how long the answer to an earlier one took; for how long it has had nothing to do.
     round_trip_s: Seconds = 0.0
+    idle_s: Seconds = 0.0
 
 
 class WorkerBye(_Header, tag=45):

@@ -1,0 +1,100 @@
+"""Where a link is what keeps jobs from reading faster, their cluster says so: real links that are made slow."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.cluster_command import CommandedCluster
+from tests.new_process import ROOT
+from tests.shared_cluster import TestCluster, wait
+from torch_dpflow.cli.main import root
+from torch_dpflow.testing.hosts import Hosts, member_python
+
+pytestmark = [pytest.mark.hosts, pytest.mark.slow]
+
+FLOW = "narrow"
+#: A job that reads 100 kB a sample, which no compression makes less of, until it is told that it is enough.
+JOB = """
+import os, sys, threading
+import numpy as np
+from torch_dpflow import DPFlowDataLoader
+
+class Noise:
+    def __len__(self):
+        return 1_000_000
+    def __getitem__(self, index):
+        return np.random.default_rng(index).integers(0, 256, 100_000, np.uint8)
+
+loader = DPFlowDataLoader(Noise(), batch_size=8, shuffle=True, num_workers=2, flow=sys.argv[1], address=sys.argv[2])
+
+def leave():
+    sys.stdin.read()
+    os._exit(0)
+
+threading.Thread(target=leave, daemon=True).start()
+for batch in loader:
+    print(loader.stats().limited_by or "-", flush=True)
+"""
+LINK_BITS = 20e6
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with Hosts(1) as hosts:
+        yield hosts
+
+
+def reading(cluster: TestCluster, *prefix: str) -> subprocess.Popen[str]:
+    command = [*prefix, sys.executable, "-c", JOB, FLOW, cluster.address]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env={"PYTHONPATH": str(ROOT)})
+
+
+def until_told(job: subprocess.Popen[str], cluster: TestCluster) -> None:
+    """Read on until the job and `dpflow workers` both name the network."""
+    with job:
+        assert job.stdout is not None
+        try:
+            told = iter(job.stdout.readline, "")
+            assert any(line == "network\n" for line in told), "the job has ended"
+            wait(lambda: limit_of(cluster) == "network", what="what dpflow workers say")
+        finally:
+            job.kill()
+
+
+def limit_of(cluster: TestCluster) -> str:
+    result = CliRunner().invoke(root, ["workers", "--json", "--address", cluster.address])
+    assert result.exit_code == 0, result.output
+    (flow,) = json.loads(result.output)["flows"]
+    return str(flow["limited_by"])
+
+
+def test_of_a_job_whose_own_link_is_slow(hosts: Hosts, tmp_path: Path) -> None:
+    hosts[0].limit(LINK_BITS)
+    cluster = TestCluster.start_over_tcp(tmp_path, hosts.address)
+    try:
+        until_told(reading(cluster, *hosts[0].network_prefix), cluster)
+    finally:
+        cluster.stop()
+
+
+def test_of_workers_whose_link_is_slow(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = member_python(hosts[0], tmp_path)
+    monkeypatch.setenv("DPFLOW_PLATFORM_PROCESSES_PYTHON", str(python))
+    given = ["--platform", "processes", "--worker-listen", f"tcp://{hosts.address}:0"]
+    cluster = CommandedCluster.up(tmp_path, *given)
+    try:
+        job = reading(cluster)
+        assert job.stdout is not None
+        assert job.stdout.readline()  # what members load came fast; so does the first batch
+        hosts[0].limit(LINK_BITS)
+        until_told(job, cluster)
+    finally:
+        cluster.stop()
