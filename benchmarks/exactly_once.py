@@ -1,6 +1,6 @@
 """Is each sample read exactly once in an epoch in which a worker is killed? Ours beside tf.data service, as counted.
 
-    python -m benchmarks.exactly_once [--json] [--epochs 20] [--side NAME,...] [--quick]
+    python -m benchmarks.exactly_once [--json] [--epochs 20] [--side NAME+...] [--quick]
 
 Two workers; in the middle of every epoch one of them gets SIGKILL, and another takes its place. What the sides are is
 told in benchmarks/README.md. tf.data service needs tensorflow-cpu; without it, the command that installs it is named.

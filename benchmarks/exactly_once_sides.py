@@ -69,6 +69,7 @@ class DPFlow:
             yield batch.tolist()  # type: ignore[attr-defined]
 
     def kill(self) -> None:
+        self.settle()  # which are told of may be fewer than work
         victim = self._alive()[0]
         self._killed.add(victim)
         os.kill(victim, signal.SIGKILL)
@@ -108,8 +109,10 @@ def remote_loader(samples: int) -> Iterator[DPFlow]:
         ]
         return found if shard.working == len(found) else []
 
-    yield DPFlow(loader, workers)
-    loader._iterator._shutdown_workers()  # type: ignore[union-attr]
+    try:
+        yield DPFlow(loader, workers)
+    finally:
+        loader._iterator._shutdown_workers()  # type: ignore[union-attr]
 
 
 def command(process: psutil.Process) -> list[str]:

@@ -50,10 +50,12 @@ class LoaderStats:
 class WorkerTime:
     """For how long the workers of one fleet have run; written by whoever has it."""
 
-    __slots__ = ("is_over", "seconds")
+    __slots__ = ("idle_s", "is_over", "seconds")
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        #: For how long those that could work had nothing to do, as they say, all of them together.
+        self.idle_s = 0.0
         #: Whether none of them runs any more.
         self.is_over = False
 

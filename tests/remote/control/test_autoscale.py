@@ -15,10 +15,9 @@ from torch_dpflow.remote.control.autoscale import (
     SATURATED_S,
     Autoscaler,
     Bounds,
-    FlowCounts,
-    JobCounts,
     Target,
 )
+from torch_dpflow.remote.control.flow_counts import FlowCounts, JobCounts
 
 MOST = 64
 
@@ -276,6 +275,19 @@ def test_workers_whose_link_is_full_get_no_others_beside_them() -> None:
     full.run(60)
     assert full.latest == Target(full.targets[-1], "job")
     assert full.latest.workers > 25
+
+
+@pytest.mark.parametrize("link", [25.0, 45.0, 100.0, 250.0])
+def test_a_full_link_is_not_chased_and_the_cap_lifts_again(link: float) -> None:
+    one = flow(600.0)
+    one.link = link
+    one.run(120)
+    assert one.latest.limited_by == "network"
+    assert one.latest.workers <= 2 * link / one.rate + 1
+    one.link = math.inf
+    one.run(SATURATED_S + 120)
+    assert one.latest.workers >= 60
+    assert one.latest.limited_by == "job"
 
 
 def test_a_service_that_counts_anew_is_no_reason_for_anything() -> None:

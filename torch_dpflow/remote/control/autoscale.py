@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
+
+from torch_dpflow.remote.control.flow_counts import FlowCounts, JobCounts, between
 
 #: Figures are those of so long, seconds.
 WINDOW_S = 5.0
@@ -55,42 +56,6 @@ EMPTY_S = 5.0
 #: A job that pauses keeps its workers for so many cold starts, if that is longer than it is said to; and how long one
 #: takes before any was seen, seconds.
 HOLD_STARTS, COLD_S = 6.0, 3.0
-
-
-class JobCounts(msgspec.Struct, frozen=True):
-    """What a job has read since it was opened: see `JobFigures`."""
-
-    samples: int
-    stall_s: float
-    reading_s: float
-
-
-class FlowCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of a flow: counts since any time, and what is so now."""
-
-    #: The jobs that read, and what is known of them; of one that has just come nothing is.
-    jobs: int
-    readings: Mapping[str, JobCounts] = {}
-    #: Samples that jobs have asked for, and loads that this caused or will cause.
-    asked: int = 0
-    due: int = 0
-    #: Loads that have ended, seconds in which workers had tasks, and in which there were workers.
-    loads: int = 0
-    busy_s: float = 0.0
-    worker_s: float = 0.0
-    #: Seconds in which workers had nothing to do, as those say that a link is before.
-    idle_s: float = 0.0
-    #: Seconds in which jobs' requests waited for loads.
-    late_s: float = 0.0
-    #: Workers that can work; and those that have been started and cannot yet.
-    working: int = 0
-    coming: int = 0
-    #: Why the platform starts no more workers; empty if nothing limits it.
-    refused: str = ""
-
-
-#: What of these only grows, as long as no service starts anew.
-_COUNTED = ("asked", "due", "loads", "busy_s", "worker_s", "idle_s", "late_s")
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -159,6 +124,8 @@ class _Saturation:
     until: float = -math.inf
     #: Whether the next step is a trial.
     tries: bool = False
+    #: What gives no more: "storage" or "network".
+    by: str = "storage"
 
 
 @dataclass(slots=True)
@@ -246,7 +213,7 @@ class Autoscaler:
         while len(history) > 2 and history[1][0] <= now - WINDOW_S:
             history.popleft()
         self._note_jobs(before, counts, now)
-        self._measure(*self._since(history[0][1], counts))
+        self._measure(*between(history[0][1], counts))
 
     def _note_jobs(self, before: FlowCounts | None, counts: FlowCounts, now: float) -> None:
         jobs, base = self._known.jobs, self._history[0][1]
@@ -266,16 +233,6 @@ class Autoscaler:
                 job.demand = taken / max(passed_s - stall_s, LEAST_SHARE * passed_s)
         if late or (counts.jobs and not counts.readings):
             self._asked_at = now
-
-    def _since(self, first: FlowCounts, last: FlowCounts) -> tuple[FlowCounts, float, float]:
-        """What has happened between these; with the jobs' stall and reading time, seconds."""
-        readings = [
-            (one, first.readings.get(name, JobCounts(0, 0.0, 0.0))) for name, one in last.readings.items()
-        ]
-        counted = {name: getattr(last, name) - getattr(first, name) for name in _COUNTED}
-        passed = FlowCounts(jobs=last.jobs, **counted)
-        stall_s = sum(max(0.0, one.stall_s - then.stall_s) for one, then in readings)
-        return passed, stall_s, sum(max(0.0, one.reading_s - then.reading_s) for one, then in readings)
 
     def _measure(self, passed: FlowCounts, stall_s: float, reading_s: float) -> None:
         known, measured = self._known, _Measured()
@@ -336,7 +293,8 @@ class Autoscaler:
         while self._needs[0][0] < oldest:
             self._needs.popleft()
         self._settle(counts, need, now)
-        if need > self._target and (self._is_short() or not self._target) and not counts.refused:
+        has_room = not counts.refused and self._measured.away <= AWAY
+        if need > self._target and (self._is_short() or not self._target) and has_room:
             self._raise(counts, need, now)
         elif self._step is None:
             highest = math.ceil(max(one for _, one in self._needs) - NEGLIGIBLE)
@@ -358,7 +316,7 @@ class Autoscaler:
     def _is_short(self) -> bool:
         measured = self._measured
         stalls = measured.stall > STALLED and measured.late >= LATE * measured.stall
-        return (stalls or measured.busy > BUSY) and measured.away <= AWAY
+        return stalls or measured.busy > BUSY
 
     def _raise(self, counts: FlowCounts, need: int, now: float) -> None:
         step, measured = self._step, self._measured
@@ -386,7 +344,7 @@ class Autoscaler:
         if now - step.there_at < MEASURE_S:
             return
         self._step = None
-        passed, _, _ = self._since(step.there, counts)
+        passed, _, _ = between(step.there, counts)
         if (
             not step.before
             or self._target < (1 + JUDGED) * step.before
@@ -405,7 +363,9 @@ class Autoscaler:
         load, rate = each * self._target, step.rate
         if self._saturation.tries:
             rate = max(rate, self._saturation.rate)  # there were too many before this step already
-        self._saturation = _Saturation(load, rate, now + SATURATED_S, tries=True)
+        # Of more workers than a link carries some always wait for it; a storage makes them work for longer.
+        by = "network" if self._measured.away > AWAY / 2 else "storage"
+        self._saturation = _Saturation(load, rate, now + SATURATED_S, tries=True, by=by)
         self._target = self._within(min(self._target, max(step.before, math.ceil(load / rate / HEADROOM))))
         self._begin_needs(now)
 
@@ -418,7 +378,7 @@ class Autoscaler:
         if counts.refused:
             return counts.refused
         if self._history[-1][0] < self._saturation.until:
-            return "storage"
+            return self._saturation.by
         if counts.working < THERE * self._target:
             return "cold start"
         return "budget" if self._target >= self._bounds.most else "workers"

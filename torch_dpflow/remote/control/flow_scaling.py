@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from torch_dpflow.remote.control.allotment import max_min
-from torch_dpflow.remote.control.autoscale import Autoscaler, Bounds, FlowCounts, JobCounts
+from torch_dpflow.remote.control.autoscale import Autoscaler, Bounds
+from torch_dpflow.remote.control.flow_counts import FlowCounts, JobCounts
 from torch_dpflow.remote.wire.coordinator import AutoscaleLimits, WorkerSeconds
 from torch_dpflow.remote.wire.flow_spec import FlowSpec
 from torch_dpflow.remote.wire.node import ProcessView

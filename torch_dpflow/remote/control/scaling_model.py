@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 from torch_dpflow.platforms.base import End, Limits
 from torch_dpflow.platforms.members import Accepted, Ended
-from torch_dpflow.remote.control.autoscale import FlowCounts, JobCounts
 from torch_dpflow.remote.control.fleet import Fleet
 from torch_dpflow.remote.control.fleet_members import (
     AdmitMember,
@@ -25,6 +24,7 @@ from torch_dpflow.remote.control.fleet_members import (
     StopMember,
     SuspectMember,
 )
+from torch_dpflow.remote.control.flow_counts import FlowCounts, JobCounts
 
 #: The model's step, and how often the job tells what it has read, seconds.
 STEP_S, HEARTBEAT_S = 0.25, 2.0

@@ -75,7 +75,7 @@ class MemberFleet:
         return {
             "members": views,
             "member_s": self._remote.time.seconds,
-            "idle_s": self._remote.idle_s,
+            "idle_s": self._remote.time.idle_s,
             "limited_by": self._remote.limited_by,
         }
 

@@ -88,8 +88,9 @@ class RemoteMember:
 
     def note_idle(self, idle_s: float) -> float:
         """It has had nothing to do for so long: how much of that is new and of its time as a worker, seconds."""
-        more_s, self.idle_s = idle_s - self.idle_s, idle_s
-        return max(0.0, more_s) if self.is_working else 0.0
+        more_s = max(0.0, idle_s - self.idle_s)  # it may say a little less than before
+        self.idle_s += more_s
+        return more_s if self.is_working else 0.0
 
     def lacks(self, sent: int, losses: int, now: float) -> bool:
         """Whether a message of it is lost: it has sent so many.

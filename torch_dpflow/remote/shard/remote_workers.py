@@ -133,8 +133,6 @@ class RemoteWorkers:
         self._condemned: dict[int, str] = {}
         self._look_at = self._ask_at = 0.0
         self._has_news, self._losses = True, 0
-        #: For how long those that work have had nothing to do, as they say, all of them together, seconds.
-        self.idle_s = 0.0
         self._leaving = False
         self.time = WorkerTime()  # as of the latest look
 
@@ -256,7 +254,7 @@ class RemoteWorkers:
             case FetchPiece(digest=digest, offset=offset):
                 self.listener.send(peer, [encode(Piece(digest, offset)), self._content.piece(digest, offset)])
             case WorkerBeat(sent=sent, round_trip_s=round_trip_s, idle_s=idle_s):
-                self.idle_s += member.note_idle(idle_s)
+                self.time.idle_s += member.note_idle(idle_s)
                 if member.lacks(sent, self.listener.losses, member.heard):
                     self.kill(member.number, "messages of it were lost with a connection")
                 self._fit_window(member, round_trip_s)

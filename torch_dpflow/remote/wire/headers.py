@@ -289,10 +289,9 @@ class MemberLacks(_Header, tag=46):
 class WorkerBeat(_Header, tag=44):
     """Member to shard, at times, and the shard's answer."""
 
-    #: Messages that the sender has sent on the other connection so far. Who has received fewer for some time knows that
-    #: one was lost with a connection.
+    #: Messages sent on the other connection so far: who has received fewer for some time knows that one was lost.
     sent: Count
-    #: Of the member, seconds: how long the answer to an earlier one took; for how long it has had nothing to do.
+    #: Of the member, seconds: how long the answer to an earlier one took, for how long it has had nothing to do.
     round_trip_s: Seconds = 0.0
     idle_s: Seconds = 0.0
 
