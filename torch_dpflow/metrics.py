@@ -1,13 +1,15 @@
 """Counters of a loader and the frozen snapshot that a user sees."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderStats:
-    """What a loader has done since it was made, over all its epochs.
+    """What a loader has done since it was made, over all its epochs. Printed, it is a table; in a notebook too.
 
     Stall is the time that the training loop waited in `next()`; its share is taken of the time from the
     beginning of each iteration to its latest batch.
@@ -46,6 +48,40 @@ class LoaderStats:
     #: most that are allowed work); empty where that is not known.
     limited_by: str = ""
 
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<12} {text}" for name, text in self._rows())
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        rows = (
+            f'<tr><th style="text-align:left">{name}</th><td style="text-align:left">{escape(text)}</td></tr>'
+            for name, text in self._rows()
+        )
+        return f"<table>{''.join(rows)}</table>"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        first = self.time_to_first_batch_s
+        rows = [
+            ("read", f"{self.samples:,} samples in {self.batches:,} batches, {self.epochs:,} epochs"),
+            ("waited", f"{self.stall_s:.2f} s, {self.stall_share:.0%} of the time"),
+            ("first batch", "has not come" if first is None else f"after {first:.2f} s"),
+            (
+                "workers",
+                f"{self.restarts:,} replaced; {self.steals:,} batches moved, {self.duplicates:,} came twice",
+            ),
+        ]
+        if self.bytes:
+            rows.append(("bytes", f"{self.bytes / 1e6:,.1f} MB"))
+        if self.flow_served:
+            shared = f"{self.flow_served:,} samples given to all jobs, {self.flow_decodes:,} loaded for them"
+            rows.append(("flow", shared))
+        if self.sharing:
+            rows.append(("shared", f"little: {self.sharing}"))
+        if self.limited_by:
+            rows.append(("limited by", self.limited_by))
+        return rows
+
 
 class WorkerTime:
     """For how long the workers of one fleet have run; written by whoever has it."""
@@ -66,6 +102,8 @@ class LoaderMeter:
     def __init__(self) -> None:
         self.stall_s = 0.0
         self.iterating_s = 0.0
+        #: Seconds of all iterations from `iter()` to the first batch and while workers were ended; and of the stall.
+        self.turns_s = self.turn_stall_s = 0.0
         self.time_to_first_batch_s: float | None = None
         self.epochs = 0
         self.batches = 0
@@ -75,6 +113,7 @@ class LoaderMeter:
         self.duplicates = 0
         self.steals = 0
         self._fleets: list[WorkerTime] = []
+        self._stall_before_s = 0.0
         self._last_seen_s = 0.0
         self._began_s = 0.0
         #: Since when the training loop waits in `next()`; 0.0 while it does not.
@@ -83,6 +122,7 @@ class LoaderMeter:
     def begin_epoch(self) -> None:
         """An iteration begins now."""
         self._began_s = self._last_seen_s = time.perf_counter()
+        self._stall_before_s = self.stall_s
         self.time_to_first_batch_s = None
         self.epochs += 1
 
@@ -107,10 +147,21 @@ class LoaderMeter:
         """A batch of so many samples and bytes goes to the training loop."""
         if self.time_to_first_batch_s is None:
             self.time_to_first_batch_s = time.perf_counter() - self._began_s
+            self.turns_s += self.time_to_first_batch_s
+            self.turn_stall_s += self.stall_s + self.waiting_s() - self._stall_before_s
         # No calls below: Control-C finds all counted, or nothing.
         self.batches += 1
         self.samples += samples
         self.bytes += size
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Within a `next()`, an iteration's workers are ended meanwhile."""
+        began_s = time.perf_counter()
+        yield
+        took_s = time.perf_counter() - began_s
+        self.turns_s += took_s
+        self.turn_stall_s += took_s
 
     def count(self, duplicates: int, steals: int) -> None:
         """So many more results were dropped, and batches moved."""

@@ -125,6 +125,16 @@ def test_batches_equal_those_of_local_workers_through_a_kill(
     assert remote.stats().restarts >= 1
 
 
+def test_an_explanation_knows_how_many_members_work(
+    remote: DPFlowDataLoader[Any], eventually: Callable[..., None]
+) -> None:
+    """Processors of other hosts are not looked at."""
+    eventually(lambda: remote._iterator._shard.processes.working == 2)
+    assert str(remote.explain()).startswith("Measured: ")
+    workload = remote._runtime.workload
+    assert (workload.working, workload.refused, workload.watched_s) == (2, "", 0.0)
+
+
 def test_what_a_member_was_told_is_found_nowhere(
     remote: DPFlowDataLoader[Any], recording: Recording, eventually: Callable[..., None]
 ) -> None:

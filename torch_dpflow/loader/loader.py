@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,10 +26,9 @@ from torch_dpflow.metrics import LoaderStats
 from torch_dpflow.options import LoaderOptions
 
 if TYPE_CHECKING:
-    from torch_dpflow.remote.job.options import JobOptions
-
-if TYPE_CHECKING:
+    from torch_dpflow.loader.explanation import Explanation
     from torch_dpflow.platforms.members import PlatformSpec
+    from torch_dpflow.remote.job.options import JobOptions
 
 T = TypeVar("T", covariant=True)
 
@@ -45,7 +45,7 @@ class DPFlowDataLoader(DataLoader[T]):
       `LoaderOptions.seeding`; not with `num_workers=0`, where it draws from the process's generators).
     - `state_dict()` and `load_state_dict()` keep and restore the position, also in another process and with
       another number of workers.
-    - `stats()` returns how long the training loop waited.
+    - `stats()` returns how long the training loop waited, `explain()` why, and what to change.
 
     Not thread-safe: iterate, save and load in one thread. In a forked child it can be iterated anew.
 
@@ -223,6 +223,40 @@ class DPFlowDataLoader(DataLoader[T]):
             sharing=latest.why,
             limited_by=limited_by,
         )
+
+    def explain(self) -> Explanation:
+        """What limits the run and what to change, in three lines, from what was measured so far.
+
+        Print it, in or after an iteration. `limited_by` of what it returns is one word for programs; it is empty where
+        too little was read to tell. Of the training thread.
+        """
+        from torch_dpflow.loader.explanation import Observed, explain
+
+        meter, workload, options = (
+            self._runtime.meter,
+            self._runtime.workload,
+            self.options or LoaderOptions(),
+        )
+        workload.look()
+        name = self.platform if isinstance(self.platform, str) else type(self.platform).__name__
+        seen = Observed(
+            stats=self.stats(),
+            iterating_s=meter.iterating_s,
+            turns_s=meter.turns_s,
+            turn_stall_s=meter.turn_stall_s,
+            num_workers=self.num_workers,
+            persistent=self.persistent_workers,
+            read_threads=options.read_threads,
+            processors=len(os.sched_getaffinity(0)),
+            watched_s=workload.watched_s,
+            cpu_s=workload.cpu_s,
+            queued_s=workload.queued_s,
+            flow=self.flow or "",
+            platform=name if self.platform is not None else "",
+            working=workload.working + options.local_workers,
+            refused=workload.refused,
+        )
+        return explain(seen)
 
     def _check_workers(self) -> None:
         if self.flow is None and self.num_workers and not has_processes(self.multiprocessing_context):

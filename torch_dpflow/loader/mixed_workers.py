@@ -84,6 +84,11 @@ class MixedWorkers:
         """How many members work."""
         return self._remote.working
 
+    @property
+    def limited_by(self) -> str:
+        """As `RemoteWorkers.limited_by`."""
+        return self._remote.limited_by
+
     def close(self) -> None:
         self.local.close()
         self._remote.close()

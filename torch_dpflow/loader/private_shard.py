@@ -222,6 +222,10 @@ class PrivateShard:
         counters = self._scheduler.counters
         return Totals(duplicates=counters.duplicates, steals=counters.steals)
 
+    def elsewhere(self) -> tuple[int, str]:
+        """How many workers of a platform beyond this host work, and why there are no more."""
+        return 0, ""
+
     def close(self, *, grace_s: float = GRACE_S) -> None:
         """End the workers and the thread and leave nothing behind. Any thread may call, again too."""
         if not self.is_own:

@@ -33,6 +33,9 @@ class RemoteShard(PrivateShard):
         if threading.current_thread() is not self._thread:
             atexit.unregister(self.close)
 
+    def elsewhere(self) -> tuple[int, str]:
+        return self._members.working, self._members.limited_by
+
     # -- for the workers (`Shell`) -----------------------------------------------------------------------
 
     def admit(self, peer: bytes, hello: list[memoryview]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch_dpflow.epoch.state import LoaderState
+from torch_dpflow.loader.workload import Workload
 from torch_dpflow.metrics import LoaderMeter
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class LoaderRuntime:
         #: By number, the jobs of a loader with a flow: one for each of its iterations that go on side by side.
         self.jobs: dict[int, SharedJob] = {}
         self.meter = LoaderMeter()
+        self.workload = Workload(self.meter)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LoaderRuntime, (self.epoch,)

@@ -93,6 +93,7 @@ class WorkerIterator(BaseDataLoaderIter):
         except BaseException:
             self._runtime.epoch, self._runtime.pending, self._runtime.progress = epoch, pending, progress
             raise
+        self._runtime.workload.begin(self._shard)
         # multiprocessing's finalizers are the only ones that run in a process which multiprocessing started. With
         # priority 0 it runs before multiprocessing kills the workers, which could not clean up after that.
         self._close = Finalize(self, self._shard.close, exitpriority=0)
@@ -305,12 +306,14 @@ class WorkerIterator(BaseDataLoaderIter):
     def _finish(self) -> None:
         self._progress.finish()
         if not self._persistent_workers:
-            self._shutdown_workers()
+            with self._runtime.meter.ending():
+                self._shutdown_workers()
 
     def _shutdown_workers(self) -> None:
         """End the workers (torch's name)."""
         if self._shard is not None:
             self._ended_workers = self._workers
+            self._runtime.workload.end()
             self._count()
             # Not by the finalizer: it would do nothing the second time, after Control-C.
             self._shard.close()

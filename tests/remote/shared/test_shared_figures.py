@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -47,3 +48,29 @@ def test_fast_jobs_one_after_the_other_hear_what_they_share(
     told = f"{flow}@1: jobs received 400 samples, for which {stats.flow_decodes} were loaded."
     wait(lambda: told in status())
     assert status().partition(told)[2].startswith(" Little is shared: a sample goes") is not keeps
+
+
+class Slow(Numbers):
+    """A sample takes a while, as of a slow storage."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.02)
+        return super().__getitem__(index)
+
+
+def test_a_job_that_waits_hears_what_limits_its_flow(cluster: TestCluster, flow: str) -> None:
+    loader: DPFlowDataLoader[Any] = DPFlowDataLoader(
+        Slow(100_000),
+        batch_size=2,
+        num_workers=1,
+        flow=flow,
+        address=cluster.address,
+        job=JobOptions(idle_s=3.0, patience_s=60.0),
+    )
+    assert "too little was read" in loader.explain().meaning
+    for _ in loader:
+        if (told := loader.explain()).limited_by == "workers":
+            break
+    assert told.limited_by == "workers", told
+    assert f"dpflow flow scale {flow} --workers" in told.change
+    assert "samples, for which" in told.meaning
