@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 STAMP := $(VENV)/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types layers compiled unit test-slow cloud-test test-versions bench clean help
+.PHONY: demo test lint types layers compiled unit test-slow cloud-test test-versions release-check bench clean help
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -50,6 +50,9 @@ test-slow: $(STAMP)  ## the long tests: uniformity over 10,000 epochs, long soak
 
 cloud-test: $(STAMP)  ## against real clouds, with your credentials: tests/platforms/cloud/account.py
 	$(BIN)/python -m pytest -n 0 -m cloud --timeout 1200 tests/platforms/cloud
+
+release-check: $(STAMP)  ## build sdist and wheel, check them, install and test the wheel outside the clone
+	$(BIN)/python tools/release_check.py
 
 test-versions:  ## the loader's contract tests with the oldest and the newest supported versions
 	$(PYTHON) tools/test_versions.py

@@ -73,6 +73,8 @@ class LoaderStats:
         ]
         if self.bytes:
             rows.append(("bytes", f"{self.bytes / 1e6:,.1f} MB"))
+        if self.worker_s:
+            rows.append(("worker time", f"{self.worker_s:,.1f} s on the platform"))
         if self.flow_served:
             shared = f"{self.flow_served:,} samples given to all jobs, {self.flow_decodes:,} loaded for them"
             rows.append(("flow", shared))

@@ -16,14 +16,24 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import torch_dpflow
+from tools.release_check import stated_versions
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The build back end writes beside what it builds, so it gets a copy.
-NEEDED = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+NEEDED = (
+    "setup.cfg",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "MANIFEST.in",
+    "CHANGELOG.md",
+    "CITATION.cff",
+)
 BUILD = """
 from setuptools import build_meta
 build_meta.build_wheel("dist")
@@ -116,6 +126,33 @@ def test_the_metadata_tells_what_a_user_needs(built: Path) -> None:
     assert "torch>=2.6" in metadata.get_all("Requires-Dist")
     assert "DPFlowDataLoader" in str(metadata.get_payload())
     assert "dpflow = torch_dpflow.cli:main" in entry_points
+
+
+def test_an_index_would_take_both(built: Path) -> None:
+    packed = [str(path) for path in (built / "dist").iterdir()]
+    assert len(packed) == 2
+    told = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", *packed],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert told.stdout.count("PASSED") == 2
+
+
+def test_package_changelog_and_citation_state_one_version(built: Path) -> None:
+    """And `make release-check` refuses others."""
+    assert stated_versions(built) == torch_dpflow.__version__
+    citation = yaml.safe_load((built / "CITATION.cff").read_text())
+    assert citation["version"] == torch_dpflow.__version__  # a text, as 0.2.0 is one
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    for changed in ("CITATION.cff", "CHANGELOG.md"):
+        text = (built / changed).read_text()
+        (built / changed).write_text(text.replace(torch_dpflow.__version__, "9.9.9", 1))
+        with pytest.raises(ValueError, match=r"9\.9\.9"):
+            stated_versions(built)
+        (built / changed).write_text(text)
 
 
 def test_no_extra_brings_a_torch(built: Path) -> None:
