@@ -68,7 +68,9 @@ def own_script(mark: str, directory: Path) -> str:
 
 @pytest.mark.parametrize("page", [README, ROOT / "docs" / "flows.md"], ids=lambda page: page.name)
 def test_the_blocks_of_a_page_run_as_one_script(page: Path, tmp_path: Path) -> None:
-    done = run(str(script(page, tmp_path)), directory=tmp_path)
+    # Nothing warns but torch itself, of more workers than a small machine has processors.
+    quiet = ["-W", "error", "-W", "ignore:This DataLoader will create:UserWarning"]
+    done = run(*quiet, str(script(page, tmp_path)), directory=tmp_path)
     assert done.returncode == 0, done.stderr
     if page == README:
         assert "1 worker was replaced" in done.stdout
