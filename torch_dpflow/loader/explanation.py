@@ -160,8 +160,9 @@ _FLOW = {
     ),
     "job": ("for the cluster, the training itself", "nothing; what was waited is past"),
     "workers": (
-        "the flow has too few workers",
-        "`dpflow flow scale NAME --workers N`, or `dpflow up --autoscale MIN:MAX`",
+        "its workers, which load less than its jobs would read",
+        "more of them (`dpflow flow scale NAME --workers N`, `dpflow up --autoscale MIN:MAX`) while their host has "
+        "free processors; else cache what is decoded (ALSDCache) or decode faster (images: torch_dpflow.vision)",
     ),
     "cold start": ("workers that are starting", "nothing; wait until they work"),
     "budget": ("all workers that are allowed work", "a higher MAX of `dpflow up --autoscale MIN:MAX`"),
