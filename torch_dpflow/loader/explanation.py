@@ -172,8 +172,8 @@ _FLOW = {
         "(`dpflow up --platform`)",
     ),
     "network": (
-        "the way of samples to this job, which waits though they are loaded",
-        "smaller samples (images as uint8), or a larger JobOptions(ready=..., asked=...)",
+        "the network: samples are loaded faster than they come through, to jobs or from a platform's workers",
+        "smaller samples (images as uint8), workers that are nearer, or a larger JobOptions(ready=..., asked=...)",
     ),
 }
 
