@@ -31,6 +31,7 @@
     │   ├── ChecksumError          (ValueError)  other bytes than the dataset describes
     │   ├── StorageUnavailableError (ConnectionError)  refused, reset or overloaded, again and again
     │   └── StorageTimeoutError    (TimeoutError)  no answer in time
+    ├── PoolFullError              (MemoryError)  the data service has no room for a set
     ├── PlatformError              a platform's control plane did not do what it was asked
     │   ├── ThrottledError         too many calls: later
     │   ├── QuotaError             the account or cluster has no room for another member
@@ -175,6 +176,10 @@ class StorageUnavailableError(StorageError, ConnectionError):
 
 class StorageTimeoutError(StorageError, TimeoutError):
     """The storage did not answer in time."""
+
+
+class PoolFullError(DPFlowError, MemoryError):
+    """The data service has no room for a set; nothing was read."""
 
 
 class PlatformError(DPFlowError):

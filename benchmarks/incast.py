@@ -1,0 +1,149 @@
+"""Reading batches from many servers at once over one line: everything at once, Algorithm 1 of the paper, our window.
+
+    python -m benchmarks.incast --simulate [--json | --markdown] [--rounds N] [--quick]
+
+Simulated time (`benchmarks.incast_network`): 100 Mbit/s, 64 KiB of buffer at the switch, 0.2 ms there and back,
+batches of 64 records, one after the other. Algorithm 1 is repaired (`torch_dpflow.dataservice.window` says of what)
+and told the line's rate and latency; our window is told nothing. The paper states no figures. No figure depends on
+the machine; a round is another order of the records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from benchmarks.incast_network import PAYLOAD_BYTES, Line, Network
+from benchmarks.report import Comparison, Figures, Metric, add_arguments, publish
+from torch_dpflow.dataservice.placement import place
+from torch_dpflow.dataservice.sets import ArraySet, FileSet, RecordSet, identity
+from torch_dpflow.dataservice.window import BatchWindow, MeasuredWindow, StagedWindow, Unbounded
+
+BATCH = 64
+SERVERS = (1, 2, 4, 8, 16, 32, 64, 128)
+#: More than any server is filled with.
+SERVER_BYTES = 1 << 50
+RECORDS, PER_STRIPE = 1 << 14, 16
+METRICS = [
+    Metric(name="share", label="of the line", spec=".3f"),
+    Metric(name="worst", label="worst batch", spec=".3f"),
+    Metric(name="timeouts", label="timeouts/batch", higher_is_better=False, spec=".2f"),
+    Metric(name="drops", label="drops/batch", higher_is_better=False, spec=",.0f"),
+]
+Make = Callable[[Line, int], BatchWindow]
+
+
+def _staged(line: Line, record_bytes: int) -> BatchWindow:
+    idle = line.round_trip_s + record_bytes / line.payload_per_s
+    return StagedWindow(bytes_per_s=line.payload_per_s, latency_s=idle, record_bytes=record_bytes)
+
+
+SIDES: Mapping[str, Make] = {
+    "at once": lambda line, record_bytes: Unbounded(),
+    "Algorithm 1, repaired": _staged,
+    "ours": lambda line, record_bytes: MeasuredWindow(),
+}
+SETS: Mapping[str, RecordSet] = {
+    "rows of 4 kB": ArraySet(
+        identity("array", {"rows": 4_000}), RECORDS, "float32", (1000,), PER_STRIPE * 4_000
+    ),
+    "files of 16 kB": FileSet(identity("files", {"bytes": 16_000}), np.full(RECORDS, 16_000), PER_STRIPE),
+    "files of 110 kB": FileSet(identity("files", {"bytes": 110_000}), np.full(RECORDS, 110_000), PER_STRIPE),
+}
+
+
+class BatchReader:
+    """A client that reads batches, one after the other, as its window grants."""
+
+    def __init__(self, network: Network, records: RecordSet, window: BatchWindow) -> None:
+        self._network = network
+        self._records = records
+        self._window = window
+        servers = {f"server-{number}": SERVER_BYTES for number in range(len(network.connections))}
+        sizes = [records.stripe_bytes(stripe) for stripe in range(records.stripes)]
+        self._owners = place(records.identity, sizes, servers)
+        self._waiting: deque[int] = deque()
+        self._missing = 0
+
+    def read(self, indices: Sequence[int]) -> float:
+        """Read these; the seconds that it took."""
+        begun = self._network.now
+        self._waiting, self._missing = deque(indices), len(indices)
+        self._ask()
+        self._network.run_until(lambda: not self._missing)
+        return self._network.now - begun
+
+    def _ask(self) -> None:
+        lengths = [self._records.locate(index).length for index in self._waiting]
+        for _ in range(self._window.grant(lengths, self._network.now)):
+            slot = self._records.locate(self._waiting.popleft())
+            token = self._window.asked(slot.length, self._network.now)
+            connection = self._network.connections[self._owners[slot.stripe]]
+            connection.request(slot.length, lambda token=token: self._take(token))
+
+    def _take(self, token: object) -> None:
+        self._window.arrived(token, self._network.now)
+        self._missing -= 1
+        self._ask()
+
+
+def measure(records: RecordSet, servers: int, make: Make, batches: int, seed: int) -> Figures:
+    """One client reads so many batches; shares of the line's rate."""
+    line = Line()
+    network = Network(line, servers)
+    length = records.locate(0).length
+    reader = BatchReader(network, records, make(line, length))
+    indices = np.random.default_rng(seed).permutation(records.records)[: batches * BATCH]
+    seconds = [reader.read(batch.tolist()) for batch in np.split(indices, batches)]
+    # In whole packets, which is what the line carries.
+    ideal = BATCH * -(-length // PAYLOAD_BYTES) * PAYLOAD_BYTES / line.payload_per_s
+    return {
+        "share": ideal / statistics.fmean(seconds),
+        "worst": ideal / max(seconds),
+        "timeouts": network.timeouts / batches,
+        "drops": network.drops / batches,
+    }
+
+
+def simulate(names: Sequence[str], servers: Sequence[int], batches: int, rounds: int) -> list[Comparison]:
+    """Every side at every number of servers."""
+    numbers: dict[tuple[str, int], dict[str, list[Figures]]] = defaultdict(dict)
+    for name in names:
+        for count in servers:
+            for side, make in SIDES.items():
+                runs = [measure(SETS[name], count, make, batches, seed) for seed in range(rounds)]
+                numbers[name, count][side] = runs
+    return [
+        Comparison(
+            benchmark="incast",
+            workload=f"{name}, {count} server{'s' * (count > 1)}",
+            rounds=runs,
+            parameters={"servers": count, "batches": batches, "batch": BATCH},
+        )
+        for (name, count), runs in numbers.items()
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.incast", description=__doc__)
+    add_arguments(parser, rounds=3)
+    parser.add_argument("--simulate", action="store_true", required=True, help="in simulated time")
+    parser.add_argument("--batches", type=int, default=10, help="of one reader (default: %(default)s)")
+    arguments = parser.parse_args(argv)
+    if not 1 <= arguments.batches <= RECORDS // BATCH:
+        parser.error(f"--batches {arguments.batches}: 1 to {RECORDS // BATCH} are allowed")
+    if arguments.quick:
+        comparisons = simulate(["files of 16 kB"], [1, 32], 3, 1)
+    else:
+        comparisons = simulate([*SETS], SERVERS, arguments.batches, arguments.rounds)
+    publish(comparisons, METRICS, arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

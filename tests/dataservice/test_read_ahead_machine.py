@@ -1,0 +1,241 @@
+"""Reading ahead in every order of events: the lead is kept in any room, and everybody gets everything once."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_dpflow.dataservice.node_lists import NodeLists, by_modulo
+from torch_dpflow.dataservice.read_ahead import NodeRequest, ReadAhead, ReadAheadInstruction
+from torch_dpflow.errors import OptionError, UsageError
+from torch_dpflow.remote.pool.objects import Arrival, Cancel, Serve
+
+SIZE = 100
+
+
+class Storage:
+    """Obeys a machine; what it was asked for comes when it is told."""
+
+    def __init__(self, machine: ReadAhead, sizes: dict[int, int] | None = None) -> None:
+        self.machine, self.sizes = machine, sizes or {}
+        self.under_way: dict[int, int] = {}
+        self.requests: list[NodeRequest] = []
+        self.asked: Counter[int] = Counter()
+        self.served: list[tuple[str, int, Any]] = []
+
+    def obey(self, instructions: list[ReadAheadInstruction]) -> None:
+        for one in instructions:
+            match one:
+                case NodeRequest(_, loads):
+                    assert len(loads) >= 1
+                    self.requests.append(one)
+                    self.under_way |= {load.load: load.key for load in loads}
+                    self.asked.update(load.key for load in loads)
+                case Cancel(loads):
+                    for load in loads:
+                        del self.under_way[load]
+                case Serve((reader, position, _), samples):
+                    self.served.append((reader, position, samples[0][1] if samples else None))
+        self.machine.validate()
+
+    def take_served(self) -> list[tuple[str, int, Any]]:
+        served, self.served = self.served, []
+        return served
+
+    def land(self, load: int) -> None:
+        key = self.under_way.pop(load)
+        self.obey(self.machine.arrived([Arrival(load, f"sample {key}", self.sizes.get(key, SIZE))]))
+
+    def land_all(self) -> None:
+        while self.under_way:
+            self.land(next(iter(self.under_way)))
+
+
+orders = st.integers(1, 60).flatmap(lambda count: st.permutations(range(count)))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    order=orders,
+    nodes=st.integers(1, 7),
+    k=st.integers(1, 9),
+    lead=st.integers(1, 12),
+    more=st.integers(0, 40),
+)
+def test_the_lead_is_kept_in_any_room_whatever_the_order(
+    order: list[int], nodes: int, k: int, lead: int, more: int
+) -> None:
+    room = lead + 1 + more
+    machine = ReadAhead(capacity_bytes=room * SIZE, k=k, node_of=by_modulo(nodes), lead=lead)
+    storage = Storage(machine)
+    storage.obey(machine.announce("a", order))
+    storage.land_all()  # the size of a sample is known from here on
+    for position in range(len(order)):
+        storage.obey(machine.read("a", position))
+        if position:
+            due = set(order[position : position + lead])
+            assert due <= storage.asked.keys()
+        storage.land_all()
+        assert storage.served[-1] == ("a", position, f"sample {order[position]}")
+        assert machine.used <= room * SIZE
+        storage.obey(machine.consumed("a", [position]))
+    assert set(storage.asked.values()) == {1}
+    assert all(len(one.loads) <= k for one in storage.requests)
+    assert machine.misses <= k
+    assert machine.used == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(order=orders, nodes=st.integers(1, 7), k=st.integers(1, 9))
+def test_without_a_lead_every_request_is_the_patents(order: list[int], nodes: int, k: int) -> None:
+    machine = ReadAhead(capacity_bytes=1 << 20, k=k, node_of=by_modulo(nodes), lead=0)
+    storage = Storage(machine)
+    storage.obey(machine.announce("a", order))
+    held: set[int] = set()
+    for position, key in enumerate(order):
+        before = len(storage.requests)
+        storage.obey(machine.read("a", position))
+        if key in held:
+            assert len(storage.requests) == before
+        else:
+            its = [one for one in order[position:] if one % nodes == key % nodes][:k]
+            assert [load.key for load in storage.requests[-1].loads] == its
+            assert len(storage.requests) == before + 1
+            held |= set(its)
+        storage.land_all()
+        storage.obey(machine.consumed("a", [position]))
+    lists = Counter(key % nodes for key in order)
+    assert machine.misses == sum(-(-count // k) for count in lists.values())
+
+
+class Reader:
+    """Reads one position after the other, and keeps some for a while."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.order = order
+        self.position = 0
+        self.is_waiting = False
+        self.held: list[int] = []
+        self.got: list[Any] = []
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    readers=st.integers(1, 3),
+    room=st.integers(1, 12),
+    k=st.integers(1, 5),
+    lead=st.integers(0, 8),
+)
+def test_every_reader_gets_every_sample_in_any_order_of_events(
+    seed: int, readers: int, room: int, k: int, lead: int
+) -> None:
+    chance = random.Random(seed)
+    machine = ReadAhead(capacity_bytes=room * SIZE, k=k, node_of=by_modulo(3), lead=lead)
+    storage = Storage(machine, {key: chance.randint(0, 3 * SIZE) for key in range(12)})
+    everybody = {f"reader {number}": Reader(chance.choices(range(12), k=12)) for number in range(readers)}
+    for name, reader in everybody.items():
+        storage.obey(machine.announce(name, reader.order))
+    while any(reader.position < 12 or reader.held for reader in everybody.values()):
+        name, reader = chance.choice(list(everybody.items()))
+        move = chance.random()
+        if storage.under_way and move < 0.4:
+            storage.land(chance.choice(list(storage.under_way)))
+        elif reader.held and move < 0.7:
+            done = chance.sample(reader.held, chance.randint(1, len(reader.held)))
+            reader.held = [one for one in reader.held if one not in done]
+            storage.obey(machine.consumed(name, done))
+        elif not reader.is_waiting and reader.position < 12:
+            reader.is_waiting = True
+            storage.obey(machine.read(name, reader.position))
+        for who, position, value in storage.take_served():
+            told = everybody[who]
+            assert told.is_waiting
+            assert position == told.position
+            told.is_waiting = False
+            if value is not None:
+                told.got.append(value)
+                told.held.append(position)
+                told.position += 1
+        # Nobody waits for what nobody brings, unless what is not consumed takes the room.
+        waiting = any(one.is_waiting for one in everybody.values())
+        assert storage.under_way or not waiting or any(one.held for one in everybody.values())
+    for name, reader in everybody.items():
+        assert reader.got == [f"sample {key}" for key in reader.order]
+        storage.obey(machine.leave(name))
+    assert machine.used == 0
+    assert not storage.under_way
+
+
+def test_readers_of_one_order_share_each_fetch() -> None:
+    machine = ReadAhead(capacity_bytes=100 * SIZE, k=4, node_of=by_modulo(2), lead=6)
+    storage = Storage(machine)
+    order = list(range(40))
+    for name in ("a", "b"):
+        storage.obey(machine.announce(name, order))
+    for position in order:
+        for name in ("a", "b"):
+            storage.obey(machine.read(name, position))
+            storage.land_all()
+            storage.obey(machine.consumed(name, [position]))
+    assert set(storage.asked.values()) == {1}
+
+
+def test_a_failed_sample_reaches_its_reader_as_its_error() -> None:
+    machine = ReadAhead(capacity_bytes=SIZE, k=1, node_of=by_modulo(1), lead=0)
+    storage = Storage(machine)
+    storage.obey(machine.announce("a", [5]))
+    storage.obey(machine.read("a", 0))
+    error = OSError("gone")
+    storage.obey(machine.arrived([Arrival(storage.requests[0].loads[0].load, error, 0, keep=False)]))
+    assert storage.served == [("a", 0, error)]
+
+
+def test_what_is_wrong_is_said() -> None:
+    machine = ReadAhead(capacity_bytes=SIZE, k=1, node_of=by_modulo(1), lead=0)
+    with pytest.raises(UsageError, match="announced no order"):
+        machine.read("a", 0)
+    machine.announce("a", [1, 2])
+    with pytest.raises(UsageError, match="position 2 of an order of 2"):
+        machine.read("a", 2)
+    machine.read("a", 0)
+    machine.consumed("a", [0])
+    with pytest.raises(UsageError, match="consumed already"):
+        machine.read("a", 0)
+    with pytest.raises(OptionError, match="lead"):
+        ReadAhead(capacity_bytes=1, k=1, node_of=by_modulo(1), lead=-1)
+
+
+@given(order=st.lists(st.integers(0, 50), max_size=60), nodes=st.integers(1, 6), seed=st.integers(0, 1 << 30))
+def test_lists_keep_the_order_and_give_each_position_once(order: list[int], nodes: int, seed: int) -> None:
+    chance = random.Random(seed)
+    lists = NodeLists(order, by_modulo(nodes))
+    left = set(range(len(order)))
+    while (nearest := lists.nearest()) is not None:
+        assert nearest == min(left)
+        start, count = chance.choice([nearest, chance.choice(sorted(left))]), chance.randint(1, 4)
+        same = [one for one in sorted(left) if one >= start and order[one] % nodes == lists.node(start)]
+        assert lists.following(start, count) == same[:count]
+        end = chance.randint(0, len(order))
+        assert lists.left_before(end) == sum(one < end for one in left)
+        lists.take(same[:count])
+        with pytest.raises(UsageError, match="taken already"):
+            lists.take(same[:1])
+        left -= set(same[:count])
+    assert not left
+    assert all(lists.is_taken(position) for position in range(len(order)))
+
+
+def test_an_order_has_one_dimension_and_every_key_a_node() -> None:
+    with pytest.raises(OptionError, match="dimensions"):
+        NodeLists(np.zeros((2, 2), dtype=np.int64), by_modulo(1))
+    with pytest.raises(OptionError, match="number from 0"):
+        NodeLists([1, 2], lambda keys: keys - 2)
+    with pytest.raises(OptionError, match="nodes"):
+        by_modulo(0)

@@ -1,0 +1,279 @@
+"""Which sets the pool holds, which server holds which stripe, and who has room: a pure state machine.
+
+A set is reserved before a byte of it is read, so no server fills up in the midst of one. A stripe has one owner, who
+reads it from storage; one that nobody has room for stays there. An explicit set stays until it is unloaded. An
+implicit one goes when nobody has read it for `idle_s`, or at once where another set needs its room, the longest idle
+first. A server that is lost takes its stripes with it: others that have room get them and read them again, and what
+they hold stays where it is. Storage is the second copy, so a reader needs none of this to go on.
+
+    preload -> Fill to each owner -> loaded -> ready        unload, idle, lack of room -> Drop to each owner
+    a server is lost -> Fill to the new owners of its stripes, under a new generation of the table
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from torch_dpflow.checks import check_seconds
+from torch_dpflow.dataservice.placement import NOBODY, place
+from torch_dpflow.errors import PoolFullError, UsageError
+from torch_dpflow.remote.control.leases import ExpireLeases, LeaseChange, Leases, Leave, Lost, RenewLease
+
+_Flags = npt.NDArray[np.bool_]
+
+
+class Fill(msgspec.Struct, frozen=True):
+    """Have this server read these stripes from storage, then call `loaded` for each."""
+
+    server: str
+    identity: bytes
+    stripes: list[int]
+
+
+class Drop(msgspec.Struct, frozen=True):
+    """Have this server give up what it holds of this set."""
+
+    server: str
+    identity: bytes
+
+
+KeeperInstruction: TypeAlias = Fill | Drop
+
+
+class StripeTable(msgspec.Struct, frozen=True):
+    """Who owns each stripe: places in `servers`, or `NOBODY`. A later table has a higher generation."""
+
+    generation: int
+    servers: list[str]
+    owners: list[int]
+
+
+class SetSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One set, as people are told of it."""
+
+    identity: bytes
+    is_explicit: bool
+    readers: int
+    stripes: int
+    #: Stripes that have an owner, and those that their owners have read.
+    placed: int
+    loaded: int
+    placed_bytes: int
+
+
+@dataclass(eq=False)
+class _Set:
+    sizes: npt.NDArray[np.int64]
+    is_explicit: bool
+    #: The name of each stripe's owner; None: nobody has room.
+    owners: list[str | None]
+    loaded: _Flags
+    generation: int = 1
+    readers: set[str] = field(default_factory=set)
+    #: Since when nobody reads it; seconds.
+    idle_since: float = 0.0
+
+    @property
+    def may_go(self) -> bool:
+        """Whether nobody misses it."""
+        return not self.is_explicit and not self.readers
+
+    def owned_by(self, server: str) -> list[int]:
+        return [stripe for stripe, owner in enumerate(self.owners) if owner == server]
+
+
+class KeeperMachine:
+    """Decides what is held where. One thread owns it.
+
+    Args:
+        lease_s: silence after which a server is lost, seconds.
+        idle_s: how long an implicit set stays that nobody reads, seconds.
+    """
+
+    def __init__(self, *, lease_s: float, idle_s: float) -> None:
+        self._leases = Leases(lease_s=lease_s)
+        self._idle_s = check_seconds("idle_s", idle_s, zero=True)
+        #: The bytes of each server, and those that are not reserved.
+        self._capacity: dict[str, int] = {}
+        self._room: dict[str, int] = {}
+        self._sets: dict[bytes, _Set] = {}
+
+    # -- servers ---------------------------------------------------------------------------------------------
+
+    def renew(self, server: str, generation: int, capacity_bytes: int, now: float) -> list[KeeperInstruction]:
+        """A server has begun, with empty memory, or lives on. A generation that was lost before is ignored."""
+        self._lose(self._leases.handle(RenewLease(server, generation, now)))
+        if self._leases.generation_of(server) != generation or server in self._capacity:
+            return []
+        self._capacity[server] = self._room[server] = capacity_bytes
+        return self._place_all()
+
+    def leave(self, server: str, generation: int, now: float) -> list[KeeperInstruction]:
+        """A server ends, or its end was seen."""
+        return self._replace(self._leases.handle(Leave(server, generation, now)))
+
+    def expire(self, now: float) -> list[KeeperInstruction]:
+        """Time has passed: servers that were silent are lost, sets that nobody reads go."""
+        out: list[KeeperInstruction] = []
+        for identity, one in list(self._sets.items()):
+            if one.may_go and now - one.idle_since >= self._idle_s:
+                out += self._drop(identity)
+        return out + self._replace(self._leases.handle(ExpireLeases(now)))
+
+    # -- sets ------------------------------------------------------------------------------------------------
+
+    def preload(
+        self, identity: bytes, stripe_bytes: Sequence[int], now: float, *, explicit: bool, whole: bool
+    ) -> list[KeeperInstruction]:
+        """Reserve room for a set, and have it read. One that is there already stays as it is, but may become explicit.
+
+        whole: refuse a set that does not fit as a whole; else a part of it is held.
+
+        Raises PoolFullError: there is not enough room; nothing has changed.
+        """
+        known = self._sets.get(identity)
+        if known is not None:
+            known.is_explicit |= explicit
+            return []
+        sizes = np.asarray(stripe_bytes, dtype=np.int64)
+        idle = sorted((one for one in self._sets if self._sets[one].may_go), key=self._idle_since)
+        if whole and NOBODY in place(identity, sizes, self._capacity, self._room_without(idle)):
+            free = sum(self._room_without(idle).values())
+            raise PoolFullError(
+                f"the set takes {int(sizes.sum()):,} bytes, and the servers have room for {free:,}; give them more "
+                "memory, unload another set, or have a part of this one held"
+            )
+        out: list[KeeperInstruction] = []
+        for oldest in idle:
+            if NOBODY not in place(identity, sizes, self._capacity, self._room):
+                break
+            out += self._drop(oldest)
+        owners: list[str | None] = [None] * len(sizes)
+        self._sets[identity] = _Set(sizes, explicit, owners, np.zeros(len(sizes), dtype=bool), idle_since=now)
+        return out + self._place(identity)
+
+    def open(self, identity: bytes, reader: str) -> None:
+        """A reader begins to read a set. Raises UsageError: there is no such set."""
+        self._set(identity).readers.add(reader)
+
+    def close(self, reader: str, now: float) -> None:
+        """A reader has ended, or its end was seen."""
+        for one in self._sets.values():
+            if reader in one.readers:
+                one.readers.discard(reader)
+                one.idle_since = now
+
+    def loaded(self, server: str, identity: bytes, stripes: Iterable[int]) -> None:
+        """A server has read these stripes. Of a set that is gone, or of stripes that are another's: ignored."""
+        known = self._sets.get(identity)
+        for stripe in stripes if known is not None else ():
+            if known is not None and known.owners[stripe] == server:
+                known.loaded[stripe] = True
+
+    def unload(self, identity: bytes) -> list[KeeperInstruction]:
+        """Give up a set, whoever reads it. Raises UsageError: there is no such set."""
+        self._set(identity)
+        return [*self._drop(identity), *self._place_all()]
+
+    def table(self, identity: bytes) -> StripeTable:
+        """Who owns what of a set. Raises UsageError: there is no such set."""
+        one = self._set(identity)
+        names = sorted({owner for owner in one.owners if owner is not None})
+        place_of: dict[str | None, int] = {name: number for number, name in enumerate(names)}
+        return StripeTable(one.generation, names, [place_of.get(owner, NOBODY) for owner in one.owners])
+
+    def summaries(self) -> list[SetSummary]:
+        """Every set."""
+        return [
+            SetSummary(
+                identity=identity,
+                is_explicit=one.is_explicit,
+                readers=len(one.readers),
+                stripes=len(one.sizes),
+                placed=sum(owner is not None for owner in one.owners),
+                loaded=int(one.loaded.sum()),
+                placed_bytes=sum(
+                    size for size, owner in zip(one.sizes.tolist(), one.owners) if owner is not None
+                ),
+            )
+            for identity, one in self._sets.items()
+        ]
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _set(self, identity: bytes) -> _Set:
+        try:
+            return self._sets[identity]
+        except KeyError:
+            raise UsageError(f"set {identity.hex()} is not in the pool (any more); preload it") from None
+
+    def _idle_since(self, identity: bytes) -> float:
+        return self._sets[identity].idle_since
+
+    def _room_without(self, idle: Iterable[bytes]) -> dict[str, int]:
+        """The room that each server would have without these sets."""
+        room = dict(self._room)
+        for one in (self._sets[identity] for identity in idle):
+            for size, owner in zip(one.sizes.tolist(), one.owners):
+                if owner is not None:
+                    room[owner] += size
+        return room
+
+    def _drop(self, identity: bytes) -> list[KeeperInstruction]:
+        self._room = self._room_without([identity])
+        owners = {owner for owner in self._sets.pop(identity).owners if owner is not None}
+        return [Drop(owner, identity) for owner in sorted(owners)]
+
+    def _lose(self, changes: Sequence[LeaseChange]) -> None:
+        for lost in (change.peer for change in changes if isinstance(change, Lost)):
+            self._capacity.pop(lost, None)
+            self._room.pop(lost, None)
+            for one in self._sets.values():
+                for stripe in one.owned_by(lost):
+                    one.owners[stripe] = None
+                    one.loaded[stripe] = False
+                    one.generation += 1
+
+    def _replace(self, changes: Sequence[LeaseChange]) -> list[KeeperInstruction]:
+        self._lose(changes)
+        return self._place_all()
+
+    def _place_all(self) -> list[KeeperInstruction]:
+        out: list[KeeperInstruction] = []
+        for identity in self._sets:
+            out += self._place(identity)
+        return out
+
+    def _place(self, identity: bytes) -> list[KeeperInstruction]:
+        """Give the stripes that nobody has to servers that have room."""
+        one = self._sets[identity]
+        homeless = np.array([stripe for stripe, owner in enumerate(one.owners) if owner is None], dtype=int)
+        owners = place(identity, one.sizes[homeless], self._capacity, self._room, homeless)
+        names, fills = sorted(self._capacity), dict[str, list[int]]()
+        for stripe, owner in zip(homeless.tolist(), owners.tolist()):
+            if owner != NOBODY:
+                one.owners[stripe] = names[owner]
+                self._room[names[owner]] -= int(one.sizes[stripe])
+                fills.setdefault(names[owner], []).append(stripe)
+        one.generation += bool(fills)
+        return [Fill(server, identity, stripes) for server, stripes in fills.items()]
+
+    def validate(self) -> None:
+        """Check every invariant; for tests. Raises AssertionError."""
+        self._leases.validate()
+        assert self._capacity.keys() == self._room.keys() == self._leases.members.keys()
+        for server, capacity in self._capacity.items():
+            held = sum(
+                int(one.sizes[stripe]) for one in self._sets.values() for stripe in one.owned_by(server)
+            )
+            assert held + self._room[server] == capacity
+            assert self._room[server] >= 0
+        for one in self._sets.values():
+            assert all(owner is None or owner in self._capacity for owner in one.owners)
+            assert all(one.owners[stripe] is not None for stripe in np.flatnonzero(one.loaded).tolist())

@@ -1,0 +1,161 @@
+"""What the pool holds: sets of records, their identity, and where each record lies in them. Pure.
+
+A set is an immutable version of samples. A file set has records of any length, an array set records of one shape and
+type. Consecutive records lie together in a stripe, which one server holds. Where a record lies in its stripe follows
+from the set alone, before any byte has come: so it can be loaded, or asked for, in any order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from torch_dpflow.checks import check_int
+from torch_dpflow.errors import OptionError, OptionTypeError
+
+#: Records of a file set begin at multiples of so many bytes, a cache line.
+ALIGNMENT = 64
+#: Records in a stripe of a file set: as many as a metadata shard of a dataset store has.
+FILES_PER_STRIPE = 1000
+#: Bytes of a stripe of an array set, at most, unless a record is larger.
+ARRAY_STRIPE_BYTES = 64 << 20
+#: Bytes of an identity.
+IDENTITY_BYTES = 16
+
+
+class Slot(NamedTuple):
+    """Where a record lies."""
+
+    stripe: int
+    #: Bytes from the stripe's start.
+    offset: int
+    length: int
+
+
+def identity(kind: str, facts: dict[str, Any]) -> bytes:
+    """The name of a set: equal for equal facts alone, whoever makes it and wherever.
+
+    kind: what sort of set it is.
+    facts: everything that determines its bytes, of types that msgspec knows.
+    """
+    encoded = msgspec.msgpack.encode([kind, facts], order="deterministic")
+    return hashlib.blake2b(encoded, digest_size=IDENTITY_BYTES).digest()
+
+
+class RecordSet(ABC):
+    """The layout of one set.
+
+    Args:
+        identity: its name.
+        records: how many there are, at least one.
+        per_stripe: how many lie together.
+
+    Raises:
+        OptionError: a number is below 1.
+    """
+
+    def __init__(self, identity: bytes, records: int, per_stripe: int) -> None:
+        self.identity = identity
+        self.records = check_int("records", records, minimum=1)
+        self.per_stripe = check_int("per_stripe", per_stripe, minimum=1)
+
+    @property
+    def stripes(self) -> int:
+        """How many stripes there are."""
+        return -(-self.records // self.per_stripe)
+
+    def stripe_of(self, indices: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
+        """The stripe of each record."""
+        return indices // self.per_stripe
+
+    def records_of(self, stripe: int) -> range:
+        """The records in a stripe."""
+        first = stripe * self.per_stripe
+        return range(first, min(first + self.per_stripe, self.records))
+
+    def check_index(self, index: int) -> int:
+        """`index` from the front, of one that may count from the end. Raises IndexError."""
+        if not -self.records <= index < self.records:
+            raise IndexError(
+                f"record {index} of a set of {self.records}; give one from 0 to {self.records - 1}"
+            )
+        return index + self.records if index < 0 else index
+
+    @abstractmethod
+    def locate(self, index: int) -> Slot:
+        """Where a record lies. Raises IndexError."""
+
+    @abstractmethod
+    def stripe_bytes(self, stripe: int) -> int:
+        """The bytes that a stripe takes."""
+
+
+class FileSet(RecordSet):
+    """Records of any length, one behind the other, each at a multiple of `ALIGNMENT`.
+
+    lengths: bytes of each record.
+    Raises OptionError: there is no record, a length is below 0, or it is no list of whole numbers.
+    """
+
+    def __init__(self, identity: bytes, lengths: npt.ArrayLike, per_stripe: int = FILES_PER_STRIPE) -> None:
+        self.lengths = np.asarray(lengths)
+        if self.lengths.ndim != 1 or self.lengths.dtype.kind not in "iu" or (self.lengths < 0).any():
+            raise OptionError("lengths: a list of whole numbers from 0 is needed, one for each record")
+        super().__init__(identity, len(self.lengths), per_stripe)
+        padded = -(-self.lengths.astype(np.int64) // ALIGNMENT) * ALIGNMENT
+        #: Where each record would end if all stripes were one.
+        self._ends = np.cumsum(padded)
+
+    def locate(self, index: int) -> Slot:
+        index = self.check_index(index)
+        stripe = index // self.per_stripe
+        before = int(self._ends[index - 1]) if index else 0
+        return Slot(stripe, before - self._start(stripe), int(self.lengths[index]))
+
+    def stripe_bytes(self, stripe: int) -> int:
+        return int(self._ends[self.records_of(stripe)[-1]]) - self._start(stripe)
+
+    def _start(self, stripe: int) -> int:
+        first = stripe * self.per_stripe
+        return int(self._ends[first - 1]) if first else 0
+
+
+class ArraySet(RecordSet):
+    """Rows of an array: record i lies at i times its bytes, in stripes of whole records.
+
+    Args:
+        dtype: of the elements, as numpy writes it; no Python objects.
+        shape: of one record; empty for a number.
+
+    Raises:
+        OptionTypeError: the type is of objects.
+        OptionError: records have no bytes.
+    """
+
+    def __init__(
+        self,
+        identity: bytes,
+        records: int,
+        dtype: str,
+        shape: tuple[int, ...],
+        stripe_bytes: int = ARRAY_STRIPE_BYTES,
+    ) -> None:
+        self.dtype, self.shape = np.dtype(dtype), tuple(shape)
+        if self.dtype.hasobject:
+            raise OptionTypeError(f"dtype={dtype!r} is of Python objects; give an array of numbers or bytes")
+        self.record_bytes = int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        if self.record_bytes < 1:
+            raise OptionError(f"dtype={dtype!r}, shape={shape}: records have no bytes; give at least one")
+        super().__init__(identity, records, max(1, stripe_bytes // self.record_bytes))
+
+    def locate(self, index: int) -> Slot:
+        stripe, place = divmod(self.check_index(index), self.per_stripe)
+        return Slot(stripe, place * self.record_bytes, self.record_bytes)
+
+    def stripe_bytes(self, stripe: int) -> int:
+        return len(self.records_of(stripe)) * self.record_bytes
