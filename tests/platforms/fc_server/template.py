@@ -20,7 +20,7 @@ def main(name: str) -> None:
     parent = os.getpid()
     print("ready", flush=True)
     # Not `for line in sys.stdin`: a fork would have what is buffered.
-    while line := os.read(0, 64):
+    while line := os.read(0, 4096):
         pid = os.fork()
         if pid == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
