@@ -136,11 +136,12 @@ class TestCluster:
         return [view for view in views if view.pid]
 
     def process(self, part: str, role: str = "") -> ProcessView:
-        """The first process whose id has `part` in it; awaited, as a node tells of a process after it has started."""
+        """The first that runs of those whose id has `part` in it; awaited, as nodes tell of starts and ends afterwards."""
         found: list[ProcessView] = []
 
         def listed() -> bool:
-            found[:] = [view for view in self.processes(part) if role in ("", view.role)]
+            views = self.processes(part)
+            found[:] = [view for view in views if role in ("", view.role) and not has_ended(view.pid)]
             return bool(found)
 
         wait(listed, what=f"a process {part!r}")
