@@ -136,7 +136,7 @@ class TestCluster:
         return [view for view in views if view.pid]
 
     def process(self, part: str, role: str = "") -> ProcessView:
-        """The first that runs of those whose id has `part` in it; awaited, as nodes tell of starts and ends afterwards."""
+        """The first that runs of those whose id has `part` in it; awaited, as nodes tell of starts and ends later."""
         found: list[ProcessView] = []
 
         def listed() -> bool:

@@ -189,7 +189,9 @@ def test_every_line_says_what_it_is_about_and_restarts_are_counted(
 ) -> None:
     job = join(flow, Numbers(SAMPLES), batch_size=10, name="mine")
     read(job, 0)
-    worker = cluster.process(f"{flow}@1/shard-000/worker-1")
+    part = f"{flow}@1/shard-000/worker-1"
+    wait(lambda: cluster.process(part).status.get("up"), what="a worker that its shard knows")
+    worker = cluster.process(part)
     os.kill(worker.pid, signal.SIGKILL)
     wait(
         lambda: Scrape(cluster)("dpflow_process_restarts_total", process=worker.id) == 1,
