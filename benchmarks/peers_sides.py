@@ -7,6 +7,7 @@ decoding to its user, Pillow and torchvision decode.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
@@ -116,24 +117,16 @@ def torchdata_nodes(images: Path) -> Iterator[Read]:
 
 
 @contextmanager
-def tf_data(images: Path, *, antialias: bool = False) -> Iterator[Read]:
-    """NHWC, which is TensorFlow's. Without antialiasing, its default, resizing costs less and shows it."""
+def tf_data(images: Path, *, like_torchvision: bool = False) -> Iterator[Read]:
+    """NHWC, which is TensorFlow's. Its boxes are smaller than torchvision's, and its resizing has no antialiasing."""
     import tensorflow as tf
 
     def crop(path: Any) -> Any:
         data = tf.io.read_file(path)
-        begin, extent, _ = tf.image.sample_distorted_bounding_box(
-            tf.io.extract_jpeg_shape(data),
-            tf.zeros([1, 0, 4]),
-            min_object_covered=0.0,
-            aspect_ratio_range=(3 / 4, 4 / 3),
-            area_range=(0.08, 1.0),
-            max_attempts=10,
-            use_image_if_no_bounding_boxes=True,
-        )
-        box = tf.stack([begin[0], begin[1], extent[0], extent[1]])
+        shape = tf.io.extract_jpeg_shape(data)
+        box = torchvision_box(tf, shape) if like_torchvision else tensorflow_box(tf, shape)
         part = tf.image.decode_and_crop_jpeg(data, box, channels=3)
-        return tf.cast(tf.image.resize(part, [SIZE, SIZE], antialias=antialias), tf.uint8)
+        return tf.cast(tf.image.resize(part, [SIZE, SIZE], antialias=like_torchvision), tf.uint8)
 
     files = files_of(images)
     dataset = tf.data.Dataset.from_tensor_slices(files).shuffle(len(files))
@@ -141,9 +134,34 @@ def tf_data(images: Path, *, antialias: bool = False) -> Iterator[Read]:
     yield dataset.as_numpy_iterator
 
 
+def tensorflow_box(tf: Any, shape: Any) -> Any:
+    begin, extent, _ = tf.image.sample_distorted_bounding_box(
+        shape,
+        tf.zeros([1, 0, 4]),
+        min_object_covered=0.0,
+        aspect_ratio_range=(3 / 4, 4 / 3),
+        area_range=(0.08, 1.0),
+        max_attempts=10,
+        use_image_if_no_bounding_boxes=True,
+    )
+    return tf.stack([begin[0], begin[1], extent[0], extent[1]])
+
+
+def torchvision_box(tf: Any, shape: Any, tries: int = 10) -> Any:
+    """Distributed as those of torchvision's RandomResizedCrop; the whole image where no try fits."""
+    size = tf.cast(shape[:2], tf.float32)
+    area = tf.reduce_prod(size) * tf.random.uniform([tries], 0.08, 1.0)
+    ratio = tf.exp(tf.random.uniform([tries], math.log(3 / 4), math.log(4 / 3)))
+    boxes = tf.round(tf.stack([tf.sqrt(area / ratio), tf.sqrt(area * ratio)], axis=1))
+    fits = tf.reduce_all(boxes <= size, axis=1)
+    extent = tf.where(tf.reduce_any(fits), boxes[tf.argmax(fits)], size)
+    begin = tf.floor(tf.random.uniform([2]) * (size - extent + 1.0))
+    return tf.cast(tf.concat([begin, extent], axis=0), tf.int32)
+
+
 @contextmanager
-def tf_data_antialiased(images: Path) -> Iterator[Read]:
-    with tf_data(images, antialias=True) as read:
+def tf_data_like_torchvision(images: Path) -> Iterator[Read]:
+    with tf_data(images, like_torchvision=True) as read:
         yield read
 
 
@@ -289,7 +307,7 @@ SIDES: Mapping[str, tuple[Open, str]] = {
     "dpflow + vision": (dpflow_with_vision, "simplejpeg"),
     "torchdata.nodes": (torchdata_nodes, "torchdata"),
     "tf.data": (tf_data, "tensorflow"),
-    "tf.data, antialiased": (tf_data_antialiased, "tensorflow"),
+    "tf.data like torchvision": (tf_data_like_torchvision, "tensorflow"),
     "SPDL": (spdl, "spdl"),
     "Grain": (grain, "grain"),
     "Ray Data": (ray_data, "ray"),
