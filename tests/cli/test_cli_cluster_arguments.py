@@ -98,10 +98,17 @@ def test_up_refuses_what_is_no_value(arguments: list[str], message: str) -> None
         (["--metrics", "127.0.0.1:99999"], "give HOST:PORT"),
         (["--metrics", "0.0.0.0:9400"], "--metrics-public"),
         (["--metrics", "nowhere.invalid:9400"], "--metrics-public"),
+        (["--web", "8265"], "give HOST:PORT, such as 127.0.0.1:8265"),
+        (["--web", "0.0.0.0:8265"], "--web-token-file"),
+        (["--web", "127.0.0.1:8265", "--web-token-file", "/none"], "No such file"),
         (["--metrics", "nowhere.invalid:9400", "--metrics-public"], "give another"),
         (
             ["--keys", "/none/keys"],
             "--keys '/none/keys' without --listen: keys are",
+        ),
+        (
+            ["--web-token-file", "token"],
+            "--web-token-file without --web: say where, by --web HOST:PORT, or leave it out",
         ),
         (
             ["--metrics-public"],
@@ -182,7 +189,7 @@ def test_up_refuses_a_limit_of_open_files_that_allows_no_worker(tmp_path: Path) 
     assert not connection.exists()
 
 
-@pytest.mark.parametrize("option", ["--listen", "--metrics"])
+@pytest.mark.parametrize("option", ["--listen", "--metrics", "--web"])
 def test_up_refuses_a_port_that_is_taken(option: str, taken: int, tmp_path: Path) -> None:
     scheme = "tcp://" if option == "--listen" else ""
     connection = str(tmp_path / "connection")

@@ -59,10 +59,11 @@ SUITES = {
     "storages",
     "transports",
 }
-#: What needs an extra: the command line, tables of samples, and the suites. All else is there without.
+#: What needs an extra: the command line, tables of samples, the live page, and the suites. All else is there without.
 WITH_EXTRAS = (
     "torch_dpflow.cli.",
     "torch_dpflow.datasets.importers.table_values",
+    "torch_dpflow.remote.observe.page_server",
     "torch_dpflow.testing.",
     "torch_dpflow.vision",
 )
@@ -111,7 +112,15 @@ def test_the_wheel_holds_every_module_and_the_mark_of_its_types(built: Path) -> 
     (wheel,) = (built / "dist").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert names == modules(built) | {"torch_dpflow/py.typed"}
+    assert names == modules(built) | files(built) | {"torch_dpflow/py.typed"}
+
+
+def files(built: Path) -> set[str]:
+    """Those of the live page, with the license of the library that draws its charts."""
+    folder = built / "torch_dpflow/remote/observe/page"
+    found = {path.relative_to(built).as_posix() for path in folder.iterdir()}
+    assert f"{folder.relative_to(built)}/uPlot.LICENSE" in found
+    return found
 
 
 def test_the_metadata_tells_what_a_user_needs(built: Path) -> None:
@@ -179,7 +188,7 @@ def test_the_source_distribution_builds_the_same(built: Path) -> None:
     with tarfile.open(source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert set(NEEDED) <= names
-    assert modules(built) <= names
+    assert modules(built) | files(built) <= names
 
 
 def test_the_wheel_holds_the_library_alone(built: Path) -> None:
@@ -234,4 +243,6 @@ def test_every_module_is_imported_with_what_an_installation_brings(built: Path, 
     assert done.returncode == 0, done.stderr
     refused = json.loads(done.stdout)
     assert [name for name in refused if not name.startswith(WITH_EXTRAS)] == []
-    assert all(re.search("click|rich|pytest|pyarrow|vision", why) for why in refused.values()), refused
+    assert all(
+        re.search("click|rich|pytest|pyarrow|vision|starlette|uvicorn", why) for why in refused.values()
+    ), refused

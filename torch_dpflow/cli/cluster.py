@@ -66,6 +66,14 @@ def _up_options(command: Command) -> Command:
         ),
         click.option("--metrics", metavar="HOST:PORT", help="Where Prometheus finds metrics, over HTTP."),
         click.option("--metrics-public", is_flag=True, help="Let other hosts read --metrics, without a key."),
+        click.option("--web", metavar="HOST:PORT", help="Where a browser finds the live page."),
+        click.option(
+            "--web-token-file",
+            metavar="PATH",
+            envvar="DPFLOW_WEB_TOKEN_FILE",
+            show_envvar=True,
+            help="A file of mode 600 with the token that the page needs; without it, --web is for this machine alone.",
+        ),
         click.option(
             "--preload",
             metavar="MODULE",
@@ -131,6 +139,7 @@ def _announce(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) 
 def _print_up(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) -> None:
     if as_json:
         facts = {"address": cluster.address, "connection_file": str(options.path), "metrics": options.metrics}
+        facts["web"] = options.web
         click.echo(to_json({**facts, "pid": os.getpid(), "most_workers": cluster.workers}))
         return
     click.echo(f"dpflow is up at {cluster.address}\njobs find it by {options.path}")
@@ -140,6 +149,9 @@ def _print_up(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) 
     )
     if options.metrics:
         click.echo(f"metrics are at http://{options.metrics}/metrics")
+    if options.web:
+        token = "; it asks for the token, as a password" if options.web_token_file else ""
+        click.echo(f"the live page is at http://{options.web}{token}")
 
 
 @click.command()

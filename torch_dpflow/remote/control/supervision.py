@@ -31,6 +31,8 @@ START_PACE_S = 10.0
 #: most this factor.
 LATE_HEARTBEAT_S, MAX_LEASE_FACTOR = 2.0, 6.0
 WORKER = "worker"
+#: Most characters of how a process ended.
+MAX_ENDED = 300
 #: In the status of a worker that has started.
 UP = "up"
 
@@ -81,6 +83,8 @@ class _Process:
     #: How many incarnations in a row have ended at once, and how many there have been after the first.
     failures: int = 0
     restarts: int = 0
+    #: How the latest that has ended did so, for people.
+    ended: str = ""
     #: Where the latest incarnation that reported an address listens, and whether that is the running one.
     address: str = ""
     listens: bool = False
@@ -140,12 +144,12 @@ class Supervisor:
         process.runs, process.pid, process.began = True, pid, now
         self.revision += 1
 
-    def on_ended(self, id: str, incarnation: int, now: float) -> list[SupervisorInstruction]:
-        """A process has ended, for whatever reason."""
+    def on_ended(self, id: str, incarnation: int, now: float, how: str = "") -> list[SupervisorInstruction]:
+        """A process has ended, for whatever reason. how: for people."""
         process = self._processes.get(id)
         if process is None or process.incarnation != incarnation:
             return []
-        process.runs, process.pid = False, 0
+        process.runs, process.pid, process.ended = False, 0, how[:MAX_ENDED]
         process.starting = False
         self.revision += 1
         if not process.desired:
@@ -201,6 +205,7 @@ class Supervisor:
                 one.status,
                 one.restarts,
                 one.runs,
+                one.ended,
             )
             for id, one in self._processes.items()
             if one.desired

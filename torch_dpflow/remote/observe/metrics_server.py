@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -17,6 +15,7 @@ from torch_dpflow.remote.observe.cluster_figures import (
     count_of,
     figures_of,
 )
+from torch_dpflow.remote.observe.http_address import check_vacant, is_loopback, parse_address
 from torch_dpflow.remote.wire.coordinator import FlowView
 from torch_dpflow.remote.wire.limits import UNNAMED
 from torch_dpflow.remote.wire.node import ProcessView
@@ -62,22 +61,15 @@ def check_metrics_address(address: str, *, public: bool) -> tuple[str, int]:
         OptionError: it is not HOST:PORT, is not a loopback address although `public` is False, or is in use.
         MissingExtraError: the package for metrics is not installed.
     """
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise OptionError(f"metrics={address!r}: give HOST:PORT, such as 127.0.0.1:9400")
-    if not public and not _is_loopback(host):
+    host, port = parse_address("metrics", address, "127.0.0.1:9400")
+    if not public and not is_loopback(host):
         raise OptionError(
             f"metrics={address!r} reaches beyond this host, and whoever connects may read the names of flows and "
             "jobs without a key; give 127.0.0.1, or --metrics-public if that is meant"
         )
     _require_client()
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        socket.create_server((host, int(port)), family=family).close()
-    except OSError as error:
-        raise OptionError(f"metrics={address!r}: {error.strerror or error}; give another") from error
-    return host, int(port)
+    check_vacant("metrics", host, port)
+    return host, port
 
 
 def serve_metrics(address: str, views: Callable[[], Views]) -> None:
@@ -225,10 +217,3 @@ def _require_client() -> Any:
             "metrics need the package prometheus-client: pip install 'torch_dpflow[metrics]'"
         ) from error
     return prometheus_client
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -12,12 +12,14 @@ from importlib import import_module
 from torch_dpflow.log import write_lines
 from torch_dpflow.remote.process.spec import ServiceSpec, subjects_of
 
-#: The ids of the processes that a node runs by itself; the second only where a platform runs the workers.
-COORDINATOR, KEEPER = "coordinator", "keeper"
+#: The ids of the processes that a node runs by itself: the second only where a platform runs the workers, the third
+#: where the live page is wanted.
+COORDINATOR, KEEPER, PAGE = "coordinator", "keeper", "page"
 #: The function of each role.
 ROLES = {
     "coordinator": "torch_dpflow.remote.services.coordinator_process:run",
     "keeper": "torch_dpflow.remote.services.keeper:run",
+    "page": "torch_dpflow.remote.services.page:run",
     "router": "torch_dpflow.remote.services.router:run",
     "shard": "torch_dpflow.remote.shard.run:run",
     "worker": "torch_dpflow.remote.worker.sample_worker:run",

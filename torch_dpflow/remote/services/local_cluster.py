@@ -35,6 +35,7 @@ from torch_dpflow.remote.access.cluster_address import default_connection_file
 from torch_dpflow.remote.access.connection_file import generate_keys, read_key_file
 from torch_dpflow.remote.control.supervision import START_S
 from torch_dpflow.remote.observe.metrics_server import check_metrics_address
+from torch_dpflow.remote.observe.page_access import PagePlace, check_page
 from torch_dpflow.remote.process.roles import COORDINATOR, PRELOAD
 from torch_dpflow.remote.process.spec import ClusterPlace, MemberPlace
 from torch_dpflow.remote.services.node import LEASE_S, WISHED_DESCRIPTORS, Node, most_workers
@@ -56,6 +57,9 @@ class ClusterOptions:
         limits: of all flows together.
         metrics: HOST:PORT at which Prometheus finds metrics; None: nowhere.
         metrics_public: whether `metrics` may be reached from other hosts, without a key.
+        web: HOST:PORT at which people find the live page; None: nowhere.
+        web_token_file: the path of a file with the token that its readers need, which is needed for any HOST but this
+            machine's own; None: they need none.
         log: how its processes log.
         preload: modules to import once for all workers, as "torchvision" (2 s and 130 MB a worker less): workers start
             at once and share their memory. Not derived from flows: a client must not choose what the fork server
@@ -68,9 +72,9 @@ class ClusterOptions:
             tcp://HOST:FIRST-LAST, of which each shard takes one. None: where the platform says.
 
     Raises:
-        OptionError: `listen` or `metrics` is not such an address, or cannot be used; a module of `preload` is not
-            installed; or an option is given that would have no effect.
-        MissingExtraError: a package for `metrics` is not installed.
+        OptionError: `listen`, `metrics` or `web` is not such an address, or cannot be used; a module of `preload` is
+            not installed; or an option is given that would have no effect.
+        MissingExtraError: a package for `metrics` or `web` is not installed.
     """
 
     connection_file: str | None = None
@@ -80,6 +84,8 @@ class ClusterOptions:
     limits: ClusterLimits = field(default_factory=ClusterLimits)
     metrics: str | None = None
     metrics_public: bool = False
+    web: str | None = None
+    web_token_file: str | None = None
     log: LogOptions = field(default_factory=LogOptions)
     preload: Sequence[str] = ()
     platform: str | None = None
@@ -100,6 +106,11 @@ class ClusterOptions:
             _check_listen(self.listen)
         if self.metrics is not None:
             check_metrics_address(self.metrics, public=self.metrics_public)
+        if self.web_token_file is not None and self.web is None:
+            raise OptionError(
+                "--web-token-file without --web: say where, by --web HOST:PORT, or leave it out"
+            )
+        self.page_place()
         for module in self.preload:
             _check_installed(module)
         object.__setattr__(self, "limits", _scaled(self.limits, self.autoscale))
@@ -123,6 +134,10 @@ class ClusterOptions:
             platform.check_workers(self.limits.workers or MAX_WORKERS)
             platform.check_installed()
             check_reachable(self.platform, self.worker_listen or "")
+
+    def page_place(self, *, vacant: bool = True) -> PagePlace | None:
+        """Where the live page is to be; None: nowhere. Raises as `check_page`."""
+        return None if self.web is None else check_page("web", self.web, self.web_token_file, vacant=vacant)
 
     @property
     def members(self) -> PlatformSpec | None:
@@ -221,7 +236,14 @@ class LocalCluster:
         platform = ForkServerPlatform(
             preload=[*PRELOAD, *options.preload], patience_s=(LEASE_S, START_S), outlived=True
         )
-        node = Node(place, msgspec.msgpack.encode(arguments), platform, members=members)
+        page = options.page_place(vacant=False)
+        node = Node(
+            place,
+            msgspec.msgpack.encode(arguments),
+            platform,
+            members=members,
+            page=b"" if page is None else msgspec.msgpack.encode(page),
+        )
         self._announcement.track(lambda: node.address_of(COORDINATOR))
         return node
 

@@ -15,7 +15,7 @@ from torch_dpflow.platforms.base import Handle, Platform, ProcessSpec, require_s
 from torch_dpflow.platforms.local import DESCRIPTORS
 from torch_dpflow.platforms.members import PlatformSpec
 from torch_dpflow.remote.control.supervision import CleanUp, Kill, Spawn, Supervisor, SupervisorInstruction
-from torch_dpflow.remote.process.roles import COORDINATOR, KEEPER, ROLES, main
+from torch_dpflow.remote.process.roles import COORDINATOR, KEEPER, PAGE, ROLES, main
 from torch_dpflow.remote.process.spec import ClusterPlace, ServiceSpec, subjects_of
 from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
@@ -79,6 +79,7 @@ class Node:
         coordinator: arguments of the coordinator's role, msgpack.
         platform: starts its processes; closed with the node.
         members: where workers run, for the keeper; None: this platform runs them.
+        page: arguments of the live page's role, msgpack; empty: there is none.
 
     Raises:
         OptionError: the platform cannot run services: nothing could connect to them, or they could not reach the node.
@@ -91,6 +92,7 @@ class Node:
         platform: Platform,
         *,
         members: PlatformSpec | None = None,
+        page: bytes = b"",
         lease_s: float = LEASE_S,
     ) -> None:
         if not platform.limits.accepts_connections:
@@ -113,6 +115,8 @@ class Node:
         self._own = [Launch(COORDINATOR, COORDINATOR, coordinator)]
         if members is not None:
             self._own.append(Launch(KEEPER, KEEPER))
+        if page:
+            self._own.append(Launch(PAGE, PAGE, page))
         #: Processes that have been launched and not been seen to end.
         self._processes: dict[str, Handle] = {}
         #: Calls of `changes`: when to answer at the latest, the revision that the caller has, the call.
@@ -195,7 +199,8 @@ class Node:
                 SERVICE.warning(text, id, end, extra=subjects_of(id))
             else:
                 SERVICE.info("process %s ended", id, extra=subjects_of(id))
-            self._apply(self._supervisor.on_ended(id, incarnation, now))
+            how = str(end or "").partition("\n")[0]
+            self._apply(self._supervisor.on_ended(id, incarnation, now, how))
         self._apply(self._supervisor.tick(now))
         self._log_refused()
 
@@ -275,7 +280,7 @@ class Node:
     def _on_desire(self, call: IncomingCall) -> None:
         desired: Desire = call.body
         for launch in desired.launches:
-            if launch.role not in ROLES or launch.id in (COORDINATOR, KEEPER):
+            if launch.role not in ROLES or launch.id in (COORDINATOR, KEEPER, PAGE):
                 raise UsageError(f"{launch.id!r}: a node runs no process of role {launch.role!r} for clients")
         self._apply(self._supervisor.desire([*self._own, *desired.launches], self._clock()))
 

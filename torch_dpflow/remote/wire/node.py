@@ -77,6 +77,8 @@ class ProcessView(Body):
     #: How often it has been restarted.
     restarts: Count = 0
     runs: bool = True
+    #: How the process before it ended, for people; empty: there was none.
+    ended: Text = ""
 
 
 class Running(Body):

@@ -1,0 +1,201 @@
+"""What the live page makes of what is observed: rates, a bounded history, and what is told of changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_dpflow.remote.observe.cluster_figures import FlowRow, JobRow, ShardFigures
+from torch_dpflow.remote.observe.page_figures import (
+    MOST_PROCESSES,
+    History,
+    Observation,
+    ProcessRow,
+    Update,
+    observation_of,
+)
+from torch_dpflow.remote.observe.page_history import MOST_POINTS, MOST_SERIES, PageHistory
+from torch_dpflow.remote.wire.node import ProcessView
+from torch_dpflow.remote.wire.shard import MemberView
+
+SERIES = ("stall", "rate", "hit_rate", "decodes")
+
+
+def job(name: str = "j", **counts: Any) -> JobRow:
+    usual = {"stall_s": 0.0, "reading_s": 0.0, "batches": 0, "samples": 0, "bytes": 0}
+    return JobRow(flow="f@1", job=name, **{**usual, **counts})
+
+
+def flow(limited_by: str = "", restarts: int = 0, **figures: int) -> FlowRow:
+    return FlowRow(
+        flow="f@1",
+        state="accessed",
+        jobs=1,
+        generation=1,
+        shards=1,
+        figures=ShardFigures(**figures),
+        sharing="",
+        restarts=restarts,
+        limited_by=limited_by,
+    )
+
+
+def worker(number: int, *, incarnation: int = 1, **given: Any) -> ProcessRow:
+    usual = {"flow": "f@1", "role": "worker", "state": "running"}
+    return ProcessRow(id=f"f@1/shard-000/worker-{number}", incarnation=incarnation, **{**usual, **given})
+
+
+def test_rates_are_of_the_last_seconds_and_limits_of_jobs_that_wait() -> None:
+    page = PageHistory("cluster", "here")
+    page.observe(
+        Observation(
+            flows=[flow("storage", wants=100, hits=0, decodes=100, served=100)],
+            jobs=[job("slow", stall_s=9.0, reading_s=10.0, samples=100), job("fast", reading_s=10.0)],
+        ),
+        100.0,
+    )
+    seen = Observation(
+        flows=[flow("storage", wants=300, hits=150, decodes=150, served=300)],
+        jobs=[
+            job("slow", stall_s=10.0, reading_s=12.0, samples=300),
+            job("fast", reading_s=12.0, samples=10),
+            job("idle"),
+        ],
+    )
+    update = page.observe(seen, 102.0)
+    slow, fast, idle = update.jobs
+    assert (slow.stall_now, slow.samples_per_s, slow.limited_by) == (0.5, 100.0, "storage")
+    assert (fast.stall_now, fast.samples_per_s, fast.limited_by) == (0.0, 5.0, "job")
+    assert (idle.stall_now, idle.samples_per_s, idle.limited_by) == (None, None, "storage")
+    assert slow.stall == round(10 / 12, 4)
+    (line,) = update.flows
+    assert (line.hit_rate_now, line.hit_rate, line.decodes_now, line.decodes) == (0.75, 0.5, 0.25, 0.5)
+    assert (update.summary.stall, update.summary.samples_per_s) == (0.25, 105.0)
+    assert (update.summary.hit_rate, update.summary.decodes) == (0.75, 0.25)
+    fell = page.observe(Observation(flows=[flow(wants=1, hits=1)], jobs=[job("slow", samples=5)]), 103.0)
+    assert (fell.flows[0].hit_rate_now, fell.flows[0].samples_per_s) == (None, None), "a shard was restarted"
+    assert (fell.jobs[0].stall_now, fell.jobs[0].samples_per_s) == (None, None)
+
+
+def events(page: PageHistory, seen: Observation, at: float) -> list[tuple[str, str, str]]:
+    return [(event.kind, event.subject, event.text) for event in page.observe(seen, at).events]
+
+
+def test_the_log_says_who_was_restarted_and_why_and_sums_up_crowds() -> None:
+    page = PageHistory("cluster", "here")
+    assert events(page, Observation(processes=[worker(0), worker(1)]), 0.0) == [], "it was so before"
+    seen = Observation(
+        processes=[worker(0, incarnation=7, ended="pid 5 was ended by SIGKILL"), worker(1, state="down")]
+    )
+    assert events(page, seen, 1.0) == [
+        ("restart", "f@1/shard-000/worker-0", "was restarted: pid 5 was ended by SIGKILL"),
+        ("end", "f@1/shard-000/worker-1", "ended, and will be started again"),
+    ]
+    crowd = Observation(processes=[worker(n, incarnation=9) for n in range(50)], jobs=[job()])
+    assert events(page, crowd, 2.0) == [
+        ("restart", "f@1/shard-000/worker-0", "was restarted"),
+        ("restart", "f@1/shard-000/worker-1", "was restarted"),
+        ("begin", "workers of f@1", "48 began, f@1/shard-000/worker-2 first"),
+        ("begin", "j", "reads f@1"),
+    ]
+    assert events(page, Observation(failure="no answer"), 3.0) == [
+        ("failure", "dpflow", "no answer"),
+        ("end", "workers of f@1", "50 ended, f@1/shard-000/worker-0 first"),
+        ("end", "j", "has left f@1"),
+    ]
+    assert events(page, Observation(), 4.0) == [("change", "dpflow", "all answers again")]
+    numbers = [event.number for event in page.whole().events]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_processes_and_members_are_shown_with_their_states() -> None:
+    member = MemberView("dpf-1", 0, "on deck", 3.0, "host-a pid 9")
+    views = [
+        ProcessView("coordinator", "coordinator", 1, 5, "ipc://x", {}),
+        ProcessView("a/b@2/shard-000", "shard", 2, 6, "", {"members": msgspec.to_builtins([member])}),
+        ProcessView("a/b@2/shard-000/worker-0", "worker", 3, 7, "", {"up": True}),
+        ProcessView("a/b@2/shard-000/worker-1", "worker", 4, 8, "", {}, 2, True, "exited with code 1"),
+        ProcessView("a/b@2/router", "router", 5, 0, "", {"members": "many"}, 1, False),
+    ]
+    rows = observation_of([], views).processes
+    assert [(row.flow, row.role, row.state, row.where) for row in rows] == [
+        ("", "coordinator", "running", "pid 5"),
+        ("a/b@2", "shard", "starting", "pid 6"),
+        ("a/b@2", "worker", "on deck", "host-a pid 9"),
+        ("a/b@2", "worker", "running", "pid 7"),
+        ("a/b@2", "worker", "starting", "pid 8"),
+        ("a/b@2", "router", "down", ""),
+    ]
+    assert (rows[4].restarts, rows[4].ended) == (2, "exited with code 1")
+
+
+counts = st.integers(0, 50)
+observations = st.builds(
+    Observation,
+    flows=st.lists(
+        st.builds(flow, wants=counts, hits=counts, decodes=counts, served=counts), min_size=0, max_size=1
+    ),
+    jobs=st.dictionaries(st.sampled_from("abc"), st.tuples(counts, counts, counts), max_size=3).map(
+        lambda given: [job(name, stall_s=a, reading_s=b, samples=c) for name, (a, b, c) in given.items()]
+    ),
+    processes=st.dictionaries(
+        st.integers(0, 5), st.tuples(counts, st.sampled_from(["down", "running"])), max_size=6
+    ).map(lambda given: [worker(n, incarnation=i, state=state) for n, (i, state) in given.items()]),
+)
+
+
+def follow(kept: History, update: Update) -> None:
+    """As the page's script does with each update."""
+    kept.at += update.history.at
+    for name in SERIES:
+        series, news = getattr(kept, name), getattr(update.history, name)
+        for key in news:
+            series.setdefault(key, [None] * (len(kept.at) - 1))
+        for key, values in series.items():
+            values.append(news.get(key, [None])[0])
+
+
+@given(st.lists(st.tuples(observations, st.floats(-3, 10)), min_size=1, max_size=20))
+def test_who_follows_the_updates_knows_what_who_comes_late_is_told(
+    steps: list[tuple[Observation, float]],
+) -> None:
+    page, at, told = PageHistory("cluster", "here"), 1000.0, []
+    kept = History(at=[], stall={}, rate={}, hit_rate={}, decodes={})
+    for seen, passed in steps:
+        at += passed  # a wall clock may be set back
+        update = page.observe(seen, at)
+        assert not update.whole
+        follow(kept, update)
+        told += update.events
+        for share in (
+            *(line.stall_now for line in update.jobs),
+            *(line.hit_rate_now for line in update.flows),
+        ):
+            assert share is None or 0 <= share <= 1
+        msgspec.json.encode(update)  # no NaN, no infinity: strict JSON
+    late = page.whole()
+    assert late.whole
+    assert late.events == told[-200:]
+    assert late.history.at == kept.at
+    for name in SERIES:
+        known = {key: one for key, one in getattr(kept, name).items() if any(v is not None for v in one)}
+        assert known == {key: one for key, one in getattr(late.history, name).items() if key in known}
+        assert all(len(one) == len(kept.at) for one in getattr(late.history, name).values())
+
+
+def test_nothing_grows_without_end() -> None:
+    page = PageHistory("cluster", "here")
+    for second in range(MOST_POINTS + 50):
+        seen = [job(f"{second}-{n}", stall_s=second, reading_s=second, samples=second) for n in range(2)]
+        page.observe(Observation(jobs=[*seen, job("stays", reading_s=second)]), float(second))
+    history = page.whole().history
+    assert len(history.at) == len(history.stall["f@1 stays"]) == MOST_POINTS
+    assert all(len(getattr(history, name)) <= MOST_SERIES for name in SERIES)
+    many = [worker(n) for n in range(MOST_PROCESSES + 10)] + [worker(99999, state="down")]
+    update = page.observe(Observation(processes=many), 9999.0)
+    assert len(update.processes) == MOST_PROCESSES
+    assert update.more_processes == 11
+    assert update.processes[0].state == "down", "what does not work is not left out"

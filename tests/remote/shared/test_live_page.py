@@ -1,0 +1,133 @@
+"""The live page of a real cluster, over real HTTP: what it shows of jobs, of workers and services that are killed."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster_command import CommandedCluster
+from tests.shared_cluster import PATIENCE_S, free_port, wait
+from tests.shared_datasets import Numbers
+from torch_dpflow.remote.job.client import SharedJob
+
+SAMPLES = 90
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandedCluster]:
+    started = CommandedCluster.up(tmp_path_factory.mktemp("c"), "--web", f"127.0.0.1:{free_port()}")
+    yield started
+    started.stop()
+
+
+def await_state(
+    cluster: CommandedCluster, what: str, condition: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
+    """What the page shows once that holds."""
+    found: list[dict[str, Any]] = []
+
+    def holds() -> bool:
+        try:
+            with urllib.request.urlopen(
+                f"http://{cluster.facts['web']}/api/state", timeout=PATIENCE_S
+            ) as answer:
+                found.append(json.load(answer))
+        except OSError:  # it does not run, or was asked too often
+            return False
+        return bool(condition(found[-1]))
+
+    wait(holds, what=what)
+    return found[-1]
+
+
+def stream_of(cluster: CommandedCluster) -> Any:
+    """The stream of updates, once this machine may ask again."""
+    found: list[Any] = []
+
+    def opened() -> bool:
+        try:
+            found.append(
+                urllib.request.urlopen(f"http://{cluster.facts['web']}/api/stream", timeout=PATIENCE_S)
+            )
+        except OSError:
+            return False
+        return True
+
+    wait(opened, what="a stream of updates")
+    return found[0]
+
+
+def processes(told: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["id"]: row for row in told["processes"]}
+
+
+def test_it_shows_a_flow_with_its_job_and_workers(
+    cluster: CommandedCluster, join: Callable[..., SharedJob], flow: str
+) -> None:
+    job = join(flow, Numbers(SAMPLES), batch_size=10, name="<b>mine</b>", memory_bytes=8 << 20)
+    assert sum(len(keys) for epoch in range(2) for _, keys in job.traverse(epoch)) == 2 * SAMPLES
+
+    told = await_state(
+        cluster,
+        "all samples of the job on the page",
+        lambda told: (
+            any(row["samples"] == 2 * SAMPLES for row in told["jobs"])
+            and any(row["flow"] == f"{flow}@1" and row["decodes"] for row in told["flows"])
+        ),
+    )
+    (line,) = [row for row in told["flows"] if row["flow"] == f"{flow}@1"]
+    assert (line["state"], line["jobs"], line["shards"], line["workers"]) == ("accessed", 1, 1, 2)
+    assert 0 < line["decodes"] < 2
+    assert 0 <= line["hit_rate"] <= 1
+    (mine,) = [row for row in told["jobs"] if row["flow"] == f"{flow}@1"]
+    assert (mine["job"], mine["batches"]) == ("<b>mine</b>", 18)
+    assert 0 <= mine["stall"] <= 1
+    assert f"{flow}@1 <b>mine</b>" in told["history"]["stall"]
+    rows = processes(told)
+    assert rows["page"]["state"] == rows["coordinator"]["state"] == "running"
+    assert rows[f"{flow}@1/shard-000/worker-1"]["role"] == "worker"
+
+
+def test_a_worker_that_is_killed_is_in_the_stream(
+    cluster: CommandedCluster, join: Callable[..., SharedJob], flow: str
+) -> None:
+    join(flow, Numbers(SAMPLES), batch_size=10)
+    id = f"{flow}@1/shard-000/worker-0"
+    await_state(cluster, "a worker", lambda told: processes(told).get(id, {}).get("state") == "running")
+    with closing(stream_of(cluster)) as stream:
+        assert stream.readline().startswith(b"id: ")
+        pid = cluster.kill(id)
+        for line in iter(stream.readline, b""):
+            told = json.loads(line.removeprefix(b"data: ")) if line.startswith(b"data: ") else {"events": []}
+            if [event for event in told["events"] if event["kind"] == "restart" and event["subject"] == id]:
+                break
+    row = processes(told)[id]
+    assert row["restarts"] == 1
+    assert row["ended"].startswith(f"pid {pid} was ended by SIGKILL")
+
+
+def test_a_coordinator_and_a_page_that_are_killed_come_back(cluster: CommandedCluster) -> None:
+    await_state(cluster, "the page", lambda told: "coordinator" in processes(told))
+    cluster.kill("coordinator")
+    told = await_state(
+        cluster,
+        "another coordinator",
+        lambda told: processes(told)["coordinator"]["restarts"] == 1 and not told["failure"],
+    )
+    assert [event for event in told["events"] if event["subject"] == "coordinator"]
+    cluster.kill("page")
+    await_state(cluster, "another page", lambda told: processes(told)["page"]["restarts"] == 1)
+
+
+def test_nothing_secret_is_shown(cluster: CommandedCluster) -> None:
+    shown = json.dumps(await_state(cluster, "the page", bool))
+    keys = json.loads(Path(cluster.address).read_text())
+    secrets = [value for name, value in keys.items() if name.endswith(("_secret", "_public"))]
+    assert len(secrets) == 4
+    assert not [secret for secret in secrets if secret in shown]

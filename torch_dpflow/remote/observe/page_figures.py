@@ -1,0 +1,182 @@
+"""What the live page is told of a cluster or a loader at one moment, and what it shows of that. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from torch_dpflow.remote.control.supervision import UP
+from torch_dpflow.remote.observe.cluster_figures import FlowRow, JobRow, figures_of
+from torch_dpflow.remote.wire.coordinator import FlowView
+from torch_dpflow.remote.wire.node import ProcessView
+from torch_dpflow.remote.wire.shard import MemberView
+
+#: Most jobs and processes that one page shows; it says how many more there are.
+MOST_JOBS, MOST_PROCESSES = 256, 1024
+#: States of processes of this host; those of members are `MemberState`'s.
+RUNNING, STARTING, DOWN = "running", "starting", "down"
+
+
+class ProcessRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker or a service."""
+
+    id: str
+    #: The name and version of the flow that it serves; empty: it serves all.
+    flow: str
+    role: str
+    state: str
+    #: Its host and process id, for people.
+    where: str = ""
+    #: Grows with each process that has this id.
+    incarnation: int = 0
+    restarts: int = 0
+    #: How the process before it ended; empty: there was none, or nobody knows.
+    ended: str = ""
+
+
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is known at one moment. Counts are as of `FlowRow` and `JobRow`."""
+
+    flows: list[FlowRow] = []
+    jobs: list[JobRow] = []
+    processes: list[ProcessRow] = []
+    #: What could not be asked, for people; empty: nothing. The rest is as it was then.
+    failure: str = ""
+
+
+class FlowLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A flow, as the page shows it. None: nothing can be said yet."""
+
+    flow: str
+    state: str
+    jobs: int
+    shards: int
+    workers: int
+    desired: int
+    #: Since its shards have started, and of the last seconds.
+    hit_rate: float | None
+    hit_rate_now: float | None
+    decodes: float | None
+    decodes_now: float | None
+    samples_per_s: float | None
+    queued: int
+    cached: int
+    held_bytes: int
+    room_bytes: int
+    restarts: int
+    limited_by: str
+    sharing: str
+
+
+class JobLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A job, as the page shows it. None: it has read nothing in the last seconds."""
+
+    key: str
+    flow: str
+    job: str
+    #: Since it began, and of the last seconds.
+    stall: float
+    stall_now: float | None
+    samples_per_s: float | None
+    batches: int
+    samples: int
+    bytes: int
+    limited_by: str
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """All flows and jobs together, of the last seconds. None: nothing can be said."""
+
+    samples_per_s: float | None
+    #: Of all jobs that read.
+    stall: float | None
+    hit_rate: float | None
+    decodes: float | None
+    jobs: int
+    workers: int
+    desired: int
+    restarts: int
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that has happened. kind: "restart", "end", "begin", "change" or "failure"."""
+
+    number: int
+    #: Seconds since 1970.
+    at: float
+    kind: str
+    subject: str
+    text: str
+
+
+class History(msgspec.Struct, kw_only=True):
+    """Figures over time: for each of `at`, seconds since 1970, a value of each job or flow, or None."""
+
+    at: list[float]
+    stall: dict[str, list[float | None]]
+    rate: dict[str, list[float | None]]
+    hit_rate: dict[str, list[float | None]]
+    decodes: dict[str, list[float | None]]
+
+
+class Update(msgspec.Struct, frozen=True, kw_only=True):
+    """What the page is sent: all, or with `whole` False what has come since the update before."""
+
+    number: int
+    whole: bool
+    #: "cluster" or "loader", and its name for people.
+    kind: str
+    title: str
+    version: str
+    at: float
+    failure: str
+    summary: Summary
+    flows: list[FlowLine]
+    jobs: list[JobLine]
+    processes: list[ProcessRow]
+    #: How many more jobs and processes there are.
+    more_jobs: int
+    more_processes: int
+    events: list[Event]
+    history: History
+
+
+def observation_of(
+    flows: Sequence[FlowView], processes: Sequence[ProcessView], failure: str = ""
+) -> Observation:
+    """What is known of a cluster, from the views of its coordinator and of its node."""
+    figures = figures_of(flows, processes)
+    rows = [row for view in processes for row in _rows_of(view)]
+    return Observation(flows=figures.flows, jobs=figures.jobs, processes=rows, failure=failure)
+
+
+def _rows_of(view: ProcessView) -> Iterator[ProcessRow]:
+    flow = _flow_of(view.id)
+    is_up = bool(view.status.get(UP)) if view.role == "worker" else bool(view.address)
+    yield ProcessRow(
+        id=view.id,
+        flow=flow,
+        role=view.role,
+        state=(RUNNING if is_up else STARTING) if view.runs else DOWN,
+        where=f"pid {view.pid}" if view.pid else "",
+        incarnation=view.incarnation,
+        restarts=view.restarts,
+        ended=view.ended,
+    )
+    for member in _members_of(view.status):
+        yield ProcessRow(id=member.name, flow=flow, role="worker", state=member.state, where=member.where)
+
+
+def _flow_of(id: str) -> str:
+    """The flow of NAME@VERSION/shard-000/worker-0."""
+    name, at, rest = id.partition("@")
+    return f"{name}@{rest.partition('/')[0]}" if at else ""
+
+
+def _members_of(status: dict[str, Any]) -> list[MemberView]:
+    try:
+        return msgspec.convert(status.get("members", []), list[MemberView])
+    except msgspec.ValidationError:
+        return []  # a figure for people: what a later release tells ends nothing

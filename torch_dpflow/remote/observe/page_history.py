@@ -1,0 +1,295 @@
+"""Follows a cluster or a loader over time: rates of the last seconds, ten minutes of them, and what has happened. Pure.
+
+The caller observes about once a second. Counters that fall, because their process was restarted, give no rate.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch_dpflow._version import __version__
+from torch_dpflow.remote.observe.cluster_figures import FlowRow, JobRow
+from torch_dpflow.remote.observe.page_figures import (
+    DOWN,
+    MOST_JOBS,
+    MOST_PROCESSES,
+    RUNNING,
+    Event,
+    FlowLine,
+    History,
+    JobLine,
+    Observation,
+    ProcessRow,
+    Summary,
+    Update,
+)
+
+#: Over how many seconds a rate is taken: jobs report once a second.
+WINDOW_S = 5.0
+#: Points of the history, jobs and flows in it, and events that are kept.
+MOST_POINTS, MOST_SERIES, MOST_EVENTS = 600, 64, 200
+#: So many like events of one moment are told one by one.
+ALONE = 4
+#: A job that waits less than this takes what it can: its training limits it, whatever limits others of its flow.
+LITTLE_STALL, OWN_PACE = 0.05, "job"
+#: States of a worker that loads, or could.
+AT_WORK = (RUNNING, "working", "on deck")
+
+
+class PageHistory:
+    """Turns what is observed into what the page is sent. Not thread-safe.
+
+    Args:
+        kind: "cluster" or "loader".
+        title: its name for people.
+    """
+
+    def __init__(self, kind: str, title: str) -> None:
+        self._kind, self._title = kind, title
+        self._number = 0
+        #: What was observed in the last seconds, oldest first, with the time.
+        self._seen: deque[tuple[float, dict[str, JobRow], dict[str, FlowRow]]] = deque()
+        self._before: Observation | None = None
+        self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self._event_number = 0
+        self._history = _empty_history()
+        self._latest: Update
+
+    @property
+    def number(self) -> int:
+        """Of the latest update; 0 before the first."""
+        return self._number
+
+    def observe(self, seen: Observation, at: float) -> Update:
+        """What has changed, now that this is known. at: seconds since 1970."""
+        jobs = {f"{row.flow} {row.job}": row for row in seen.jobs}
+        flows = {row.flow: row for row in seen.flows}
+        while self._seen and not at - WINDOW_S <= self._seen[0][0] < at:
+            self._seen.popleft()
+        limits = {row.flow: row.limited_by for row in seen.flows}
+        job_lines = [self._job_line(key, row, at, limits) for key, row in jobs.items()]
+        flow_lines = [self._flow_line(row, at) for row in flows.values()]
+        self._seen.append((at, jobs, flows))
+        events = list(self._events_of(seen, at))
+        self._events.extend(events)
+        self._before = seen
+        self._number += 1
+        self._latest = Update(
+            number=self._number,
+            whole=False,
+            kind=self._kind,
+            title=self._title,
+            version=__version__,
+            at=at,
+            failure=seen.failure,
+            summary=self._summary(seen, job_lines, at),
+            flows=flow_lines,
+            jobs=job_lines[:MOST_JOBS],
+            processes=_shown(seen.processes),
+            more_jobs=max(0, len(job_lines) - MOST_JOBS),
+            more_processes=max(0, len(seen.processes) - MOST_PROCESSES),
+            events=events,
+            history=_point(job_lines[:MOST_SERIES], flow_lines[:MOST_SERIES], at),
+        )
+        self._extend(self._latest.history)
+        return self._latest
+
+    def whole(self) -> Update:
+        """The latest update with all of the history. To be called after `observe`."""
+        fields = {name: getattr(self._latest, name) for name in Update.__struct_fields__}
+        return Update(**{**fields, "whole": True, "events": list(self._events), "history": self._history})
+
+    # -- rates -----------------------------------------------------------------------------------------------
+
+    def _job_line(self, key: str, row: JobRow, at: float, limits: Mapping[str, str]) -> JobLine:
+        since, before = at, row
+        for then, jobs, _ in self._seen:
+            if (found := jobs.get(key)) is not None:
+                since, before = then, found
+                break
+        reads = row.reading_s > before.reading_s
+        stall = _share(row.stall_s - before.stall_s, row.reading_s - before.reading_s)
+        waits = stall is None or stall >= LITTLE_STALL
+        return JobLine(
+            key=key,
+            flow=row.flow,
+            job=row.job,
+            stall=round(row.stall_share, 4),
+            stall_now=stall,
+            samples_per_s=_rate(row.samples - before.samples, at - since) if reads else None,
+            batches=row.batches,
+            samples=row.samples,
+            bytes=row.bytes,
+            limited_by=limits.get(row.flow, "") if waits else OWN_PACE,
+        )
+
+    def _flow_line(self, row: FlowRow, at: float) -> FlowLine:
+        since, before = at, row
+        for then, _, flows in self._seen:
+            if (found := flows.get(row.flow)) is not None:
+                since, before = then, found
+                break
+        now, was = row.figures, before.figures
+        return FlowLine(
+            flow=row.flow,
+            state=row.state,
+            jobs=row.jobs,
+            shards=row.shards,
+            workers=now.workers,
+            desired=row.desired,
+            hit_rate=round(now.hit_rate, 4) if now.wants else None,
+            hit_rate_now=_share(now.hits - was.hits, now.wants - was.wants),
+            decodes=round(now.decodes_per_sample, 4) if now.served else None,
+            decodes_now=_ratio(now.decodes - was.decodes, now.served - was.served),
+            samples_per_s=_rate(now.served - was.served, at - since),
+            queued=now.queued + now.loading,
+            cached=now.cached,
+            held_bytes=now.held_bytes,
+            room_bytes=now.room_bytes,
+            restarts=row.restarts,
+            limited_by=row.limited_by,
+            sharing=row.sharing,
+        )
+
+    def _summary(self, seen: Observation, jobs: list[JobLine], at: float) -> Summary:
+        shared = [row.figures for row in seen.flows]
+        was = [row.figures for row in self._seen[0][2].values()]
+        hits, wants, decodes, served = (
+            sum(getattr(one, name) for one in shared) - sum(getattr(one, name) for one in was)
+            for name in ("hits", "wants", "decodes", "served")
+        )
+        rates = [job.samples_per_s for job in jobs if job.samples_per_s is not None]
+        stalls = [job.stall_now for job in jobs if job.stall_now is not None]
+        workers = [row for row in seen.processes if row.role == "worker"]
+        return Summary(
+            samples_per_s=round(sum(rates), 1) if rates else None,
+            stall=round(sum(stalls) / len(stalls), 4) if stalls else None,
+            hit_rate=_share(hits, wants),
+            decodes=_ratio(decodes, served),
+            jobs=len(seen.jobs),
+            workers=sum(row.state in AT_WORK for row in workers),
+            desired=max(sum(row.desired for row in seen.flows), len(workers)),
+            restarts=sum(row.restarts for row in seen.processes),
+        )
+
+    # -- over time -------------------------------------------------------------------------------------------
+
+    def _extend(self, point: History) -> None:
+        history = self._history
+        history.at += point.at
+        cut = max(0, len(history.at) - MOST_POINTS)
+        del history.at[:cut]
+        length = len(history.at)
+        for kept, new in _series(history, point):
+            for key in new.keys() - kept.keys():
+                kept[key] = [None] * (length - 1 + cut)
+            for key, values in kept.items():
+                values += new.get(key, [None])
+                del values[:cut]
+            for key in [key for key in kept if key not in new]:
+                if len(kept) > MOST_SERIES or all(one is None for one in kept[key]):
+                    del kept[key]
+
+    def _events_of(self, seen: Observation, at: float) -> Iterator[Event]:
+        before = self._before
+        if before is None:
+            return
+        found = [*_failures(before, seen), *_of_processes(before, seen), *_of_flows(before, seen)]
+        for kind, subject, text in _combined(found):
+            self._event_number += 1
+            yield Event(number=self._event_number, at=at, kind=kind, subject=subject, text=text)
+
+
+#: Kind, subject, text; and for like events of one moment: of how many this stands for one, as "workers of FLOW".
+_Found = tuple[str, str, str, str]
+
+
+def _failures(before: Observation, seen: Observation) -> Iterator[_Found]:
+    if seen.failure and not before.failure:
+        yield "failure", "dpflow", seen.failure, ""
+    elif before.failure and not seen.failure:
+        yield "change", "dpflow", "all answers again", ""
+
+
+def _of_processes(before: Observation, seen: Observation) -> Iterator[_Found]:
+    earlier = {row.id: row for row in before.processes}
+    for row in seen.processes:
+        was = earlier.pop(row.id, None)
+        like = f"{row.role}s of {row.flow or 'the cluster'}"
+        if was is None:
+            yield "begin", row.id, "began" + (f" as {row.where}" if row.where else ""), like
+        elif row.incarnation != was.incarnation:
+            why = f": {row.ended}" if row.ended else ""
+            yield "restart", row.id, f"was restarted{why}", like
+        elif row.state == DOWN != was.state:
+            yield "end", row.id, "ended, and will be started again", like
+    for row in earlier.values():
+        yield "end", row.id, "ended", f"{row.role}s of {row.flow or 'the cluster'}"
+
+
+def _of_flows(before: Observation, seen: Observation) -> Iterator[_Found]:
+    earlier = {row.flow: row for row in before.flows}
+    for row in seen.flows:
+        was = earlier.get(row.flow)
+        if was is None or was.state != row.state:
+            yield "change", row.flow, f"is {row.state}", "flows"
+    jobs, were = ({(row.flow, row.job) for row in one.jobs} for one in (seen, before))
+    for flow, job in sorted(jobs - were):
+        yield "begin", job, f"reads {flow}", f"jobs of {flow}"
+    for flow, job in sorted(were - jobs):
+        yield "end", job, f"has left {flow}", f"jobs of {flow}"
+
+
+def _combined(found: list[_Found]) -> Iterable[tuple[str, str, str]]:
+    """Like events as one where there are many: of a flow with hundreds of workers, the log would hold nothing else."""
+    counts = Counter((kind, like) for kind, _, _, like in found if like)
+    told: set[tuple[str, str]] = set()
+    for kind, subject, text, like in found:
+        if counts[kind, like] <= ALONE:
+            yield kind, subject, text
+        elif (kind, like) not in told:
+            told.add((kind, like))
+            did = {"begin": "began", "restart": "were restarted", "end": "ended"}.get(kind, "changed")
+            yield kind, like, f"{counts[kind, like]} {did}, {subject} first"
+
+
+def _shown(processes: list[ProcessRow]) -> list[ProcessRow]:
+    """Those that do not work first, where not all are shown."""
+    if len(processes) <= MOST_PROCESSES:
+        return processes
+    return sorted(processes, key=lambda row: row.state in AT_WORK)[:MOST_PROCESSES]
+
+
+def _empty_history() -> History:
+    return History(at=[], stall={}, rate={}, hit_rate={}, decodes={})
+
+
+def _point(jobs: list[JobLine], flows: list[FlowLine], at: float) -> History:
+    return History(
+        at=[at],
+        stall={job.key: [job.stall_now] for job in jobs},
+        rate={job.key: [job.samples_per_s] for job in jobs},
+        hit_rate={flow.flow: [flow.hit_rate_now] for flow in flows},
+        decodes={flow.flow: [flow.decodes_now] for flow in flows},
+    )
+
+
+def _series(
+    one: History, other: History
+) -> Iterator[tuple[dict[str, list[float | None]], dict[str, list[float | None]]]]:
+    for name in ("stall", "rate", "hit_rate", "decodes"):
+        yield getattr(one, name), getattr(other, name)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return round(part / whole, 4) if whole > 0 and part >= 0 else None
+
+
+def _share(part: float, whole: float) -> float | None:
+    ratio = _ratio(part, whole)
+    return None if ratio is None else min(1.0, ratio)
+
+
+def _rate(count: float, seconds: float) -> float | None:
+    return round(count / seconds, 1) if seconds > 0 and count >= 0 else None

@@ -1,0 +1,243 @@
+"""Serves the live page over HTTP: files, the present state as JSON, and a stream of updates. Needs the extra `web`."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from torch_dpflow.remote.observe.page_figures import Observation
+from torch_dpflow.remote.observe.page_guard import PageGuard
+from torch_dpflow.remote.observe.page_history import PageHistory
+
+#: Most connections, and most streams of updates, at once.
+MOST_CONNECTIONS, MOST_STREAMS = 128, 32
+#: Most bytes of a request's head. It has to come, and what is sent has to be taken, within so many seconds.
+MOST_HEAD, HEAD_S, STUCK_S = 16 << 10, 10.0, 20.0
+#: A stream ends after so long, and the browser begins another one: whoever is gone without a word is forgotten.
+STREAM_S = 600.0
+_FILES = Path(__file__).with_name("page")
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src "
+    "'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class PageServer:
+    """A thread that answers requests, about what another thread observes.
+
+    Args:
+        listener: a socket that listens; owned by the server.
+        guard: who may read.
+        history: turns observations into updates; used by the server alone.
+    """
+
+    def __init__(self, listener: socket.socket, guard: PageGuard, history: PageHistory) -> None:
+        self._listener = listener
+        self._history = history
+        #: Held while the history is used: two threads do.
+        self._lock = threading.Lock()
+        self._latest = b""
+        #: Set when an update has come, and then replaced. The loop's alone, as is the number of streams.
+        self._came = asyncio.Event()
+        self._streams = 0
+        self._closing = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._files = {path.name: path.read_bytes() for path in _FILES.iterdir() if path.suffix in _TYPES}
+        app = Starlette(
+            routes=[
+                Route("/", self._page),
+                Route("/files/{name}", self._file),
+                Route("/api/state", self._state),
+                Route("/api/stream", self._stream),
+            ],
+            middleware=[Middleware(_Guarded, guard=guard)],
+        )
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http=_BoundedProtocol,
+                ws="none",
+                lifespan="off",
+                loop="asyncio",
+                log_config=None,
+                log_level="error",  # what strangers send is not logged
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=2,
+                h11_max_incomplete_event_size=MOST_HEAD,
+            )
+        )
+        self._thread = threading.Thread(target=self._run, name="dpflow-page", daemon=True)
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
+
+    def observe(self, seen: Observation) -> None:
+        """Send this to whoever reads the page. Any one thread may call."""
+        with self._lock:
+            update = self._history.observe(seen, time.time())
+            latest = _event(update.number, msgspec.json.encode(update))
+        self._latest = latest
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._tell)
+
+    @property
+    def serves(self) -> bool:
+        """Whether its thread lives."""
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        """End, with all connections."""
+        self._closing = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._tell)  # streams end by themselves
+        self._server.should_exit = True
+        self._thread.join()
+        self._listener.close()
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self._server.serve(sockets=[self._listener])
+
+    def _tell(self) -> None:
+        self._came.set()
+        self._came = asyncio.Event()
+
+    # -- answers ---------------------------------------------------------------------------------------------
+
+    def _page(self, request: Request) -> Response:
+        return Response(self._files["index.html"], media_type=_TYPES[".html"])
+
+    def _file(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._files:
+            return PlainTextResponse("there is no such file", 404)
+        return Response(self._files[name], media_type=_TYPES[Path(name).suffix])
+
+    async def _state(self, request: Request) -> Response:
+        number, whole = self._whole()
+        if not number:
+            return PlainTextResponse("nothing is known yet; ask again", 503, {"Retry-After": "1"})
+        return Response(whole, media_type="application/json")
+
+    async def _stream(self, request: Request) -> Response:
+        if self._streams >= MOST_STREAMS:
+            return PlainTextResponse("too many pages are open", 503, {"Retry-After": "10"})
+        return StreamingResponse(self._updates(), media_type="text/event-stream")
+
+    async def _updates(self) -> AsyncIterator[bytes]:
+        self._streams += 1
+        try:
+            seen, until = -1, time.monotonic() + STREAM_S
+            while time.monotonic() < until and not self._closing:
+                came, latest, number = self._came, self._latest, self._history.number
+                if seen == number - 1 and latest.startswith(b"id: %d\n" % number):
+                    seen = number
+                    yield latest
+                elif number > max(seen, 0):
+                    seen, whole = self._whole()
+                    yield _event(seen, whole)
+                await came.wait()
+        finally:
+            self._streams -= 1
+
+    def _whole(self) -> tuple[int, bytes]:
+        with self._lock:
+            number = self._history.number
+            return number, msgspec.json.encode(self._history.whole()) if number else b""
+
+
+def _event(number: int, data: bytes) -> bytes:
+    return b"id: %d\ndata: %s\n\n" % (number, data)
+
+
+class _Guarded:
+    """Refuses what the guard refuses, and gives every answer the headers of all."""
+
+    def __init__(self, app: ASGIApp, guard: PageGuard) -> None:
+        self._app = app
+        self._guard = guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = HTTPConnection(scope)
+        client = "" if asked.client is None else asked.client.host
+        host, authorization = (asked.headers.get(name, "") for name in ("host", "authorization"))
+        refusal = self._guard.refuse(scope["method"], client, host, authorization, time.monotonic())
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
+                message["headers"] = [*message["headers"], *own]
+            await send(message)
+
+        app = self._app
+        if refusal is not None:
+            app = PlainTextResponse(refusal.text, refusal.status, dict(refusal.headers))
+        await app(scope, receive, send_with_headers)
+
+
+class _BoundedProtocol(H11Protocol):
+    """One connection, of which there are not too many, and which has to go on."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+        else:
+            self._end_in(HEAD_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._go_on()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._go_on()
+        elif self._deadline is None:  # the next head has begun, or what is left of a body that nobody wants
+            self._end_in(HEAD_S)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._end_in(STUCK_S)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._go_on()
+
+    def _end_in(self, seconds: float) -> None:
+        self._go_on()
+        self._deadline = self.loop.call_later(seconds, self.transport.abort)
+
+    def _go_on(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None

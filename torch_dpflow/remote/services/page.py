@@ -1,0 +1,96 @@
+"""The live page of a cluster: a process that observes its node and its coordinator, and serves what it sees over HTTP.
+
+It calls them once a second and changes nothing. Processes are asked of the node, so that a coordinator's death shows.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import msgspec
+
+from torch_dpflow.errors import DPFlowError, RemoteCallError
+from torch_dpflow.log import SERVICE
+from torch_dpflow.remote.observe.http_address import listen_at
+from torch_dpflow.remote.observe.page_access import PagePlace
+from torch_dpflow.remote.observe.page_figures import Observation, observation_of
+from torch_dpflow.remote.observe.page_history import PageHistory
+from torch_dpflow.remote.process.heartbeat import HeartbeatSender
+from torch_dpflow.remote.process.roles import COORDINATOR
+from torch_dpflow.remote.process.spec import ClusterPlace, ServiceSpec
+from torch_dpflow.remote.rpc import RpcClient
+from torch_dpflow.remote.wire.coordinator import FlowView
+from torch_dpflow.remote.wire.node import ProcessView
+
+#: The time between two observations, how long an answer may take, and the time between attempts to listen, seconds.
+INTERVAL_S, ANSWER_S, RETRY_S = 1.0, 2.0, 2.0
+
+
+class ClusterObserver:
+    """Asks a cluster what there is. What does not answer is as it was."""
+
+    def __init__(self, place: ClusterPlace) -> None:
+        self._place = place
+        self._node = place.connect(place.node_address, timeout_s=ANSWER_S)
+        self._coordinator: RpcClient | None = None
+        self._flows: list[FlowView] = []
+        self._processes: list[ProcessView] = []
+
+    def observe(self) -> Observation:
+        """What there is now. Waits for answers, at most twice `ANSWER_S`."""
+        failure = ""
+        try:
+            self._processes = self._node.call("processes", reply_type=list[ProcessView]).body
+            self._flows = self._ask_coordinator()
+        except RemoteCallError as error:
+            failure = f"flows and jobs are as they were: {error.text}"
+        except DPFlowError:
+            failure = "flows and jobs are as they were: the coordinator does not answer"
+        return observation_of(self._flows, self._processes, failure)
+
+    def _ask_coordinator(self) -> list[FlowView]:
+        address = next((view.address for view in self._processes if view.id == COORDINATOR), "")
+        if address and (self._coordinator is None or self._coordinator.address != address):
+            if self._coordinator is not None:
+                self._coordinator.close()
+            self._coordinator = self._place.connect(address, timeout_s=ANSWER_S)
+        if self._coordinator is None:
+            return self._flows  # it starts
+        flows: list[FlowView] = self._coordinator.call("flows", reply_type=list[FlowView]).body
+        return flows
+
+
+def run(service: ServiceSpec) -> None:
+    """Run the page: the role of a node's process."""
+    from torch_dpflow.remote.observe.page_server import (
+        PageServer,
+    )  # needs an extra, and other processes have no use
+
+    place = msgspec.msgpack.decode(service.arguments, type=PagePlace)
+    heartbeats = HeartbeatSender(service, place.url)
+    listener = _listen(place, heartbeats)
+    server = PageServer(listener, place.guard, PageHistory("cluster", socket.gethostname()))
+    server.start()
+    observer = ClusterObserver(service.place)
+    while server.serves:
+        began = time.monotonic()
+        server.observe(observer.observe())
+        heartbeats.on_iteration()
+        time.sleep(max(0.0, began + INTERVAL_S - time.monotonic()))
+    os._exit(1)  # another takes its place
+
+
+def _listen(place: PagePlace, heartbeats: HeartbeatSender) -> socket.socket:
+    """Listen, once the port is free: somebody may have taken it while no page had it."""
+    told = False
+    while True:
+        try:
+            return listen_at(place.host, place.port)
+        except OSError as error:
+            if not told:
+                SERVICE.error("the page cannot listen at %s: %s", place.url, error.strerror or error)
+        told = True
+        heartbeats.on_iteration()
+        time.sleep(RETRY_S)
