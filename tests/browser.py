@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,13 +110,14 @@ class Browser:
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def close(self) -> None:
+        """End the browser."""
+        self.call("Browser.close")
         self._socket.close()
 
 
 @contextmanager
 def opened(chromium: str) -> Iterator[Browser]:
     """A browser with an empty page."""
-    # Not below the test's own temporary files: what a killed browser's children write last would be left over there.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         command = [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         command += [
@@ -125,8 +127,12 @@ def opened(chromium: str) -> Iterator[Browser]:
             "--hide-scrollbars",
         ]
         command += ["--disable-background-networking", "--disable-component-update", "--disable-extensions"]
+        command += ["--disable-breakpad", "--disable-crash-reporter"]
         process = subprocess.Popen(
-            [*command, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [*command, "about:blank"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "TMPDIR": profile},
         )
         try:
             port = Path(profile, "DevToolsActivePort")
@@ -135,8 +141,6 @@ def opened(chromium: str) -> Iterator[Browser]:
             try:
                 yield browser
             finally:
-                with_patience = browser
-                with_patience.call("Browser.close")
                 browser.close()
             process.wait(PATIENCE_S)
         finally:
@@ -145,8 +149,6 @@ def opened(chromium: str) -> Iterator[Browser]:
 
 
 def _first_page(port: str) -> Browser:
-    import urllib.request
-
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/json", timeout=PATIENCE_S) as answer:
         pages = [one for one in json.load(answer) if one["type"] == "page"]
     return Browser(pages[0]["webSocketDebuggerUrl"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.browser import MISSING, find_chromium, opened
 from tests.cluster_command import CommandedCluster
 from tests.shared_cluster import PATIENCE_S, free_port, wait
 from tests.shared_datasets import Numbers
@@ -131,3 +132,57 @@ def test_nothing_secret_is_shown(cluster: CommandedCluster) -> None:
     secrets = [value for name, value in keys.items() if name.endswith(("_secret", "_public"))]
     assert len(secrets) == 4
     assert not [secret for secret in secrets if secret in shown]
+
+
+@pytest.mark.skipif(find_chromium() is None, reason=MISSING)
+def test_a_browser_shows_a_worker_that_is_killed_while_the_page_is_open(
+    cluster: CommandedCluster, join: Callable[..., SharedJob], flow: str
+) -> None:
+    job = join(flow, Numbers(SAMPLES), batch_size=10, name="<b>mine</b>")
+    assert sum(len(keys) for _, keys in job.traverse(0)) == SAMPLES
+    id = f"{flow}@1/shard-000/worker-0"
+    told = await_state(
+        cluster, "a worker", lambda told: processes(told).get(id, {}).get("state") == "running"
+    )
+    before = processes(told)[id]["restarts"]
+    with opened(str(find_chromium())) as browser:
+        browser.prefer("light")
+        browser.open(f"http://{cluster.facts['web']}/")
+        shown = (
+            "[...document.querySelectorAll('#jobs th')].some(one => one.textContent.includes('<b>mine</b>'))"
+        )
+        browser.await_(f"document.getElementById('jobs') && {shown}")
+        cluster.kill(id)
+        waited_s = browser.await_(
+            f"[...document.querySelectorAll('#log li')].some(one => one.textContent.includes({json.dumps(id)})"
+            " && one.textContent.includes('was ended by SIGKILL'))"
+        )
+        print(f"shown {waited_s:.2f} s after the worker was killed")
+        rows = "Object.fromEntries([...document.querySelectorAll('#workers tr')].map(one => "
+        rows += "[[one.cells[0].lastChild, one.cells[0].firstChild].map(part => part.textContent).join('/'), "
+        rows += "one.cells[4].textContent]))"
+        assert browser.tell(rows)[id] == str(before + 1)
+
+        # A keyboard is enough, and everything has a name.
+        browser.tell("document.activeElement.blur()")
+        focused = []
+        while browser.tell("document.activeElement.id") != "pause":
+            assert len(focused) < 20, focused
+            browser.press("Tab", 9)
+            focused.append(browser.tell("document.activeElement.outerHTML.slice(0, 60)"))
+        assert "Skip to the figures" in focused[0]
+        browser.press(" ", 32)
+        browser.await_("document.getElementById('link').textContent === 'paused'")
+        browser.press(" ", 32)
+        browser.await_("document.getElementById('link').textContent === 'live'")
+        for role in ("button", "checkbox", "table", "meter", "image", "heading"):
+            names = browser.names(role)
+            assert names, role
+            assert all(names), (role, names)
+
+        light = browser.tell("getComputedStyle(document.body).backgroundColor")
+        browser.prefer("dark")
+        assert browser.tell("getComputedStyle(document.body).backgroundColor") != light
+        browser.size(360, 740, mobile=True)
+        assert browser.tell("document.documentElement.scrollWidth") == 360, "nothing is wider than a phone"
+        assert browser.complaints == [], "neither errors, nor what the policy has refused"

@@ -174,7 +174,16 @@ export class Charts {
 
   show(history) {
     this.history = history;
-    this.charts.forEach((chart) => chart.figure.offsetParent && chart.show(history));
+    // One in each frame: together they take longer than one where there are dozens of jobs.
+    const waiting = [...this.charts];
+    const next = () => {
+      const chart = waiting.shift();
+      if (!chart || this.round !== round) return;
+      if (!chart.kind.shared || !document.body.classList.contains("loader")) chart.show(history);
+      requestAnimationFrame(next);
+    };
+    const round = (this.round = (this.round ?? 0) + 1);
+    requestAnimationFrame(next);
   }
 
   mark(key) {

@@ -227,9 +227,9 @@ function showWorkers({ processes }) {
   for (const row of processes) if (row.role === "worker") counts[row.state] = (counts[row.state] ?? 0) + 1;
   const told = Object.entries(counts).map(([state, count]) => `${count} ${state}`);
   put(byId("states"), told.length ? `Workers: ${told.join(", ")}` : "");
-  const order = { bad: 0, wait: 1, good: 2 };
+  // Not by state: rows that change their places each second can be read by nobody, and cost a layout.
   const shown = processes.filter((row) => !byId("only").checked || stateOf(row) !== "good");
-  shown.sort((one, other) => order[stateOf(one)] - order[stateOf(other)] || (other.role === "worker") - (one.role === "worker"));
+  shown.sort((one, other) => (other.role === "worker") - (one.role === "worker"));
   workers.show(shown);
   some("workers", "no-workers", shown.length);
 }
