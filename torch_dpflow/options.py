@@ -5,7 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from torch_dpflow.checks import check_fields, check_int, check_number, check_seconds, check_tcp_address
+from torch_dpflow.checks import (
+    check_fields,
+    check_int,
+    check_number,
+    check_seconds,
+    check_tcp_address,
+    check_type,
+)
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 #: The most that the batches in flight may grow by; beyond it they would fill any memory.
@@ -53,6 +60,10 @@ class LoaderOptions:
         local_workers: with `platform=`, how many of `num_workers` are processes of this host, as without it; the
             others are the platform's. Those of this host have the lowest numbers.
 
+        watch: HOST:PORT, as "127.0.0.1:8265", where a browser finds a live page with the loaders of this process (extra
+            `web`); None: where the environment variable DPFLOW_WATCH says, and without it nowhere. Beyond this machine
+            it takes a token, in a file that DPFLOW_WEB_TOKEN_FILE names.
+
     Raises:
         OptionError: a value is out of range.
         OptionTypeError: a value is of the wrong type.
@@ -69,6 +80,7 @@ class LoaderOptions:
     code: Code = "auto"
     min_workers: int = 1
     local_workers: int = 0
+    watch: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, check_int, "read_threads", "poison_limit", minimum=1)
@@ -80,6 +92,8 @@ class LoaderOptions:
         if self.listen is not None:
             check_tcp_address("listen", self.listen)
         check_code(self.code)
+        if self.watch is not None:
+            check_type("watch", self.watch, str, "HOST:PORT, such as '127.0.0.1:8265', or None")
         if self.seeding not in get_args(Seeding):
             raise OptionError(f"seeding={self.seeding!r} is not one of {get_args(Seeding)}")
         check_fields(self, check_number, "prefetch_growth", minimum=1, maximum=MOST_GROWTH)

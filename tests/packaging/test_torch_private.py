@@ -134,7 +134,7 @@ def test_every_private_attribute_that_is_not_ours_is_one_that_is_checked() -> No
 
 
 def _defined(node: ast.AST) -> set[str]:
-    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         return {node.id}

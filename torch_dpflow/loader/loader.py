@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -131,6 +132,11 @@ class DPFlowDataLoader(DataLoader[T]):
             check_platform(self)
         elif options is not None:
             check_options(options)
+        watched_at = None if options is None else options.watch
+        if watched_at is not None or "DPFLOW_WATCH" in os.environ:
+            from torch_dpflow.loader.watch import watch
+
+            watch(self, watched_at)
 
     def __iter__(self) -> Any:
         if self.flow is not None:
@@ -149,7 +155,9 @@ class DPFlowDataLoader(DataLoader[T]):
         if not has_processes(self.multiprocessing_context):
             return super()._get_iterator()
         self.check_worker_number_rationality()
-        return WorkerIterator(self)
+        iterator = WorkerIterator(self)
+        self._runtime.iterator = weakref.ref(iterator)
+        return iterator
 
     def check_worker_number_rationality(self) -> None:
         """torch's warning about more workers than processors; a flow's and a platform's are not this machine's."""

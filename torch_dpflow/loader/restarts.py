@@ -31,6 +31,8 @@ class Restarts:
         self._deaths = 0
         self._has_loaded = False
         self._exit_report = ""
+        #: How the process of each worker before the present one ended.
+        self.ends: dict[int, str] = {}
 
     def note_result(self) -> None:
         """A worker has loaded a batch, or died over one."""
@@ -77,7 +79,7 @@ class Restarts:
         )
 
     def _replaced(self, worker: int, how: str) -> None:
-        self._exit_report = how
+        self._exit_report = self.ends[worker] = how
         self._meter.restarts += 1
         LOADER.warning("worker %d is replaced: %s", worker, how)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch_dpflow.epoch.state import LoaderState
@@ -35,6 +36,8 @@ class LoaderRuntime:
         self.jobs: dict[int, SharedJob] = {}
         self.meter = LoaderMeter()
         self.workload = Workload(self.meter)
+        #: Returns the latest iteration with workers of its own, while it lives; for who watches.
+        self.iterator: Callable[[], Any] = lambda: None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LoaderRuntime, (self.epoch,)

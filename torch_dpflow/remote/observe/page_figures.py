@@ -42,6 +42,10 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     flows: list[FlowRow] = []
     jobs: list[JobRow] = []
     processes: list[ProcessRow] = []
+    #: What limits jobs that wait, by flow, beside what their flows say.
+    limits: dict[str, str] = {}
+    #: Of all, where processes do not tell; None: they do.
+    restarts: int | None = None
     #: What could not be asked, for people; empty: nothing. The rest is as it was then.
     failure: str = ""
 

@@ -67,7 +67,7 @@ class PageHistory:
         flows = {row.flow: row for row in seen.flows}
         while self._seen and not at - WINDOW_S <= self._seen[0][0] < at:
             self._seen.popleft()
-        limits = {row.flow: row.limited_by for row in seen.flows}
+        limits = {**seen.limits, **{row.flow: row.limited_by for row in seen.flows}}
         job_lines = [self._job_line(key, row, at, limits) for key, row in jobs.items()]
         flow_lines = [self._flow_line(row, at) for row in flows.values()]
         self._seen.append((at, jobs, flows))
@@ -170,7 +170,7 @@ class PageHistory:
             jobs=len(seen.jobs),
             workers=sum(row.state in AT_WORK for row in workers),
             desired=max(sum(row.desired for row in seen.flows), len(workers)),
-            restarts=sum(row.restarts for row in seen.processes),
+            restarts=sum(row.restarts for row in seen.processes) if seen.restarts is None else seen.restarts,
         )
 
     # -- over time -------------------------------------------------------------------------------------------
@@ -196,6 +196,8 @@ class PageHistory:
         if before is None:
             return
         found = [*_failures(before, seen), *_of_processes(before, seen), *_of_flows(before, seen)]
+        if self._kind == "loader":  # whose workers begin and end with each epoch
+            found = [one for one in found if one[0] == "restart"]
         for kind, subject, text in _combined(found):
             self._event_number += 1
             yield Event(number=self._event_number, at=at, kind=kind, subject=subject, text=text)
@@ -219,7 +221,7 @@ def _of_processes(before: Observation, seen: Observation) -> Iterator[_Found]:
         like = f"{row.role}s of {row.flow or 'the cluster'}"
         if was is None:
             yield "begin", row.id, "began" + (f" as {row.where}" if row.where else ""), like
-        elif row.incarnation != was.incarnation:
+        elif row.incarnation > was.incarnation:
             why = f": {row.ended}" if row.ended else ""
             yield "restart", row.id, f"was restarted{why}", like
         elif row.state == DOWN != was.state:

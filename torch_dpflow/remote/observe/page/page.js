@@ -11,6 +11,7 @@ const LIMITS = {
   storage: ["the storage", "more workers would wait too"],
   network: ["the network", ""],
   job: ["the training itself", "data is there before it is asked for"],
+  loading: ["loading", "more workers, read_threads, or a faster decode"],
   budget: ["the most workers allowed", "as dpflow up was told"],
 };
 const GOOD = new Set(["running", "working", "on deck"]);
@@ -131,7 +132,7 @@ const jobs = new Rows(
   (job) => job.key,
   () => {
     const row = rowOf("jobs", [["now", ""], ["stall", "number wide"], ["rate", "number"], ["samples", "number wide"],
-      ["read", "number wide"], ["limit", "shared"]], marker());
+      ["read", "number wide"], ["limit", ""]], marker());
     row.parts.meter = make("meter");
     row.parts.share = make("span");
     row.parts.now.append(make("div", "bar", row.parts.meter, row.parts.share));
@@ -140,7 +141,7 @@ const jobs = new Rows(
   (parts, job) => {
     fillMarker(parts, job.key, job.job);
     classed(parts.node, `c${colours.of(job.key)}`);
-    put(parts.small, job.flow);
+    put(parts.small, latest.kind === "loader" ? "" : job.flow);
     parts.meter.value = job.stall_now ?? 0;
     parts.meter.setAttribute("aria-label", `Stall share of ${job.job}`);
     put(parts.share, job.stall_now === null ? "–" : percent(job.stall_now));
