@@ -67,12 +67,11 @@ class _WatchedLoaders:
         self._loaders: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._count = 0
         script = Path(sys.argv[0]).name if sys.argv and sys.argv[0] not in ("", "-c", "-m") else "python"
-        #: Of its loaders, in place of a flow's.
-        self._title = f"{script}, pid {os.getpid()}"
+        title = f"{script}, pid {os.getpid()}"
         with listen_at(place.host, place.port) as listener:
             number = listener.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "torch_dpflow.remote.observe.watch_page", str(number), self._title],
+                [sys.executable, "-m", "torch_dpflow.remote.observe.watch_page", str(number), title],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(number,),
@@ -101,12 +100,12 @@ class _WatchedLoaders:
         jobs: list[JobRow] = []
         restarts = 0
         for number, loader in sorted(self._loaders.items()):
-            name = f"{number} {type(loader.dataset).__name__}"
+            name = f"{type(loader.dataset).__name__} {number}"
             stats = loader.stats()
             restarts += stats.restarts
             jobs.append(
                 JobRow(
-                    flow=self._title,
+                    flow="",
                     job=name,
                     stall_s=stats.stall_s,
                     reading_s=stats.stall_s / stats.stall_share if stats.stall_share else 0.0,
@@ -117,9 +116,8 @@ class _WatchedLoaders:
             )
             with suppress(RuntimeError):  # they change meanwhile, and are told in a second
                 rows += _workers_of(loader, name)
-        limits = {self._title: "loading"}
         try:
-            self._send(Observation(jobs=jobs, processes=rows, limits=limits, restarts=restarts))
+            self._send(Observation(jobs=jobs, processes=rows, limits={"": "loading"}, restarts=restarts))
         except (BrokenPipeError, ValueError):
             self._thread.stop()
             if not sys.is_finalizing():

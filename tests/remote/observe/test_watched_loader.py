@@ -78,10 +78,10 @@ def test_a_loader_is_shown_with_its_workers_until_the_training_ends(tmp_path: Pa
             )
             assert (told["kind"], told["title"]) == ("loader", f"train.py, pid {training.pid}")
             (job,) = told["jobs"]
-            assert job["job"] == "1 TensorDataset"
+            assert job["job"] == "TensorDataset 1"
             told = await_state(address, "its workers", lambda told: len(told["processes"]) == 2)
             row = told["processes"][0]
-            assert (row["id"], row["role"], row["state"]) == ("1 TensorDataset/worker-0", "worker", "running")
+            assert (row["id"], row["role"], row["state"]) == ("TensorDataset 1/worker-0", "worker", "running")
             os.kill(int(row["where"].removeprefix("pid ")), signal.SIGKILL)
             told = await_state(address, "the restart", lambda told: told["events"])
             assert [(event["kind"], event["subject"]) for event in told["events"]] == [("restart", row["id"])]

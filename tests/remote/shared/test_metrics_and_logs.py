@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster_command import CommandedCluster
+from tests.new_process import ROOT
 from tests.shared_cluster import free_port, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow import ALSDCache
@@ -108,6 +110,22 @@ def test_a_scrape_says_what_happened(
     assert scrape("dpflow_shard_pool_capacity_bytes", **own) == 8 << 20
     assert scrape("dpflow_flow_state", state="accessed", **own) == 1
     assert scrape("dpflow_process_restarts_total", role="worker") == 0
+
+
+def test_the_dashboard_for_grafana_names_only_metrics_that_there_are(cluster: CommandedCluster) -> None:
+    families = Scrape(cluster).families.values()
+    there = {f"{one.name}_total" if one.type == "counter" else one.name for one in families}
+    dashboard = json.loads((ROOT / "docs/grafana-dashboard.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked += [one["definition"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
+    named = {name for text in asked for name in re.findall(r"\bdpflow_\w+", text)}
+    assert len(named) >= 15
+    assert named - there == set()
+    labels = {label for text in asked for label in re.findall(r"(\w+)=~", text)}
+    assert labels == {"flow", "job_name"}
+    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
+    cells = [(x + dx, y + dy) for x, y, w, h in places for dx in range(w) for dy in range(h)]
+    assert len(cells) == len(set(cells)), "no panel lies over another"
 
 
 def test_jobs_without_a_name_are_one_series_whose_counts_never_fall() -> None:

@@ -182,8 +182,8 @@ class PageHistory:
         del history.at[:cut]
         length = len(history.at)
         for kept, new in _series(history, point):
-            for key in new.keys() - kept.keys():
-                kept[key] = [None] * (length - 1 + cut)
+            for key in new:
+                kept.setdefault(key, [None] * (length - 1 + cut))
             for key, values in kept.items():
                 values += new.get(key, [None])
                 del values[:cut]

@@ -141,7 +141,7 @@ const jobs = new Rows(
   (parts, job) => {
     fillMarker(parts, job.key, job.job);
     classed(parts.node, `c${colours.of(job.key)}`);
-    put(parts.small, latest.kind === "loader" ? "" : job.flow);
+    put(parts.small, job.flow);
     parts.meter.value = job.stall_now ?? 0;
     parts.meter.setAttribute("aria-label", `Stall share of ${job.job}`);
     put(parts.share, job.stall_now === null ? "–" : percent(job.stall_now));
@@ -253,6 +253,7 @@ function show() {
   const update = latest;
   document.body.classList.toggle("loader", update.kind === "loader");
   put(byId("title"), update.title);
+  put(byId("jobs-title"), update.kind === "loader" ? "Loaders" : "Jobs");
   document.title = `dpflow · ${update.title}`;
   put(byId("version"), update.version);
   byId("failure").hidden = !update.failure;
