@@ -36,6 +36,8 @@ def basic(token: str) -> str:
         ("Bearer", 401),
         ("Basic !!!", 401),
         ("Basic /////w==", 401),
+        ("Basic \xe9", 401),
+        ("Bearer \xe9", 401),
         (f"Digest {TOKEN}", 401),
         (basic(TOKEN[:-1]), 401),
         (basic(TOKEN), 200),
@@ -92,6 +94,12 @@ def token_file(tmp_path: Path) -> Path:
     return path
 
 
+def test_this_machine_has_several_names() -> None:
+    for name in ("localhost", "LocalHost", "127.0.0.2", "[::1]"):
+        place = check_page("web", f"{name}:8265", None, vacant=False)
+        assert asked(place.guard, host=place.url.removeprefix("http://")) == 200
+
+
 def test_beyond_this_machine_a_token_is_needed(token_file: Path) -> None:
     with pytest.raises(OptionError, match=r"reaches beyond this machine.*--web-token-file"):
         check_page("web", f"0.0.0.0:{free_port()}", None)
@@ -103,7 +111,20 @@ def test_beyond_this_machine_a_token_is_needed(token_file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["8265", "127.0.0.1", "127.0.0.1:0", "127.0.0.1:65536", ":80", "a:b", "a:²"]
+    "address",
+    [
+        *(
+            "8265",
+            "127.0.0.1",
+            "127.0.0.1:0",
+            "127.0.0.1:65536",
+            "127.0.0.1:" + "9" * 5000,
+            ":80",
+            "a:b",
+            "a:²",
+        ),
+        *("http://127.0.0.1:8265", f"{'a' * 64}:80", "a..b:80", " 127.0.0.1:80x"),
+    ],
 )
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(OptionError, match=r"give HOST:PORT, such as 127\.0\.0\.1:8265"):

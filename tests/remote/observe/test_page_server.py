@@ -7,7 +7,7 @@ import json
 import re
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,32 @@ def test_streams_are_bounded(serve: Callable[..., Served], monkeypatch: pytest.M
 
     wait(is_free, what="a stream after one has gone")
     second.close()
+
+
+def test_who_takes_nothing_is_given_up_whatever_it_says(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_server, "MOST_STREAMS", 1)
+    monkeypatch.setattr(page_server, "STUCK_S", 0.5)
+    served = serve()
+    much = Observation(failure="x" * (1 << 20))
+    served.page.observe(much)
+    with served.raw() as stuck:
+        stuck.sendall(b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert stuck.recv(15) == b"HTTP/1.1 200 OK"
+
+        def is_full() -> bool:
+            served.page.observe(much)
+            connections = list(served.page._server.server_state.connections)
+            return not connections or any(one.flow.write_paused for one in connections)
+
+        wait(is_full, what="more updates than are taken")
+        with suppress(OSError):
+            stuck.sendall(b"x")
+        wait(
+            lambda: served.ask("/api/stream", "HEAD")[0] == 200,
+            what="the stream after the one that was stuck",
+        )
 
 
 def test_connections_are_bounded_and_those_that_say_nothing_end(

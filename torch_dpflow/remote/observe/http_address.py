@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 
 from torch_dpflow.errors import OptionError
@@ -11,10 +12,18 @@ from torch_dpflow.errors import OptionError
 def parse_address(name: str, address: str, example: str) -> tuple[str, int]:
     """The host and the port of HOST:PORT. Raises OptionError, which calls it `name`."""
     host, _, port = address.rpartition(":")
-    host = host.strip("[]")
-    if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 1 << 16:
+    host = host.strip("[]").lower()
+    if not _is_name(host) or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 1 << 16:
         raise OptionError(f"{name}={address!r:.200}: give HOST:PORT, such as {example}")
     return host, int(port)
+
+
+def _is_name(host: str) -> bool:
+    """Whether a socket could take it: not a URL, say."""
+    try:
+        return bool(host.encode("idna")) and "/" not in host
+    except UnicodeError:
+        return False
 
 
 def is_loopback(host: str) -> bool:

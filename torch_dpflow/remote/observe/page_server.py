@@ -149,6 +149,8 @@ class PageServer:
     async def _stream(self, request: Request) -> Response:
         if self._streams >= MOST_STREAMS:
             return PlainTextResponse("too many pages are open", 503, {"Retry-After": "10"})
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")
         return StreamingResponse(self._updates(), media_type="text/event-stream")
 
     async def _updates(self) -> AsyncIterator[bytes]:
@@ -220,6 +222,8 @@ class _BoundedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self.flow.write_paused:
+            return  # what it says is no sign of taking what it is sent
         if self.cycle is not None and not self.cycle.response_complete:
             self._go_on()
         elif self._deadline is None:  # the next head has begun, or what is left of a body that nobody wants
