@@ -61,8 +61,9 @@ class LoaderOptions:
             others are the platform's. Those of this host have the lowest numbers.
 
         watch: HOST:PORT, as "127.0.0.1:8265", where a browser finds a live page with the loaders of this process (extra
-            `web`); None: where the environment variable DPFLOW_WATCH says, and without it nowhere. Beyond this machine
-            it takes a token, in a file that DPFLOW_WEB_TOKEN_FILE names.
+            `web`); None: where the environment variable DPFLOW_WATCH says, and without it nowhere. Where LOCAL_RANK is
+            set, as by torchrun, it is added to the port. Beyond this machine the page takes a token, in a file that
+            DPFLOW_WEB_TOKEN_FILE names.
 
     Raises:
         OptionError: a value is out of range.

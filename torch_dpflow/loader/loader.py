@@ -133,7 +133,7 @@ class DPFlowDataLoader(DataLoader[T]):
         elif options is not None:
             check_options(options)
         watched_at = None if options is None else options.watch
-        if watched_at is not None or "DPFLOW_WATCH" in os.environ:
+        if watched_at is not None or os.environ.get("DPFLOW_WATCH"):
             from torch_dpflow.loader.watch import watch
 
             watch(self, watched_at)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from typing import IO, Any
 from weakref import WeakValueDictionary
 
 import msgspec
+from torch.utils.data import get_worker_info
 
 from torch_dpflow.log import LOADER
 from torch_dpflow.periodic import PeriodicCall
@@ -29,20 +31,26 @@ from torch_dpflow.remote.wire.shard import MemberView
 
 #: Names the address, for loaders whose options have none.
 VARIABLE = "DPFLOW_WATCH"
-#: The time between two reports, and how long the page's process may take to end, seconds.
-INTERVAL_S, END_S = 1.0, 2.0
+#: The time between two reports, seconds.
+INTERVAL_S = 1.0
 #: Most characters of how a worker ended.
 _MOST_TEXT = 300
 
 
 def watch(loader: Any, address: str | None) -> None:
-    """Show this loader at HOST:PORT, or where `DPFLOW_WATCH` says. Raises as `check_page`.
+    """Show this loader at HOST:PORT, or where `DPFLOW_WATCH` says, if not in a worker. Raises as `check_page`.
 
-    If another process has that address, a warning says so, and the loader is not shown.
+    Processes of one training listen at ports of their own, one after the other: LOCAL_RANK is added. If another process
+    has the address, a warning says so, and the loader is not shown.
     """
+    if get_worker_info() is not None:
+        return  # the loader that has started this process is shown, if any
     name = VARIABLE if address is None else "watch"
     chosen = os.environ[VARIABLE] if address is None else address
-    place = check_page(name, chosen, os.environ.get(TOKEN_FILE), vacant=False)
+    place = check_page(name, chosen, os.environ.get(TOKEN_FILE) or None, vacant=False)
+    rank = os.environ.get("LOCAL_RANK", "")
+    if re.fullmatch("[0-9]{1,4}", rank) and place.port + int(rank) < 1 << 16:
+        place = msgspec.structs.replace(place, port=place.port + int(rank))
     with _lock:
         key = os.getpid(), place.host, place.port  # a fork has neither the thread nor the page
         if key not in _pages:
@@ -67,19 +75,26 @@ class _WatchedLoaders:
         self._loaders: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._count = 0
         script = Path(sys.argv[0]).name if sys.argv and sys.argv[0] not in ("", "-c", "-m") else "python"
-        title = f"{script}, pid {os.getpid()}"
+        rank = f", rank {os.environ['RANK']:.20}" if os.environ.get("RANK") else ""
+        title = f"{script}{rank}, pid {os.getpid()}"
         with listen_at(place.host, place.port) as listener:
             number = listener.fileno()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "torch_dpflow.remote.observe.watch_page", str(number), title],
                 stdin=subprocess.PIPE,
+                bufsize=0,  # a fork could send what it holds once more
                 stdout=subprocess.DEVNULL,
                 pass_fds=(number,),
                 start_new_session=True,  # Control-C is for the training alone
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                    "PYTHONSAFEPATH": "1",  # modules come from where this process has them, not from its directory
+                },
             )
         assert self._process.stdin is not None
         self._pipe: IO[bytes] = self._process.stdin
+        self._closing = False
         self._send(place)
         self._thread = PeriodicCall(
             self._report, INTERVAL_S, "dpflow-watch", what="the report to the live page"
@@ -98,46 +113,51 @@ class _WatchedLoaders:
     def _report(self) -> None:
         rows: list[ProcessRow] = []
         jobs: list[JobRow] = []
-        restarts = 0
-        for number, loader in sorted(self._loaders.items()):
-            name = f"{type(loader.dataset).__name__} {number}"
-            stats = loader.stats()
-            restarts += stats.restarts
+        limits, restarts = {"": "loading"}, 0
+        for reference in sorted(self._loaders.valuerefs(), key=lambda one: one.key):
+            loader = reference()
+            if loader is None:
+                continue
+            name = f"{type(loader.dataset).__name__} {reference.key}"
+            meter = loader._runtime.meter
+            stall_s, reading_s = meter.stall_s, meter.iterating_s
+            waiting_s = meter.waiting_s()  # a wait that lasts counts too
+            restarts += meter.restarts
+            for job in list(loader._runtime.jobs.values()):
+                limits[loader.flow] = job.limited_by
             jobs.append(
                 JobRow(
-                    flow="",
+                    flow=loader.flow or "",
                     job=name,
-                    stall_s=stats.stall_s,
-                    reading_s=stats.stall_s / stats.stall_share if stats.stall_share else 0.0,
-                    batches=stats.batches,
-                    samples=stats.samples,
-                    bytes=stats.bytes,
+                    stall_s=stall_s + waiting_s,
+                    reading_s=reading_s + waiting_s,
+                    batches=meter.batches,
+                    samples=meter.samples,
+                    bytes=meter.bytes,
                 )
             )
             with suppress(RuntimeError):  # they change meanwhile, and are told in a second
                 rows += _workers_of(loader, name)
         try:
-            self._send(Observation(jobs=jobs, processes=rows, limits={"": "loading"}, restarts=restarts))
-        except (BrokenPipeError, ValueError):
+            self._send(Observation(jobs=jobs, processes=rows, limits=limits, restarts=restarts))
+        except BrokenPipeError:
             self._thread.stop()
-            if not sys.is_finalizing():
+            if not self._closing:
                 LOADER.warning("the live page of this process has ended, and is not started again")
 
     def _send(self, what: PagePlace | Observation) -> None:
-        self._pipe.write(msgspec.json.encode(what) + b"\n")
-        self._pipe.flush()
+        rest = memoryview(msgspec.json.encode(what) + b"\n")
+        while rest:
+            rest = rest[self._pipe.write(rest) :]
 
     def _close(self) -> None:
         if os.getpid() != self._owner:
             return
+        self._closing = True
         self._thread.stop()
-        with suppress(OSError):
-            self._pipe.close()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        # Not by the pipe's end: forked workers have it too, and the thread may be writing to a page that is stuck.
+        self._process.kill()
+        self._process.wait()
 
 
 def _workers_of(loader: Any, name: str) -> list[ProcessRow]:
@@ -147,6 +167,7 @@ def _workers_of(loader: Any, name: str) -> list[ProcessRow]:
     if shard is None:
         return []
     ends, found = iterator._restarts.ends, []
+    del iterator  # who drops it in the training ends its workers there
     local = shard.processes.local
     for handle in () if local is None else local.handles:
         end = ends.get(int(handle.name.rpartition("-")[2]), "")

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import Dataset
 
 from tests.new_process import ROOT, interpreter
 from tests.shared_cluster import PATIENCE_S, free_port, wait
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import OptionError, OptionTypeError
+from torch_dpflow.loader import watch
 
 #: Reads for ever; says first what it has imported, and whether the second of its loaders is shown too.
 TRAINING = """
@@ -60,13 +62,14 @@ def await_state(address: str, what: str, condition: Callable[[dict[str, Any]], o
 def test_a_loader_is_shown_with_its_workers_until_the_training_ends(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINING)
-    address = f"127.0.0.1:{free_port()}"
+    port = free_port()
+    address, below = f"127.0.0.1:{port}", f"127.0.0.1:{port - 1}"
     program = f"import runpy, sys; sys.argv[0] = {str(script)!r}; runpy.run_path({str(script)!r}, run_name='__main__')"
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        others = f"127.0.0.1:{taken.getsockname()[1]}"
+        others = f"127.0.0.1:{taken.getsockname()[1] - 1}"
         # A training that is killed leaves the directory of its socket to the next sweep.
-        env = {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-        with interpreter(program, address, others, env=env) as training:
+        env = {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "LOCAL_RANK": "1", "RANK": "5"}
+        with interpreter(program, below, others, env=env) as training:
             assert training.stdout is not None
             lines = [training.stdout.readline()]
             while lines[-1] not in ("reading\n", ""):
@@ -76,7 +79,7 @@ def test_a_loader_is_shown_with_its_workers_until_the_training_ends(tmp_path: Pa
             told = await_state(
                 address, "a loader that reads", lambda told: told["jobs"] and told["jobs"][0]["batches"]
             )
-            assert (told["kind"], told["title"]) == ("loader", f"train.py, pid {training.pid}")
+            assert (told["kind"], told["title"]) == ("loader", f"train.py, rank 5, pid {training.pid}")
             (job,) = told["jobs"]
             assert job["job"] == "TensorDataset 1"
             told = await_state(address, "its workers", lambda told: len(told["processes"]) == 2)
@@ -90,6 +93,26 @@ def test_a_loader_is_shown_with_its_workers_until_the_training_ends(tmp_path: Pa
             await_state(address, "the count", lambda told: told["summary"]["restarts"] == 1)
             training.kill()
             wait(lambda: not _listens(address), what="the end of the page with the training's")
+
+
+class MakesLoaders(Dataset[int]):
+    """Makes a loader that is to be watched, where a sample is loaded."""
+
+    def __init__(self, address: str) -> None:
+        self.options = LoaderOptions(watch=address)
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        DPFlowDataLoader([1], options=self.options)
+        return sum(pid == os.getpid() for pid, *_ in watch._pages)
+
+
+def test_loaders_in_workers_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPFLOW_WATCH", "")  # as if it were not set
+    data = MakesLoaders(f"127.0.0.1:{free_port()}")
+    assert list(DPFlowDataLoader(data, batch_size=None, num_workers=1)) == [0]
 
 
 def _listens(address: str) -> bool:
