@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from torch_dpflow.remote.observe.cluster_figures import FlowRow, JobRow, ShardFigures
 from torch_dpflow.remote.observe.page_figures import (
@@ -69,12 +70,15 @@ def test_rates_are_of_the_last_seconds_and_limits_of_jobs_that_wait() -> None:
     slow, fast, idle = update.jobs
     assert (slow.stall_now, slow.samples_per_s, slow.limited_by) == (0.5, 100.0, "storage")
     assert (fast.stall_now, fast.samples_per_s, fast.limited_by) == (0.0, 5.0, "job")
-    assert (idle.stall_now, idle.samples_per_s, idle.limited_by) == (None, None, "storage")
+    assert (idle.stall_now, idle.samples_per_s, idle.limited_by) == (None, None, "")
     assert slow.stall == round(10 / 12, 4)
     (line,) = update.flows
     assert (line.hit_rate_now, line.hit_rate, line.decodes_now, line.decodes) == (0.75, 0.5, 0.25, 0.5)
     assert (update.summary.stall, update.summary.samples_per_s) == (0.25, 105.0)
     assert (update.summary.hit_rate, update.summary.decodes) == (0.75, 0.25)
+    others = replace(seen.flows[0], flow="g@1")
+    late = page.observe(Observation(flows=[*seen.flows, others], jobs=seen.jobs), 102.5)
+    assert late.summary.hit_rate == 0.75, "what is seen for the first time has not just happened"
     fell = page.observe(Observation(flows=[flow(wants=1, hits=1)], jobs=[job("slow", samples=5)]), 103.0)
     assert (fell.flows[0].hit_rate_now, fell.flows[0].samples_per_s) == (None, None), "a shard was restarted"
     assert (fell.jobs[0].stall_now, fell.jobs[0].samples_per_s) == (None, None)
@@ -101,12 +105,12 @@ def test_the_log_says_who_was_restarted_and_why_and_sums_up_crowds() -> None:
         ("begin", "workers of f@1", "48 began, f@1/shard-000/worker-2 first"),
         ("begin", "j", "reads f@1"),
     ]
-    assert events(page, Observation(failure="no answer"), 3.0) == [
-        ("failure", "dpflow", "no answer"),
+    assert events(page, Observation(failure="does not answer"), 3.0) == [
+        ("failure", "coordinator", "does not answer"),
         ("end", "workers of f@1", "50 ended, f@1/shard-000/worker-0 first"),
         ("end", "j", "has left f@1"),
     ]
-    assert events(page, Observation(), 4.0) == [("change", "dpflow", "all answers again")]
+    assert events(page, Observation(), 4.0) == [("change", "coordinator", "answers again")]
     numbers = [event.number for event in page.whole().events]
     assert numbers == list(range(1, len(numbers) + 1))
 

@@ -13,11 +13,13 @@ import pytest
 
 from tests.browser import MISSING, find_chromium, opened
 from tests.cluster_command import CommandedCluster
-from tests.shared_cluster import PATIENCE_S, free_port, wait
+from tests.shared_cluster import PATIENCE_S, free_port, open_job, wait
 from tests.shared_datasets import Numbers
-from torch_dpflow.remote.job.client import SharedJob
+from torch_dpflow.remote.job.client import JobOptions, SharedJob
 
 SAMPLES = 90
+#: What a job is called is up to its user: also what would be markup.
+FLOW, NAME = "pages/train", "<b>mine</b>"
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +27,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandedClust
     started = CommandedCluster.up(tmp_path_factory.mktemp("c"), "--web", f"127.0.0.1:{free_port()}")
     yield started
     started.stop()
+
+
+@pytest.fixture(scope="module")
+def job(cluster: CommandedCluster) -> Iterator[SharedJob]:
+    """A job that has read two epochs. Not before services are killed: it would connect again in another's test."""
+    options = JobOptions(name=NAME, memory_bytes=8 << 20)
+    opened = open_job(FLOW, Numbers(SAMPLES), address=cluster.address, batch_size=10, options=options)
+    with closing(opened):
+        assert sum(len(keys) for epoch in range(2) for _, keys in opened.traverse(epoch)) == 2 * SAMPLES
+        yield opened
 
 
 def await_state(
@@ -68,38 +80,43 @@ def processes(told: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["id"]: row for row in told["processes"]}
 
 
-def test_it_shows_a_flow_with_its_job_and_workers(
-    cluster: CommandedCluster, join: Callable[..., SharedJob], flow: str
-) -> None:
-    job = join(flow, Numbers(SAMPLES), batch_size=10, name="<b>mine</b>", memory_bytes=8 << 20)
-    assert sum(len(keys) for epoch in range(2) for _, keys in job.traverse(epoch)) == 2 * SAMPLES
+def test_a_coordinator_and_a_page_that_are_killed_come_back(cluster: CommandedCluster) -> None:
+    await_state(cluster, "the page", lambda told: "coordinator" in processes(told))
+    cluster.kill("coordinator")
+    told = await_state(
+        cluster,
+        "another coordinator",
+        lambda told: processes(told)["coordinator"]["restarts"] == 1 and not told["failure"],
+    )
+    assert ("restart", "coordinator") in [(event["kind"], event["subject"]) for event in told["events"]]
+    cluster.kill("page")
+    await_state(cluster, "another page", lambda told: processes(told)["page"]["restarts"] == 1)
 
+
+def test_it_shows_a_flow_with_its_job_and_workers(cluster: CommandedCluster, job: SharedJob) -> None:
     told = await_state(
         cluster,
         "all samples of the job on the page",
         lambda told: (
             any(row["samples"] == 2 * SAMPLES for row in told["jobs"])
-            and any(row["flow"] == f"{flow}@1" and row["decodes"] for row in told["flows"])
+            and any(row["flow"] == f"{FLOW}@1" and row["decodes"] for row in told["flows"])
         ),
     )
-    (line,) = [row for row in told["flows"] if row["flow"] == f"{flow}@1"]
+    (line,) = [row for row in told["flows"] if row["flow"] == f"{FLOW}@1"]
     assert (line["state"], line["jobs"], line["shards"], line["workers"]) == ("accessed", 1, 1, 2)
     assert 0 < line["decodes"] < 2
     assert 0 <= line["hit_rate"] <= 1
-    (mine,) = [row for row in told["jobs"] if row["flow"] == f"{flow}@1"]
-    assert (mine["job"], mine["batches"]) == ("<b>mine</b>", 18)
+    (mine,) = [row for row in told["jobs"] if row["flow"] == f"{FLOW}@1"]
+    assert (mine["job"], mine["batches"]) == (NAME, 18)
     assert 0 <= mine["stall"] <= 1
-    assert f"{flow}@1 <b>mine</b>" in told["history"]["stall"]
+    assert f"{FLOW}@1 {NAME}" in told["history"]["stall"]
     rows = processes(told)
     assert rows["page"]["state"] == rows["coordinator"]["state"] == "running"
-    assert rows[f"{flow}@1/shard-000/worker-1"]["role"] == "worker"
+    assert rows[f"{FLOW}@1/shard-000/worker-1"]["role"] == "worker"
 
 
-def test_a_worker_that_is_killed_is_in_the_stream(
-    cluster: CommandedCluster, join: Callable[..., SharedJob], flow: str
-) -> None:
-    join(flow, Numbers(SAMPLES), batch_size=10)
-    id = f"{flow}@1/shard-000/worker-0"
+def test_a_worker_that_is_killed_is_in_the_stream(cluster: CommandedCluster, job: SharedJob) -> None:
+    id = f"{FLOW}@1/shard-000/worker-0"
     await_state(cluster, "a worker", lambda told: processes(told).get(id, {}).get("state") == "running")
     with closing(stream_of(cluster)) as stream:
         assert stream.readline().startswith(b"id: ")
@@ -113,19 +130,6 @@ def test_a_worker_that_is_killed_is_in_the_stream(
     assert row["ended"].startswith(f"pid {pid} was ended by SIGKILL")
 
 
-def test_a_coordinator_and_a_page_that_are_killed_come_back(cluster: CommandedCluster) -> None:
-    await_state(cluster, "the page", lambda told: "coordinator" in processes(told))
-    cluster.kill("coordinator")
-    told = await_state(
-        cluster,
-        "another coordinator",
-        lambda told: processes(told)["coordinator"]["restarts"] == 1 and not told["failure"],
-    )
-    assert [event for event in told["events"] if event["subject"] == "coordinator"]
-    cluster.kill("page")
-    await_state(cluster, "another page", lambda told: processes(told)["page"]["restarts"] == 1)
-
-
 def test_nothing_secret_is_shown(cluster: CommandedCluster) -> None:
     shown = json.dumps(await_state(cluster, "the page", bool))
     keys = json.loads(Path(cluster.address).read_text())
@@ -136,11 +140,9 @@ def test_nothing_secret_is_shown(cluster: CommandedCluster) -> None:
 
 @pytest.mark.skipif(find_chromium() is None, reason=MISSING)
 def test_a_browser_shows_a_worker_that_is_killed_while_the_page_is_open(
-    cluster: CommandedCluster, join: Callable[..., SharedJob], flow: str
+    cluster: CommandedCluster, job: SharedJob
 ) -> None:
-    job = join(flow, Numbers(SAMPLES), batch_size=10, name="<b>mine</b>")
-    assert sum(len(keys) for _, keys in job.traverse(0)) == SAMPLES
-    id = f"{flow}@1/shard-000/worker-0"
+    id = f"{FLOW}@1/shard-000/worker-1"
     told = await_state(
         cluster, "a worker", lambda told: processes(told).get(id, {}).get("state") == "running"
     )
@@ -148,9 +150,7 @@ def test_a_browser_shows_a_worker_that_is_killed_while_the_page_is_open(
     with opened(str(find_chromium())) as browser:
         browser.prefer("light")
         browser.open(f"http://{cluster.facts['web']}/")
-        shown = (
-            "[...document.querySelectorAll('#jobs th')].some(one => one.textContent.includes('<b>mine</b>'))"
-        )
+        shown = f"[...document.querySelectorAll('#jobs th')].some(one => one.textContent.includes('{NAME}'))"
         browser.await_(f"document.getElementById('jobs') && {shown}")
         cluster.kill(id)
         waited_s = browser.await_(
@@ -180,9 +180,20 @@ def test_a_browser_shows_a_worker_that_is_killed_while_the_page_is_open(
             assert names, role
             assert all(names), (role, names)
 
+        # What is old is said to be, until there is news.
+        browser.tell(
+            "const said = document.getElementById('failure'), has = name => document.body.classList.contains(name);"
+            "let wasOld = false;"
+            "const note = () => { wasOld ||= has('old') && said.textContent.includes('does not answer') };"
+            "new MutationObserver(note).observe(document.body, {attributes: true})"
+        )
+        cluster.kill("page")
+        browser.await_("wasOld && !has('old') && said.hidden")
+
         light = browser.tell("getComputedStyle(document.body).backgroundColor")
         browser.prefer("dark")
         assert browser.tell("getComputedStyle(document.body).backgroundColor") != light
         browser.size(360, 740, mobile=True)
         assert browser.tell("document.documentElement.scrollWidth") == 360, "nothing is wider than a phone"
-        assert browser.complaints == [], "neither errors, nor what the policy has refused"
+        complaints = [one for one in browser.complaints if "net::ERR_" not in one]  # while there was no page
+        assert complaints == [], "neither errors, nor what the policy has refused"

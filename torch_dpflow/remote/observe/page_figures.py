@@ -46,7 +46,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     limits: dict[str, str] = {}
     #: Of all, where processes do not tell; None: they do.
     restarts: int | None = None
-    #: What could not be asked, for people; empty: nothing. The rest is as it was then.
+    #: What is wrong with the coordinator, as "does not answer"; empty: nothing. What it told is as it was then.
     failure: str = ""
 
 

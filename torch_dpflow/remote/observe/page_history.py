@@ -68,7 +68,7 @@ class PageHistory:
         while self._seen and not at - WINDOW_S <= self._seen[0][0] < at:
             self._seen.popleft()
         limits = {**seen.limits, **{row.flow: row.limited_by for row in seen.flows}}
-        job_lines = [self._job_line(key, row, at, limits) for key, row in jobs.items()]
+        job_lines = [self._job_line(key, row, limits) for key, row in jobs.items()]
         flow_lines = [self._flow_line(row, at) for row in flows.values()]
         self._seen.append((at, jobs, flows))
         events = list(self._events_of(seen, at))
@@ -83,7 +83,7 @@ class PageHistory:
             version=__version__,
             at=at,
             failure=seen.failure,
-            summary=self._summary(seen, job_lines, at),
+            summary=self._summary(seen, job_lines),
             flows=flow_lines,
             jobs=job_lines[:MOST_JOBS],
             processes=_shown(seen.processes),
@@ -102,26 +102,22 @@ class PageHistory:
 
     # -- rates -----------------------------------------------------------------------------------------------
 
-    def _job_line(self, key: str, row: JobRow, at: float, limits: Mapping[str, str]) -> JobLine:
-        since, before = at, row
-        for then, jobs, _ in self._seen:
-            if (found := jobs.get(key)) is not None:
-                since, before = then, found
-                break
-        reads = row.reading_s > before.reading_s
+    def _job_line(self, key: str, row: JobRow, limits: Mapping[str, str]) -> JobLine:
+        before = next((jobs[key] for _, jobs, _ in self._seen if key in jobs), row)
         stall = _share(row.stall_s - before.stall_s, row.reading_s - before.reading_s)
-        waits = stall is None or stall >= LITTLE_STALL
+        limit = "" if stall is None else OWN_PACE if stall < LITTLE_STALL else limits.get(row.flow, "")
         return JobLine(
             key=key,
             flow=row.flow,
             job=row.job,
             stall=round(row.stall_share, 4),
             stall_now=stall,
-            samples_per_s=_rate(row.samples - before.samples, at - since) if reads else None,
+            # By the job's own clock: its reports come at uneven times.
+            samples_per_s=_rate(row.samples - before.samples, row.reading_s - before.reading_s),
             batches=row.batches,
             samples=row.samples,
             bytes=row.bytes,
-            limited_by=limits.get(row.flow, "") if waits else OWN_PACE,
+            limited_by=limit,
         )
 
     def _flow_line(self, row: FlowRow, at: float) -> FlowLine:
@@ -152,11 +148,12 @@ class PageHistory:
             sharing=row.sharing,
         )
 
-    def _summary(self, seen: Observation, jobs: list[JobLine], at: float) -> Summary:
-        shared = [row.figures for row in seen.flows]
-        was = [row.figures for row in self._seen[0][2].values()]
+    def _summary(self, seen: Observation, jobs: list[JobLine]) -> Summary:
+        earliest = self._seen[0][2]
+        # Of flows that were known then: the counts of others are older than these seconds.
+        shared = [(row.figures, earliest[row.flow].figures) for row in seen.flows if row.flow in earliest]
         hits, wants, decodes, served = (
-            sum(getattr(one, name) for one in shared) - sum(getattr(one, name) for one in was)
+            sum(getattr(now, name) - getattr(was, name) for now, was in shared)
             for name in ("hits", "wants", "decodes", "served")
         )
         rates = [job.samples_per_s for job in jobs if job.samples_per_s is not None]
@@ -209,9 +206,9 @@ _Found = tuple[str, str, str, str]
 
 def _failures(before: Observation, seen: Observation) -> Iterator[_Found]:
     if seen.failure and not before.failure:
-        yield "failure", "dpflow", seen.failure, ""
+        yield "failure", "coordinator", seen.failure, ""
     elif before.failure and not seen.failure:
-        yield "change", "dpflow", "all answers again", ""
+        yield "change", "coordinator", "answers again", ""
 
 
 def _of_processes(before: Observation, seen: Observation) -> Iterator[_Found]:

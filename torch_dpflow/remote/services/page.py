@@ -45,9 +45,9 @@ class ClusterObserver:
             self._processes = self._node.call("processes", reply_type=list[ProcessView]).body
             self._flows = self._ask_coordinator()
         except RemoteCallError as error:
-            failure = f"flows and jobs are as they were: {error.text}"
+            failure = f"refuses: {error.text}"
         except DPFlowError:
-            failure = "flows and jobs are as they were: the coordinator does not answer"
+            failure = "does not answer"
         return observation_of(self._flows, self._processes, failure)
 
     def _ask_coordinator(self) -> list[FlowView]:
@@ -64,9 +64,7 @@ class ClusterObserver:
 
 def run(service: ServiceSpec) -> None:
     """Run the page: the role of a node's process."""
-    from torch_dpflow.remote.observe.page_server import (
-        PageServer,
-    )  # needs an extra, and other processes have no use
+    from torch_dpflow.remote.observe.page_server import PageServer  # needs an extra
 
     place = msgspec.msgpack.decode(service.arguments, type=PagePlace)
     heartbeats = HeartbeatSender(service, place.url)

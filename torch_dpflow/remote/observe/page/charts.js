@@ -4,14 +4,15 @@
 
 const COLOURS = 8;
 const SHORTEST_S = 60;
+const LONG_S = 240; // from here on, times are without seconds
 const MOST_NAMED = 5;
 
 const percent = (value) => (value === null ? "–" : `${Math.round(100 * value)} %`);
 const plain = (value) => (value === null ? "–" : value >= 100 ? Math.round(value).toLocaleString("en") : String(+value.toFixed(2)));
 const KINDS = [
-  { name: "stall", title: "Stall share of jobs", show: percent, top: 1 },
+  { name: "stall", title: "Stall share", show: percent, top: 1 },
   { name: "rate", title: "Samples per second", show: plain },
-  { name: "hit_rate", title: "Hit rate of flows", show: percent, top: 1, shared: true },
+  { name: "hit_rate", title: "Hit rate", show: percent, top: 1, shared: true },
   { name: "decodes", title: "Decodes per delivered sample", show: plain, least: 1.05, shared: true },
 ];
 
@@ -98,7 +99,7 @@ class Chart {
         y: { range: (_, from, to) => [0, top ?? Math.max(least, 1.1 * (to ?? 1))] },
       },
       axes: [
-        { ...axis, size: 26, space: 80, values: (chart, at) => at.map((one) => clock(one, chart.scales.x.max - chart.scales.x.min < 240)) },
+        { ...axis, size: 26, space: (_, number, from, to) => (to - from < LONG_S ? 76 : 42), values: (chart, at) => at.map((one) => clock(one, chart.scales.x.max - chart.scales.x.min < LONG_S)) },
         { ...axis, size: 52, space: 36, values: (_, at) => at.map(show) },
       ],
       series: [{}, ...this.keys.map((key) => ({ label: key, stroke: colourOf(`c${this.colours.of(key)}`), width: 1.75, points: { show: false } }))],

@@ -4,6 +4,8 @@ import { Charts, Colours, clock, percent, plain } from "./charts.js";
 
 const MOST_POINTS = 600;
 const MOST_EVENTS = 200;
+const MOST_SERIES = 64;
+const SILENCE_MS = 10000;
 const LIMITS = {
   workers: ["too few workers", "dpflow flow scale gives it more"],
   "cold start": ["workers that start", "more are coming"],
@@ -27,6 +29,7 @@ let marked = null;
 let stream = null;
 let paused = false;
 let retry = 0;
+let silence = 0;
 
 // Writes only what differs: with hundreds of rows once a second, nothing else keeps the page fluent.
 function put(node, text) {
@@ -108,7 +111,7 @@ const flows = new Rows(
     const row = rowOf("flows", [["state", ""], ["limit", "why"], ["rate", "number"], ["hits", "number"], ["decodes", "number"],
       ["workers", "number"], ["waiting", "number wide"], ["memory", "number wide"]], marker());
     row.parts.state.append(make("span"));
-    ["limit", "hits", "decodes"].forEach((name) => two(row.parts[name]));
+    for (const name of ["limit", "hits", "decodes"]) two(row.parts[name]);
     return row;
   },
   (parts, flow) => {
@@ -116,7 +119,7 @@ const flows = new Rows(
     put(parts.small, `${flow.jobs} ${flow.jobs === 1 ? "job" : "jobs"}, ${flow.shards} ${flow.shards === 1 ? "shard" : "shards"}`);
     put(parts.state.firstChild, flow.state);
     classed(parts.state.firstChild, `state ${flow.state === "accessed" || flow.state === "ready" ? "good" : "wait"}`);
-    putTwo(parts.limit, limitOf(flow.limited_by)[0], limitOf(flow.limited_by)[1]);
+    putTwo(parts.limit, ...limitOf(flow.limited_by));
     put(parts.rate, plain(flow.samples_per_s));
     putTwo(parts.hits, percent(flow.hit_rate_now), `${percent(flow.hit_rate)} overall`);
     putTwo(parts.decodes, plain(flow.decodes_now), `${plain(flow.decodes)} overall`);
@@ -132,7 +135,8 @@ const jobs = new Rows(
   (job) => job.key,
   () => {
     const row = rowOf("jobs", [["now", ""], ["stall", "number wide"], ["rate", "number"], ["samples", "number wide"],
-      ["read", "number wide"], ["limit", ""]], marker());
+      ["read", "number wide"], ["limit", "why"]], marker());
+    two(row.parts.limit);
     row.parts.meter = make("meter");
     row.parts.share = make("span");
     row.parts.now.append(make("div", "bar", row.parts.meter, row.parts.share));
@@ -149,7 +153,8 @@ const jobs = new Rows(
     put(parts.rate, plain(job.samples_per_s));
     put(parts.samples, job.samples.toLocaleString("en"));
     put(parts.read, bytes(job.bytes));
-    put(parts.limit, limitOf(job.limited_by)[0]);
+    const [limit, advice] = limitOf(job.limited_by);
+    putTwo(parts.limit, limit, job.flow ? "" : advice); // a flow's row has it
   },
 );
 
@@ -251,13 +256,15 @@ const log = new Rows(
 
 function show() {
   const update = latest;
-  document.body.classList.toggle("loader", update.kind === "loader");
   put(byId("title"), update.title);
-  put(byId("jobs-title"), update.kind === "loader" ? "Loaders" : "Jobs");
+  const own = update.kind === "loader";
+  document.body.classList.toggle("loader", own);
+  put(byId("jobs-title"), own ? "Loaders" : "Jobs");
+  put(byId("job-head"), own ? "Loader" : "Job");
+  put(byId("workers-title"), own ? "Workers" : "Workers and services");
   document.title = `dpflow · ${update.title}`;
   put(byId("version"), update.version);
-  byId("failure").hidden = !update.failure;
-  put(byId("failure"), update.failure);
+  fail(update.failure && `The coordinator ${update.failure}: the states of flows, and what limits them, are as they were.`);
   showSummary(update);
   charts.show(history);
   flows.show(update.flows);
@@ -281,7 +288,7 @@ function append(kept, point) {
     for (const [key, values] of Object.entries(all)) {
       values.push(...(news[key] ?? [null]));
       values.splice(0, cut);
-      if (!(key in news) && values.every((one) => one === null)) delete all[key];
+      if (!(key in news) && (Object.keys(all).length > MOST_SERIES || values.every((one) => one === null))) delete all[key];
     }
   }
 }
@@ -296,9 +303,30 @@ function receive(update) {
   }
   latest = update;
   link("live", "good");
+  document.body.classList.remove("old");
+  clearTimeout(silence);
+  silence = setTimeout(again, SILENCE_MS); // a host that has vanished ends no connection
   show();
   const spoken = news.filter((event) => event.kind === "restart" || event.kind === "failure");
   if (spoken.length) put(byId("spoken"), spoken.map((event) => `${event.subject} ${event.text}`).join("; "));
+}
+
+function fail(text) {
+  byId("failure").hidden = !text;
+  put(byId("failure"), text);
+}
+
+// What is shown is old now, and has to look so.
+function lost() {
+  link("no connection", "bad");
+  document.body.classList.add("old");
+  const who = latest && latest.kind === "loader" ? "The training has ended, or its page does not answer" : "This page does not answer";
+  fail(latest ? `${who}: all is shown as it was at ${clock(latest.at)}.` : `${who}.`);
+}
+
+function again() {
+  lost();
+  connect();
 }
 
 function link(text, state) {
@@ -308,13 +336,15 @@ function link(text, state) {
 
 function connect() {
   clearTimeout(retry);
+  clearTimeout(silence);
   if (stream) stream.close();
   stream = null;
   if (paused || document.hidden) return;
   stream = new EventSource("api/stream");
   stream.onmessage = (event) => receive(JSON.parse(event.data));
+  silence = setTimeout(again, SILENCE_MS);
   stream.onerror = () => {
-    link("no connection", "bad");
+    lost();
     // An answer that is no stream, as "too many pages", ends the browser's own attempts.
     if (stream && stream.readyState === EventSource.CLOSED) retry = setTimeout(connect, 2000);
   };
