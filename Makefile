@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check
 STAMP := $(VENV)/.installed
+SITE := $(VENV)/.docs
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types layers compiled unit test-slow cloud-test test-versions release-check bench clean help
+.PHONY: demo test docs lint types layers compiled unit test-slow cloud-test test-versions release-check bench clean help
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -27,6 +28,18 @@ demo: $(STAMP)  ## generate images, train with torch's loader and with ours, pri
 test: $(STAMP)  ## format, lint, types, layers, tests
 	@$(MAKE) --no-print-directory -j2 --output-sync types lint layers compiled
 	@$(MAKE) --no-print-directory unit
+
+# Torch, the package and what builds the site: less than tests need.
+$(SITE): setup.cfg constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) --upgrade pip setuptools
+	$(INSTALL) -c constraints.txt torch
+	$(INSTALL) -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(SITE)  ## build the documentation site, strictly: build/site
+	$(BIN)/python -m sphinx -n -W --keep-going -q -b html -d build/doctrees -c docs . build/site
+	@echo 'the site is in build/site/index.html'
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
