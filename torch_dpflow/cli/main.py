@@ -33,6 +33,11 @@ COMMANDS = {
         "Make or remove the function that workers on a cloud are.",
     ),
     "image": ("torch_dpflow.cli.image", "image", "Write what a container's image of workers is built from."),
+    "manifest": (
+        "torch_dpflow.cli.manifest",
+        "manifest",
+        "Print what a cluster on Kubernetes consists of.",
+    ),
     "simulate": ("torch_dpflow.cli.simulate", "simulate", "Say how many workers a flow would need."),
     "dataset": (
         "torch_dpflow.cli.dataset",

@@ -23,6 +23,8 @@ from torch_dpflow.platforms.kubernetes_specs import (
     SELECTOR,
     START_S,
     SWEEP_S,
+    check_label,
+    check_quantity,
     fate_of,
     is_left,
     labels_of,
@@ -39,7 +41,6 @@ FORCED_S = 1
 #: Where a member finds its order, and may write.
 _ORDERS, _TEMPORARY = "/var/run/dpflow", "/tmp"
 _LOOPBACK = ("127.", "localhost", "::1", "[::1]")
-_QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]i?)?", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +95,13 @@ class Kubernetes:
                 if not isinstance(key, str) or not isinstance(value, str):
                     raise OptionTypeError(f"{table}[{key!r}]={value!r:.80}: give text, as Kubernetes has it")
         for key, value in self.requests.items():
-            if not _QUANTITY.fullmatch(value):
-                raise OptionError(f"requests[{key!r}]={value!r:.80}: give a quantity, as '500m' or '2Gi'")
+            check_quantity(f"requests[{key!r}]", value)
+        if re.search(r"\s", self.image):
+            raise OptionError(f"image={self.image!r:.300}: give REGISTRY/NAME:TAG, without spaces")
+        if self.namespace:
+            check_label("namespace", self.namespace)
+        if self.service_account:
+            check_label("service_account", self.service_account, longest=253, dots=True)
         check_fields(self, check_int, "max_workers", minimum=0)
         check_fields(self, check_int, "user", minimum=1, maximum=2**31 - 1)
         check_fields(self, check_number, "price_per_hour")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import calendar
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from torch_dpflow.errors import OptionError
 from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End
 from torch_dpflow.platforms.members import Fate
 
@@ -15,6 +17,11 @@ from torch_dpflow.platforms.members import Fate
 LABELS = {"app.kubernetes.io/name": "dpflow-worker", "app.kubernetes.io/managed-by": "torch_dpflow"}
 SELECTOR = ",".join(f"{key}={value}" for key, value in LABELS.items())
 FLEET = "app.kubernetes.io/instance"
+#: What whoever starts members has to be allowed to do in their namespace, as rules of a Role.
+RULES: Sequence[Mapping[str, Any]] = (
+    {"apiGroups": [""], "resources": ["pods"], "verbs": ["create", "delete", "get", "list"]},
+    {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]},
+)
 #: How long Kubernetes leaves a pod that others end, and how often to look at all members, which is one call; seconds.
 GRACE_S, SWEEP_S = 30.0, 5.0
 #: Why a container waits that will not start by waiting.
@@ -26,6 +33,8 @@ STUCK = (
     "CreateContainerError",
 )
 _WHY = ("reason", "message")
+_QUANTITY = re.compile(r"\d{1,15}(\.\d{1,9})?(m|[kMGTPE]i?)?", re.ASCII)
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", re.ASCII)
 #: After how long a pod that has ended is nobody's any more, and the longest that a start is waited for, seconds.
 #: Who has started it reads its end within `SWEEP_S`.
 ENDED_S, START_S = 60.0, 600.0
@@ -35,6 +44,25 @@ SAFE_CONTAINER: Mapping[str, Any] = {
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
 }
+
+
+def check_quantity(name: str, text: str) -> None:
+    """Raise OptionError unless it is an amount, as Kubernetes writes it."""
+    if not _QUANTITY.fullmatch(text):
+        raise OptionError(f"{name}={text!r:.80}: give a quantity, as '500m' or '2Gi'")
+
+
+def check_label(
+    name: str, text: str, *, longest: int = 63, dots: bool = False, begins_with_letter: bool = False
+) -> None:
+    """Raise OptionError unless something of Kubernetes can be called so. dots: whether it may have parts."""
+    parts = text.split(".") if dots else [text]
+    good = len(text) <= longest and all(map(_LABEL.fullmatch, parts))
+    if not good or (begins_with_letter and not text[0].isalpha()):
+        raise OptionError(
+            f"{name}={text!r:.80}: give at most {longest} small letters, digits{', dots' if dots else ''} and hyphens, "
+            f"beginning with a letter{'' if begins_with_letter else ' or digit'} and ending with a letter or digit"
+        )
 
 
 def safe_pod(user: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A double of a Kubernetes API server: the pods and secrets of a namespace, each pod a process of this host.
+"""A double of a Kubernetes API server: the pods and files of a namespace, each pod a process of this host.
 
 Kubernetes' own client talks to it. It checks the token and who may do what, knows names that are taken and what is
 owned by what, keeps a quota, and gives pods phases, times of grace and ends. What it cannot show: admission,
@@ -51,13 +51,17 @@ class KubeServer:
         start_s: how long a pod is pending, seconds.
         quota: how many pods the namespace may have.
         second_s: how long a second of pods' times of grace and deadlines is.
+        pods: what else pods have, as `Pod`.
     """
 
-    def __init__(self, *, start_s: float = 2.0, quota: int = 100, second_s: float = 0.05) -> None:
+    def __init__(
+        self, *, start_s: float = 2.0, quota: int = 100, second_s: float = 0.05, **pods: Any
+    ) -> None:
         self.start_s, self.quota, self.second_s, self.token = start_s, quota, second_s, "kube-t0ken"
         self.rules: Collection[Mapping[str, Any]] = RULES
         self.pods: dict[str, Pod] = {}
         self.secrets: dict[str, dict[str, Any]] = {}
+        self.config_maps: dict[str, dict[str, Any]] = {}
         #: What happens to the next creations of pods, and of secrets: "lose" the answer, or a status.
         self.faults: list[str | int] = []
         self.secret_faults: list[str | int] = []
@@ -70,6 +74,7 @@ class KubeServer:
         self._lock = threading.RLock()
         self._server = QuickHTTPServer(("127.0.0.1", 0), _handler_of(self))
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._pod_options = {"config": json.dumps(self.kubeconfig()), **pods}
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.05,), daemon=True, name="kube"
         )
@@ -97,6 +102,27 @@ class KubeServer:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+    def apply(self, *objects: dict[str, Any]) -> None:
+        """Take what `kubectl apply` sends, as far as it is known here: whoever calls has the rights of the Role."""
+        for one in objects:
+            name, namespace = one["metadata"]["name"], one["metadata"]["namespace"]
+            assert namespace == NAMESPACE
+            match one["kind"]:
+                case "Secret":
+                    data = {
+                        key: base64.b64encode(text.encode()).decode()
+                        for key, text in one["stringData"].items()
+                    }
+                    self.secrets[name] = {**one, "data": data}
+                case "ConfigMap":
+                    self.config_maps[name] = one
+                case "Role":
+                    self.rules = one["rules"]
+                case "StatefulSet":
+                    metadata = {**one["spec"]["template"]["metadata"], "name": f"{name}-0"}
+                    with self._lock:
+                        self._create_pod({**one["spec"]["template"], "metadata": metadata}, is_trial=False)
 
     def answer(self, method: str, target: str, token: str, body: bytes) -> dict[str, Any]:
         """Do what a request says. Raises Refused; ConnectionError: without an answer."""
@@ -166,9 +192,10 @@ class KubeServer:
             body,
             start_s=self.start_s,
             second_s=self.second_s,
-            secret_of=self._files_of,
+            files_of=self._files_of,
             ahead_s=lambda: self.ahead_s,
             on_gone=self._forget,
+            **self._pod_options,
         )
         self._kubelets.append(pod.thread)
         if fault == "lose":
@@ -189,8 +216,11 @@ class KubeServer:
             raise ConnectionError
         return body
 
-    def _files_of(self, name: str) -> dict[str, bytes] | None:
-        found = self.secrets.get(name)
+    def _files_of(self, volume: Mapping[str, Any]) -> dict[str, bytes] | None:
+        if "configMap" in volume:
+            data = self.config_maps[volume["configMap"]["name"]]["data"]
+            return {name: text.encode() for name, text in data.items()}
+        found = self.secrets.get(volume["secret"]["secretName"])
         return None if found is None else {key: base64.b64decode(text) for key, text in found["data"].items()}
 
     def _forget(self, pod: Pod) -> None:

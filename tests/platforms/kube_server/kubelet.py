@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,21 @@ from typing import Any
 ROOT = Path(__file__).parents[3]
 #: The first process of a container ignores SIGTERM unless it handles it.
 _AS_FIRST = ["/bin/sh", "-c", 'trap "" TERM; exec "$@"', "sh"]
+
+#: Where who is isolated finds its volumes.
+_SHOWN = "/mnt"
+#: Writes to its volumes alone, as a user that is not root, to whom an interpreter in root's home is shown.
+_ISOLATED = """
+folder=$1 shown=$2 python=$3 user=$4 group=$5 fs=$6; shift 6
+case "$python" in /root/*)
+    mount --bind "$python" "$shown"
+    mount -t tmpfs -o mode=755 none /root
+    mkdir -p "$python"; mount --move "$shown" "$python";;
+esac
+mount --bind "$folder" "$shown"
+mount -o remount,bind,ro /
+exec setpriv --reuid "$user" --regid "$group" --groups "$fs" --no-new-privs --bounding-set=-all "$@"
+"""
 
 
 class Pod:
@@ -28,7 +43,10 @@ class Pod:
         body: as it was created.
         start_s: how long it takes to find a node and pull its image, seconds.
         second_s: how long a second of its times of grace and of its deadline is.
-        secret_of: the files of a secret, by its name; None while there is none.
+        files_of: the files of a volume, by its source in the spec; None while they are not there.
+        ip: its address.
+        config: the text of a kubeconfig, in place of the token that a pod with a service account finds; empty: none.
+        isolates: whether it is its spec's user, and its root file system read-only where the spec says so. Needs root.
         ahead_s: how much the cluster's clock is ahead of this process's, seconds.
         on_gone: called once it is removed.
     """
@@ -39,9 +57,12 @@ class Pod:
         *,
         start_s: float,
         second_s: float,
-        secret_of: Callable[[str], dict[str, bytes] | None],
+        files_of: Callable[[Mapping[str, Any]], dict[str, bytes] | None],
         ahead_s: Callable[[], float],
         on_gone: Callable[[Pod], None],
+        ip: str = "127.0.0.1",
+        config: str = "",
+        isolates: bool = False,
     ) -> None:
         self.body = {
             **body,
@@ -52,12 +73,14 @@ class Pod:
         #: How long its container has run, once that has ended.
         self.seconds = 0.0
         self._start_s, self._second_s = start_s, second_s
-        self._secret_of, self._ahead_s, self._on_gone = secret_of, ahead_s, on_gone
+        self._files_of, self._ahead_s, self._on_gone = files_of, ahead_s, on_gone
+        self._ip, self._config, self._isolates = ip, config, isolates
         self._waiting = "ContainerCreating"
         self._why: dict[str, str] = {}
         self._words, self._has_ended = b"", False
         self._created, self._finished = time.time(), 0.0
         self._folder = Path(tempfile.mkdtemp(prefix="pod-"))
+        self._folder.chmod(0o755)
         #: Guards what follows; notified when any of it changes.
         self._changed = threading.Condition()
         self._grace_s: float | None = None
@@ -140,20 +163,31 @@ class Pod:
 
     def _is_mounted(self) -> bool:
         """Fill the folders of its volumes; False while a secret is not there."""
+        group = self.body["spec"]["securityContext"]["fsGroup"] if self._isolates else -1
         for volume in self.body["spec"].get("volumes", []):
             folder = self._folder / volume["name"]
             folder.mkdir(exist_ok=True)
-            if "secret" in volume:
-                files = self._secret_of(volume["secret"]["secretName"])
-                if files is None:
-                    return False
-                for name, content in files.items():
-                    (folder / name).write_bytes(content)
+            os.chown(folder, -1, group)
+            if "secret" not in volume and "configMap" not in volume:
+                folder.chmod(0o2777)
+                continue
+            files = self._files_of(volume)
+            if files is None:
+                return False
+            for name, content in files.items():
+                mode = volume.get("secret", {}).get("defaultMode", 0o644)
+                descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(content)
+                    os.fchown(descriptor, -1, group)
+                    # Where there is a group it may always read.
+                    os.fchmod(descriptor, mode | 0o440 if self._isolates else 0o400)
         return True
 
     def _run_container(self) -> None:
         (container,) = self.body["spec"]["containers"]
-        mounts = {one["mountPath"]: str(self._folder / one["name"]) for one in container["volumeMounts"]}
+        shown = _SHOWN if self._isolates else str(self._folder)
+        mounts = {one["mountPath"]: f"{shown}/{one['name']}" for one in container["volumeMounts"]}
 
         def there(text: str) -> str:
             """A path in the container as it is on this host."""
@@ -164,14 +198,21 @@ class Pod:
 
         env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         env |= {"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": there("/tmp")}
-        env |= {one["name"]: there(one["value"]) for one in container["env"]}
+        if self.body["spec"].get("automountServiceAccountToken") and self._config:
+            env["KUBECONFIG"] = f"{shown}/kubeconfig"
+            (self._folder / "kubeconfig").write_text(self._config)
+        given = {one["name"]: self._value(one) for one in container["env"]}
+        env |= {name: there(value) for name, value in given.items()}
+        words_of = [*container["command"][1:], *container.get("args", [])]
+        for name, value in given.items():
+            words_of = [word.replace(f"$({name})", value) for word in words_of]
         begun = time.monotonic()
         with tempfile.TemporaryFile() as words:
             with self._changed:
                 if self._grace_s is not None:
                     return
                 self.process = subprocess.Popen(
-                    [*_AS_FIRST, sys.executable, *map(there, container["command"][1:])],
+                    [*_AS_FIRST, *self._isolation(), sys.executable, *map(there, words_of)],
                     env=env,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -182,6 +223,23 @@ class Pod:
             self.seconds = time.monotonic() - begun
             words.seek(max(0, words.seek(0, os.SEEK_END) - 2048))
             self._words, self._finished, self._has_ended = words.read(), time.time(), True
+
+    def _value(self, variable: Mapping[str, Any]) -> str:
+        """Of a variable of the environment."""
+        if "value" in variable:
+            return str(variable["value"])
+        assert variable["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
+        return self._ip
+
+    def _isolation(self) -> list[str]:
+        if not self._isolates:
+            return []
+        spec = self.body["spec"]
+        assert spec["containers"][0]["securityContext"]["readOnlyRootFilesystem"]
+        ids = spec["securityContext"]
+        numbers = [str(ids[key]) for key in ("runAsUser", "runAsGroup", "fsGroup")]
+        places = [str(self._folder), _SHOWN, sys.base_prefix]
+        return ["unshare", "--mount", "sh", "-ec", _ISOLATED, "sh", *places, *numbers]
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         """Until its end, whose time may be up, or be set."""

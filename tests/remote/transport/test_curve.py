@@ -9,7 +9,7 @@ import stat
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from torch_dpflow.remote.access.connection_file import (
     ConnectionFile,
     generate_keys,
     read_connection_file,
+    read_key_file,
     write_connection_file,
 )
 from torch_dpflow.remote.transport import Connection, Listener, TransportOptions, connect, listen
@@ -161,6 +162,37 @@ def test_connection_file_that_others_may_read_is_refused(tmp_path: Path) -> None
     path.chmod(0o640)
     with pytest.raises(OptionError, match=r"chmod 600;.* defaultMode: 0400"):
         read_connection_file(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes files of root's")
+@pytest.mark.parametrize(
+    ("owner", "group", "mode", "is_read"),
+    [
+        (0, os.getegid(), 0o440, True),
+        (0, os.getegid(), 0o400, True),
+        (0, os.getegid(), 0o640, False),
+        (0, os.getegid(), 0o460, False),
+        (0, os.getegid(), 0o444, False),
+        (0, os.getegid(), 0o450, False),
+        (0, 4242, 0o440, False),
+        (1000, os.getegid(), 0o440, False),
+        (1000, os.getegid(), 0o400, False),
+    ],
+)
+def test_a_secret_that_is_mounted_for_a_group_is_read_by_those_in_it_alone(
+    tmp_path: Path, owner: int, group: int, mode: int, is_read: bool
+) -> None:
+    write_connection_file(path := tmp_path / "keys.json", CLUSTER)
+    os.chown(path, owner, group)
+    path.chmod(mode)
+    (link := tmp_path / "link").symlink_to(path.name)  # as Kubernetes has it
+    for read in (read_connection_file, read_key_file):
+        with (
+            nullcontext()
+            if is_read
+            else pytest.raises(OptionError, match=rf"mode {mode:o}, owner {owner}, group")
+        ):
+            assert read(link) == CLUSTER
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,20 @@ def read_key_file(path: str | os.PathLike[str]) -> ConnectionFile:
     )
 
 
+def _is_closed(status: os.stat_result) -> bool:
+    """Whether only those can read a file, or write to it, who are meant to."""
+    mode = stat.S_IMODE(status.st_mode)
+    if not mode & 0o077:
+        return status.st_uid in (os.getuid(), 0)
+    # A secret that is mounted for a container which is not root: Kubernetes makes it root's, gives it to the pod's
+    # group, and lets nobody write to it. Any user's own file of mode 0440 may be an accident of his, as of a umask;
+    # this one nobody but root can have made, and nobody but root can change it or its mode. Who is in that group was
+    # chosen by root as well. One that a group may write to is refused: who writes keys has this process
+    # trust a cluster of his, whose answers are unpickled.
+    groups = {os.getegid(), *os.getgroups()}
+    return status.st_uid == 0 and status.st_gid in groups and not mode & ~0o440
+
+
 def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) -> ConnectionFile:
     """what: it is called in messages. missing, other: what to do if it is missing, or something else."""
     name = f"{what} {os.fspath(path)!r}"
@@ -133,11 +147,11 @@ def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) 
     if not stat.S_ISREG(status.st_mode):
         raise OptionError(f"{name}{_NOT_REGULAR}")
     mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o077 or status.st_uid not in (os.getuid(), 0):
+    if not _is_closed(status):
         raise OptionError(
-            f"{name}: mode {mode:o}, owner {status.st_uid}; "
+            f"{name}: mode {mode:o}, owner {status.st_uid}, group {status.st_gid}; "
             "it holds keys, so it must be yours and closed to others (chmod 600; the volume of a Kubernetes secret: "
-            "defaultMode: 0400)"
+            "defaultMode: 0400, and fsGroup where the container is not root)"
         )
     try:
         connection = msgspec.json.decode(content, type=ConnectionFile)

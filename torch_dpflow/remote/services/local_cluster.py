@@ -113,7 +113,7 @@ class ClusterOptions:
         self.page_place()
         for module in self.preload:
             _check_installed(module)
-        object.__setattr__(self, "limits", _scaled(self.limits, self.autoscale))
+        object.__setattr__(self, "limits", scaled_limits(self.limits, self.autoscale))
         self._check_platform()
 
     def _check_platform(self) -> None:
@@ -258,8 +258,11 @@ class LocalCluster:
                 _release_state(self._state, self._owner)
 
 
-def _scaled(limits: ClusterLimits, text: str | None) -> ClusterLimits:
-    """The limits with those by which workers are scaled: by `--autoscale`, or else by the settings."""
+def scaled_limits(limits: ClusterLimits, text: str | None) -> ClusterLimits:
+    """The limits with those by which workers are scaled: by `--autoscale`, or else by the settings.
+
+    Raises OptionError if they disagree, or are no numbers of workers.
+    """
     table = registry.autoscale()
     if text is not None:
         least, most = _parse_autoscale(text)

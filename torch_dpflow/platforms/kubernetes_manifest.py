@@ -1,0 +1,324 @@
+"""What a cluster on Kubernetes consists of: its head, and what that may do, as objects of Kubernetes' own.
+
+The head is a pod that a StatefulSet keeps, so that its name stays while its address changes. Its workers are pods that
+it creates itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch_dpflow.checks import MAX_PORT, check_fields, check_int
+from torch_dpflow.errors import OptionError
+from torch_dpflow.platforms.kubernetes import Kubernetes
+from torch_dpflow.platforms.kubernetes_specs import (
+    LABELS,
+    RULES,
+    SAFE_CONTAINER,
+    check_label,
+    check_quantity,
+    safe_pod,
+)
+
+#: The label by which pods of jobs are let in; its value is the cluster's name.
+JOBS = "dpflow-cluster"
+#: Where the head, and whoever has the secret for jobs, finds its files.
+SETTINGS, KEYS, STATE = "/etc/dpflow", "/var/run/dpflow", "/var/lib/dpflow"
+#: Their names, in the objects and there.
+_TOML, _KEYS, CONNECTION, _URL = "dpflow.toml", "keys.json", "connection.json", "url"
+#: What processes of the head take beside samples, bytes: torch's code, once, and buffers.
+_OWN_BYTES = 2 << 30
+_GRACE_S = 60
+#: A StatefulSet's pods have a label with its name and eleven characters, and labels have 63.
+_LONGEST_NAME = 52
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """A cluster's head.
+
+    Args:
+        workers: of the flows, whose settings these are; they run where the head does, from the same image.
+        name: of the cluster, and of all its objects.
+        scaling: how many workers there are, as options of `dpflow up`.
+        hold_s: how long a job that pauses keeps its workers, seconds.
+        memory_bytes: for samples.
+        cpu: processors that it asks for, as a quantity.
+        state: where flows are stored: redis://HOST:PORT/NUMBER, the name of a secret whose `url` says so, or the size
+            of a volume, which may be of a storage class; all empty: until the head ends.
+        port, worker_ports: where jobs find it, and where workers call: FIRST-LAST.
+        jobs_in: the namespaces of jobs; empty: that of the workers.
+
+    Raises:
+        OptionError: a value is not possible.
+    """
+
+    workers: Kubernetes
+    scaling: Sequence[str]
+    name: str = "dpflow"
+    hold_s: float = 120.0
+    memory_bytes: int = 8 << 30
+    cpu: str = "2"
+    state: str = ""
+    state_secret: str = ""
+    state_size: str = ""
+    storage_class: str = ""
+    port: int = 7600
+    worker_ports: str = "7700-7799"
+    jobs_in: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        check_label("--name", self.name, longest=_LONGEST_NAME, begins_with_letter=True)
+        for namespace in (self.namespace, *self.jobs_in):
+            check_label("namespace", namespace)
+        check_quantity("--cpu", self.cpu)
+        check_fields(self, check_int, "port", minimum=1, maximum=MAX_PORT)
+        first, last = self._worker_ports()
+        if first <= self.port <= last:
+            raise OptionError(
+                f"--port {self.port} is one of --worker-ports {self.worker_ports}: give another"
+            )
+        self._check_state()
+
+    def _check_state(self) -> None:
+        given = [text for text in (self.state, self.state_secret, self.state_size) if text]
+        if len(given) > 1:
+            raise OptionError("--state, --state-secret and --state-size exclude each other: give one of them")
+        if self.storage_class and not self.state_size:
+            raise OptionError(
+                f"--storage-class {self.storage_class!r} without --state-size: say how large, as --state-size 1Gi"
+            )
+        if self.state_size:
+            check_quantity("--state-size", self.state_size)
+        for name, text in (("--state-secret", self.state_secret), ("--storage-class", self.storage_class)):
+            if text:
+                check_label(name, text, longest=253, dots=True)
+        if self.state:
+            url = urlsplit(self.state)
+            if url.scheme not in ("redis", "rediss") or "@" in self.state:
+                raise OptionError(
+                    "--state: give redis://HOST:PORT/NUMBER. One with a password belongs into a secret: kubectl create "
+                    f"secret generic NAME --from-literal={_URL}=redis://..., and --state-secret NAME. For a path, give "
+                    "--state-size, the size of its volume"
+                )
+
+    def _worker_ports(self) -> tuple[int, int]:
+        first, _, last = self.worker_ports.partition("-")
+        texts = (first, last or first)
+        if not all(text.isascii() and text.isdigit() and len(text) <= 5 for text in texts):
+            raise OptionError(f"--worker-ports {self.worker_ports!r:.80}: give FIRST-LAST, as 7700-7799")
+        least, most = (int(text) for text in texts)
+        if not 0 < least <= most <= MAX_PORT:
+            raise OptionError(
+                f"--worker-ports {self.worker_ports!r:.80}: give FIRST-LAST from 1 to {MAX_PORT}, as 7700-7799"
+            )
+        return least, most
+
+    @property
+    def namespace(self) -> str:
+        return self.workers.namespace or "default"
+
+    @property
+    def address(self) -> str:
+        """Where jobs find it, by the name that its pod keeps."""
+        return f"tcp://{self.name}-0.{self.name}.{self.namespace}.svc:{self.port}"
+
+    def objects(self, *, public: str = "") -> Iterator[dict[str, Any]]:
+        """All but secrets.
+
+        public: the public part of its keys, where they are known: its pod is replaced where they are others.
+        """
+        yield self._object("v1", "ServiceAccount", automountServiceAccountToken=False)
+        role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": self.name}
+        yield self._object("rbac.authorization.k8s.io/v1", "Role", rules=[*RULES])
+        subject = {"kind": "ServiceAccount", "name": self.name, "namespace": self.namespace}
+        yield self._object("rbac.authorization.k8s.io/v1", "RoleBinding", roleRef=role, subjects=[subject])
+        settings = self._settings()
+        yield self._object("v1", "ConfigMap", data={_TOML: settings})
+        ports = [{"name": "jobs", "port": self.port, "protocol": "TCP"}]
+        # Its own pod is found before it is ready: jobs wait for it.
+        service = {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": self._labels,
+            "ports": ports,
+        }
+        yield self._object("v1", "Service", spec=service)
+        yield from self._policies()
+        digest = hashlib.sha256(f"{settings}\0{public}".encode()).hexdigest()
+        yield self._object("apps/v1", "StatefulSet", spec=self._stateful_set(digest))
+
+    def secrets(self, keys: str, connection: str) -> Iterator[dict[str, Any]]:
+        """Those with keys: the head's, and for jobs one in each of their namespaces.
+
+        keys: the file that the head reads. connection: the one for jobs, which could start no service with it.
+        """
+        for name, namespace, file, content in (
+            (f"{self.name}-keys", self.namespace, _KEYS, keys),
+            *((f"{self.name}-jobs", one, CONNECTION, connection) for one in self._jobs_in),
+        ):
+            secret = self._object("v1", "Secret", type="Opaque", stringData={file: content})
+            secret["metadata"] |= {"name": name, "namespace": namespace}
+            yield secret
+
+    @property
+    def _jobs_in(self) -> Sequence[str]:
+        return self.jobs_in or [self.namespace]
+
+    @property
+    def _labels(self) -> dict[str, str]:
+        return {**LABELS, "app.kubernetes.io/name": "dpflow-head", "app.kubernetes.io/instance": self.name}
+
+    def _object(self, version: str, kind: str, **parts: Any) -> dict[str, Any]:
+        metadata = {"name": self.name, "namespace": self.namespace, "labels": self._labels}
+        return {"apiVersion": version, "kind": kind, "metadata": metadata, **parts}
+
+    def _settings(self) -> str:
+        """Of the workers, as the head reads them: what is not the default. Where they run is where it does itself."""
+        default = Kubernetes()
+        given = replace(self.workers, namespace="", context="")
+        lines = [
+            f"{name} = {toml_of(value)}"
+            for name in Kubernetes.__dataclass_fields__
+            if (value := getattr(given, name)) != getattr(default, name)
+        ]
+        return "\n".join(
+            ["[platform.kubernetes]", *lines, "", "[autoscale]", f"hold = {toml_of(self.hold_s)}", ""]
+        )
+
+    def _policies(self) -> Iterator[dict[str, Any]]:
+        """Who may connect: jobs to the head, at any port as its services have their own, and workers to theirs."""
+        jobs = [
+            {
+                "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
+                "podSelector": {"matchLabels": {JOBS: self.name}},
+            }
+            for namespace in self._jobs_in
+        ]
+        first, last = self._worker_ports()
+        workers = [{"podSelector": {"matchLabels": LABELS}}]
+        yield self._object(
+            "networking.k8s.io/v1",
+            "NetworkPolicy",
+            spec={
+                "podSelector": {"matchLabels": self._labels},
+                "policyTypes": ["Ingress"],
+                "ingress": [
+                    {"from": jobs},
+                    {"from": workers, "ports": [{"protocol": "TCP", "port": first, "endPort": last}]},
+                ],
+            },
+        )
+        nobody = self._object(
+            "networking.k8s.io/v1",
+            "NetworkPolicy",
+            spec={"podSelector": {"matchLabels": LABELS}, "policyTypes": ["Ingress"], "ingress": []},
+        )
+        nobody["metadata"] |= {"name": f"{self.name}-workers"}
+        yield nobody
+
+    def _stateful_set(self, digest: str) -> dict[str, Any]:
+        pod: dict[str, Any] = {
+            "serviceAccountName": self.name,
+            "automountServiceAccountToken": True,
+            "enableServiceLinks": False,
+            # Somebody has to reap what its services leave, and its first process has other things to do.
+            "shareProcessNamespace": True,
+            "terminationGracePeriodSeconds": _GRACE_S,
+            "securityContext": safe_pod(self.workers.user),
+            "volumes": [
+                # Root's, of the pod's group, and closed to others, however strict the cluster's own default is.
+                {"name": "keys", "secret": {"secretName": f"{self.name}-keys", "defaultMode": 0o440}},
+                {"name": "settings", "configMap": {"name": self.name}},
+                {"name": "tmp", "emptyDir": {}},
+            ],
+            "containers": [self._container()],
+        }
+        if pull := self.workers.pod.get("imagePullSecrets"):
+            pod["imagePullSecrets"] = pull
+        annotations = {"dpflow/settings-digest": digest}
+        spec: dict[str, Any] = {
+            "replicas": 1,
+            "serviceName": self.name,
+            "selector": {"matchLabels": self._labels},
+            "template": {"metadata": {"labels": self._labels, "annotations": annotations}, "spec": pod},
+        }
+        if self.state_size:
+            claim = {
+                "accessModes": ["ReadWriteOnce"],
+                "resources": {"requests": {"storage": self.state_size}},
+            }
+            if self.storage_class:
+                claim["storageClassName"] = self.storage_class
+            spec["volumeClaimTemplates"] = [
+                {
+                    "apiVersion": "v1",
+                    "kind": "PersistentVolumeClaim",
+                    "metadata": {"name": "state"},
+                    "spec": claim,
+                }
+            ]
+        return spec
+
+    def _container(self) -> dict[str, Any]:
+        memory = str(self.memory_bytes + self.memory_bytes // 4 + _OWN_BYTES)
+        mounts: list[dict[str, Any]] = [
+            {"name": "keys", "mountPath": KEYS, "readOnly": True},
+            {"name": "settings", "mountPath": SETTINGS, "readOnly": True},
+            {"name": "tmp", "mountPath": "/tmp"},
+        ]
+        if self.state_size:
+            mounts.append({"name": "state", "mountPath": STATE})
+        return {
+            "name": "head",
+            "image": self.workers.image,
+            "command": ["python", "-m", "torch_dpflow.cli", "up"],
+            "args": [
+                *("--listen", f"tcp://$(POD_IP):{self.port}"),
+                *("--keys", f"{KEYS}/{_KEYS}"),
+                *("--platform", "kubernetes"),
+                *("--worker-listen", f"tcp://$(POD_IP):{self.worker_ports}"),
+                *self.scaling,
+                *("--memory", f"{self.memory_bytes}B"),
+                *(("--state", f"{STATE}/flows") if self.state_size else ()),
+            ],
+            "env": [*self._environment()],
+            "ports": [{"name": "jobs", "containerPort": self.port, "protocol": "TCP"}],
+            "readinessProbe": {"tcpSocket": {"port": "jobs"}},
+            "resources": {"requests": {"cpu": self.cpu, "memory": memory}, "limits": {"memory": memory}},
+            "securityContext": SAFE_CONTAINER,
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+            "volumeMounts": mounts,
+        }
+
+    def _environment(self) -> Iterator[dict[str, Any]]:
+        yield {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
+        yield {"name": "DPFLOW_CONFIG", "value": f"{SETTINGS}/{_TOML}"}
+        # Of an id that the image does not know, whose home would be /.
+        yield {"name": "HOME", "value": "/tmp"}
+        yield {"name": "USER", "value": "dpflow"}
+        if self.state:
+            yield {"name": "DPFLOW_STATE", "value": self.state}
+        if self.state_secret:
+            url = {"secretKeyRef": {"name": self.state_secret, "key": _URL}}
+            yield {"name": "DPFLOW_STATE", "valueFrom": url}
+
+
+def toml_of(value: Any) -> str:
+    """A value as TOML writes it, on one line."""
+    match value:
+        case str():
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case bool():
+            return str(value).lower()
+        case Mapping():
+            return "{" + ", ".join(f"{toml_of(key)} = {toml_of(inner)}" for key, inner in value.items()) + "}"
+        case list() | tuple():
+            return "[" + ", ".join(map(toml_of, value)) + "]"
+        case _:
+            return str(value)
