@@ -7,6 +7,7 @@ from torch_dpflow.lazy import lazy_names
 
 if TYPE_CHECKING:
     from torch_dpflow.caches import ALSDCache
+    from torch_dpflow.dataservice import PooledDataset
     from torch_dpflow.datasets import DatasetStore
     from torch_dpflow.errors import DPFlowError
     from torch_dpflow.flows import DataLoadFlow
@@ -26,6 +27,7 @@ __all__ = [
     "JobOptions",
     "LoaderOptions",
     "LoaderStats",
+    "PooledDataset",
     "__version__",
 ]
 
@@ -33,6 +35,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "caches": ["ALSDCache"],
+        "dataservice": ["PooledDataset"],
         "datasets": ["DatasetStore"],
         "errors": ["DPFlowError"],
         "flows": ["DataLoadFlow"],

@@ -39,6 +39,7 @@ COMMANDS = {
         "Print what a cluster on Kubernetes consists of.",
     ),
     "simulate": ("torch_dpflow.cli.simulate", "simulate", "Say how many workers a flow would need."),
+    "pool": ("torch_dpflow.cli.pool", "pool", "Hold datasets in this host's memory for all who read them."),
     "dataset": (
         "torch_dpflow.cli.dataset",
         "dataset",

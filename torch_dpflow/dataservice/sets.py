@@ -117,6 +117,12 @@ class FileSet(RecordSet):
         before = int(self._ends[index - 1]) if index else 0
         return Slot(stripe, before - self._start(stripe), int(self.lengths[index]))
 
+    def offsets(self, stripe: int) -> npt.NDArray[np.int64]:
+        """Where each record of a stripe begins in it."""
+        own = self.records_of(stripe)
+        ends = self._ends[own.start : own.stop]
+        return np.concatenate([[self._start(stripe)], ends[:-1]]) - self._start(stripe)
+
     def stripe_bytes(self, stripe: int) -> int:
         return int(self._ends[self.records_of(stripe)[-1]]) - self._start(stripe)
 

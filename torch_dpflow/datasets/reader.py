@@ -128,10 +128,19 @@ class DatasetReader(Dataset[Sample]):
     def read_each(self, indices: Sequence[int]) -> list[Sample | DPFlowError]:
         """Each sample, or its error. Raises IndexError."""
         opened = self._opened.get()
-        described = self._describe(opened, self._wrapped(indices))
-        spans = [what.span for what in described if isinstance(what, _Described)]
-        contents = iter(opened.data.read_each(spans))
+        numbers = self._wrapped(indices)
+        described = self._describe(opened, numbers)
+        wanted = [
+            (number, what.span) for number, what in zip(numbers, described) if isinstance(what, _Described)
+        ]
+        contents = iter(self._contents(opened.data, wanted))
         return [what.sample(next(contents)) if isinstance(what, _Described) else what for what in described]
+
+    def _contents(
+        self, data: ObjectReader, wanted: Sequence[tuple[int, ByteRange]]
+    ) -> Sequence[bytes | DPFlowError]:
+        """The bytes of these samples, which lie there, or the error of each."""
+        return data.read_each([span for _, span in wanted])
 
     @property
     def skipped(self) -> dict[str, int]:

@@ -1,0 +1,144 @@
+"""`dpflow pool`: a server that holds datasets in the memory of this host, and what it holds."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+from typing import Any
+
+import click
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from torch_dpflow.byte_sizes import parse_bytes
+from torch_dpflow.cli.console import stdout_console
+from torch_dpflow.cli.dataset_options import store_options
+from torch_dpflow.dataservice.pool_connection import PoolConnection
+from torch_dpflow.dataservice.protocol import SetInfo
+from torch_dpflow.errors import OptionError
+
+_address = click.option(
+    "--address",
+    default="auto",
+    envvar="DPFLOW_POOL",
+    show_envvar=True,
+    metavar="DIRECTORY",
+    help="The directory of the pool's socket; by default this user's on this host.",
+)
+
+
+@click.group()
+def pool() -> None:
+    """Hold datasets in this host's memory, where `PooledDataset` finds them; each is read from storage once."""
+
+
+@pool.command()
+@click.option("--memory", required=True, help='Most memory for samples, such as "64GiB".')
+@click.option(
+    "--idle-s",
+    type=click.FloatRange(min=0),
+    default=600.0,
+    show_default=True,
+    help="How long a dataset stays that nobody reads and no command has loaded, seconds.",
+)
+@_address
+def serve(memory: str, idle_s: float, address: str) -> None:
+    """Run a server until it is stopped: by Ctrl-C or SIGTERM."""
+    from torch_dpflow.dataservice.server import DataServer  # imports torch, which takes seconds
+
+    server = DataServer(parse_bytes("--memory", memory), address, idle_s=idle_s)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    click.echo(f"the pool listens at {server.directory}, with {memory}")
+    try:
+        server.serve()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.stop()
+
+
+@pool.command()
+@click.argument("target", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
+@click.option("--part", is_flag=True, help="Hold as much as there is room for, where it would be refused.")
+@_address
+@store_options
+def preload(url: str, storage_options: dict[str, Any], target: str, part: bool, address: str) -> None:
+    """Load a dataset; it stays until it is unloaded."""
+    from torch_dpflow.dataservice.sources import identity_of, source_of
+    from torch_dpflow.datasets.store import DatasetStore
+
+    stored = DatasetStore(url, **storage_options).open(target)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("samples"))
+    with Progress(*columns, console=_stderr()) as bar:
+        task = bar.add_task(str(stored.ref), total=None)
+
+        def show(info: SetInfo) -> None:
+            bar.update(task, completed=info.loaded, total=info.placed if info.is_placed else None)
+
+        info = PoolConnection(address).preload(
+            source_of(stored, None), identity_of(stored), whole=not part, progress=show
+        )
+    click.echo(f"{info.ref}: {info.loaded:,} of {info.records:,} samples in {info.bytes:,} bytes")
+    if info.failed:
+        raise click.ClickException(f"{info.failed:,} samples could not be read: {info.error or 'no lengths'}")
+
+
+@pool.command("list")
+@_address
+def list_(address: str) -> None:
+    """List what the pool holds."""
+    listed = PoolConnection(address).list()
+    table = Table("dataset", "samples", "in memory", "bytes", "stays", "readers")
+    for info in listed.sets:
+        stays = "until unloaded" if info.is_explicit else "while it is read"
+        loaded = f"{info.loaded:,}" if info.is_placed else "being placed"
+        table.add_row(info.ref, f"{info.records:,}", loaded, f"{info.bytes:,}", stays, f"{info.readers}")
+    console = stdout_console(highlight=False)
+    console.print(table)
+    console.print(f"{listed.free:,} of {listed.capacity:,} bytes are free")
+
+
+@pool.command()
+@click.argument("target", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
+@_address
+def show(target: str, address: str) -> None:
+    """Show one dataset in the pool."""
+    info = _find(PoolConnection(address), target)
+    click.echo(f"{info.ref}\nlies in: {info.url}\nsamples: {info.records:,}")
+    click.echo(f"in memory: {info.loaded:,} of {info.placed:,} that have room, {info.bytes:,} bytes")
+    click.echo(f"could not be read: {info.failed:,}" + (f", as {info.error}" if info.error else ""))
+    click.echo(
+        f"readers: {info.readers}\nstays: {'until unloaded' if info.is_explicit else 'while it is read'}"
+    )
+
+
+@pool.command()
+@click.argument("target", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
+@_address
+def unload(target: str, address: str) -> None:
+    """Give up a dataset; who reads it goes on from storage."""
+    connection = PoolConnection(address)
+    info = _find(connection, target)
+    connection.unload(info.identity)
+    click.echo(f"{info.ref}: unloaded, {info.bytes:,} bytes are free once nobody reads them")
+
+
+def _find(connection: PoolConnection, target: str) -> SetInfo:
+    """The set of this name, which may leave out version and variant where one fits."""
+    sets = connection.list().sets
+    found = [one for one in sets if one.ref == target or one.ref.startswith(f"{target}:")]
+    if len(found) == 1:
+        return found[0]
+    has = ", ".join(one.ref for one in found or sets) or "nothing"
+    raise OptionError(f"{target!r} names {len(found)} of the sets in the pool; give one of: {has}")
+
+
+def _stderr() -> Any:
+    from rich.console import Console
+
+    return Console(stderr=True)

@@ -1,0 +1,110 @@
+"""DataClient: what programs do with the pool of this host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from torch_dpflow.dataservice.pool_connection import PoolConnection
+from torch_dpflow.dataservice.pooled import PooledDataset
+from torch_dpflow.dataservice.protocol import SetInfo, find_directory
+from torch_dpflow.dataservice.sources import identity_of, source_of
+from torch_dpflow.datasets.reader import Sample
+from torch_dpflow.datasets.store import StoredDataset
+from torch_dpflow.errors import StorageError
+
+
+class DataClient:
+    """Loads datasets into the memory of this host's server, and reads them.
+
+    Args:
+        address: the directory of the pool's socket; "auto" for what `DPFLOW_POOL` names, or else this user's on this
+            host.
+        storage_options: fsspec's options for the data of datasets; None: those of their stores.
+
+    Raises OptionError, OptionTypeError.
+    """
+
+    def __init__(
+        self, address: str | os.PathLike[str] = "auto", *, storage_options: Mapping[str, Any] | None = None
+    ) -> None:
+        find_directory(address)
+        self._address = address
+        self._storage_options = storage_options
+        self._datasets: dict[bytes, PooledDataset] = {}
+
+    def preload(
+        self,
+        stored: StoredDataset,
+        *,
+        fit: Literal["all", "part"] = "all",
+        on_error: Literal["raise", "skip"] = "raise",
+        progress: Callable[[SetInfo], None] = lambda info: None,
+    ) -> SetInfo:
+        """Load a dataset, which stays until it is unloaded; returns once it is there.
+
+        fit: "part" holds as much as there is room for, where "all" refuses.
+        on_error: "skip" leaves samples that cannot be read to those who read them; the result counts them.
+        progress: called about ten times a second.
+
+        Raises:
+            PoolFullError: there is no room for all of it.
+            StorageError: a sample could not be read.
+            PeerLostError: there is no server, or it has died.
+        """
+        connection = PoolConnection(self._address)
+        try:
+            info = connection.preload(
+                source_of(stored, self._storage_options),
+                identity_of(stored),
+                whole=fit == "all",
+                progress=progress,
+            )
+        finally:
+            connection.close()
+        if info.failed and on_error == "raise":
+            raise StorageError(
+                f"{info.failed} of {info.records} samples of {stored.ref} are not in the pool: {info.error or 'their '}"
+                f"{'' if info.error else 'lengths are not known'}"
+            )
+        return info
+
+    def sets(self) -> list[SetInfo]:
+        """What the server holds. Raises PeerLostError."""
+        connection = PoolConnection(self._address)
+        try:
+            return connection.list().sets
+        finally:
+            connection.close()
+
+    def unload(self, stored: StoredDataset) -> None:
+        """Give a dataset up; who reads it goes on from storage. Raises UsageError: it is not there; PeerLostError."""
+        connection = PoolConnection(self._address)
+        try:
+            connection.unload(identity_of(stored))
+        finally:
+            connection.close()
+
+    def dataset(self, stored: StoredDataset) -> PooledDataset:
+        """A dataset to read, for loaders too; the same one at each call."""
+        identity = identity_of(stored)
+        if identity not in self._datasets:
+            self._datasets[identity] = PooledDataset(
+                stored, self._address, storage_options=self._storage_options
+            )
+        return self._datasets[identity]
+
+    def read(self, stored: StoredDataset, index: int) -> Sample:
+        """One sample, from memory or from storage. Raises what `DatasetReader.read` does."""
+        return self.dataset(stored).read(index)
+
+    def read_batch(self, stored: StoredDataset, indices: Sequence[int]) -> list[Sample]:
+        """These samples, in order. Raises what `DatasetReader` does."""
+        return self.dataset(stored).__getitems__(indices)
+
+    def close(self) -> None:
+        """Close what was read; the client may be used again."""
+        for dataset in self._datasets.values():
+            dataset.close()
+        self._datasets = {}

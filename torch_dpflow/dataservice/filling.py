@@ -1,0 +1,171 @@
+"""One set in a server: what of it is in memory, and the threads that read it from storage, each sample once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_dpflow.dataservice.protocol import HERE, IN_STORAGE, PENDING, RecordStates, SetSource
+from torch_dpflow.dataservice.regions import UNKNOWN, PoolRegion, create_region
+from torch_dpflow.dataservice.sets import FileSet
+from torch_dpflow.datasets.reader import DatasetReader
+from torch_dpflow.errors import DPFlowError
+from torch_dpflow.log import SERVICE
+
+#: Samples that are read at the same time, by the thread that reads everything.
+_AT_ONCE = 64
+
+
+class HeldSet:
+    """The regions of a set, and their threads. Thread-safe.
+
+    A record that somebody waits for is read before all others; one that cannot be read is left to its readers.
+    """
+
+    def __init__(
+        self, source: SetSource, reader: DatasetReader, records: FileSet, known: npt.NDArray[np.bool_]
+    ) -> None:
+        self.source = source
+        self.records = records
+        self.regions: list[PoolRegion] = []
+        #: The first error of a sample, or of its memory.
+        self.error = ""
+        self._reader = reader
+        self._known = known
+        self._changed = threading.Condition()
+        #: The state of each record; those that have no place stay in storage.
+        self._states = bytearray([IN_STORAGE]) * records.records
+        #: Records that a thread reads or has read.
+        self._taken = bytearray(records.records)
+        self._region_of: dict[int, PoolRegion] = {}
+        #: Records of each stripe that are not in memory.
+        self._left: Counter[int] = Counter()
+        self._wanted: deque[int] = deque()
+        #: Fills whose memory is not there yet.
+        self._making = 0
+        self._loaded = self._failed = 0
+        self._is_closed = False
+        self._demand: threading.Thread | None = None
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Records that are in memory, and that could not be read."""
+        return self._loaded, self._failed
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether all memory that it is to have is there."""
+        return not self._making
+
+    def fill(self, stripes: Sequence[int]) -> None:
+        """Make room for these stripes, and read them, in a thread."""
+        with self._changed:
+            self._making += 1
+        threading.Thread(target=self._fill, args=(stripes,), name="dpflow-fill", daemon=True).start()
+
+    def want(self, records: Iterable[int], patience_s: float) -> RecordStates:
+        """The states of these, once none is on its way, or after so many seconds; those are read first."""
+        asked = list(records)
+        deadline = time.monotonic() + patience_s
+        with self._changed:
+            self._wanted += [one for one in asked if self._states[one] == PENDING and not self._taken[one]]
+            self._changed.notify_all()
+            while any(self._states[one] == PENDING for one in asked) and not self._is_closed:
+                if not self._changed.wait(deadline - time.monotonic()):
+                    break
+            stripes = {one // self.records.per_stripe for one in asked}
+            ready = [one for one in sorted(stripes) if one in self._region_of and not self._left[one]]
+            return RecordStates(bytes(self._states[one] for one in asked), ready)
+
+    def close(self) -> None:
+        """Give it up; whoever has mapped a region keeps it."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        for region in self.regions:
+            region.retire()
+        self._reader.close()
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _fill(self, stripes: Sequence[int]) -> None:
+        own = [one for stripe in stripes for one in self.records.records_of(stripe)]
+        try:
+            region = create_region(self.records, stripes, self._known)
+        except (DPFlowError, OSError) as error:
+            self._note(error)
+            with self._changed:
+                self._making -= 1
+                self._failed += len(own)
+            return
+        with self._changed:
+            self.regions.append(region)
+            self._region_of |= dict.fromkeys(stripes, region)
+            for one in own:
+                if self._known[one]:
+                    self._states[one] = PENDING
+                    self._left[one // self.records.per_stripe] += 1
+                else:
+                    self._failed += 1
+            self._making -= 1
+            if self._demand is None:
+                self._demand = threading.Thread(target=self._serve_demand, name="dpflow-demand", daemon=True)
+                self._demand.start()
+        for start in range(0, len(own), _AT_ONCE):
+            if self._is_closed:
+                return
+            self._read(own[start : start + _AT_ONCE])
+
+    def _serve_demand(self) -> None:
+        while True:
+            with self._changed:
+                while not self._wanted and not self._is_closed:
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                wanted = [self._wanted.popleft() for _ in range(min(_AT_ONCE, len(self._wanted)))]
+            self._read(wanted)
+
+    def _read(self, records: Iterable[int]) -> None:
+        """Read those of these that nobody reads or has read."""
+        with self._changed:
+            own = [
+                one for one in dict.fromkeys(records) if self._states[one] == PENDING and not self._taken[one]
+            ]
+            for one in own:
+                self._taken[one] = True
+        try:
+            samples = self._reader.read_each(own)
+        except Exception as error:  # whatever it is, its readers have to go on
+            samples = [DPFlowError(f"{type(error).__name__}: {error}")] * len(own)
+        states: list[tuple[int, int]] = []
+        for one, sample in zip(own, samples):
+            if isinstance(sample, DPFlowError):
+                self._note(sample)
+                states.append((one, IN_STORAGE))
+            else:
+                self._put(one, sample[0])
+                states.append((one, HERE))
+        with self._changed:
+            for one, state in states:
+                self._states[one] = state
+                self._left[one // self.records.per_stripe] -= state == HERE
+                self._loaded += state == HERE
+                self._failed += state != HERE
+            self._changed.notify_all()
+
+    def _put(self, record: int, content: bytes) -> None:
+        stripe, number = divmod(record, self.records.per_stripe)
+        region = self._region_of[stripe]
+        assert region.place(stripe, number)[1] == len(content) != UNKNOWN
+        region.write(stripe, number, content)
+
+    def _note(self, error: BaseException) -> None:
+        if not self.error:
+            self.error = f"{type(error).__name__}: {error}"
+            SERVICE.warning("%s: left to its readers: %s", self.source.ref, self.error)

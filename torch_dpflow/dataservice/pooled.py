@@ -1,0 +1,91 @@
+"""PooledDataset: a stored dataset whose bytes come from the pool of this host where they are there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch_dpflow.dataservice.reading import SetReading
+from torch_dpflow.dataservice.sources import identity_of, source_of
+from torch_dpflow.datasets.reader import DatasetReader, OnError
+from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
+from torch_dpflow.datasets.storage.per_process import PerProcess
+from torch_dpflow.datasets.store import StoredDataset
+from torch_dpflow.errors import DPFlowError
+
+
+class PooledDataset(DatasetReader):
+    """As `DatasetReader`, with the same samples, which a server of this host reads from storage once for everybody.
+
+    The server begins to hold the dataset when it is first read, and gives it up some time after the last process that
+    reads it has ended, unless `dpflow pool preload` or `DataClient.preload` has loaded it. Where there is no server,
+    where it has no room, and where it dies, samples are read from storage as by a DatasetReader.
+
+    Args:
+        stored: a variant from `DatasetStore.open`.
+        address: the directory of the pool's socket; "auto" for what `DPFLOW_POOL` names, or else this user's on this
+            host.
+        storage_options, read_options, metadata_cache, check, on_error: as for `DatasetReader`.
+
+    Raises:
+        OptionError, OptionTypeError: an option is not allowed.
+    """
+
+    def __init__(
+        self,
+        stored: StoredDataset,
+        address: str | os.PathLike[str] = "auto",
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        read_options: ReadOptions | None = None,
+        metadata_cache: int = 64 << 20,
+        check: bool | None = None,
+        on_error: OnError = "raise",
+    ) -> None:
+        self._address = address
+        super().__init__(
+            stored,
+            storage_options=storage_options,
+            read_options=read_options,
+            metadata_cache=metadata_cache,
+            check=check,
+            on_error=on_error,
+        )
+
+    @property
+    def hits(self) -> int:
+        """Samples that this process has got from memory."""
+        return self._reading.get().hits
+
+    @property
+    def misses(self) -> int:
+        """Samples that this process has read from storage."""
+        return self._reading.get().misses
+
+    def close(self) -> None:
+        reading = self._reading.drop()
+        if reading is not None:
+            reading.close()
+        super().close()
+
+    def _contents(
+        self, data: ObjectReader, wanted: Sequence[tuple[int, ByteRange]]
+    ) -> Sequence[bytes | DPFlowError]:
+        found = self._reading.get().read([number for number, _ in wanted])
+        missing = [span for content, (_, span) in zip(found, wanted) if content is None]
+        rest = iter(data.read_each(missing) if missing else ())
+        return [next(rest) if content is None else content for content in found]
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        source, identity = source_of(self.stored, self._storage_options), identity_of(self.stored)
+        self._reading = PerProcess(lambda: SetReading(self._address, source, identity))
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        del state["_reading"]
+        return state
+
+    def __repr__(self) -> str:
+        return f"PooledDataset({self.stored.ref}, {len(self)} samples)"

@@ -1,0 +1,158 @@
+"""What a process sees of one set in the pool: mapped regions, and which samples are there."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+from torch_dpflow.dataservice.pool_connection import SILENCE_S, PoolConnection
+from torch_dpflow.dataservice.protocol import (
+    HERE,
+    IN_STORAGE,
+    MOST_RECORDS,
+    PENDING,
+    OpenSet,
+    PreloadSet,
+    RecordStates,
+    SetInfo,
+    SetOpened,
+    SetSource,
+    WantRecords,
+)
+from torch_dpflow.dataservice.regions import UNKNOWN, PoolRegion, map_region
+from torch_dpflow.errors import DPFlowError
+from torch_dpflow.log import DATASETS
+
+#: Between attempts to reach a server, seconds: doubles from the first to the second with each that fails.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+#: How long a set's places are waited for before samples are read from storage again, seconds.
+_PLANNING_S = 0.2
+
+
+class SetReading:
+    """Reads samples of one set from memory, for one process. Thread-safe; never waits for a server that is gone.
+
+    What has been mapped stays readable when the server dies, so its samples still come from memory.
+    """
+
+    def __init__(self, address: str | os.PathLike[str], source: SetSource, identity: bytes) -> None:
+        self._address, self._source, self._identity = address, source, identity
+        self._lock = threading.Lock()
+        self._connection: PoolConnection | None = None
+        self._per_stripe = 1
+        self._regions: dict[int, PoolRegion] = {}
+        #: All that are in use, those of an earlier server too.
+        self._mapped: list[PoolRegion] = []
+        #: Stripes that are in memory as a whole, and where.
+        self._ready: dict[int, PoolRegion] = {}
+        #: What the server has said of records in other stripes, where that is final.
+        self._states: dict[int, int] = {}
+        self._retry_at = 0.0
+        self._pause_s = _FIRST_PAUSE_S
+        #: Samples that came from memory, and that did not.
+        self.hits = self.misses = 0
+
+    def read(self, records: Sequence[int]) -> list[bytes | None]:
+        """A copy of each record that is in memory; None for those that have to be read from storage."""
+        with self._lock:
+            self._look(records)
+            found = [self._read(record) for record in records]
+        self.misses += found.count(None)
+        self.hits += len(found) - found.count(None)
+        return found
+
+    def close(self) -> None:
+        """End reading; memory is freed."""
+        with self._lock:
+            self._forget()
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _read(self, record: int) -> bytes | None:
+        stripe, number = divmod(record, self._per_stripe)
+        region = self._ready.get(stripe)
+        if region is None:
+            if self._states.get(record) != HERE:
+                return None
+            region = self._regions[stripe]
+        return None if region.place(stripe, number)[1] == UNKNOWN else region.read(stripe, number)
+
+    def _look(self, records: Sequence[int]) -> None:
+        """Ask the server for what is not known to be in memory or in storage, and wait for it."""
+        if any(region.is_retired for region in self._mapped):
+            self._forget()
+            self._retry_at = math.inf  # somebody has unloaded it: this process loads it no more
+        if self._ready and all(record // self._per_stripe in self._ready for record in records):
+            return
+        try:
+            if self._connection is None and time.monotonic() >= self._retry_at:
+                self._connect()
+            if self._connection is not None:
+                self._ask(self._connection, records)
+        except DPFlowError as error:
+            self._disconnect()
+            self._retry_at = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            DATASETS.info("%s is read from storage for now: %s", self._source.ref, error)
+
+    def _connect(self) -> None:
+        connection = PoolConnection(self._address)
+        try:
+            request = PreloadSet(source=self._source, identity=self._identity, is_explicit=False, whole=False)
+            info, _ = connection.ask(request)
+            assert isinstance(info, SetInfo)
+            if not info.is_placed:
+                self._retry_at = time.monotonic() + _PLANNING_S
+                connection.close()
+                return
+            opened, fds = connection.ask(OpenSet(self._identity))
+            assert isinstance(opened, SetOpened)
+            regions = [map_region(fd, self._identity) for fd in fds]
+        except BaseException:
+            connection.close()
+            raise
+        self._connection, self._pause_s = connection, _FIRST_PAUSE_S
+        self._per_stripe = opened.per_stripe
+        # What an earlier server said of single records holds for its regions alone; whole stripes stay mapped.
+        self._states = {}
+        self._mapped = [*{id(one): one for one in self._ready.values()}.values(), *regions]
+        self._regions = {stripe: region for region in regions for stripe in region.stripes}
+
+    def _ask(self, connection: PoolConnection, records: Sequence[int]) -> None:
+        deadline = time.monotonic() + SILENCE_S
+        while unknown := self._unknown(records)[:MOST_RECORDS]:
+            answer, _ = connection.ask(WantRecords(self._identity, unknown))
+            assert isinstance(answer, RecordStates)
+            came = {one: state for one, state in zip(unknown, answer.states) if state != PENDING}
+            self._states |= came
+            self._ready |= {
+                stripe: self._regions[stripe] for stripe in answer.stripes if stripe in self._regions
+            }
+            if came:
+                deadline = time.monotonic() + SILENCE_S
+            elif time.monotonic() > deadline:
+                return  # its storage does not answer; ours may, and says so if it does not
+
+    def _unknown(self, records: Sequence[int]) -> list[int]:
+        unknown: list[int] = []
+        for record in records:
+            stripe = record // self._per_stripe
+            if stripe in self._ready or self._states.get(record, PENDING) != PENDING:
+                continue
+            if stripe in self._regions:
+                unknown.append(record)
+            else:
+                self._states[record] = IN_STORAGE
+        return unknown
+
+    def _forget(self) -> None:
+        self._disconnect()
+        self._regions, self._ready, self._states, self._mapped = {}, {}, {}, []
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()

@@ -1,0 +1,161 @@
+"""A region: memory of a server that holds stripes of one set, and that its readers map read-only.
+
+    header | stripes: number, first record in the index | index: offset and length of each record | records
+
+A region is a memfd. Its pages are reserved when it is made, so that no access can fail later; it is sealed, so that
+nobody shrinks it and nobody but the server writes to it. It belongs to one set for ever: when the set is given up, the
+server closes it, and its pages live on until the last reader has. So nobody can ever see bytes of another set there.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from torch_dpflow.dataservice.sets import ALIGNMENT, FileSet
+from torch_dpflow.errors import MessageError, PoolFullError
+from torch_dpflow.remote.shm.headroom import Headroom
+
+_MAGIC = b"dpregion"
+#: In the place of the first byte once the set was given up.
+_RETIRED = 0
+#: Magic, identity of the set, stripes, records.
+_HEADER = struct.Struct("<8s16sQQ")
+#: The length of a record that the index does not know; it stays in storage.
+UNKNOWN = -1
+_SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1, 2, 4, 16
+_SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE
+#: Memory is left to the machine: so much of what is available when a region is made.
+_SPARED = 0.05
+
+
+class PoolRegion:
+    """A mapped region, as its server or a reader sees it."""
+
+    def __init__(self, fd: int, memory: mmap.mmap) -> None:
+        self.fd = fd
+        self.memory = memory
+        _, self.identity, stripes, records = _HEADER.unpack_from(memory)
+        view = memoryview(memory)
+        table, index = _HEADER.size, _HEADER.size + 16 * stripes
+        #: The stripes, and where in the index the records of each begin.
+        self.stripes = dict(zip(*[iter(view[table:index].cast("q").tolist())] * 2))
+        self._index = view[index : index + 16 * records].cast("q")
+        #: Bytes that it takes.
+        self.size = len(memory)
+
+    def place(self, stripe: int, number: int) -> tuple[int, int]:
+        """Offset and length of a stripe's record; the length may be `UNKNOWN`."""
+        at = 2 * (self.stripes[stripe] + number)
+        return self._index[at], self._index[at + 1]
+
+    def read(self, stripe: int, number: int) -> bytes:
+        """A copy of a record that is there."""
+        offset, length = self.place(stripe, number)
+        return self.memory[offset : offset + length]
+
+    def write(self, stripe: int, number: int, content: bytes) -> None:
+        """Server: put a record into its place, whose length it has."""
+        offset, length = self.place(stripe, number)
+        self.memory[offset : offset + length] = content
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether its set was given up."""
+        return self.memory[0] == _RETIRED
+
+    def retire(self) -> None:
+        """Server: tell whoever has mapped it that its set was given up, and close it."""
+        self.memory[0] = _RETIRED
+        self.close()
+
+    def close(self) -> None:
+        """Close the descriptor; the memory is freed with the last user of this object."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def region_bytes(records: FileSet, stripes: Sequence[int]) -> int:
+    """What a region with these stripes takes."""
+    count = sum(len(records.records_of(stripe)) for stripe in stripes)
+    return _start(len(stripes), count) + sum(records.stripe_bytes(stripe) for stripe in stripes)
+
+
+def create_region(records: FileSet, stripes: Sequence[int], known: np.ndarray) -> PoolRegion:
+    """Reserve memory for these stripes.
+
+    known: whether each record's length is known.
+
+    Raises PoolFullError: the machine, or the control group, has not so much memory.
+    """
+    size = region_bytes(records, stripes)
+    available = Headroom().available()
+    if size > available * (1 - _SPARED):
+        raise PoolFullError(
+            f"{size:,} bytes for {records.records:,} samples: {available:,} are available to this server; have it "
+            "hold less (--memory), or give it more"
+        )
+    fd = os.memfd_create("torch_dpflow_pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, size)
+        memory = mmap.mmap(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException as error:
+        os.close(fd)
+        if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.ENOSPC):
+            raise PoolFullError(f"{size:,} bytes cannot be reserved: {error.strerror}") from error
+        raise
+    _write_index(memory, records, stripes, known)
+    return PoolRegion(fd, memory)
+
+
+def map_region(fd: int, identity: bytes) -> PoolRegion:
+    """Map what a server has sent, and own its descriptor. Raises MessageError: it is no region of this set."""
+    try:
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise MessageError("a region of the pool is not sealed, so it cannot be mapped safely")
+        size = os.fstat(fd).st_size
+        memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        magic, its, stripes, records = _HEADER.unpack_from(memory)
+        if magic[1:] != _MAGIC[1:] or its != identity or _start(stripes, records) > size:
+            raise MessageError(f"a region of the pool is not one of set {identity.hex()}")
+        os.close(fd)  # the mapping has a descriptor of its own
+        return PoolRegion(-1, memory)
+    except (OSError, ValueError, struct.error) as error:
+        os.close(fd)
+        raise MessageError(f"a region of the pool cannot be mapped: {error}") from error
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _start(stripes: int, records: int) -> int:
+    """Where the first record lies."""
+    return -(-(_HEADER.size + 16 * (stripes + records)) // ALIGNMENT) * ALIGNMENT
+
+
+def _write_index(memory: mmap.mmap, records: FileSet, stripes: Sequence[int], known: np.ndarray) -> None:
+    parts = list(_index_parts(records, stripes, known))
+    index = np.concatenate(parts) if parts else np.zeros((0, 2), dtype=np.int64)
+    firsts = np.cumsum([0, *(len(part) for part in parts)])[: len(stripes)]
+    _HEADER.pack_into(memory, 0, _MAGIC, records.identity, len(stripes), len(index))
+    table = np.column_stack([np.array(stripes, dtype=np.int64), firsts]).astype(np.int64)
+    content = table.tobytes() + index.astype(np.int64).tobytes()
+    memory[_HEADER.size : _HEADER.size + len(content)] = content
+
+
+def _index_parts(records: FileSet, stripes: Sequence[int], known: np.ndarray) -> Iterator[np.ndarray]:
+    count = sum(len(records.records_of(stripe)) for stripe in stripes)
+    base = _start(len(stripes), count)
+    for stripe in stripes:
+        own = records.records_of(stripe)
+        lengths = np.where(known[own.start : own.stop], records.lengths[own.start : own.stop], UNKNOWN)
+        yield np.column_stack([base + records.offsets(stripe), lengths])
+        base += records.stripe_bytes(stripe)
