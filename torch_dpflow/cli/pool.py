@@ -7,6 +7,7 @@ from types import FrameType
 from typing import Any
 
 import click
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
@@ -74,16 +75,15 @@ def preload(url: str, storage_options: dict[str, Any], target: str, part: bool, 
 
     stored = DatasetStore(url, **storage_options).open(target)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("samples"))
-    with Progress(*columns, console=_stderr()) as bar:
+    with Progress(*columns, console=Console(stderr=True)) as bar, PoolConnection(address) as connection:
         task = bar.add_task(str(stored.ref), total=None)
 
         def show(info: SetInfo) -> None:
             bar.update(task, completed=info.loaded, total=info.placed if info.is_placed else None)
 
-        info = PoolConnection(address).preload(
-            source_of(stored, None), identity_of(stored), whole=not part, progress=show
-        )
-    click.echo(f"{info.ref}: {info.loaded:,} of {info.records:,} samples in {info.bytes:,} bytes")
+        source, identity = source_of(stored, None), identity_of(stored)
+        info = connection.preload(source, identity, whole=not part, progress=show)
+    click.echo(f"{info.ref}: {info.loaded:,} of {info.records:,} samples in {info.reserved_bytes:,} bytes")
     if info.failed:
         raise click.ClickException(f"{info.failed:,} samples could not be read: {info.error or 'no lengths'}")
 
@@ -92,25 +92,35 @@ def preload(url: str, storage_options: dict[str, Any], target: str, part: bool, 
 @_address
 def list_(address: str) -> None:
     """List what the pool holds."""
-    listed = PoolConnection(address).list()
-    table = Table("dataset", "samples", "in memory", "bytes", "stays", "readers")
+    with PoolConnection(address) as connection:
+        listed = connection.contents()
+    table = Table("id", "dataset", "samples", "in memory", "bytes", "stays", "readers")
     for info in listed.sets:
         stays = "until unloaded" if info.is_explicit else "while it is read"
         loaded = f"{info.loaded:,}" if info.is_placed else "being placed"
-        table.add_row(info.ref, f"{info.records:,}", loaded, f"{info.bytes:,}", stays, f"{info.readers}")
+        table.add_row(
+            _id(info),
+            info.ref,
+            f"{info.records:,}",
+            loaded,
+            f"{info.reserved_bytes:,}",
+            stays,
+            f"{info.readers}",
+        )
     console = stdout_console(highlight=False)
     console.print(table)
     console.print(f"{listed.free:,} of {listed.capacity:,} bytes are free")
 
 
 @pool.command()
-@click.argument("target", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
+@click.argument("target", metavar="ID|NAMESPACE/NAME[:VERSION[:VARIANT]]")
 @_address
 def show(target: str, address: str) -> None:
     """Show one dataset in the pool."""
-    info = _find(PoolConnection(address), target)
-    click.echo(f"{info.ref}\nlies in: {info.url}\nsamples: {info.records:,}")
-    click.echo(f"in memory: {info.loaded:,} of {info.placed:,} that have room, {info.bytes:,} bytes")
+    with PoolConnection(address) as connection:
+        info = _find(connection, target)
+    click.echo(f"{info.ref}\nid: {_id(info)}\nlies in: {info.url}\nsamples: {info.records:,}")
+    click.echo(f"in memory: {info.loaded:,} of {info.placed:,} that have room, {info.reserved_bytes:,} bytes")
     click.echo(f"could not be read: {info.failed:,}" + (f", as {info.error}" if info.error else ""))
     click.echo(
         f"readers: {info.readers}\nstays: {'until unloaded' if info.is_explicit else 'while it is read'}"
@@ -118,27 +128,25 @@ def show(target: str, address: str) -> None:
 
 
 @pool.command()
-@click.argument("target", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
+@click.argument("target", metavar="ID|NAMESPACE/NAME[:VERSION[:VARIANT]]")
 @_address
 def unload(target: str, address: str) -> None:
     """Give up a dataset; who reads it goes on from storage."""
-    connection = PoolConnection(address)
-    info = _find(connection, target)
-    connection.unload(info.identity)
-    click.echo(f"{info.ref}: unloaded, {info.bytes:,} bytes are free once nobody reads them")
+    with PoolConnection(address) as connection:
+        info = _find(connection, target)
+        connection.unload(info.identity)
+    click.echo(f"{info.ref}: unloaded, {info.reserved_bytes:,} bytes are free once nobody reads them")
 
 
 def _find(connection: PoolConnection, target: str) -> SetInfo:
-    """The set of this name, which may leave out version and variant where one fits."""
-    sets = connection.list().sets
-    found = [one for one in sets if one.ref == target or one.ref.startswith(f"{target}:")]
+    """The set of this id or name, which may leave out version and variant where one fits."""
+    sets = connection.contents().sets
+    found = [one for one in sets if target in (one.ref, _id(one)) or one.ref.startswith(f"{target}:")]
     if len(found) == 1:
         return found[0]
-    has = ", ".join(one.ref for one in found or sets) or "nothing"
+    has = ", ".join(f"{_id(one)} ({one.ref})" for one in found or sets) or "nothing is there"
     raise OptionError(f"{target!r} names {len(found)} of the sets in the pool; give one of: {has}")
 
 
-def _stderr() -> Any:
-    from rich.console import Console
-
-    return Console(stderr=True)
+def _id(info: SetInfo) -> str:
+    return info.identity.hex()[:8]

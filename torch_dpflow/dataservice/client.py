@@ -53,16 +53,9 @@ class DataClient:
             StorageError: a sample could not be read.
             PeerLostError: there is no server, or it has died.
         """
-        connection = PoolConnection(self._address)
-        try:
-            info = connection.preload(
-                source_of(stored, self._storage_options),
-                identity_of(stored),
-                whole=fit == "all",
-                progress=progress,
-            )
-        finally:
-            connection.close()
+        source, identity = source_of(stored, self._storage_options), identity_of(stored)
+        with PoolConnection(self._address) as connection:
+            info = connection.preload(source, identity, whole=fit == "all", progress=progress)
         if info.failed and on_error == "raise":
             raise StorageError(
                 f"{info.failed} of {info.records} samples of {stored.ref} are not in the pool: {info.error or 'their '}"
@@ -72,19 +65,13 @@ class DataClient:
 
     def sets(self) -> list[SetInfo]:
         """What the server holds. Raises PeerLostError."""
-        connection = PoolConnection(self._address)
-        try:
-            return connection.list().sets
-        finally:
-            connection.close()
+        with PoolConnection(self._address) as connection:
+            return connection.contents().sets
 
     def unload(self, stored: StoredDataset) -> None:
         """Give a dataset up; who reads it goes on from storage. Raises UsageError: it is not there; PeerLostError."""
-        connection = PoolConnection(self._address)
-        try:
+        with PoolConnection(self._address) as connection:
             connection.unload(identity_of(stored))
-        finally:
-            connection.close()
 
     def dataset(self, stored: StoredDataset) -> PooledDataset:
         """A dataset to read, for loaders too; the same one at each call."""

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from torch_dpflow import errors
 from torch_dpflow.dataservice.protocol import (
     ANSWERS,
     MOST_REGIONS,
@@ -27,7 +26,7 @@ from torch_dpflow.dataservice.protocol import (
     send,
     socket_path,
 )
-from torch_dpflow.errors import DPFlowError, MessageError, PeerLostError
+from torch_dpflow.errors import MessageError, PeerLostError
 
 #: A server that does not answer for so long is taken for dead, seconds.
 SILENCE_S = 5.0
@@ -76,11 +75,10 @@ class PoolConnection:
                 self._socket.close()
                 raise PeerLostError(f"the server of the pool does not answer: {error}") from error
         if isinstance(answer, PoolRefusal):
-            kind = getattr(errors, answer.kind, DPFlowError)
-            raise (kind if issubclass(kind, DPFlowError) else DPFlowError)(answer.text)
+            raise answer.error()
         return answer, fds
 
-    def list(self) -> SetList:
+    def contents(self) -> SetList:
         """Every set, and the memory that is free."""
         answer, _ = self.ask(ListSets())
         assert isinstance(answer, SetList)
@@ -116,3 +114,9 @@ class PoolConnection:
     def close(self) -> None:
         """Close it; the server then knows that this reader has ended."""
         self._socket.close()
+
+    def __enter__(self) -> PoolConnection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

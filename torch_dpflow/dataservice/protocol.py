@@ -16,7 +16,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from torch_dpflow.errors import MessageError, OptionError, OptionTypeError, PeerLostError
+from torch_dpflow import errors
+from torch_dpflow.errors import DPFlowError, MessageError, OptionError, OptionTypeError, PeerLostError
 
 #: The environment variable with the default `address` of clients and servers.
 ADDRESS_VARIABLE = "DPFLOW_POOL"
@@ -92,7 +93,7 @@ class SetInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     loaded: int
     failed: int
     #: Bytes that are reserved for it.
-    bytes: int
+    reserved_bytes: int
     #: Whether it stays until it is unloaded.
     is_explicit: bool
     #: Processes that read it.
@@ -135,6 +136,18 @@ class PoolRefusal(msgspec.Struct, frozen=True, tag=True):
     #: The class of the error, one of `errors`.
     kind: str
     text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> PoolRefusal:
+        """What tells this error to the other side."""
+        return cls(type(error).__name__, str(error))
+
+    def error(self) -> DPFlowError:
+        """The error, of the class that it names if the library has it."""
+        kind = getattr(errors, self.kind, DPFlowError)
+        if not (isinstance(kind, type) and issubclass(kind, DPFlowError)):
+            return DPFlowError(f"{self.kind}: {self.text}")
+        return kind(self.text)
 
 
 PoolAnswer: TypeAlias = SetInfo | SetOpened | RecordStates | SetList | PoolRefusal

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from torch_dpflow import errors
 from torch_dpflow.checks import check_int, check_seconds
 from torch_dpflow.dataservice.filling import HeldSet
 from torch_dpflow.dataservice.keeper_machine import Fill, KeeperInstruction, KeeperMachine
@@ -42,7 +41,14 @@ from torch_dpflow.dataservice.protocol import (
 )
 from torch_dpflow.dataservice.sources import open_source, record_set
 from torch_dpflow.datasets.reader import DatasetReader
-from torch_dpflow.errors import DPFlowError, MessageError, OptionError, UsageError
+from torch_dpflow.errors import (
+    DPFlowError,
+    MessageError,
+    OptionError,
+    PeerLostError,
+    PoolFullError,
+    UsageError,
+)
 from torch_dpflow.log import SERVICE
 
 #: How long an answer to `WantRecords` waits for what is on its way, seconds: well below a client's patience.
@@ -147,7 +153,7 @@ class DataServer:
                 finally:
                     for fd in fds:
                         os.close(fd)
-        except (OSError, MessageError, errors.PeerLostError) as error:
+        except (OSError, MessageError, PeerLostError) as error:
             if isinstance(error, MessageError):
                 SERVICE.warning("a client of the pool is left: %s", error)
         finally:
@@ -160,7 +166,7 @@ class DataServer:
         try:
             return self._answer(request, reader)
         except DPFlowError as error:
-            return PoolRefusal(type(error).__name__, str(error)), []
+            return PoolRefusal.of(error), []
 
     def _answer(self, request: PoolRequest, reader: str) -> tuple[PoolAnswer, list[int]]:
         match request:
@@ -201,12 +207,12 @@ class DataServer:
             known = self._sets.get(request.identity)
             if known is None:
                 if len(self._sets) >= MOST_SETS:
-                    raise errors.PoolFullError(f"the pool has {MOST_SETS} sets; unload one")
+                    raise PoolFullError(f"the pool has {MOST_SETS} sets; unload one")
                 known = self._sets[request.identity] = _KnownSet(request, "", request.is_explicit)
                 threading.Thread(target=self._plan, args=(known,), name="dpflow-plan", daemon=True).start()
             elif known.refusal is not None:
                 del self._sets[request.identity]
-                raise _raised(known.refusal)
+                raise known.refusal.error()
             elif request.is_explicit and not known.is_explicit:
                 known.is_explicit = True
                 if known.held is not None:
@@ -242,7 +248,7 @@ class DataServer:
         except Exception as error:  # whoever asked has to be told, whatever it is
             SERVICE.warning("%s cannot be held: %s", request.source.ref, error)
             known.refused_at = time.monotonic()
-            known.refusal = PoolRefusal(type(error).__name__, str(error))
+            known.refusal = PoolRefusal.of(error)
 
     def _obey(self, instructions: Iterable[KeeperInstruction]) -> None:
         for one in instructions:
@@ -265,7 +271,7 @@ class DataServer:
 
     def _list(self) -> SetList:
         sets = [self._info(known) for known in self._sets.values() if known.refusal is None]
-        return SetList(sets, self._memory - sum(one.bytes for one in sets), self._memory)
+        return SetList(sets, self._memory - sum(one.reserved_bytes for one in sets), self._memory)
 
     def _info(self, known: _KnownSet) -> SetInfo:
         request, held = known.request, known.held
@@ -277,7 +283,7 @@ class DataServer:
             placed=0,
             loaded=0,
             failed=0,
-            bytes=0,
+            reserved_bytes=0,
             is_explicit=known.is_explicit,
             readers=0,
             is_placed=False,
@@ -293,7 +299,7 @@ class DataServer:
             placed=sum(len(held.records.records_of(stripe)) for stripe, one in enumerate(owners) if one >= 0),
             loaded=loaded,
             failed=failed,
-            bytes=summary.placed_bytes,
+            reserved_bytes=summary.placed_bytes,
             readers=summary.readers,
             is_placed=held.is_placed,
             error=held.error,
@@ -308,11 +314,6 @@ class DataServer:
                 for identity, known in list(self._sets.items()):
                     if known.refusal is not None and now - known.refused_at > _REFUSAL_S:
                         del self._sets[identity]
-
-
-def _raised(refusal: PoolRefusal) -> DPFlowError:
-    kind = getattr(errors, refusal.kind, DPFlowError)
-    return kind(refusal.text) if issubclass(kind, DPFlowError) else DPFlowError(refusal.text)
 
 
 def _listen(directory: os.PathLike[str]) -> tuple[socket.socket, int]:

@@ -1,0 +1,308 @@
+"""The pool of one host, with real processes: the same samples, storage read once, and deaths that cost speed alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.oss_server import OSSServer
+from tests.datasets.samples_source import Numbered, numbers, publish
+from tests.shared_cluster import wait
+from torch_dpflow import DPFlowDataLoader, PooledDataset
+from torch_dpflow.cli.main import root
+from torch_dpflow.dataservice import DataClient, DataServer, SetInfo
+from torch_dpflow.dataservice.pool_connection import PoolConnection
+from torch_dpflow.dataservice.protocol import WantRecords, find_directory, socket_path
+from torch_dpflow.dataservice.sources import identity_of
+from torch_dpflow.datasets import DatasetStore, StoredDataset
+from torch_dpflow.errors import (
+    OptionError,
+    PeerLostError,
+    PoolFullError,
+    StorageError,
+    UsageError,
+)
+
+COUNT = 40
+
+
+@contextmanager
+def server(folder: Path, memory: str = "16MiB") -> Iterator[subprocess.Popen[str]]:
+    """`dpflow pool serve`, once it listens."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch_dpflow.cli",
+        "pool",
+        "serve",
+        "--memory",
+        memory,
+        "--address",
+        str(folder),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert "the pool listens at" in process.stdout.readline()
+            yield process
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+
+
+@contextmanager
+def inner_server(folder: Path, memory_bytes: int) -> Iterator[None]:
+    """A server in a thread."""
+    serving = DataServer(memory_bytes, folder)
+    thread = threading.Thread(target=serving.serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        serving.stop()
+        thread.join()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The address of a server that lives as long as this module."""
+    folder = tmp_path_factory.mktemp("pool") / "p"
+    with server(folder) as process:
+        yield folder
+    assert process.returncode == 0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DatasetStore:
+    return DatasetStore.create(str(tmp_path / "datasets"))
+
+
+@pytest.fixture
+def stored(store: DatasetStore) -> StoredDataset:
+    return publish(store, Numbered(COUNT))
+
+
+def packs(stored: StoredDataset) -> list[Path]:
+    """The files that its samples lie in."""
+    urls = {stored.data_url(one) for one in stored.samples()}
+    return [Path(url.removeprefix("file://")) for url in sorted(urls)]
+
+
+def info_of(stored: StoredDataset, address: Path) -> SetInfo | None:
+    found = [one for one in DataClient(address).sets() if one.identity == identity_of(stored)]
+    return found[0] if found else None
+
+
+def is_loaded(stored: StoredDataset, address: Path) -> bool:
+    info = info_of(stored, address)
+    return info is not None and info.is_placed and info.loaded == COUNT
+
+
+def test_a_preloaded_set_is_read_from_memory_also_without_its_files(
+    stored: StoredDataset, pool: Path
+) -> None:
+    client, seen = DataClient(pool), list[SetInfo]()
+    info = client.preload(stored, progress=seen.append)
+    assert (info.records, info.placed, info.loaded, info.failed) == (COUNT, COUNT, COUNT, 0)
+    assert seen[-1] == info
+    assert info.is_explicit
+    for pack in packs(stored):
+        pack.unlink()
+    assert client.read_batch(stored, [*range(COUNT)]) == numbers(COUNT)
+    assert client.read(stored, -1) == numbers(COUNT)[-1]
+    assert client.dataset(stored).hits == COUNT + 1
+    assert [one.readers for one in client.sets() if one.identity == info.identity] == [1]
+    client.close()
+    client.unload(stored)
+    with pytest.raises(UsageError, match="not in the pool"):
+        client.unload(stored)
+
+
+def test_workers_of_a_loader_get_the_same_samples(stored: StoredDataset, pool: Path) -> None:
+    with closing(PooledDataset(stored, pool)) as dataset:
+        for _ in range(2):
+            loader = DPFlowDataLoader(dataset, batch_size=7, shuffle=True, num_workers=2, collate_fn=list)
+            samples = [sample for batch in loader for sample in batch]
+            assert sorted(samples, key=lambda sample: sample[1]["number"]) == numbers(COUNT)
+        wait(lambda: is_loaded(stored, pool), what="the implicit set")
+        assert [dataset[index] for index in range(COUNT)] == numbers(COUNT)
+        assert (dataset.hits, dataset.misses) == (COUNT, 0)
+
+
+def test_each_sample_is_read_from_storage_once_for_all_processes(pool: Path) -> None:
+    with OSSServer() as oss:
+        oss.buckets.create("bucket")
+        store = DatasetStore.create("oss://bucket/datasets", **oss.storage_options())
+        stored = publish(store, Numbered(COUNT))
+        with closing(DataClient(pool)) as client:
+            client.preload(stored)
+            data = {stored.data_url(one).removeprefix("oss://bucket/") for one in stored.samples()}
+            before = Counter(one.key for one in oss.requests if one.method == "GET")
+            for _ in range(3):
+                with closing(PooledDataset(stored, pool)) as dataset:
+                    assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+            after = Counter(one.key for one in oss.requests if one.method == "GET")
+            assert {key: after[key] - before[key] for key in data} == dict.fromkeys(data, 0)
+        for files in (store.files, stored.files):
+            files.close()
+            files.filesystem._session.session.close()
+
+
+def test_a_killed_server_costs_no_sample(stored: StoredDataset, tmp_path: Path) -> None:
+    address = tmp_path / "p"
+    with closing(PooledDataset(stored, address)) as dataset:
+        assert dataset.read_each(range(5)) == numbers(5)  # there is no server yet
+        with server(address) as process:
+            DataClient(address).preload(stored)
+            dataset.close()
+            half = COUNT // 2
+            assert dataset.read_each(range(half)) == numbers(COUNT)[:half]
+            assert dataset.hits == half
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+            assert dataset.hits >= 2 * half  # what was mapped stays
+            assert dataset.misses <= half
+
+
+@pytest.mark.slow
+def test_a_new_server_takes_over(stored: StoredDataset, tmp_path: Path) -> None:
+    address = tmp_path / "p"
+    with closing(PooledDataset(stored, address)) as dataset:
+        with server(address) as process:
+            wait(lambda: dataset.read_each(range(COUNT)) == numbers(COUNT) and is_loaded(stored, address))
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+        dataset.close()
+        with server(address):
+            wait(lambda: dataset.read_each(range(COUNT)) == numbers(COUNT) and is_loaded(stored, address))
+            for pack in packs(stored):
+                pack.unlink()
+            wait(lambda: all(isinstance(one, tuple) for one in dataset.read_each(range(COUNT))))
+
+
+@pytest.mark.parametrize("reads", [0, 1, 2, 3, 5, 8])
+@pytest.mark.slow
+def test_a_server_that_is_killed_while_it_loads(stored: StoredDataset, tmp_path: Path, reads: int) -> None:
+    """After some reads, so that it dies before, while and after it loads."""
+    address = tmp_path / "p"
+    with closing(PooledDataset(stored, address)) as dataset, server(address) as process:
+        for start in range(0, reads * 4, 4):
+            assert dataset.read_each(range(start, start + 4)) == numbers(COUNT)[start : start + 4]
+        os.kill(process.pid, signal.SIGKILL)
+        assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+        process.wait()
+
+
+def test_an_unloaded_set_is_read_from_storage(stored: StoredDataset, pool: Path) -> None:
+    client = DataClient(pool)
+    client.preload(stored)
+    with closing(PooledDataset(stored, pool)) as dataset:
+        assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+        client.unload(stored)
+        assert info_of(stored, pool) is None
+        assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+        assert (dataset.hits, dataset.misses) == (COUNT, COUNT)
+    assert info_of(stored, pool) is None
+
+
+def test_a_set_that_does_not_fit_is_refused_or_held_in_part(store: DatasetStore, tmp_path: Path) -> None:
+    stored = publish(store, Numbered(400), shard_size=10)
+    address = tmp_path / "p"
+    with inner_server(address, 8 << 10), closing(DataClient(address)) as client:
+        with pytest.raises(PoolFullError, match="have a part of this one held"):
+            client.preload(stored)
+        assert client.sets() == []
+        info = client.preload(stored, fit="part")
+        assert 0 < info.placed < 400
+        assert info.placed == info.loaded
+        assert info.reserved_bytes <= 8 << 10
+        assert client.read_batch(stored, range(400)) == numbers(400)
+        dataset = client.dataset(stored)
+        assert (dataset.hits, dataset.misses) == (info.placed, 400 - info.placed)
+
+
+def test_samples_that_cannot_be_read_are_told_and_fail_as_without_the_pool(
+    stored: StoredDataset, pool: Path
+) -> None:
+    broken = packs(stored)[0]
+    broken.unlink()
+    client = DataClient(pool)
+    with pytest.raises(
+        StorageError, match=f"samples of {stored.ref} are not in the pool: ObjectMissingError"
+    ):
+        client.preload(stored)
+    info = client.preload(stored, on_error="skip")
+    assert info.loaded + info.failed == COUNT
+    assert info.failed > 0
+    with closing(PooledDataset(stored, pool)) as dataset:
+        results = dataset.read_each(range(COUNT))
+        assert sum(isinstance(one, StorageError) for one in results) == info.failed
+        assert [one for one in results if isinstance(one, tuple)] == [
+            sample for sample, one in zip(numbers(COUNT), results) if isinstance(one, tuple)
+        ]
+    client.unload(stored)
+
+
+def test_commands(stored: StoredDataset, store: DatasetStore, pool: Path) -> None:
+    def run(*words: str, status: int = 0) -> str:
+        result = CliRunner().invoke(root, ["pool", *words, "--address", str(pool)])
+        assert result.exit_code == status, result.output
+        return result.output
+
+    said = run("preload", "core/numbers:v1:train", "--store", store.url)
+    assert f"core/numbers:v1:train: {COUNT} of {COUNT} samples" in said
+    assert "until unloaded" in run("list")
+    name = identity_of(stored).hex()[:8]
+    assert f"in memory: {COUNT} of {COUNT}" in run("show", name)
+    assert "unloaded" in run("unload", name)
+    assert "names 0 of the sets in the pool" in run("show", name, status=1)
+    nobody = CliRunner().invoke(root, ["pool", "list", "--address", str(pool / "none")])
+    assert nobody.exit_code == 1
+    assert "dpflow pool serve --memory" in nobody.output
+    again = CliRunner().invoke(root, ["pool", "serve", "--memory", "1MiB", "--address", str(pool)])
+    assert again.exit_code == 1
+    assert "runs at" in again.output
+
+
+def test_strangers_disturb_nobody(stored: StoredDataset, pool: Path) -> None:
+    path = socket_path(find_directory(pool))
+    for packet in (b"\x00", b"\xc1" * 100, b"x" * 65_000, b"\x82\xa4type"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.connect(path)
+            stranger.send(packet)
+            stranger.settimeout(30)
+            assert stranger.recv(10) == b""  # the server closes it
+    DataClient(pool).preload(stored)
+    connection = PoolConnection(pool)
+    for records in ([COUNT], [-1], [0] * 5000):
+        with pytest.raises(UsageError, match="that exist are allowed"):
+            connection.ask(WantRecords(identity_of(stored), records))
+    with pytest.raises(UsageError, match="preload it"):
+        connection.ask(WantRecords(b"?" * 16, [0]))
+    connection.close()
+    DataClient(pool).unload(stored)
+
+
+def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    open_to_all = tmp_path / "p"
+    open_to_all.mkdir(mode=0o755)
+    open_to_all.chmod(0o755)
+    with pytest.raises(OptionError, match="nobody else may enter"):
+        PoolConnection(open_to_all)
+    with pytest.raises(PeerLostError, match="no server of the pool answers"):
+        PoolConnection(tmp_path / "q")
+    with pytest.raises(OptionError, match="too long for a socket"):
+        PoolConnection(tmp_path / ("q" * 100))
