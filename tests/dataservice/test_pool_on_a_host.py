@@ -62,9 +62,9 @@ def server(folder: Path, memory: str = "16MiB") -> Iterator[subprocess.Popen[str
 
 
 @contextmanager
-def inner_server(folder: Path, memory_bytes: int) -> Iterator[None]:
+def inner_server(folder: Path, memory_bytes: int, **options: float) -> Iterator[None]:
     """A server in a thread."""
-    serving = DataServer(memory_bytes, folder)
+    serving = DataServer(memory_bytes, folder, **options)
     thread = threading.Thread(target=serving.serve)
     thread.start()
     try:
@@ -140,14 +140,18 @@ def test_workers_of_a_loader_get_the_same_samples(stored: StoredDataset, pool: P
         assert (dataset.hits, dataset.misses) == (COUNT, 0)
 
 
+@pytest.mark.slow
 def test_each_sample_is_read_from_storage_once_for_all_processes(pool: Path) -> None:
     with OSSServer() as oss:
         oss.buckets.create("bucket")
         store = DatasetStore.create("oss://bucket/datasets", **oss.storage_options())
         stored = publish(store, Numbered(COUNT))
         with closing(DataClient(pool)) as client:
+            first = len(oss.requests)
             client.preload(stored)
             data = {stored.data_url(one).removeprefix("oss://bucket/") for one in stored.samples()}
+            loaded = Counter(one.key for one in oss.requests[first:] if one.method == "GET")
+            assert {key: loaded[key] for key in data} == dict.fromkeys(data, 1)
             before = Counter(one.key for one in oss.requests if one.method == "GET")
             for _ in range(3):
                 with closing(PooledDataset(stored, pool)) as dataset:
@@ -177,6 +181,31 @@ def test_a_killed_server_costs_no_sample(stored: StoredDataset, tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_a_frozen_server_costs_a_wait_and_no_sample(stored: StoredDataset, tmp_path: Path) -> None:
+    address = tmp_path / "p"
+    with server(address) as process, closing(PooledDataset(stored, address)) as dataset:
+        DataClient(address).preload(stored)
+        assert dataset.read_each(range(3)) == numbers(3)
+        os.kill(process.pid, signal.SIGSTOP)
+        assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+        assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+        os.kill(process.pid, signal.SIGCONT)
+        wait(lambda: dataset.read_each(range(COUNT)) == numbers(COUNT) and dataset.hits > 2 * COUNT)
+
+
+def test_an_idle_set_goes_and_comes_back_with_its_reader(stored: StoredDataset, tmp_path: Path) -> None:
+    with (
+        inner_server(tmp_path / "p", 1 << 20, idle_s=0.5),
+        closing(PooledDataset(stored, tmp_path / "p")) as dataset,
+    ):
+        wait(lambda: dataset.read_each(range(COUNT)) == numbers(COUNT) and dataset.hits >= COUNT)
+        dataset._reading.get()._disconnect()  # as after a silence
+        wait(lambda: info_of(stored, tmp_path / "p") is None)
+        before = dataset.hits
+        wait(lambda: dataset.read_each(range(COUNT)) == numbers(COUNT) and dataset.hits >= before + COUNT)
+
+
+@pytest.mark.slow
 def test_a_new_server_takes_over(stored: StoredDataset, tmp_path: Path) -> None:
     address = tmp_path / "p"
     with closing(PooledDataset(stored, address)) as dataset:
@@ -193,8 +222,9 @@ def test_a_new_server_takes_over(stored: StoredDataset, tmp_path: Path) -> None:
             wait(lambda: all(isinstance(one, tuple) for one in dataset.read_each(range(COUNT))))
 
 
-@pytest.mark.parametrize("reads", [0, 1, 2, 3, 5, 8])
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "reads", [2, *(pytest.param(reads, marks=pytest.mark.slow) for reads in (0, 1, 3, 5, 8))]
+)
 def test_a_server_that_is_killed_while_it_loads(stored: StoredDataset, tmp_path: Path, reads: int) -> None:
     """After some reads, so that it dies before, while and after it loads."""
     address = tmp_path / "p"

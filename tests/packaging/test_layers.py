@@ -68,6 +68,7 @@ def test_every_sampler_and_cache_policy_is_held_to_being_pure(
         "cli.cluster",
         "cli.cluster_flow",
         "cli.dataset",
+        "cli.pool",
         "remote.services.node",
         "remote.services.local_cluster",
         "remote.services.coordinator_process",

@@ -16,6 +16,9 @@ from torch_dpflow.cli.console import stdout_console
 from torch_dpflow.cli.dataset_options import store_options
 from torch_dpflow.dataservice.pool_connection import PoolConnection
 from torch_dpflow.dataservice.protocol import SetInfo
+from torch_dpflow.dataservice.server import DataServer
+from torch_dpflow.dataservice.sources import identity_of, source_of
+from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.errors import OptionError
 
 _address = click.option(
@@ -45,8 +48,6 @@ def pool() -> None:
 @_address
 def serve(memory: str, idle_s: float, address: str) -> None:
     """Run a server until it is stopped: by Ctrl-C or SIGTERM."""
-    from torch_dpflow.dataservice.server import DataServer  # imports torch, which takes seconds
-
     server = DataServer(parse_bytes("--memory", memory), address, idle_s=idle_s)
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -70,9 +71,6 @@ def serve(memory: str, idle_s: float, address: str) -> None:
 @store_options
 def preload(url: str, storage_options: dict[str, Any], target: str, part: bool, address: str) -> None:
     """Load a dataset; it stays until it is unloaded."""
-    from torch_dpflow.dataservice.sources import identity_of, source_of
-    from torch_dpflow.datasets.store import DatasetStore
-
     stored = DatasetStore(url, **storage_options).open(target)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("samples"))
     with Progress(*columns, console=Console(stderr=True)) as bar, PoolConnection(address) as connection:

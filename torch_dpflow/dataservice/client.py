@@ -10,7 +10,7 @@ from torch_dpflow.dataservice.pool_connection import PoolConnection
 from torch_dpflow.dataservice.pooled import PooledDataset
 from torch_dpflow.dataservice.protocol import SetInfo, find_directory
 from torch_dpflow.dataservice.sources import identity_of, source_of
-from torch_dpflow.datasets.reader import Sample
+from torch_dpflow.datasets.sample_reader import Sample
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import StorageError
 

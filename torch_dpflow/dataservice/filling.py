@@ -13,7 +13,7 @@ import numpy.typing as npt
 from torch_dpflow.dataservice.protocol import HERE, IN_STORAGE, PENDING, RecordStates, SetSource
 from torch_dpflow.dataservice.regions import UNKNOWN, PoolRegion, create_region
 from torch_dpflow.dataservice.sets import FileSet
-from torch_dpflow.datasets.reader import DatasetReader
+from torch_dpflow.datasets.sample_reader import SampleReader
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.log import SERVICE
 
@@ -28,7 +28,7 @@ class HeldSet:
     """
 
     def __init__(
-        self, source: SetSource, reader: DatasetReader, records: FileSet, known: npt.NDArray[np.bool_]
+        self, source: SetSource, reader: SampleReader, records: FileSet, known: npt.NDArray[np.bool_]
     ) -> None:
         self.source = source
         self.records = records
@@ -82,13 +82,15 @@ class HeldSet:
             ready = [one for one in sorted(stripes) if one in self._region_of and not self._left[one]]
             return RecordStates(bytes(self._states[one] for one in asked), ready)
 
-    def close(self) -> None:
-        """Give it up; whoever has mapped a region keeps it."""
+    def close(self, why: int | None = None) -> None:
+        """Give it up, and tell readers why. Without a reason they go on with what they have mapped."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         for region in self.regions:
-            region.retire()
+            if why is not None:
+                region.retire(why)
+            region.close()
         self._reader.close()
 
     # -- inside ----------------------------------------------------------------------------------------------

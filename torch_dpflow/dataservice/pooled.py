@@ -8,7 +8,8 @@ from typing import Any
 
 from torch_dpflow.dataservice.reading import SetReading
 from torch_dpflow.dataservice.sources import identity_of, source_of
-from torch_dpflow.datasets.reader import DatasetReader, OnError
+from torch_dpflow.datasets.reader import DatasetReader
+from torch_dpflow.datasets.sample_reader import OnError
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.datasets.store import StoredDataset
@@ -86,6 +87,3 @@ class PooledDataset(DatasetReader):
         state = super().__getstate__()
         del state["_reading"]
         return state
-
-    def __repr__(self) -> str:
-        return f"PooledDataset({self.stored.ref}, {len(self)} samples)"

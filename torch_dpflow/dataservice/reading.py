@@ -22,7 +22,7 @@ from torch_dpflow.dataservice.protocol import (
     SetSource,
     WantRecords,
 )
-from torch_dpflow.dataservice.regions import UNKNOWN, PoolRegion, map_region
+from torch_dpflow.dataservice.regions import UNKNOWN, UNLOADED, PoolRegion, map_region
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.log import DATASETS
 
@@ -82,9 +82,11 @@ class SetReading:
 
     def _look(self, records: Sequence[int]) -> None:
         """Ask the server for what is not known to be in memory or in storage, and wait for it."""
-        if any(region.is_retired for region in self._mapped):
+        retired = {region.retired for region in self._mapped} - {None}
+        if retired:
             self._forget()
-            self._retry_at = math.inf  # somebody has unloaded it: this process loads it no more
+            # Where somebody has unloaded it, this process loads it no more.
+            self._retry_at = math.inf if UNLOADED in retired else 0.0
         if self._ready and all(record // self._per_stripe in self._ready for record in records):
             return
         try:

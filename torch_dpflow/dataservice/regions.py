@@ -23,8 +23,8 @@ from torch_dpflow.errors import MessageError, PoolFullError
 from torch_dpflow.remote.shm.headroom import Headroom
 
 _MAGIC = b"dpregion"
-#: In the place of the first byte once the set was given up.
-_RETIRED = 0
+#: In the place of the first byte once the set was given up: because somebody said so, or because it was idle.
+UNLOADED, IDLE = 0, 1
 #: Magic, identity of the set, stripes, records.
 _HEADER = struct.Struct("<8s16sQQ")
 #: The length of a record that the index does not know; it stays in storage.
@@ -66,14 +66,14 @@ class PoolRegion:
         self.memory[offset : offset + length] = content
 
     @property
-    def is_retired(self) -> bool:
-        """Whether its set was given up."""
-        return self.memory[0] == _RETIRED
+    def retired(self) -> int | None:
+        """Why its set was given up; None: it was not."""
+        state = self.memory[0]
+        return None if state == _MAGIC[0] else state
 
-    def retire(self) -> None:
-        """Server: tell whoever has mapped it that its set was given up, and close it."""
-        self.memory[0] = _RETIRED
-        self.close()
+    def retire(self, why: int) -> None:
+        """Server: tell whoever has mapped it that its set was given up."""
+        self.memory[0] = why
 
     def close(self) -> None:
         """Close the descriptor; the memory is freed with the last user of this object."""

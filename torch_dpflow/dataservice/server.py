@@ -39,8 +39,9 @@ from torch_dpflow.dataservice.protocol import (
     send,
     socket_path,
 )
+from torch_dpflow.dataservice.regions import IDLE, UNLOADED
 from torch_dpflow.dataservice.sources import open_source, record_set
-from torch_dpflow.datasets.reader import DatasetReader
+from torch_dpflow.datasets.sample_reader import SampleReader
 from torch_dpflow.errors import (
     DPFlowError,
     MessageError,
@@ -227,7 +228,7 @@ class DataServer:
             stored = open_source(request.source, request.identity)
             known.url = stored.url
             records, is_known = record_set(stored)
-            reader = DatasetReader(stored, storage_options=request.source.data_options)
+            reader = SampleReader(stored, storage_options=request.source.data_options)
             held = HeldSet(request.source, reader, records, is_known)
             sizes = [
                 records.stripe_bytes(stripe) + 16 * (1 + len(records.records_of(stripe)))
@@ -250,7 +251,7 @@ class DataServer:
             known.refused_at = time.monotonic()
             known.refusal = PoolRefusal.of(error)
 
-    def _obey(self, instructions: Iterable[KeeperInstruction]) -> None:
+    def _obey(self, instructions: Iterable[KeeperInstruction], why: int = IDLE) -> None:
         for one in instructions:
             if isinstance(one, Fill):
                 held = self._sets[one.identity].held
@@ -260,14 +261,14 @@ class DataServer:
         present = {one.identity for one in self._keeper.summaries()}
         for identity, known in list(self._sets.items()):
             if known.held is not None and identity not in present:
-                known.held.close()
+                known.held.close(why)
                 del self._sets[identity]
 
     def _unload(self, identity: bytes) -> None:
         known = self._sets.get(identity)
         if known is None or known.held is None:
             raise UsageError(f"set {identity.hex()} is not in the pool; `dpflow pool list` has what is")
-        self._obey(self._keeper.unload(identity))
+        self._obey(self._keeper.unload(identity), UNLOADED)
 
     def _list(self) -> SetList:
         sets = [self._info(known) for known in self._sets.values() if known.refusal is None]
