@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -178,6 +180,31 @@ def test_a_killed_server_costs_no_sample(stored: StoredDataset, tmp_path: Path) 
             assert dataset.read_each(range(COUNT)) == numbers(COUNT)
             assert dataset.hits >= 2 * half  # what was mapped stays
             assert dataset.misses <= half
+
+
+@pytest.mark.slow
+def test_epochs_of_two_loaders_whose_server_is_killed_and_started_again(
+    store: DatasetStore, tmp_path: Path
+) -> None:
+    stored = publish(store, Numbered(300), shard_size=10)
+    chance = random.Random(1)
+    expected = dict(enumerate(numbers(300)))
+    with closing(PooledDataset(stored, tmp_path / "p")) as dataset:
+        for _ in range(10):
+            with server(tmp_path / "p") as process:
+                loaders = [
+                    DPFlowDataLoader(dataset, batch_size=8, shuffle=True, num_workers=2, collate_fn=list)
+                    for _ in range(2)
+                ]
+                batches = list[list[Any]]()
+                at = chance.randrange(38)
+                for number, pair in enumerate(zip(*loaders)):
+                    batches += pair
+                    if number == at:
+                        os.kill(process.pid, chance.choice([signal.SIGKILL, signal.SIGTERM]))
+                samples = [sample for batch in batches for sample in batch]
+                assert Counter(sample[1]["number"] for sample in samples) == dict.fromkeys(expected, 2)
+                assert all(sample == expected[sample[1]["number"]] for sample in samples)
 
 
 @pytest.mark.slow

@@ -53,14 +53,16 @@ def serve(memory: str, idle_s: float, address: str) -> None:
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
-    click.echo(f"the pool listens at {server.directory}, with {memory}")
     try:
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, stop)
+        click.echo(f"the pool listens at {server.directory}, with {memory}")
         server.serve()
     except KeyboardInterrupt:
         pass
     finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # it ends already
         server.stop()
 
 
