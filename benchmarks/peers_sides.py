@@ -62,7 +62,12 @@ def folder(images: Path, *, fast: bool) -> Dataset[Any]:
 @contextmanager
 def torch_loader(images: Path, *, fast: bool = False) -> Iterator[Read]:
     loader = DataLoader(
-        folder(images, fast=fast), BATCH, shuffle=True, num_workers=WORKERS, persistent_workers=True
+        folder(images, fast=fast),
+        BATCH,
+        shuffle=True,
+        num_workers=WORKERS,
+        persistent_workers=True,
+        collate_fn=channels_last() if fast else None,
     )
     yield lambda: (batch[0] for batch in loader)
 
@@ -83,8 +88,15 @@ def dpflow(images: Path, *, fast: bool = False) -> Iterator[Read]:
         shuffle=True,
         num_workers=WORKERS,
         persistent_workers=True,
+        collate_fn=channels_last() if fast else None,
     )
     yield lambda: (batch[0] for batch in loader)
+
+
+def channels_last() -> Callable[[list[Any]], Any]:
+    from torch_dpflow.vision import collate_channels_last
+
+    return collate_channels_last
 
 
 @contextmanager

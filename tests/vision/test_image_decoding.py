@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import default_collate
 
 from tests.later import Later
 from torch_dpflow import DPFlowDataLoader
@@ -23,6 +24,7 @@ from torch_dpflow.vision import (
     DECODER,
     DecodeCenterCrop,
     DecodeRandomResizedCrop,
+    collate_channels_last,
     decode_center_crop,
     decode_random_resized_crop,
     encoded,
@@ -222,7 +224,7 @@ def test_random_crops_are_torchvision_s_within_the_tolerance(kind: str, decoder:
             ours = decode_random_resized_crop(data, size)
             torch.manual_seed(number)
             theirs = transforms.RandomResizedCrop(size)(Image.open(io.BytesIO(data)).convert("RGB"))
-            assert ours.is_contiguous()
+            assert ours.permute(1, 2, 0).is_contiguous()
             assert off(ours, theirs) < TOLERANCE
 
 
@@ -272,8 +274,51 @@ def test_image_folders_read_by_workers_give_what_one_process_gives(tmp_path: Pat
         assert (one.dtype, one.shape) == (torch.float32, (4, 3, 32, 32))
         assert torch.equal(one, other)
         assert torch.equal(labels, same)
+    crops = datasets.ImageFolder(tmp_path, loader=DecodeRandomResizedCrop(160))
+    batches = [
+        list(
+            DPFlowDataLoader(
+                crops,
+                batch_size=4,
+                num_workers=2,
+                generator=torch.Generator().manual_seed(0),
+                collate_fn=collate_fn,
+            )
+        )
+        for collate_fn in (None, collate_channels_last)
+    ]
+    for (one, labels), (other, same) in zip(*batches, strict=True):
+        assert one.is_contiguous()
+        assert other.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(one, other)
+        assert torch.equal(labels, same)
     whole = datasets.ImageFolder(tmp_path, loader=load_rgb, transform=v2.RandomResizedCrop(32))
     assert whole[0][0].shape == (3, 32, 32)
+
+
+def test_channels_stay_last_in_memory_and_all_else_is_collated_as_by_torch() -> None:
+    image = load_rgb(encode(photograph(50, 40)))
+    batch = collate_channels_last([(image, 1, {"mask": torch.ones(2, 3, 4)})] * 3)
+    assert batch[0].is_contiguous(memory_format=torch.channels_last)
+    expected = default_collate([(image, 1, {"mask": torch.ones(2, 3, 4)})] * 3)
+    for ours, theirs in (
+        (batch[0], expected[0]),
+        (batch[1], expected[1]),
+        (batch[2]["mask"], expected[2]["mask"]),
+    ):
+        assert torch.equal(ours, theirs)
+    assert batch[2]["mask"].is_contiguous()
+    for samples in (
+        [image, image.contiguous()],
+        [image[0], image[1]],
+        [torch.tensor(1), torch.tensor(2)],
+        [3, 4],
+    ):
+        ours, theirs = collate_channels_last(samples), default_collate(samples)
+        assert ours.stride() == theirs.stride()
+        assert torch.equal(ours, theirs)
+    with pytest.raises(RuntimeError, match="equal size"):
+        collate_channels_last([image, load_rgb(encode(photograph(40, 50)))])
 
 
 def test_settings_are_checked_travel_and_tell_one_from_another() -> None:

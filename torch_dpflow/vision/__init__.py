@@ -1,6 +1,7 @@
 """Decoding images into tensors: JPEGs by libjpeg-turbo, of other formats and unusual files what Pillow makes of them.
 
-Results are uint8 tensors of shape (3, height, width), as `torchvision.transforms.v2` takes them::
+Results are uint8 tensors of shape (3, height, width), as `torchvision.transforms.v2` takes them, pixel by pixel in
+memory. torch's default collate sorts them into planes; `collate_channels_last` leaves them as they are::
 
     ImageFolder(root, loader=load_rgb, transform=...)
     ImageFolder(root, loader=DecodeRandomResizedCrop(224), transform=...)
@@ -8,6 +9,7 @@ Results are uint8 tensors of shape (3, height, width), as `torchvision.transform
 Needs the extra `vision`. Nothing of torch_dpflow imports it unasked.
 """
 
+from torch_dpflow.vision.collate import collate_channels_last
 from torch_dpflow.vision.crops import (
     DecodeCenterCrop,
     DecodeRandomResizedCrop,
@@ -21,6 +23,7 @@ __all__ = [
     "DECODER",
     "DecodeCenterCrop",
     "DecodeRandomResizedCrop",
+    "collate_channels_last",
     "decode_center_crop",
     "decode_random_resized_crop",
     "load_rgb",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import NamedTuple
 
 SOI, EOI = b"\xff\xd8\xff", b"\xff\xd9"
@@ -10,6 +11,8 @@ _SOS, _DCT_FRAMES = (
     (0xC0, 0xC1, 0xC2),
 )  # baseline, extended sequential, progressive; all with Huffman codes
 _OTHER_FRAMES = {0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF}
+#: Of a segment: 0xFF, its marker, its length. Of a frame: bits, height, width, components.
+_SEGMENT, _FRAME = struct.Struct(">BBH").unpack_from, struct.Struct(">BHHB").unpack_from
 #: Rows and columns of a block of coefficients.
 _BLOCK = 8
 
@@ -38,25 +41,26 @@ def read_frame(data: bytes | bytearray | memoryview) -> JpegFrame | None:
         return None
     frame, at = None, 2
     try:
-        while data[at + 1] != _SOS:
-            marker = data[at + 1]
-            if data[at] != 0xFF or not 0xC0 <= marker <= 0xFE or marker in _OTHER_FRAMES:
+        prefix, marker, length = _SEGMENT(data, at)
+        while marker != _SOS:
+            if prefix != 0xFF or not 0xC0 <= marker <= 0xFE or marker in _OTHER_FRAMES:
                 return None
             if marker in _DCT_FRAMES:
                 if frame is not None:
                     return None
                 frame = _frame(data, at)
-            at += 2 + _uint16(data, at + 2)
-        if frame is None or data[at] != 0xFF or not _ends(data, at):
+            at += 2 + length
+            prefix, marker, length = _SEGMENT(data, at)
+        if frame is None or prefix != 0xFF or not _ends(data, at):
             return None
-    except (IndexError, ValueError):
+    except (IndexError, struct.error, ValueError):
         return None
     return frame
 
 
 def _frame(data: bytes | bytearray | memoryview, at: int) -> JpegFrame:
     """Raises ValueError."""
-    bits, height, width, components = data[at + 4], _uint16(data, at + 5), _uint16(data, at + 7), data[at + 9]
+    bits, height, width, components = _FRAME(data, at + 4)
     if bits != 8 or components not in (1, 3) or not height or not width:
         raise ValueError("neither grey nor of three colours")
     samplings = [data[at + 11 + 3 * number] & 15 for number in range(components)]
@@ -66,7 +70,3 @@ def _frame(data: bytes | bytearray | memoryview, at: int) -> JpegFrame:
 def _ends(data: bytes | bytearray | memoryview, start: int) -> bool:
     """Whether the image has an end: one that was cut short has none, and Pillow refuses it."""
     return (data if isinstance(data, bytes | bytearray) else bytes(data)).rfind(EOI, start) > 0
-
-
-def _uint16(data: bytes | bytearray | memoryview, at: int) -> int:
-    return data[at] << 8 | data[at + 1]
