@@ -38,6 +38,8 @@ myst_enable_extensions = ["colon_fence"]
 # As code hosts make them from headings.
 myst_heading_anchors = 4
 
+# Docstrings have names in single backticks: links where there is something of that name, else code.
+default_role = "py:obj"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
@@ -48,6 +50,9 @@ nitpick_ignore_regex = [
     ("py:.*", r"(?!torch_dpflow\.).*"),
     ("py:.*", r"torch_dpflow\.(.+\.)?(T|Read_co|SpecStruct|LookaheadSampler|Files|SamplePlace|Compared)"),
     ("py:.*", r"torch_dpflow\.(.+\.)?(FlowSource|StagedDataset|Skips|FlowRecord|FunctionControl)"),
+    # Contracts that a suite or an option names: their modules have no page.
+    ("py:.*", r"torch_dpflow\.(remote\..+|samplers\.(group|STRATEGIES)|caches\.policy)"),
+    ("py:.*", r"torch_dpflow\.(datasets\.storage\.base\.Storage|platforms\.(base|members))"),
 ]
 # An attribute may be called as a type is: `bytes`.
 suppress_warnings = ["ref.python"]
@@ -57,8 +62,6 @@ html_title = f"torch_dpflow {__version__}"
 html_static_path: list[str] = []
 html_extra_path = ["site"]
 html_show_copyright = False
-# Fonts and scripts come with the site: nothing is fetched from elsewhere.
-html_theme_options = {"sidebar_hide_name": False}
 
 
 class Commands(Directive):
