@@ -20,7 +20,7 @@ from click.testing import CliRunner
 
 from benchmarks.oss_server import OSSServer
 from tests.datasets.samples_source import Numbered, numbers, publish
-from tests.shared_cluster import wait
+from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import DPFlowDataLoader, PooledDataset
 from torch_dpflow.cli.main import root
 from torch_dpflow.dataservice import DataClient, DataServer, SetInfo
@@ -102,7 +102,9 @@ def packs(stored: StoredDataset) -> list[Path]:
 
 
 def info_of(stored: StoredDataset, address: Path) -> SetInfo | None:
-    found = [one for one in DataClient(address).sets() if one.identity == identity_of(stored)]
+    found = [
+        one for one in DataClient(address, silence_s=PATIENCE_S).sets() if one.identity == identity_of(stored)
+    ]
     return found[0] if found else None
 
 
@@ -114,7 +116,7 @@ def is_loaded(stored: StoredDataset, address: Path) -> bool:
 def test_a_preloaded_set_is_read_from_memory_also_without_its_files(
     stored: StoredDataset, pool: Path
 ) -> None:
-    client, seen = DataClient(pool), list[SetInfo]()
+    client, seen = DataClient(pool, silence_s=PATIENCE_S), list[SetInfo]()
     info = client.preload(stored, progress=seen.append)
     assert (info.records, info.placed, info.loaded, info.failed) == (COUNT, COUNT, COUNT, 0)
     assert seen[-1] == info
@@ -132,7 +134,7 @@ def test_a_preloaded_set_is_read_from_memory_also_without_its_files(
 
 
 def test_workers_of_a_loader_get_the_same_samples(stored: StoredDataset, pool: Path) -> None:
-    with closing(PooledDataset(stored, pool)) as dataset:
+    with closing(PooledDataset(stored, pool, silence_s=PATIENCE_S)) as dataset:
         for _ in range(2):
             loader = DPFlowDataLoader(dataset, batch_size=7, shuffle=True, num_workers=2, collate_fn=list)
             samples = [sample for batch in loader for sample in batch]
@@ -148,7 +150,7 @@ def test_each_sample_is_read_from_storage_once_for_all_processes(pool: Path) -> 
         oss.buckets.create("bucket")
         store = DatasetStore.create("oss://bucket/datasets", **oss.storage_options())
         stored = publish(store, Numbered(COUNT))
-        with closing(DataClient(pool)) as client:
+        with closing(DataClient(pool, silence_s=PATIENCE_S)) as client:
             first = len(oss.requests)
             client.preload(stored)
             data = {stored.data_url(one).removeprefix("oss://bucket/") for one in stored.samples()}
@@ -156,7 +158,7 @@ def test_each_sample_is_read_from_storage_once_for_all_processes(pool: Path) -> 
             assert {key: loaded[key] for key in data} == dict.fromkeys(data, 1)
             before = Counter(one.key for one in oss.requests if one.method == "GET")
             for _ in range(3):
-                with closing(PooledDataset(stored, pool)) as dataset:
+                with closing(PooledDataset(stored, pool, silence_s=PATIENCE_S)) as dataset:
                     assert dataset.read_each(range(COUNT)) == numbers(COUNT)
             after = Counter(one.key for one in oss.requests if one.method == "GET")
             assert {key: after[key] - before[key] for key in data} == dict.fromkeys(data, 0)
@@ -167,10 +169,10 @@ def test_each_sample_is_read_from_storage_once_for_all_processes(pool: Path) -> 
 
 def test_a_killed_server_costs_no_sample(stored: StoredDataset, tmp_path: Path) -> None:
     address = tmp_path / "p"
-    with closing(PooledDataset(stored, address)) as dataset:
+    with closing(PooledDataset(stored, address, silence_s=PATIENCE_S)) as dataset:
         assert dataset.read_each(range(5)) == numbers(5)  # there is no server yet
         with server(address) as process:
-            DataClient(address).preload(stored)
+            DataClient(address, silence_s=PATIENCE_S).preload(stored)
             dataset.close()
             half = COUNT // 2
             assert dataset.read_each(range(half)) == numbers(COUNT)[:half]
@@ -189,7 +191,7 @@ def test_epochs_of_two_loaders_whose_server_is_killed_and_started_again(
     stored = publish(store, Numbered(300), shard_size=10)
     chance = random.Random(1)
     expected = dict(enumerate(numbers(300)))
-    with closing(PooledDataset(stored, tmp_path / "p")) as dataset:
+    with closing(PooledDataset(stored, tmp_path / "p", silence_s=PATIENCE_S)) as dataset:
         for _ in range(10):
             with server(tmp_path / "p") as process:
                 loaders = [
@@ -211,7 +213,7 @@ def test_epochs_of_two_loaders_whose_server_is_killed_and_started_again(
 def test_a_frozen_server_costs_a_wait_and_no_sample(stored: StoredDataset, tmp_path: Path) -> None:
     address = tmp_path / "p"
     with server(address) as process, closing(PooledDataset(stored, address)) as dataset:
-        DataClient(address).preload(stored)
+        DataClient(address, silence_s=PATIENCE_S).preload(stored)
         assert dataset.read_each(range(3)) == numbers(3)
         os.kill(process.pid, signal.SIGSTOP)
         assert dataset.read_each(range(COUNT)) == numbers(COUNT)
@@ -223,7 +225,7 @@ def test_a_frozen_server_costs_a_wait_and_no_sample(stored: StoredDataset, tmp_p
 def test_an_idle_set_goes_and_comes_back_with_its_reader(stored: StoredDataset, tmp_path: Path) -> None:
     with (
         inner_server(tmp_path / "p", 1 << 20, idle_s=0.5),
-        closing(PooledDataset(stored, tmp_path / "p")) as dataset,
+        closing(PooledDataset(stored, tmp_path / "p", silence_s=PATIENCE_S)) as dataset,
     ):
         wait(lambda: dataset.read_each(range(COUNT)) == numbers(COUNT) and dataset.hits >= COUNT)
         dataset._reading.get()._disconnect()  # as after a silence
@@ -235,7 +237,7 @@ def test_an_idle_set_goes_and_comes_back_with_its_reader(stored: StoredDataset, 
 @pytest.mark.slow
 def test_a_new_server_takes_over(stored: StoredDataset, tmp_path: Path) -> None:
     address = tmp_path / "p"
-    with closing(PooledDataset(stored, address)) as dataset:
+    with closing(PooledDataset(stored, address, silence_s=PATIENCE_S)) as dataset:
         with server(address) as process:
             wait(lambda: dataset.read_each(range(COUNT)) == numbers(COUNT) and is_loaded(stored, address))
             os.kill(process.pid, signal.SIGKILL)
@@ -255,7 +257,7 @@ def test_a_new_server_takes_over(stored: StoredDataset, tmp_path: Path) -> None:
 def test_a_server_that_is_killed_while_it_loads(stored: StoredDataset, tmp_path: Path, reads: int) -> None:
     """After some reads, so that it dies before, while and after it loads."""
     address = tmp_path / "p"
-    with closing(PooledDataset(stored, address)) as dataset, server(address) as process:
+    with closing(PooledDataset(stored, address, silence_s=PATIENCE_S)) as dataset, server(address) as process:
         for start in range(0, reads * 4, 4):
             assert dataset.read_each(range(start, start + 4)) == numbers(COUNT)[start : start + 4]
         os.kill(process.pid, signal.SIGKILL)
@@ -264,9 +266,9 @@ def test_a_server_that_is_killed_while_it_loads(stored: StoredDataset, tmp_path:
 
 
 def test_an_unloaded_set_is_read_from_storage(stored: StoredDataset, pool: Path) -> None:
-    client = DataClient(pool)
+    client = DataClient(pool, silence_s=PATIENCE_S)
     client.preload(stored)
-    with closing(PooledDataset(stored, pool)) as dataset:
+    with closing(PooledDataset(stored, pool, silence_s=PATIENCE_S)) as dataset:
         assert dataset.read_each(range(COUNT)) == numbers(COUNT)
         client.unload(stored)
         assert info_of(stored, pool) is None
@@ -278,7 +280,7 @@ def test_an_unloaded_set_is_read_from_storage(stored: StoredDataset, pool: Path)
 def test_a_set_that_does_not_fit_is_refused_or_held_in_part(store: DatasetStore, tmp_path: Path) -> None:
     stored = publish(store, Numbered(400), shard_size=10)
     address = tmp_path / "p"
-    with inner_server(address, 8 << 10), closing(DataClient(address)) as client:
+    with inner_server(address, 8 << 10), closing(DataClient(address, silence_s=PATIENCE_S)) as client:
         with pytest.raises(PoolFullError, match="have a part of this one held"):
             client.preload(stored)
         assert client.sets() == []
@@ -296,7 +298,7 @@ def test_samples_that_cannot_be_read_are_told_and_fail_as_without_the_pool(
 ) -> None:
     broken = packs(stored)[0]
     broken.unlink()
-    client = DataClient(pool)
+    client = DataClient(pool, silence_s=PATIENCE_S)
     with pytest.raises(
         StorageError, match=f"samples of {stored.ref} are not in the pool: ObjectMissingError"
     ):
@@ -304,7 +306,7 @@ def test_samples_that_cannot_be_read_are_told_and_fail_as_without_the_pool(
     info = client.preload(stored, on_error="skip")
     assert info.loaded + info.failed == COUNT
     assert info.failed > 0
-    with closing(PooledDataset(stored, pool)) as dataset:
+    with closing(PooledDataset(stored, pool, silence_s=PATIENCE_S)) as dataset:
         results = dataset.read_each(range(COUNT))
         assert sum(isinstance(one, StorageError) for one in results) == info.failed
         assert [one for one in results if isinstance(one, tuple)] == [
@@ -340,9 +342,9 @@ def test_strangers_disturb_nobody(stored: StoredDataset, pool: Path) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
             stranger.connect(path)
             stranger.send(packet)
-            stranger.settimeout(30)
+            stranger.settimeout(PATIENCE_S)
             assert stranger.recv(10) == b""  # the server closes it
-    DataClient(pool).preload(stored)
+    DataClient(pool, silence_s=PATIENCE_S).preload(stored)
     connection = PoolConnection(pool)
     for records in ([COUNT], [-1], [0] * 5000):
         with pytest.raises(UsageError, match="that exist are allowed"):
@@ -350,7 +352,7 @@ def test_strangers_disturb_nobody(stored: StoredDataset, pool: Path) -> None:
     with pytest.raises(UsageError, match="preload it"):
         connection.ask(WantRecords(b"?" * 16, [0]))
     connection.close()
-    DataClient(pool).unload(stored)
+    DataClient(pool, silence_s=PATIENCE_S).unload(stored)
 
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from torch_dpflow.checks import check_seconds
 from torch_dpflow.dataservice.pool_connection import PoolConnection
 from torch_dpflow.dataservice.pooled import PooledDataset
 from torch_dpflow.dataservice.protocol import SetInfo, find_directory
@@ -21,16 +22,22 @@ class DataClient:
     Args:
         address: the directory of the pool's socket; "auto" for what `DPFLOW_POOL` names, or else this user's on this
             host.
+        silence_s: as for `PooledDataset`.
         storage_options: fsspec's options for the data of datasets; None: those of their stores.
 
     Raises OptionError, OptionTypeError.
     """
 
     def __init__(
-        self, address: str | os.PathLike[str] = "auto", *, storage_options: Mapping[str, Any] | None = None
+        self,
+        address: str | os.PathLike[str] = "auto",
+        *,
+        silence_s: float = 5.0,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         find_directory(address)
         self._address = address
+        self._silence_s = check_seconds("silence_s", silence_s)
         self._storage_options = storage_options
         self._datasets: dict[bytes, PooledDataset] = {}
 
@@ -78,7 +85,7 @@ class DataClient:
         identity = identity_of(stored)
         if identity not in self._datasets:
             self._datasets[identity] = PooledDataset(
-                stored, self._address, storage_options=self._storage_options
+                stored, self._address, silence_s=self._silence_s, storage_options=self._storage_options
             )
         return self._datasets[identity]
 

@@ -28,20 +28,22 @@ from torch_dpflow.dataservice.protocol import (
 )
 from torch_dpflow.errors import MessageError, PeerLostError
 
-#: A server that does not answer for so long is taken for dead, seconds.
-SILENCE_S = 5.0
+#: A server that does not answer for so long is taken for dead: by commands, seconds.
+_SILENCE_S = 60.0
 _POLL_S = 0.1
 
 
 class PoolConnection:
     """One connection to a server. Thread-safe: one call at a time.
 
+    silence_s: how long an answer may take, seconds.
+
     Raises:
         PeerLostError: there is no server, or it does not answer.
         OptionError: others may enter the directory of its socket.
     """
 
-    def __init__(self, address: str | os.PathLike[str] = "auto", *, silence_s: float = SILENCE_S) -> None:
+    def __init__(self, address: str | os.PathLike[str] = "auto", *, silence_s: float = _SILENCE_S) -> None:
         directory = find_directory(address)
         self._lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch_dpflow.checks import check_seconds
 from torch_dpflow.dataservice.reading import SetReading
 from torch_dpflow.dataservice.sources import identity_of, source_of
 from torch_dpflow.datasets.reader import DatasetReader
@@ -27,6 +28,8 @@ class PooledDataset(DatasetReader):
         stored: a variant from `DatasetStore.open`.
         address: the directory of the pool's socket; "auto" for what `DPFLOW_POOL` names, or else this user's on this
             host.
+        silence_s: after how long without an answer of the server, or a sample that it is to read, samples are read
+            from storage, seconds.
         storage_options, read_options, metadata_cache, check, on_error: as for `DatasetReader`.
 
     Raises:
@@ -38,6 +41,7 @@ class PooledDataset(DatasetReader):
         stored: StoredDataset,
         address: str | os.PathLike[str] = "auto",
         *,
+        silence_s: float = 5.0,
         storage_options: Mapping[str, Any] | None = None,
         read_options: ReadOptions | None = None,
         metadata_cache: int = 64 << 20,
@@ -45,6 +49,7 @@ class PooledDataset(DatasetReader):
         on_error: OnError = "raise",
     ) -> None:
         self._address = address
+        self._silence_s = check_seconds("silence_s", silence_s)
         super().__init__(
             stored,
             storage_options=storage_options,
@@ -81,7 +86,7 @@ class PooledDataset(DatasetReader):
     def _prepare(self) -> None:
         super()._prepare()
         source, identity = source_of(self.stored, self._storage_options), identity_of(self.stored)
-        self._reading = PerProcess(lambda: SetReading(self._address, source, identity))
+        self._reading = PerProcess(lambda: SetReading(self._address, source, identity, self._silence_s))
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

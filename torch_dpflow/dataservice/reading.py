@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from torch_dpflow.dataservice.pool_connection import SILENCE_S, PoolConnection
+from torch_dpflow.dataservice.pool_connection import PoolConnection
 from torch_dpflow.dataservice.protocol import (
     HERE,
     IN_STORAGE,
@@ -36,9 +36,14 @@ class SetReading:
     """Reads samples of one set from memory, for one process. Thread-safe; never waits for a server that is gone.
 
     What has been mapped stays readable when the server dies, so its samples still come from memory.
+
+    silence_s: after how long without an answer, or a sample that it waits for, it goes on without the server, seconds.
     """
 
-    def __init__(self, address: str | os.PathLike[str], source: SetSource, identity: bytes) -> None:
+    def __init__(
+        self, address: str | os.PathLike[str], source: SetSource, identity: bytes, silence_s: float
+    ) -> None:
+        self._silence_s = silence_s
         self._address, self._source, self._identity = address, source, identity
         self._lock = threading.Lock()
         self._connection: PoolConnection | None = None
@@ -101,7 +106,7 @@ class SetReading:
             DATASETS.info("%s is read from storage for now: %s", self._source.ref, error)
 
     def _connect(self) -> None:
-        connection = PoolConnection(self._address)
+        connection = PoolConnection(self._address, silence_s=self._silence_s)
         try:
             request = PreloadSet(source=self._source, identity=self._identity, is_explicit=False, whole=False)
             info, _ = connection.ask(request)
@@ -124,7 +129,7 @@ class SetReading:
         self._regions = {stripe: region for region in regions for stripe in region.stripes}
 
     def _ask(self, connection: PoolConnection, records: Sequence[int]) -> None:
-        deadline = time.monotonic() + SILENCE_S
+        deadline = time.monotonic() + self._silence_s
         while unknown := self._unknown(records)[:MOST_RECORDS]:
             answer, _ = connection.ask(WantRecords(self._identity, unknown))
             assert isinstance(answer, RecordStates)
@@ -134,7 +139,7 @@ class SetReading:
                 stripe: self._regions[stripe] for stripe in answer.stripes if stripe in self._regions
             }
             if came:
-                deadline = time.monotonic() + SILENCE_S
+                deadline = time.monotonic() + self._silence_s
             elif time.monotonic() > deadline:
                 return  # its storage does not answer; ours may, and says so if it does not
 
