@@ -144,6 +144,7 @@ def end_of(adapter: KubernetesAdapter, name: str) -> End:
         (409, UnavailableError),
         (401, DeniedError),
         (403, RejectedError),
+        (404, RejectedError),  # no such namespace
         (422, RejectedError),
     ],
 )

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.platforms.kube_server import NAMESPACE, RULES, kube_server
 from tests.remote.shared.test_shared_platform import keys
 from tests.shared_cluster import free_port, open_job, wait
-from tests.shared_datasets import Numbers
+from tests.shared_datasets import SlowNumbers
 from torch_dpflow.cli.main import root
 from torch_dpflow.platforms.kubernetes_manifest import toml_of
 from torch_dpflow.platforms.registry import autoscale, resolve
@@ -197,6 +197,9 @@ def test_a_value_is_written_as_it_is_read(value: Any) -> None:
         ([*NEEDED, "--memory", "much"], "is no size"),
         ([*NEEDED, "--state", "/var/lib"], "--state: give redis://HOST"),
         ([*NEEDED, "--state", "redis://:s3same@h/0"], "belongs into a secret"),
+        ([*NEEDED, "--state", "redis://h/0?password=s3same"], "belongs into a secret"),
+        ([*NEEDED, "--state", "redis://"], "--state: give redis://HOST"),
+        ([*NEEDED, "--state", "redis://h:x/0"], "--state: give redis://HOST"),
         ([*NEEDED, "--state", "redis://h/0", "--state-size", "1Gi"], "exclude each other"),
         ([*NEEDED, "--state-size", "1 GB"], "--state-size='1 GB': give a quantity"),
         ([*NEEDED, "--storage-class", "fast"], "without --state-size"),
@@ -204,9 +207,11 @@ def test_a_value_is_written_as_it_is_read(value: Any) -> None:
         ([*NEEDED, "--state-secret", "a..b"], "--state-secret='a..b'"),
         ([*NEEDED, "--port", "0"], "port=0 is out of range"),
         ([*NEEDED, "--port", "7750"], "--port 7750 is one of --worker-ports 7700-7799"),
-        ([*NEEDED, "--worker-ports", "9-8"], "give FIRST-LAST from 1 to 65535"),
-        ([*NEEDED, "--worker-ports", "\uff17-\uff18"], "give FIRST-LAST, as"),
-        ([*NEEDED, "--worker-ports", "1-70000"], "give FIRST-LAST from 1"),
+        ([*NEEDED, "--worker-ports", "9-8"], "give FIRST-LAST from 1024 to 65535"),
+        ([*NEEDED, "--worker-ports", "\uff17-\uff18"], "give FIRST-LAST from 1024"),
+        ([*NEEDED, "--worker-ports", "7700-70000"], "give FIRST-LAST from 1024"),
+        ([*NEEDED, "--worker-ports", "7700-"], "give FIRST-LAST from 1024"),
+        ([*NEEDED, "--worker-ports", "80-90"], "give FIRST-LAST from 1024"),
         ([*NEEDED, "--keys", "/nowhere"], "No such file.*dpflow keygen"),
     ],
 )
@@ -250,8 +255,8 @@ def may_isolate() -> bool:
 
 
 @pytest.mark.slow
-def test_a_job_reads_through_the_head_that_is_printed(
-    own_address: str, no_settings: Path, tmp_path: Path
+def test_a_job_reads_through_the_head_that_is_printed_also_when_that_is_killed(
+    own_address: str, tmp_path: Path
 ) -> None:
     isolates = may_isolate()
     with kube_server(start_s=0.0, second_s=1.0, ip=own_address, isolates=isolates) as server:
@@ -261,20 +266,25 @@ def test_a_job_reads_through_the_head_that_is_printed(
         server.apply(*objects)
         (text,) = of(objects, "Secret", "-jobs")["stringData"].values()
         # What the cluster's DNS would do.
-        text = text.replace("dpflow-0.dpflow.training.svc", own_address)
-        connection = written(tmp_path, text)
+        connection = written(tmp_path, text.replace("dpflow-0.dpflow.training.svc", own_address))
         if os.geteuid() == 0:
             connection.chmod(0o440)
         head = server.pods["dpflow-0"]
-        wait(lambda: answers(own_address, port) or not head.is_live, what="the head")
-        assert head.is_live, head.view()["status"]
+        wait(lambda: answers(own_address, port) or head.restarts, what="the head")
+        assert not head.restarts, head.view()["status"]
+        assert head.process is not None
         if isolates:
-            assert head.process is not None
             status = Path(f"/proc/{head.process.pid}/status").read_text()
             assert re.search(r"Uid:\t1000\t.*Groups:\t1000 .*CapEff:\t0{16}", status, re.DOTALL), status
-        with closing(open_job("a/b", Numbers(48), address=str(connection), batch_size=8, workers=2)) as job:
-            assert sorted(keys(job.traverse(0))) == [*range(48)]
+        with closing(
+            open_job("a/b", SlowNumbers(96, 0.01), address=str(connection), batch_size=8, workers=2)
+        ) as job:
+            batches = job.traverse(0)
+            read = keys([next(batches)])
             assert len(server.pods) > 1, "its workers"
+            head.process.kill()
+            read += keys(batches)
+            assert sorted(read) == [*range(96)]
+            assert head.restarts == 1
         head.delete(None)
-        wait(lambda: not server.pods, what="the end of all")
-        assert {*server.secrets} == {"dpflow-keys", "dpflow-jobs"}
+        wait(lambda: not [pod for pod in server.pods.values() if pod.is_live], what="the end of all")

@@ -82,7 +82,7 @@ def _up_options(command: Command) -> Command:
         ),
         click.option(
             "--platform",
-            help="What runs the workers of flows: ray, or processes for trials; without it, this host.",
+            help="What runs the workers of flows: ray, kubernetes, fc, lambda; without it, this host.",
         ),
         click.option(
             "--worker-listen",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch_dpflow.platforms.kubernetes_manifest import Head
 
-_PLAIN = re.compile(r"[A-Za-z/-][\w.:/()$-]{2,}", re.ASCII)
+_PLAIN = re.compile(r"v1|[A-Za-z/-][\w.:/()$-]{2,}", re.ASCII)
 _F = TypeVar("_F", bound="Callable[..., None]")
 
 

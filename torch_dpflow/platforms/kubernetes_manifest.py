@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import urlsplit
 
 from torch_dpflow.checks import MAX_PORT, check_fields, check_int
 from torch_dpflow.errors import OptionError
@@ -34,6 +34,10 @@ _TOML, _KEYS, CONNECTION, _URL = "dpflow.toml", "keys.json", "connection.json", 
 #: What processes of the head take beside samples, bytes: torch's code, once, and buffers.
 _OWN_BYTES = 2 << 30
 _GRACE_S = 60
+#: Those below are for root, with most networks.
+_LEAST_PORT = 1024
+_PORTS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
+_REDIS = re.compile(r"rediss?://[\w.-]+(:\d{1,5})?/\d{1,4}", re.ASCII)
 #: A StatefulSet's pods have a label with its name and eleven characters, and labels have 63.
 _LONGEST_NAME = 52
 
@@ -77,7 +81,7 @@ class Head:
         for namespace in (self.namespace, *self.jobs_in):
             check_label("namespace", namespace)
         check_quantity("--cpu", self.cpu)
-        check_fields(self, check_int, "port", minimum=1, maximum=MAX_PORT)
+        check_fields(self, check_int, "port", minimum=_LEAST_PORT, maximum=MAX_PORT)
         first, last = self._worker_ports()
         if first <= self.port <= last:
             raise OptionError(
@@ -98,26 +102,22 @@ class Head:
         for name, text in (("--state-secret", self.state_secret), ("--storage-class", self.storage_class)):
             if text:
                 check_label(name, text, longest=253, dots=True)
-        if self.state:
-            url = urlsplit(self.state)
-            if url.scheme not in ("redis", "rediss") or "@" in self.state:
-                raise OptionError(
-                    "--state: give redis://HOST:PORT/NUMBER. One with a password belongs into a secret: kubectl create "
-                    f"secret generic NAME --from-literal={_URL}=redis://..., and --state-secret NAME. For a path, give "
-                    "--state-size, the size of its volume"
-                )
+        if self.state and not _REDIS.fullmatch(self.state):
+            raise OptionError(
+                "--state: give redis://HOST:PORT/NUMBER. One with a password belongs into a secret: kubectl create "
+                f"secret generic NAME --from-literal={_URL}=redis://..., and --state-secret NAME. For a path, give "
+                "--state-size, the size of its volume"
+            )
 
     def _worker_ports(self) -> tuple[int, int]:
-        first, _, last = self.worker_ports.partition("-")
-        texts = (first, last or first)
-        if not all(text.isascii() and text.isdigit() and len(text) <= 5 for text in texts):
-            raise OptionError(f"--worker-ports {self.worker_ports!r:.80}: give FIRST-LAST, as 7700-7799")
-        least, most = (int(text) for text in texts)
-        if not 0 < least <= most <= MAX_PORT:
+        found = _PORTS.fullmatch(self.worker_ports)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not _LEAST_PORT <= first <= last <= MAX_PORT:
             raise OptionError(
-                f"--worker-ports {self.worker_ports!r:.80}: give FIRST-LAST from 1 to {MAX_PORT}, as 7700-7799"
+                f"--worker-ports {self.worker_ports!r:.80}: give FIRST-LAST from {_LEAST_PORT} to {MAX_PORT}, as "
+                "7700-7799"
             )
-        return least, most
+        return first, last
 
     @property
     def namespace(self) -> str:

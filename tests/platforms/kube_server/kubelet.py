@@ -70,6 +70,8 @@ class Pod:
         }
         self.name: str = body["metadata"]["name"]
         self.process: subprocess.Popen[bytes] | None = None
+        #: How often its container was started again.
+        self.restarts = 0
         #: How long its container has run, once that has ended.
         self.seconds = 0.0
         self._start_s, self._second_s = start_s, second_s
@@ -145,11 +147,22 @@ class Pod:
         try:
             if self._prepare():
                 self._run_container()
+            while self._restarts():
+                self._run_container()
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
         with self._changed:
             self._changed.wait_for(lambda: self._grace_s is not None)
         self._on_gone(self)
+
+    def _restarts(self) -> bool:
+        """Whether its container has ended and is to run again; at once, where Kubernetes waits longer each time."""
+        with self._changed:
+            is_kept = self.body["spec"].get("restartPolicy", "Always") == "Always" and self._grace_s is None
+            if is_kept and self._has_ended:
+                self.restarts, self._has_ended = self.restarts + 1, False
+                return True
+            return False
 
     def _prepare(self) -> bool:
         spec = self.body["spec"]
