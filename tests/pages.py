@@ -44,10 +44,15 @@ def save_scripts(page: Path, directory: Path) -> None:
             (directory / name).write_text(block, "utf-8")
 
 
-def start(*arguments: str, directory: Path) -> subprocess.Popen[str]:
-    """A Python process in a directory of its own."""
+def start(*arguments: str, directory: Path, path: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """A Python process in a directory of its own. path: what a page has in PYTHONPATH."""
     # torchrun leaves a directory for logs in TMPDIR.
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(directory)}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *path]),
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(directory),
+    }
     return subprocess.Popen(
         [sys.executable, *arguments], cwd=directory, env=env, stdout=PIPE, stderr=PIPE, text=True
     )
@@ -66,12 +71,18 @@ def run(*arguments: str, directory: Path) -> str:
 
 @contextmanager
 def cluster(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., None], *options: str
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Callable[..., None],
+    *options: str,
+    path: tuple[str, ...] = (),
 ) -> Iterator[None]:
     """`dpflow up`, in its own directory for the connection file, where jobs look for it."""
     monkeypatch.delenv("DPFLOW_ADDRESS", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(directory))
-    with start("-m", "torch_dpflow.cli", "up", *options, directory=directory) as node:
+    # Not by -m, which would have the directory's modules found.
+    command = str(Path(sys.executable).with_name("dpflow"))
+    with start(command, "up", *options, directory=directory, path=path) as node:
         try:
             eventually(lambda: list(directory.glob("dpflow-connection-*")), what="the connection file")
             yield

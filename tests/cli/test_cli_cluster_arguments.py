@@ -286,7 +286,7 @@ def test_an_address_that_is_none_is_told(address: str, message: str) -> None:
         (["top", "--interval", "nan"], "give seconds from 0 to 86400"),
         (["top", "--interval", "soon"], "'soon' is not a valid float"),
         (["top", "--count", "0"], "0 is not in the range x>=1"),
-        (["flow", "scale", "x"], "Missing option '--shards'"),
+        (["flow", "scale", "x"], "give --shards, --workers or both"),
         (["flow", "scale", "x", "--shards", "0"], "0 is not in the range 1<=x<=256"),
         (["flow", "scale", "x", "--shards", "1", "--workers", "-3"], "-3 is not in the range"),
         (["flow", "show"], "Missing argument 'NAME'"),

@@ -118,9 +118,11 @@ def test_the_tutorial_runs_as_printed(
     out = run(*QUIET, "first.py", directory=tmp_path)
     assert "3,000 samples in 60 batches, 3 epochs" in out
     assert re.search(r"^Change: ", out, re.MULTILINE)
-    with cluster(tmp_path, monkeypatch, eventually):
+    with cluster(tmp_path, monkeypatch, eventually, path=(".",)):
         check_trials(side_by_side(tmp_path, *(["trial.py", rate] for rate in RATES)))
         assert "pictures/train" in run("-m", "torch_dpflow.cli", "status", directory=tmp_path)
+        scale = ("flow", "scale", "pictures/train", "--workers", "1")
+        assert "1 shard and 1 worker;" in run("-m", "torch_dpflow.cli", *scale, directory=tmp_path)
 
 
 @pytest.mark.slow

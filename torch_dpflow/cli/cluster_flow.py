@@ -54,7 +54,9 @@ def show(name: str, address: str, as_json: bool) -> None:
 
 @flow.command()
 @click.argument("name")
-@click.option("--shards", type=click.IntRange(1, 256), required=True, help="The new number of shards.")
+@click.option(
+    "--shards", type=click.IntRange(1, 256), help="The new number of shards; without it, as many as now."
+)
 @click.option(
     "--workers",
     type=click.IntRange(1, 4096),
@@ -62,12 +64,16 @@ def show(name: str, address: str, as_json: bool) -> None:
 )
 @address_option
 @json_option
-def scale(name: str, shards: int, workers: int | None, address: str, as_json: bool) -> None:
+def scale(name: str, shards: int | None, workers: int | None, address: str, as_json: bool) -> None:
     """Change a flow's numbers of shards and workers, whether or not jobs read it.
 
     Jobs read on: each key changes its owner once, and a removed shard ends when its jobs have moved to the others.
     """
+    if shards is None and workers is None:
+        raise click.UsageError("give --shards, --workers or both")
     with connect(address) as coordinator:
+        if shards is None:
+            shards = _shards_of(name, ask(coordinator, "flows", list[FlowView]))
         scaled: FlowView = ask(
             coordinator, "scale", FlowView, Scale(name, shards, workers), doubt=_doubt(name)
         )
@@ -90,6 +96,12 @@ def delete(name: str, address: str, as_json: bool) -> None:
         click.echo(to_json({"deleted": name}))
     else:
         click.echo(f"deleted {name}")
+
+
+def _shards_of(name: str, flows: list[FlowView]) -> int:
+    """How many shards the latest version of a flow has; of one that is not registered, which is refused later, any."""
+    own = [one.spec for one in flows if one.spec.name == name]
+    return max(own, key=lambda spec: spec.version).shards if own else 1
 
 
 def _doubt(name: str) -> str:

@@ -56,6 +56,10 @@ def test_status_top_and_flow_tell_of_a_job(
     assert shown[0]["spec"]["size"] == 40
     scaled = run("flow", "scale", flow, "--shards", "2", "--address", cluster.address)
     assert f"{flow}@1 is to have 2 shards and 2 workers; " in scaled.output
+    scaled = run("flow", "scale", flow, "--workers", "3", "--address", cluster.address)
+    assert f"{flow}@1 is to have 2 shards and 3 workers; " in scaled.output
+    refused = run("flow", "scale", flow, "--address", cluster.address)
+    assert "give --shards, --workers or both" in refused.output
     refused = run("flow", "delete", flow, "--address", cluster.address)
     assert refused.exit_code == 1
     assert "is read by 1 jobs; end them first" in refused.output
