@@ -44,8 +44,8 @@ class LoaderStats:
     flow_decodes: int = 0
     sharing: str = ""
     #: Of a shared flow, what keeps its jobs from reading faster: "workers" (too few), "cold start" (more are coming),
-    #: "quota" or what else their platform says, "storage", "network", "job" (it is the training itself), "budget" (the
-    #: most that are allowed work); empty where that is not known.
+    #: "quota" or what else their platform says, "storage", "network", "job" (it is the training's process), "budget" (as
+    #: many work as may); empty where that is not known.
     limited_by: str = ""
 
     def __str__(self) -> str:
@@ -88,12 +88,12 @@ class LoaderStats:
 class WorkerTime:
     """For how long the workers of one fleet have run; written by whoever has it."""
 
-    __slots__ = ("idle_s", "is_over", "seconds")
+    __slots__ = ("away_s", "is_over", "seconds")
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        #: For how long those that could work had nothing to do, as they say, all of them together.
-        self.idle_s = 0.0
+        #: For how long those that could work waited for their links, as they say, all of them together.
+        self.away_s = 0.0
         #: Whether none of them runs any more.
         self.is_over = False
 

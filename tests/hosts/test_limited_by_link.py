@@ -57,6 +57,24 @@ def reading(cluster: TestCluster, *prefix: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env={"PYTHONPATH": str(ROOT)})
 
 
+def test_of_workers_whose_link_is_free_nothing_is_said(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPFLOW_PLATFORM_PROCESSES_PYTHON", str(member_python(hosts[0], tmp_path)))
+    given = ["--platform", "processes", "--worker-listen", f"tcp://{hosts.address}:0"]
+    cluster = CommandedCluster.up(tmp_path, *given)
+    try:
+        with reading(cluster) as job:
+            assert job.stdout is not None
+            told = iter(job.stdout.readline, "")
+            assert any(line in ("workers\n", "job\n") for line in told), "the job has ended"
+            after = {line for line, _ in zip(told, range(500), strict=False)}
+            job.kill()
+        assert "network\n" not in after
+    finally:
+        cluster.stop()
+
+
 def until_told(job: subprocess.Popen[str], cluster: TestCluster) -> None:
     """Read on until the job and `dpflow workers` both name the network."""
     with job:

@@ -22,6 +22,7 @@ from torch_dpflow.directory import PrivateDirectory
 from torch_dpflow.errors import DPFlowError, MessageError, PeerLostError
 from torch_dpflow.remote.transport import Connection, Frame, TransportOptions, connect
 from torch_dpflow.remote.transport.keys import ClientKeys
+from torch_dpflow.remote.transport.link_time import LinkTime
 from torch_dpflow.remote.wire.fields import MAX_TEXT
 from torch_dpflow.remote.wire.headers import (
     MAX_NAMES,
@@ -156,7 +157,7 @@ class Line(threading.Thread):
     def connect(self) -> CountedConnection:
         """Open the other connection."""
         inner = connect(self.address, identity=f"{self._identity}/work".encode(), options=self._options)
-        self._work = CountedConnection(inner)
+        self._work = CountedConnection(inner, LinkTime.of(self.address))
         return self._work
 
     def bye(self, words: str) -> None:
@@ -228,8 +229,8 @@ class Line(threading.Thread):
         self._send(connection, encode(WorkerBye(self._words[-MAX_TEXT:], self._sent)))
 
     def _beat(self) -> WorkerBeat:
-        idle_s = 0.0 if self._work is None else self._work.idle_s
-        return WorkerBeat(self._sent, min(self._round_trips_s), idle_s)
+        away_s = 0.0 if self._work is None else self._work.away_s()
+        return WorkerBeat(self._sent, min(self._round_trips_s), away_s)
 
     @property
     def _sent(self) -> int:
@@ -301,27 +302,41 @@ def _where() -> str:
 
 
 class CountedConnection:
-    """A connection that counts messages, so that one which is lost where the connection breaks is noticed."""
+    """A connection that counts messages, so that one which is lost where the connection breaks is noticed.
 
-    def __init__(self, inner: Connection) -> None:
-        self._inner = inner
+    link: tells what the network does to it.
+    """
+
+    def __init__(self, inner: Connection, link: LinkTime) -> None:
+        self._inner, self._link = inner, link
         self.identity = inner.identity
         self.sent = self.received = 0
         #: Whether the main thread waits for a message, and so has all that have come; since when; and for how long it
         #: did before, seconds.
         self.waits = False
         self._since = self._waited_s = 0.0
+        #: For how long there was nothing to do while results were on their way; as of the latest look, and idle time.
+        self._away_s = self._idle_s = 0.0
+        self._looked_at = time.monotonic()
         self.wake: Callable[[], None] = inner.wake
 
     def close(self, *, linger_s: float = BYE_S) -> None:
         """As `Connection.close`, but results that are done leave first."""
         self._inner.close(linger_s=linger_s)
 
-    @property
-    def idle_s(self) -> float:
-        """For how long the main thread had nothing to do. Another thread may call, and may be told a little less."""
-        waited_s, since = self._waited_s, self._since
-        return waited_s + (time.monotonic() - since if since else 0.0)
+    def away_s(self) -> float:
+        """For how long at least the main thread had nothing to do while the network kept its results, seconds.
+
+        For one thread, which may be another one.
+        """
+        waited_s, since, now = self._waited_s, self._since, time.monotonic()
+        # It may be a little less than before: the main thread goes on meanwhile.
+        idle_s = max(self._idle_s, waited_s + (now - since if since else 0.0))
+        passed_s = now - self._looked_at
+        both_s = min(passed_s, self._link.passed_s()) + idle_s - self._idle_s - passed_s
+        self._away_s += max(0.0, both_s)
+        self._idle_s, self._looked_at = idle_s, now
+        return self._away_s
 
     @property
     def dropped(self) -> int:

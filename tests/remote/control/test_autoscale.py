@@ -34,8 +34,9 @@ class Flow:
     cold_s: int = 3
     jobs: int = 1
     refused: str = ""
-    #: Whether what the job waits for are loads.
+    #: Whether what the job waits for are loads; and if not, whether it is its own link.
     by_loading: bool = True
+    by_link: bool = True
     #: What the workers' link lets through, loads a second: they wait for it, and their shard takes that for work.
     link: float = math.inf
     #: More workers than these are not had.
@@ -50,7 +51,7 @@ class Flow:
     due: float = 0.0
     busy_s: float = 0.0
     worker_s: float = 0.0
-    idle_s: float = 0.0
+    away_s: float = 0.0
     stall_s: float = 0.0
     late_s: float = 0.0
     reading_s: float = 0.0
@@ -67,8 +68,9 @@ class Flow:
             loads=int(self.loads),
             busy_s=self.busy_s,
             worker_s=self.worker_s,
-            idle_s=self.idle_s,
+            away_s=self.away_s,
             late_s=self.late_s,
+            link_s=0.0 if self.by_loading or not self.by_link else self.stall_s,
             working=self.working,
             coming=len(self.coming),
             refused=self.refused,
@@ -94,8 +96,10 @@ class Flow:
         self.due += needed * share
         self.worker_s += self.working
         self.busy_s += self.working * (min(1.0, needed / most) if most else 0.0)
-        if self.working:
-            self.idle_s += self.working - needed * share / self.rate if self.storage == math.inf else 0.0
+        if self.link < math.inf and self.working:
+            self.away_s += (
+                self.working * (min(1.0, needed / most) if most else 0.0) - needed * share / self.rate
+            )
         if wanted:
             self.reading_s += 1.0
             self.stall_s += 1.0 - share if self.by_loading else 0.5
@@ -263,6 +267,9 @@ def test_what_limits_a_flow_is_named() -> None:
 
     slow = _of(15.0, 60, by_network)
     assert slow.latest == Target(slow.targets[0], "network")
+    slow.by_link = False
+    slow.run(60)
+    assert slow.latest == Target(slow.targets[0], "job")
 
 
 def test_workers_whose_link_is_full_get_no_others_beside_them() -> None:

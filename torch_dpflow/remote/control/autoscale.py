@@ -35,7 +35,7 @@ HEADROOM, BUSY = 0.92, 0.95
 #: Jobs that wait for a smaller share of their time do not stall. At least so much of what they wait has to be for
 #: loads, or more workers would not help. So much of their time at least counts as not waited.
 STALLED, LATE, LEAST_SHARE = 0.02, 0.5, 0.25
-#: Workers that have nothing to do for such a part of the time in which their shard counts them as busy wait for a link.
+#: Workers that wait for their links for such a part of the time in which their shard counts them as busy are enough.
 AWAY = 0.5
 #: A step goes to so many times as many workers and so many more; for so long it is corrected, seconds.
 TIMES, MORE, CORRECT_S = 2.0, 4, 6.0
@@ -106,8 +106,9 @@ class _Measured:
 
     stall: float = 0.0
     late: float = 0.0
+    link: float = 0.0
     busy: float = 0.0
-    #: Of the busy time, the part in which workers had nothing to do: their tasks or results were on their way.
+    #: Of the busy time, the part in which workers had nothing to do: their results were on their way.
     away: float = 0.0
     #: Loads of a worker a second, while it works, and on the whole.
     rate: float = math.nan
@@ -239,11 +240,12 @@ class Autoscaler:
         if reading_s > 0:
             measured.stall = min(1.0, stall_s / reading_s)
             measured.late = min(1.0, passed.late_s / reading_s)
+            measured.link = passed.link_s / reading_s
         if passed.worker_s > 0:
             measured.busy = passed.busy_s / passed.worker_s
             measured.each = passed.loads / passed.worker_s
         if passed.busy_s > 0:
-            measured.away = (passed.idle_s - (passed.worker_s - passed.busy_s)) / passed.busy_s
+            measured.away = passed.away_s / passed.busy_s
             known.rate = passed.loads / passed.busy_s if passed.loads > 0 else known.rate
         if passed.asked > 0:
             known.per_sample = max(0.0, passed.due / passed.asked)
@@ -373,8 +375,11 @@ class Autoscaler:
         measured = self._measured
         if measured.stall <= STALLED and not (measured.late > 0 and not counts.working):
             return "job" if self._known.jobs and any(job.demand for job in self._known.jobs.values()) else ""
-        if measured.late < LATE * measured.stall or measured.away > AWAY:
+        if measured.away > AWAY:
             return "network"
+        if measured.late < LATE * measured.stall:
+            # Neither for loads nor for a link: the job's own process, or the processor that it shares with others.
+            return "network" if measured.link >= LATE * measured.stall else "job"
         if counts.refused:
             return counts.refused
         if self._history[-1][0] < self._saturation.until:

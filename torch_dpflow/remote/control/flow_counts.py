@@ -28,10 +28,12 @@ class FlowCounts(msgspec.Struct, frozen=True, kw_only=True):
     loads: int = 0
     busy_s: float = 0.0
     worker_s: float = 0.0
-    #: Seconds in which workers had nothing to do, as those say that a link is before.
-    idle_s: float = 0.0
+    #: Of the seconds in which workers had tasks, those in which their results were on their way and they waited.
+    away_s: float = 0.0
     #: Seconds in which jobs' requests waited for loads.
     late_s: float = 0.0
+    #: Seconds in which samples were on their way from shards to jobs.
+    link_s: float = 0.0
     #: Workers that can work; and those that have been started and cannot yet.
     working: int = 0
     coming: int = 0
@@ -40,7 +42,7 @@ class FlowCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: What of these only grows, as long as no service starts anew.
-_COUNTED = ("asked", "due", "loads", "busy_s", "worker_s", "idle_s", "late_s")
+_COUNTED = ("asked", "due", "loads", "busy_s", "worker_s", "away_s", "late_s", "link_s")
 
 
 def between(first: FlowCounts, last: FlowCounts) -> tuple[FlowCounts, float, float]:

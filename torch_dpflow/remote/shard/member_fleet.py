@@ -67,7 +67,7 @@ class MemberFleet:
     def status(self) -> dict[str, Any]:
         """Figures for people."""
         if self._remote is None:
-            return {"members": [], "member_s": 0.0, "idle_s": 0.0}
+            return {"members": [], "member_s": 0.0, "away_s": 0.0}
         samples = self._shard.workers.samples_of
         views = self._remote.views()
         for view in views:
@@ -75,7 +75,7 @@ class MemberFleet:
         return {
             "members": views,
             "member_s": self._remote.time.seconds,
-            "idle_s": self._remote.time.idle_s,
+            "away_s": self._remote.time.away_s,
             "limited_by": self._remote.limited_by,
         }
 

@@ -61,8 +61,8 @@ class RemoteMember:
     bye: WorkerBye | None = None
     received: int = 0
     sent: int = 0
-    #: For how long it has had nothing to do, as it says, seconds.
-    idle_s: float = 0.0
+    #: For how long it has had nothing to do while its results were on their way, as it says, seconds.
+    away_s: float = 0.0
     #: Since when it has sent more than was received, as it says, and how many connections had ended when it had not.
     short_since: float | None = None
     losses: int = 0
@@ -86,11 +86,10 @@ class RemoteMember:
             self.usual_s = self.usual_s + _WEIGHT * (passed_s - self.usual_s) if self.usual_s else passed_s
         self.heard = self.worked = now
 
-    def note_idle(self, idle_s: float) -> float:
-        """It has had nothing to do for so long: how much of that is new and of its time as a worker, seconds."""
-        more_s = max(0.0, idle_s - self.idle_s)  # it may say a little less than before
-        self.idle_s += more_s
-        return more_s if self.is_working else 0.0
+    def note_away(self, away_s: float) -> float:
+        """It has waited for its link for so long: how much of that is new and of its time as a worker, seconds."""
+        more_s, self.away_s = away_s - self.away_s, away_s
+        return max(0.0, more_s) if self.is_working else 0.0
 
     def lacks(self, sent: int, losses: int, now: float) -> bool:
         """Whether a message of it is lost: it has sent so many.

@@ -253,8 +253,8 @@ class RemoteWorkers:
                 self._on_hello(member, nonce, header)
             case FetchPiece(digest=digest, offset=offset):
                 self.listener.send(peer, [encode(Piece(digest, offset)), self._content.piece(digest, offset)])
-            case WorkerBeat(sent=sent, round_trip_s=round_trip_s, idle_s=idle_s):
-                self.time.idle_s += member.note_idle(idle_s)
+            case WorkerBeat(sent=sent, round_trip_s=round_trip_s, away_s=away_s):
+                self.time.away_s += member.note_away(away_s)
                 if member.lacks(sent, self.listener.losses, member.heard):
                     self.kill(member.number, "messages of it were lost with a connection")
                 self._fit_window(member, round_trip_s)

@@ -35,6 +35,7 @@ from torch_dpflow.remote.shard.demultiplexer import WorkerDemultiplexer
 from torch_dpflow.remote.shard.detached_parcel import DetachedParcel
 from torch_dpflow.remote.shard.workers import WINDOW, ShardWorkers
 from torch_dpflow.remote.transport import Frame, Listener
+from torch_dpflow.remote.transport.link_time import LinkTime
 from torch_dpflow.remote.wire.errors import OverloadedError, StaleJobError, StaleRoutingError
 from torch_dpflow.remote.wire.flow_spec import FlowSpec
 from torch_dpflow.remote.wire.router import JOB_LEASE_S, MAX_JOBS, JobId, RangeAssignment
@@ -100,6 +101,8 @@ class SampleShard:
         self._late_s, self._counted_at = 0.0, clock()
         self._listener = WorkerDemultiplexer(listener, token, self._on_worker)
         self.server = RpcServer(self._listener, options=ServerOptions(shared_bytes=1 << 29))
+        #: For how long samples were on their way to jobs, as of the latest status, seconds.
+        self._link, self._link_s = LinkTime.of(self.server.address), 0.0
         self.server.register("want", self._on_want, body_type=Ask)
         self.server.register("fetch", self._on_fetch, body_type=Ask, remembered=False)
         self.server.register("heartbeat", self._on_heartbeat, body_type=JobId)
@@ -170,12 +173,14 @@ class SampleShard:
     def status(self) -> dict[str, Any]:
         """Figures for the coordinator and for people."""
         pool = self._pool.statistics()
+        self._link_s += self._link.passed_s()
         return {
             **self._workers.figures(),
             **asdict(pool),
             "asked": self._asked,
             "due": pool.loads + pool.drawn + pool.queued,
             "late_s": self._late_s,
+            "link_s": self._link_s,
             "served": self._served,
             "served_bytes": self._served_bytes,
             "generation": self._range.generation,

@@ -291,9 +291,9 @@ class WorkerBeat(_Header, tag=44):
 
     #: Messages sent on the other connection so far: who has received fewer for some time knows that one was lost.
     sent: Count
-    #: Of the member, seconds: how long the answer to an earlier one took, for how long it has had nothing to do.
+    #: Of the member, seconds: how long the answer to an earlier one took, for how long it has waited for its link.
     round_trip_s: Seconds = 0.0
-    idle_s: Seconds = 0.0
+    away_s: Seconds = 0.0
 
 
 class WorkerBye(_Header, tag=45):
