@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from benchmarks.loader import IMAGES, SPECIFICATION, warm_page_cache
 from benchmarks.meter import Meter
@@ -87,10 +87,17 @@ SCENARIOS: Mapping[str, Sequence[Scenario]] = {
 }
 
 
+#: What a job says at its end.
+Told: TypeAlias = Mapping[str, Any]
+
+
 class Source(Protocol):
     """Where jobs get what others load for them."""
 
     address: str
+
+    def elsewhere_s(self) -> float:
+        """Processor time of its processes that stand for another host's, seconds."""
 
     def loads(self) -> int | None:
         """Samples that it has loaded; None where each job loads for itself."""
@@ -101,6 +108,9 @@ class NoSource:
 
     address = ""
 
+    def elsewhere_s(self) -> float:
+        return 0.0
+
     def loads(self) -> int | None:
         return None
 
@@ -110,6 +120,9 @@ class ClusterSource:
 
     def __init__(self, address: str) -> None:
         self.address = address
+
+    def elsewhere_s(self) -> float:
+        return 0.0
 
     def loads(self) -> int | None:
         time.sleep(STATUS_AGE_S)
@@ -126,6 +139,16 @@ class Run:
     epochs: int
     #: Share of the samples that a cache may hold.
     cache: float
+
+    @property
+    def kind(self) -> str:
+        """The kind of its jobs, as `benchmarks.sharing_job` has them."""
+        return self.side
+
+    @property
+    def workers(self) -> int:
+        """Of each job's loader."""
+        return WORKERS // self.scenario.jobs if self.side == "torch" else WORKERS
 
     def measure(self) -> Figures:
         """Run all jobs once."""
@@ -157,23 +180,30 @@ class Run:
             "number": number,
             "samples": self.samples,
             "epochs": self.epochs,
-            "workers": WORKERS // scenario.jobs if self.side == "torch" else WORKERS,
+            "workers": self.workers,
             "step-ms": scenario.step_of(number),
             "stagger": scenario.stagger,
             "address": address,
             "memory": kept_samples * SAMPLE_BYTES if scenario.kept else DRAWN_BYTES,
             "cache-samples": kept_samples,
         }
-        command = [sys.executable, "-m", "benchmarks.sharing_job", self.side]
+        command = [sys.executable, "-m", "benchmarks.sharing_job", self.kind]
         command += [f"--{name}={value}" for name, value in given.items()]
         command += ["--kept"] * scenario.kept
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def _await_workers(self, source: Source) -> None:
+        """Wait until all workers are there, where they come one after the other."""
+
+    def _note(self, told: Sequence[Told]) -> None:
+        """What all jobs have said at their ends."""
 
     def _follow(self, jobs: Sequence["subprocess.Popen[str]"], source: Source) -> Figures:
         """Let the jobs begin, and wait for what they have to tell."""
         for job in jobs:
             hear(job)
-        before = source.loads()
+        self._await_workers(source)
+        before, elsewhere_s = source.loads(), source.elsewhere_s()
         meter = Meter()
         for job in jobs:
             assert job.stdin is not None
@@ -181,7 +211,9 @@ class Run:
             if self.scenario.stagger:
                 hear(job)
         told = [hear(job) for job in jobs]
+        elsewhere_s = source.elsewhere_s() - elsewhere_s
         cpu_s, peak_mib = meter.stop()
+        self._note(told)
         samples = sum(one["samples"] for one in told)
         after = source.loads()
         elapsed = max(one["ended"] for one in told) - min(one["begun"] for one in told)
@@ -190,6 +222,7 @@ class Run:
             "samples_per_s": samples / elapsed,
             "decodes_per_sample": 1.0 if before is None or after is None else (after - before) / samples,
             "cpu_ms_per_sample": cpu_s / samples * 1e3,
+            "host_cpu_ms_per_sample": (cpu_s - elsewhere_s) / samples * 1e3,
             "stall_share": sum(stalls) / len(stalls),
             "worst_stall_share": max(stalls),
             "total_mib": peak_mib,

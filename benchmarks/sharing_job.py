@@ -64,6 +64,8 @@ def open_loader(arguments: argparse.Namespace) -> Any:
         return Consumed(arguments.address)
     if arguments.side == "torch":
         return DataLoader(dataset, persistent_workers=True, **given)
+    if arguments.side == "private":
+        return DPFlowDataLoader(dataset, persistent_workers=True, **given)
     options = JobOptions(memory_bytes=arguments.memory, cache_samples=arguments.cache_samples, idle_s=30.0)
     shared = ALSDCache(dataset, arguments.memory) if arguments.kept else dataset
     return DPFlowDataLoader(shared, flow="benchmark/sharing", address=arguments.address, job=options, **given)
@@ -75,7 +77,7 @@ def say(value: Any) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    parser.add_argument("side", choices=("torch", "dpflow", "tensorsocket"))
+    parser.add_argument("side", choices=("torch", "private", "dpflow", "tensorsocket"))
     for name in ("--number", "--samples", "--epochs", "--workers", "--memory", "--cache-samples"):
         parser.add_argument(name, type=int, default=0)
     for name in ("--images", "--address"):
@@ -97,10 +99,11 @@ def main() -> None:
     say("ready")
     sys.stdin.readline()
     figures = read(loader, arguments)
+    limited_by = loader.stats().limited_by if isinstance(loader, DPFlowDataLoader) else ""
     if arguments.side == "dpflow":
         # A job that has ended leaves its flow. torch's workers stay, so that what they have used is counted.
         del loader
-    say(figures)
+    say({**figures, "limited_by": limited_by})
     sys.stdin.read()
     os._exit(0)
 

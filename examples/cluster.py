@@ -27,16 +27,18 @@ def found_or_started(address: str, *, preload: Sequence[str] = ()) -> Iterator[s
 
 
 @contextmanager
-def started(*, preload: Sequence[str] = (), platform: str = "") -> Iterator[str]:
+def started(*, preload: Sequence[str] = (), platform: str = "", worker_listen: str = "") -> Iterator[str]:
     """A cluster that is ended at the end, with all that it runs; the path of its connection file.
 
     preload: modules that it imports once for all its workers. platform: what runs these; empty: this host.
+    worker_listen: where they call; empty: where the platform says.
     """
     with tempfile.TemporaryDirectory(prefix="torch_dpflow-") as folder:
         path = Path(folder, "connection")
         command = [sys.executable, "-m", "torch_dpflow.cli", "up", f"--connection-file={path}"]
         command += ["--log-level=warning", *(f"--preload={module}" for module in preload)]
         command += [f"--platform={platform}"] if platform else []
+        command += [f"--worker-listen={worker_listen}"] if worker_listen else []
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as node:
             try:
                 _wait_for(path, node)
