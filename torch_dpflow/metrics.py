@@ -44,8 +44,8 @@ class LoaderStats:
     flow_decodes: int = 0
     sharing: str = ""
     #: Of a shared flow, what keeps its jobs from reading faster: "workers" (too few), "cold start" (more are coming),
-    #: "quota" or what else their platform says, "storage", "network", "job" (it is the training's process), "budget" (as
-    #: many work as may); empty where that is not known.
+    #: "quota" or what else their platform says, "storage", "network", "job" (it is the training's process), "budget"
+    #: (as many work as may); empty where that is not known.
     limited_by: str = ""
 
     def __str__(self) -> str:

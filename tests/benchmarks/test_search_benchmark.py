@@ -17,7 +17,7 @@ IMAGES = natural_images.Specification(classes=2, train=8, val=2)
 
 
 def search(side: str) -> Search:
-    return Search(side=side, scenario=Scenario(jobs=TRIALS), samples=128, epochs=1, cache=0.0, link_bits=20e6)
+    return Search(side=side, scenario=Scenario(jobs=TRIALS), samples=128, epochs=1, cache=0.0, link_bits=8e6)
 
 
 def test_what_limited_the_trials_is_told_of_each_side() -> None:
