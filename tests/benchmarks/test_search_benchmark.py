@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from pathlib import Path
-
-import pytest
-
-from benchmarks import sharing
 from benchmarks.report import Comparison
-from benchmarks.search import LOCAL, METRICS, REMOTE, TRIALS, Search, limits_of
+from benchmarks.search import LOCAL, REMOTE, TRIALS, Search, limits_of
 from benchmarks.sharing import Scenario
-from examples import natural_images
-
-IMAGES = natural_images.Specification(classes=2, train=8, val=2)
 
 
 def search(side: str) -> Search:
@@ -32,18 +23,3 @@ def test_what_limited_the_trials_is_told_of_each_side() -> None:
 def test_sides_have_the_workers_that_their_names_say() -> None:
     runs = [search(side) for side in (LOCAL, REMOTE)]
     assert [(run.kind, run.workers) for run in runs] == [("private", 2), ("dpflow", 8)]
-
-
-@pytest.mark.slow
-@pytest.mark.hosts
-def test_trials_whose_workers_are_behind_a_slow_link_name_the_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    natural_images.generate(tmp_path / "images", IMAGES, processes=1, progress=False)
-    monkeypatch.setattr(sharing, "IMAGES", tmp_path / "images")
-    run = search(REMOTE)
-    figures = run.measure()
-    assert run.limits == Counter({"network": TRIALS})
-    assert {metric.name for metric in METRICS} <= figures.keys()
-    assert 0 < figures["host_cpu_ms_per_sample"] < figures["cpu_ms_per_sample"]
-    assert figures["decodes_per_sample"] < 0.5

@@ -8,9 +8,9 @@ import stat
 import struct
 from contextlib import suppress
 
-#: Of `struct tcp_info`: segments that were not acknowledged; and, microseconds, the time with data under way, and of
-#: that those while the receiver, or the sender, had no room.
-_SEGMENTS, _SEGMENTS_AT = struct.Struct("@I"), 24
+#: Of `struct tcp_info`: segments that were not acknowledged; bytes that were not sent; and, microseconds, the time with
+#: data under way, and of that those while the receiver, or the sender, had no room.
+_COUNT, _SEGMENTS_AT, _UNSENT_AT = struct.Struct("@I"), 24, 144
 _TIMES, _TIMES_AT = struct.Struct("@QQQ"), 168
 #: So many last segments may wait for 40 ms because the receiver is slow to acknowledge them, over any link.
 _TAIL = 2
@@ -42,11 +42,11 @@ class LinkTime:
         self._seen = {inode: way_s for inode, (way_s, _) in now.items()}
         return sum(
             max(0.0, way_s - before.get(inode, 0.0))
-            for inode, (way_s, segments) in now.items()
-            if segments > _TAIL
+            for inode, (way_s, is_under_way) in now.items()
+            if is_under_way
         )
 
-    def _look(self) -> dict[int, tuple[float, int]]:
+    def _look(self) -> dict[int, tuple[float, bool]]:
         found = {}
         with suppress(OSError):
             for name in os.listdir("/proc/self/fd"):
@@ -57,7 +57,7 @@ class LinkTime:
                         found[status.st_ino] = told
         return found
 
-    def _told(self, descriptor: int) -> tuple[float, int] | None:
+    def _told(self, descriptor: int) -> tuple[float, bool] | None:
         one = socket.socket(fileno=descriptor)  # no copy, which would keep a connection that its owner closes
         try:
             if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
@@ -70,5 +70,5 @@ class LinkTime:
         if len(told) < _TIMES_AT + _TIMES.size:
             return None
         passed, by_receiver, by_sender = _TIMES.unpack_from(told, _TIMES_AT)
-        segments: int = _SEGMENTS.unpack_from(told, _SEGMENTS_AT)[0]
-        return (passed - by_receiver - by_sender) / 1e6, segments
+        segments, unsent = (_COUNT.unpack_from(told, at)[0] for at in (_SEGMENTS_AT, _UNSENT_AT))
+        return (passed - by_receiver - by_sender) / 1e6, segments > _TAIL or unsent > 0
