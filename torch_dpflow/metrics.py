@@ -62,10 +62,11 @@ class LoaderStats:
 
     def _rows(self) -> list[tuple[str, str]]:
         first = self.time_to_first_batch_s
+        latest = " of the latest epoch" if self.epochs > 1 else ""
         rows = [
             ("read", f"{self.samples:,} samples in {self.batches:,} batches, {self.epochs:,} epochs"),
             ("waited", f"{self.stall_s:.2f} s, {self.stall_share:.0%} of the time"),
-            ("first batch", "has not come" if first is None else f"after {first:.2f} s"),
+            ("first batch", "has not come" if first is None else f"after {first:.2f} s{latest}"),
             (
                 "workers",
                 f"{self.restarts:,} replaced; {self.steals:,} batches moved, {self.duplicates:,} came twice",

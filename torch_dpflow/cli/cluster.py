@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +33,7 @@ from torch_dpflow.cli.dataset_options import Command
 from torch_dpflow.descriptors import soft_limit
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.log import FORMATS, LEVELS, LogOptions
+from torch_dpflow.remote.access.cluster_address import ADDRESS_VARIABLE
 from torch_dpflow.remote.observe.cluster_figures import ClusterFigures, figures_of
 
 if TYPE_CHECKING:
@@ -116,6 +118,7 @@ def up(
     from torch_dpflow.remote.services.node import stopped_by_signals
     from torch_dpflow.remote.wire.coordinator import ClusterLimits
 
+    sys.path.insert(0, os.getcwd())  # as `python -m` does; a console script has its own directory there
     options = ClusterOptions(
         limits=ClusterLimits(workers=workers, memory_bytes=memory),
         log=LogOptions(format=log_format, level=log_level),
@@ -137,6 +140,13 @@ def _announce(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) 
 
 
 def _print_up(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) -> None:
+    named = os.environ.get(ADDRESS_VARIABLE)
+    if named and Path(named).absolute() != options.path:
+        click.echo(
+            f"{ADDRESS_VARIABLE}={named!r}: where it is set so, jobs and commands look for another cluster; unset it, "
+            "or give `dpflow up` that path as --connection-file",
+            err=True,
+        )
     if as_json:
         facts = {"address": cluster.address, "connection_file": str(options.path), "metrics": options.metrics}
         facts["web"] = options.web

@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.cluster_command import CommandedCluster
 from tests.new_process import ROOT
 from tests.shared_cluster import TestCluster
 
@@ -130,6 +133,22 @@ assert type(kept[0]) is not Box
 assert [first, again, read(Data(), ":v2")[0], read(kept, ":v3")[0]] == [[0, 1, 2]] * 2 + [[10, 11, 12], [7, 8, 9]]
 '''
 
+#: Reads what another module in its folder defines.
+TRIAL = """
+import sys
+from beside import Data
+from torch_dpflow import DPFlowDataLoader
+loader = DPFlowDataLoader(Data(), batch_size=3, num_workers=1, flow="beside/train", address=sys.argv[1])
+assert [batch.tolist() for batch in loader] == [[0, 1, 2]]
+"""
+BESIDE = """
+class Data:
+    def __len__(self):
+        return 3
+    def __getitem__(self, index):
+        return index
+"""
+
 
 def run(path: Path, script: str, *arguments: str) -> None:
     path.write_text(script)
@@ -150,3 +169,20 @@ def test_samples_and_errors_of_a_scripts_own_classes(cluster: TestCluster, flow:
 
 def test_cells_that_are_run_again(cluster: TestCluster, flow: str, tmp_path: Path) -> None:
     run(tmp_path / "notebook.py", CELLS, flow, cluster.address)
+
+
+def test_modules_are_found_in_the_folder_in_which_the_command_was_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside.py").write_text(BESIDE)
+    monkeypatch.chdir(tmp_path)
+    # The path is that of a console script, not of `python -m`; an empty part of PYTHONPATH would be this folder.
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("DPFLOW_ADDRESS", "another")
+    cluster = CommandedCluster.up(tmp_path, "--workers", "1")
+    try:
+        assert "DPFLOW_ADDRESS='another': where it is set so" in cluster.log.read_text()
+        run(tmp_path / "trial.py", TRIAL, cluster.address)
+    finally:
+        cluster.stop()

@@ -101,7 +101,7 @@ def read_connection_file(
     return _read(
         path,
         "connection file",
-        missing="is the cluster up? Start one by `dpflow up`, or give its file by --address",
+        missing="is the cluster up? Start one by `dpflow up`, or give its file by --address or address=",
         other=advice,
     )
 

@@ -132,7 +132,7 @@ def _unpack(packed: IO[bytes]) -> SampleAssignment:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{error}: only what the script itself defines travels to a flow's workers; install the rest where the "
-            "cluster runs, or start `dpflow up` with its folder in PYTHONPATH",
+            "cluster runs, or start `dpflow up` in its folder",
             name=error.name,
         ) from error
     return assignment
