@@ -107,6 +107,8 @@ class LoaderMeter:
         self.iterating_s = 0.0
         #: Seconds of all iterations from `iter()` to the first batch and while workers were ended; and of the stall.
         self.turns_s = self.turn_stall_s = 0.0
+        #: The longest time from an `iter()` to its first batch, seconds.
+        self.longest_start_s = 0.0
         self.time_to_first_batch_s: float | None = None
         self.epochs = 0
         self.batches = 0
@@ -151,6 +153,7 @@ class LoaderMeter:
         if self.time_to_first_batch_s is None:
             self.time_to_first_batch_s = time.perf_counter() - self._began_s
             self.turns_s += self.time_to_first_batch_s
+            self.longest_start_s = max(self.longest_start_s, self.time_to_first_batch_s)
             self.turn_stall_s += self.stall_s + self.waiting_s() - self._stall_before_s
         # No calls below: Control-C finds all counted, or nothing.
         self.batches += 1

@@ -15,6 +15,8 @@ LEAST_BATCHES, LEAST_S = 10, 0.2
 KEPT_UP = 0.05
 #: Which share of the time goes to the start and end of epochs where these are what limits.
 TURNS = 0.5
+#: One start that takes so much of these says nothing of the others.
+ONE_START = 0.75
 #: Workers that want a processor for a smaller share of the time wait for storage.
 READING = 0.5
 #: Processors are the limit where workers want such a part of them, or wait for one so long for each second on it.
@@ -33,6 +35,8 @@ class Observed:
     iterating_s: float
     turns_s: float
     turn_stall_s: float
+    #: The longest time until a first batch came.
+    longest_start_s: float = 0.0
     num_workers: int
     persistent: bool = False
     read_threads: int = 1
@@ -124,9 +128,16 @@ def _too_little(seen: Observed) -> _Verdict | None:
 def _from_waits(seen: Observed) -> _Verdict | None:
     """Where the waits themselves tell it."""
     if seen.stats.epochs > 1 and seen.turns_s >= TURNS * seen.iterating_s:
+        stays = bool(seen.persistent or seen.flow or not seen.num_workers)
+        if stays and seen.longest_start_s >= ONE_START * seen.turns_s > 0:
+            rest = _time(max(0.0, seen.turns_s - seen.longest_start_s))
+            meaning = (
+                f"Limit: one epoch's start, {_time(seen.longest_start_s)}; the others took {rest} in all."
+            )
+            return "start", meaning, "Change: nothing where a run is long; workers were waited for once."
         each = _time(seen.turns_s / seen.stats.epochs)
         meaning = f"Limit: the start and end of epochs, {each} each; what lies between takes less."
-        if seen.persistent or seen.flow or not seen.num_workers:
+        if stays:
             return "start", meaning, "Change: longer epochs, or first samples that load faster."
         return (
             "start",

@@ -251,6 +251,7 @@ class DPFlowDataLoader(DataLoader[T]):
             stats=self.stats(),
             iterating_s=meter.iterating_s,
             turns_s=meter.turns_s,
+            longest_start_s=meter.longest_start_s,
             turn_stall_s=meter.turn_stall_s,
             num_workers=self.num_workers,
             persistent=self.persistent_workers,
