@@ -43,9 +43,9 @@ class LoaderStats:
     flow_served: int = 0
     flow_decodes: int = 0
     sharing: str = ""
-    #: Of a shared flow, what keeps its jobs from reading faster: "workers" (too few), "cold start" (more are coming),
-    #: "quota" or what else their platform says, "storage", "network", "job" (it is the training's process), "budget"
-    #: (as many work as may); empty where that is not known.
+    #: Of a shared flow and of a loader with a platform, what keeps jobs from reading faster: "workers" (too few), "cold
+    #: start" (more are coming), "quota" or what else their platform says, "storage", "network", "job" (it is the
+    #: training's own process), "budget" (as many work as may); empty where that is not known.
     limited_by: str = ""
 
     def __str__(self) -> str:
@@ -117,6 +117,8 @@ class LoaderMeter:
         self.restarts = 0
         self.duplicates = 0
         self.steals = 0
+        #: As of `LoaderStats`; the thread that has its workers writes it.
+        self.limited_by = ""
         self._fleets: list[WorkerTime] = []
         self._stall_before_s = 0.0
         self._last_seen_s = 0.0
@@ -196,6 +198,7 @@ class LoaderMeter:
             duplicates=self.duplicates,
             steals=self.steals,
             worker_s=sum(one.seconds for one in self._fleets),
+            limited_by=self.limited_by,
         )
 
 

@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
+from torch.utils.data import Dataset
 
 from tests.cluster_command import CommandedCluster
 from tests.new_process import ROOT
 from tests.shared_cluster import TestCluster, wait
+from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.cli.main import root
-from torch_dpflow.testing.hosts import Hosts, member_python
+from torch_dpflow.testing.hosts import Hosts, OnHosts, member_python
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 
@@ -73,6 +76,26 @@ def test_of_workers_whose_link_is_free_nothing_is_said(
         assert "network\n" not in after
     finally:
         cluster.stop()
+
+
+class Noise(Dataset[torch.Tensor]):
+    """100 kB a sample, for a loader of one's own."""
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randint(256, (100_000,), dtype=torch.uint8)
+
+
+def test_of_a_loader_whose_workers_have_a_slow_link_until_it_is_fast(hosts: Hosts) -> None:
+    loader = DPFlowDataLoader(Noise(), batch_size=8, num_workers=2, platform=OnHosts.of(hosts))
+    batches = iter(loader)
+    next(batches)
+    hosts[0].limit(LINK_BITS)
+    assert any(loader.stats().limited_by == "network" for _ in batches)
+    hosts[0].limit(None)
+    assert any(loader.stats().limited_by in ("workers", "job") for _ in batches)
 
 
 def until_told(job: subprocess.Popen[str], cluster: TestCluster) -> None:

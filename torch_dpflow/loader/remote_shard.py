@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torch_dpflow.loader.loader_limit import LoaderLimit
 from torch_dpflow.loader.mixed_workers import MixedWorkers
 from torch_dpflow.loader.private_shard import GRACE_S, PrivateShard
 from torch_dpflow.loader.shard_events import Broken, MemberLost
@@ -21,8 +22,10 @@ class RemoteShard(PrivateShard):
     ticks = True
     most_window = BATCH_WORKERS.most_window
 
-    def __init__(self, processes: RemoteWorkers | MixedWorkers, **arguments: Any) -> None:
-        self._members = processes
+    def __init__(
+        self, processes: RemoteWorkers | MixedWorkers, *, limit: LoaderLimit, **arguments: Any
+    ) -> None:
+        self._members, self._limit = processes, limit
         processes.shell = self
         super().__init__(processes, **arguments)
         # Before the platform's library leaves, which was imported before: the library would take the members with it.
@@ -67,6 +70,7 @@ class RemoteShard(PrivateShard):
     def _poll_once(self) -> None:
         super()._poll_once()
         self._members.look()  # a message may be of a member that can work now
+        self._limit.look(self._scheduler, self._clock())
 
     def _shut_down(self) -> None:
         """Stop the workers and wait for those that work to say goodbye; the platform ends the others."""

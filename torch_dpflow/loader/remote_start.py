@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,21 +97,25 @@ def _listen_at(platform: PlatformSpec, options: LoaderOptions) -> str:
     return listen
 
 
-def workers_of(loader: Any, options: LoaderOptions, spec: LoadSpec) -> tuple[type[PrivateShard], Any]:
-    """The workers of a loader with a platform, and the kind of shard that they need.
+def workers_of(
+    loader: Any, options: LoaderOptions, spec: LoadSpec
+) -> tuple[Callable[..., PrivateShard], Any]:
+    """The workers of a loader with a platform, and what makes the shard that they need.
 
     Raises as `RemoteWorkers` and `WorkerProcesses`.
     """
+    from torch_dpflow.loader.loader_limit import LoaderLimit
     from torch_dpflow.loader.mixed_workers import MixedWorkers
     from torch_dpflow.loader.remote_shard import RemoteShard
 
     if options.local_workers == spec.num_workers:
         return PrivateShard, _local_workers(loader, options, spec)
     remote = _remote_workers(loader, options, spec)
+    shard = partial(RemoteShard, limit=LoaderLimit(loader._runtime.meter, remote, spec.num_workers))
     if not options.local_workers:
-        return RemoteShard, remote
+        return shard, remote
     try:
-        return RemoteShard, MixedWorkers(_local_workers(loader, options, spec), remote)
+        return shard, MixedWorkers(_local_workers(loader, options, spec), remote)
     except BaseException:
         remote.listener.close()
         remote.close()

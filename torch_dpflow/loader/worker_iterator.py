@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -81,8 +82,8 @@ class WorkerIterator(BaseDataLoaderIter):
         self._progress = begin(self, loader, OPENING_WORKERS, self._start_as_torch)
         self._begin_epoch(loader, resumes=pending is not None)
         try:
-            kind, workers = self._make_workers(loader)
-            self._shard = kind(
+            shard, workers = self._make_workers(loader)
+            self._shard = shard(
                 workers,
                 order=self._order(),
                 streams=self._progress.streams,
@@ -99,8 +100,8 @@ class WorkerIterator(BaseDataLoaderIter):
         self._close = Finalize(self, self._shard.close, exitpriority=0)
         self._start_loading(epoch, pending, progress)
 
-    def _make_workers(self, loader: Any) -> tuple[type[PrivateShard], Any]:
-        """The workers, not started yet, and the kind of shard that they need."""
+    def _make_workers(self, loader: Any) -> tuple[Callable[..., PrivateShard], Any]:
+        """The workers, not started yet, and what makes the shard that they need."""
         spec = load_spec(self, loader, self._options, own_stream=self._own_stream)
         if loader.platform is not None:
             return workers_of(loader, self._options, spec)
