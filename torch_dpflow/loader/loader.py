@@ -28,6 +28,7 @@ from torch_dpflow.options import LoaderOptions
 
 if TYPE_CHECKING:
     from torch_dpflow.loader.explanation import Explanation
+    from torch_dpflow.loader.workload import Workload
     from torch_dpflow.platforms.members import PlatformSpec
     from torch_dpflow.remote.job.options import JobOptions
 
@@ -238,13 +239,12 @@ class DPFlowDataLoader(DataLoader[T]):
         Print it, in or after an iteration. `limited_by` of what it returns is one word for programs; it is empty where
         too little was read to tell. Of the training thread.
         """
+        return self._explain(self._runtime.workload)
+
+    def _explain(self, workload: Workload) -> Explanation:
         from torch_dpflow.loader.explanation import Observed, explain
 
-        meter, workload, options = (
-            self._runtime.meter,
-            self._runtime.workload,
-            self.options or LoaderOptions(),
-        )
+        meter, options = self._runtime.meter, self.options or LoaderOptions()
         workload.look()
         name = self.platform if isinstance(self.platform, str) else type(self.platform).__name__
         seen = Observed(

@@ -12,17 +12,20 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+import weakref
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
-from weakref import WeakValueDictionary
 
 import msgspec
 from torch.utils.data import get_worker_info
 
+from torch_dpflow.loader.workload import Workload
 from torch_dpflow.log import LOADER
 from torch_dpflow.periodic import PeriodicCall
+from torch_dpflow.platforms.base import Handle
 from torch_dpflow.remote.observe.cluster_figures import JobRow
 from torch_dpflow.remote.observe.http_address import listen_at
 from torch_dpflow.remote.observe.page_access import TOKEN_FILE, PagePlace, check_page
@@ -33,6 +36,8 @@ from torch_dpflow.remote.wire.shard import MemberView
 VARIABLE = "DPFLOW_WATCH"
 #: The time between two reports, seconds.
 INTERVAL_S = 1.0
+#: The time between two looks at what limits a loader, which read a few files of each worker, seconds.
+LOOK_S = 5.0
 #: Most characters of how a worker ended.
 _MOST_TEXT = 300
 
@@ -72,7 +77,8 @@ class _WatchedLoaders:
     """
 
     def __init__(self, place: PagePlace) -> None:
-        self._loaders: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        #: The training appends, the thread removes.
+        self._loaders: list[_WatchedLoader] = []
         self._count = 0
         script = Path(sys.argv[0]).name if sys.argv and sys.argv[0] not in ("", "-c", "-m") else "python"
         rank = f", rank {os.environ['RANK']:.20}" if os.environ.get("RANK") else ""
@@ -108,38 +114,26 @@ class _WatchedLoaders:
     def add(self, loader: Any) -> None:
         """Show this loader too, for as long as it lives."""
         self._count += 1
-        self._loaders[self._count] = loader
+        self._loaders.append(_WatchedLoader(loader, f"{type(loader.dataset).__name__} {self._count}"))
 
     def _report(self) -> None:
-        rows: list[ProcessRow] = []
         jobs: list[JobRow] = []
-        limits, restarts = {"": "loading"}, 0
-        for reference in sorted(self._loaders.valuerefs(), key=lambda one: one.key):
-            loader = reference()
+        processes: list[ProcessRow] = []
+        limits: dict[str, tuple[str, str]] = {}
+        restarts = 0
+        for watched in list(self._loaders):
+            loader = watched.loader()
             if loader is None:
+                self._loaders.remove(watched)
                 continue
-            name = f"{type(loader.dataset).__name__} {reference.key}"
-            meter = loader._runtime.meter
-            stall_s, reading_s = meter.stall_s, meter.iterating_s
-            waiting_s = meter.waiting_s()  # a wait that lasts counts too
-            restarts += meter.restarts
-            for job in list(loader._runtime.jobs.values()):
-                limits[loader.flow] = job.limited_by
-            jobs.append(
-                JobRow(
-                    flow=loader.flow or "",
-                    job=name,
-                    stall_s=stall_s + waiting_s,
-                    reading_s=reading_s + waiting_s,
-                    batches=meter.batches,
-                    samples=meter.samples,
-                    bytes=meter.bytes,
-                )
-            )
-            with suppress(RuntimeError):  # they change meanwhile, and are told in a second
-                rows += _workers_of(loader, name)
+            restarts += loader._runtime.meter.restarts
+            jobs.append(watched.figures(loader))
+            with suppress(RuntimeError):  # what it looks at changes meanwhile, and is told in a second
+                processes += watched.workers(loader)
+                limits[jobs[-1].key] = watched.limit(loader)
+            del loader
         try:
-            self._send(Observation(jobs=jobs, processes=rows, limits=limits, restarts=restarts))
+            self._send(Observation(jobs=jobs, processes=processes, limits=limits, restarts=restarts))
         except BrokenPipeError:
             self._thread.stop()
             if not self._closing:
@@ -160,35 +154,77 @@ class _WatchedLoaders:
         self._process.wait()
 
 
-def _workers_of(loader: Any, name: str) -> list[ProcessRow]:
-    """The workers of the loader's latest iteration."""
-    iterator = loader._runtime.iterator()
-    shard = None if iterator is None else iterator._shard
-    if shard is None:
-        return []
-    ends, found = iterator._restarts.ends, []
-    del iterator  # who drops it in the training ends its workers there
-    local = shard.processes.local
-    for handle in () if local is None else local.handles:
+class _WatchedLoader:
+    """One loader, as its page shows it. Of the thread that reports."""
+
+    def __init__(self, loader: Any, name: str) -> None:
+        self.loader = weakref.ref(loader)
+        self._name = name
+        self._workload = Workload(loader._runtime.meter)
+        self._shard: Callable[[], Any] = lambda: None
+        self._limit = "loading", ""
+        #: When what limits it is looked into again, by `time.monotonic`.
+        self._look_at = 0.0
+
+    def figures(self, loader: Any) -> JobRow:
+        """What it has read."""
+        meter = loader._runtime.meter
+        stall_s, reading_s = meter.stall_s, meter.iterating_s
+        waiting_s = meter.waiting_s()  # a wait that lasts counts too
+        return JobRow(
+            flow=loader.flow or "",
+            job=self._name,
+            stall_s=stall_s + waiting_s,
+            reading_s=reading_s + waiting_s,
+            batches=meter.batches,
+            samples=meter.samples,
+            bytes=meter.bytes,
+        )
+
+    def workers(self, loader: Any) -> list[ProcessRow]:
+        """The workers of its latest iteration."""
+        iterator = loader._runtime.iterator()
+        shard = None if iterator is None else iterator._shard
+        if shard is None:
+            return []
+        if shard is not self._shard():
+            self._shard = weakref.ref(shard)
+            self._workload.begin(shard)
+        ends = iterator._restarts.ends
+        del iterator  # who drops it in the training ends its workers there
+        local = shard.processes.local
+        members: Callable[[], list[MemberView]] = getattr(shard.processes, "views", list)
+        return [
+            *(self._row(handle, ends) for handle in (() if local is None else local.handles)),
+            *(
+                ProcessRow(id=member.name, flow="", role="worker", state=member.state, where=member.where)
+                for member in members()
+            ),
+        ]
+
+    def _row(self, handle: Handle, ends: Mapping[int, str]) -> ProcessRow:
         end = ends.get(int(handle.name.rpartition("-")[2]), "")
         incarnation = handle.incarnation if end else 0  # not before the cause is known
-        found.append(
-            ProcessRow(
-                id=f"{name}/{handle.name}",
-                flow="",
-                role="worker",
-                state=RUNNING,  # one that has ended is replaced at once
-                where=f"pid {handle.pid}",
-                incarnation=incarnation,
-                restarts=incarnation,
-                ended=end.partition("\n")[0][:_MOST_TEXT],
-            )
+        return ProcessRow(
+            id=f"{self._name}/{handle.name}",
+            flow="",
+            role="worker",
+            state=RUNNING,  # one that has ended is replaced at once
+            where=f"pid {handle.pid}",
+            incarnation=incarnation,
+            restarts=incarnation,
+            ended=end.partition("\n")[0][:_MOST_TEXT],
         )
-    members: Callable[[], list[MemberView]] = getattr(shard.processes, "views", list)
-    return found + [
-        ProcessRow(id=member.name, flow="", role="worker", state=member.state, where=member.where)
-        for member in members()
-    ]
+
+    def limit(self, loader: Any) -> tuple[str, str]:
+        """What limits it where it waits, and what to change."""
+        if time.monotonic() >= self._look_at:
+            found, self._limit = loader._explain(self._workload), ("loading", "")
+            if found.limited_by:
+                self._look_at = time.monotonic() + LOOK_S
+            if found.limited_by not in ("", "job"):  # "job": it waits little in all, and may wait now
+                self._limit = found.limited_by, found.change.removeprefix("Change: ").rstrip(".")
+        return self._limit
 
 
 _lock = threading.Lock()

@@ -123,7 +123,7 @@ def test_beyond_this_machine_a_token_is_needed(token_file: Path) -> None:
             "a:b",
             "a:²",
         ),
-        *("http://127.0.0.1:8265", f"{'a' * 64}:80", "a..b:80", " 127.0.0.1:80x"),
+        *("http://127.0.0.1:8265", f"{'a' * 64}:80", "a..b:80", " 127.0.0.1:80x", "[::1", "localhost:1:2"),
     ],
 )
 def test_what_is_no_address_is_refused(address: str) -> None:

@@ -65,6 +65,7 @@ def test_rates_are_of_the_last_seconds_and_limits_of_jobs_that_wait() -> None:
             job("fast", reading_s=12.0, samples=10),
             job("idle"),
         ],
+        limits={"f@1 fast": ("processors", "decode faster")},
     )
     update = page.observe(seen, 102.0)
     slow, fast, idle = update.jobs
@@ -72,6 +73,9 @@ def test_rates_are_of_the_last_seconds_and_limits_of_jobs_that_wait() -> None:
     assert (fast.stall_now, fast.samples_per_s, fast.limited_by) == (0.0, 5.0, "job")
     assert (idle.stall_now, idle.samples_per_s, idle.limited_by) == (None, None, "")
     assert slow.stall == round(10 / 12, 4)
+    waits = [job("fast", stall_s=2.0, reading_s=14.0)]
+    (fast,) = page.observe(Observation(jobs=waits, limits=seen.limits), 102.0).jobs
+    assert (fast.stall_now, fast.limited_by, fast.advice) == (0.5, "processors", "decode faster")
     (line,) = update.flows
     assert (line.hit_rate_now, line.hit_rate, line.decodes_now, line.decodes) == (0.75, 0.5, 0.25, 0.5)
     assert (update.summary.stall, update.summary.samples_per_s) == (0.25, 105.0)

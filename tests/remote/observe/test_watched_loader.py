@@ -22,14 +22,17 @@ from torch_dpflow.loader import watch
 
 #: Reads for ever; says first what it has imported, and whether the second of its loaders is shown too.
 TRAINING = """
-import logging, sys
-import torch
-from torch.utils.data import TensorDataset
+import logging, sys, time
 from torch_dpflow import DPFlowDataLoader, LoaderOptions
+
+class Slow(list):
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return index
 
 if __name__ == "__main__":
     logging.basicConfig(level="WARNING", stream=sys.stdout)
-    data = TensorDataset(torch.arange(64))
+    data = Slow(range(64))
     list(DPFlowDataLoader(data, num_workers=1))
     assert "torch_dpflow.loader.watch" not in sys.modules
     watched = LoaderOptions(watch=sys.argv[1])
@@ -81,10 +84,11 @@ def test_a_loader_is_shown_with_its_workers_until_the_training_ends(tmp_path: Pa
             )
             assert (told["kind"], told["title"]) == ("loader", f"train.py, rank 5, pid {training.pid}")
             (job,) = told["jobs"]
-            assert job["job"] == "TensorDataset 1"
+            assert job["job"] == "Slow 1"
+            await_state(address, "what to change", lambda told: told["jobs"][0]["advice"])
             told = await_state(address, "its workers", lambda told: len(told["processes"]) == 2)
             row = told["processes"][0]
-            assert (row["id"], row["role"], row["state"]) == ("TensorDataset 1/worker-0", "worker", "running")
+            assert (row["id"], row["role"], row["state"]) == ("Slow 1/worker-0", "worker", "running")
             os.kill(int(row["where"].removeprefix("pid ")), signal.SIGKILL)
             told = await_state(address, "the restart", lambda told: told["events"])
             assert [(event["kind"], event["subject"]) for event in told["events"]] == [("restart", row["id"])]

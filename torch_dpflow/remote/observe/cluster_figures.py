@@ -72,6 +72,11 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
     worker_s: float = 0.0
 
     @property
+    def key(self) -> str:
+        """Tells it from the jobs of all flows."""
+        return f"{self.flow} {self.job}"
+
+    @property
     def stall_share(self) -> float:
         """The share of its reading time that it waited for data, 0 to 1."""
         return min(1.0, self.stall_s / self.reading_s) if self.reading_s else 0.0

@@ -21,8 +21,8 @@ def parse_address(name: str, address: str, example: str) -> tuple[str, int]:
 def _is_name(host: str) -> bool:
     """Whether a socket could take it: not a URL, say."""
     try:
-        return bool(host.encode("idna")) and "/" not in host
-    except UnicodeError:
+        return bool(ipaddress.ip_address(host) if ":" in host else host.encode("idna")) and "/" not in host
+    except ValueError:
         return False
 
 

@@ -42,8 +42,8 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     flows: list[FlowRow] = []
     jobs: list[JobRow] = []
     processes: list[ProcessRow] = []
-    #: What limits jobs that wait, by flow, beside what their flows say.
-    limits: dict[str, str] = {}
+    #: What limits jobs that wait, and what to change, by `JobRow.key`; of others, their flows say it.
+    limits: dict[str, tuple[str, str]] = {}
     #: Of all, where processes do not tell; None: they do.
     restarts: int | None = None
     #: What is wrong with the coordinator, as "does not answer"; empty: nothing. What it told is as it was then.
@@ -88,6 +88,8 @@ class JobLine(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     bytes: int
     limited_by: str
+    #: What to change, where its flow's line does not say it.
+    advice: str
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

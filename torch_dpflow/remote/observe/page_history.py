@@ -6,7 +6,7 @@ The caller observes about once a second. Counters that fall, because their proce
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from torch_dpflow._version import __version__
 from torch_dpflow.remote.observe.cluster_figures import FlowRow, JobRow
@@ -63,12 +63,13 @@ class PageHistory:
 
     def observe(self, seen: Observation, at: float) -> Update:
         """What has changed, now that this is known. at: seconds since 1970."""
-        jobs = {f"{row.flow} {row.job}": row for row in seen.jobs}
+        jobs = {row.key: row for row in seen.jobs}
         flows = {row.flow: row for row in seen.flows}
         while self._seen and not at - WINDOW_S <= self._seen[0][0] < at:
             self._seen.popleft()
-        limits = {**seen.limits, **{row.flow: row.limited_by for row in seen.flows}}
-        job_lines = [self._job_line(key, row, limits) for key, row in jobs.items()]
+        limits = {row.key: (flows[row.flow].limited_by, "") for row in seen.jobs if row.flow in flows}
+        limits.update(seen.limits)
+        job_lines = [self._job_line(row, *limits.get(key, ("", ""))) for key, row in jobs.items()]
         flow_lines = [self._flow_line(row, at) for row in flows.values()]
         self._seen.append((at, jobs, flows))
         events = list(self._events_of(seen, at))
@@ -102,12 +103,13 @@ class PageHistory:
 
     # -- rates -----------------------------------------------------------------------------------------------
 
-    def _job_line(self, key: str, row: JobRow, limits: Mapping[str, str]) -> JobLine:
-        before = next((jobs[key] for _, jobs, _ in self._seen if key in jobs), row)
+    def _job_line(self, row: JobRow, limit: str, advice: str) -> JobLine:
+        before = next((jobs[row.key] for _, jobs, _ in self._seen if row.key in jobs), row)
         stall = _share(row.stall_s - before.stall_s, row.reading_s - before.reading_s)
-        limit = "" if stall is None else OWN_PACE if stall < LITTLE_STALL else limits.get(row.flow, "")
+        if stall is None or stall < LITTLE_STALL:
+            limit, advice = "" if stall is None else OWN_PACE, ""
         return JobLine(
-            key=key,
+            key=row.key,
             flow=row.flow,
             job=row.job,
             stall=round(row.stall_share, 4),
@@ -118,6 +120,7 @@ class PageHistory:
             samples=row.samples,
             bytes=row.bytes,
             limited_by=limit,
+            advice=advice,
         )
 
     def _flow_line(self, row: FlowRow, at: float) -> FlowLine:

@@ -11,9 +11,11 @@ const LIMITS = {
   "cold start": ["workers that start", "more are coming"],
   quota: ["the platform’s quota", "it gives no more workers"],
   storage: ["the storage", "more workers would wait too"],
-  network: ["the network", ""],
+  network: ["the network", "smaller samples, or workers that are nearer"],
   job: ["the training itself", "data is there before it is asked for"],
-  loading: ["loading", "more workers, read_threads, or a faster decode"],
+  processors: ["the processors", ""],
+  start: ["the start of epochs", ""],
+  loading: ["loading", ""],
   budget: ["the most workers allowed", "as dpflow up was told"],
 };
 const GOOD = new Set(["running", "working", "on deck"]);
@@ -153,8 +155,7 @@ const jobs = new Rows(
     put(parts.rate, plain(job.samples_per_s));
     put(parts.samples, job.samples.toLocaleString("en"));
     put(parts.read, bytes(job.bytes));
-    const [limit, advice] = limitOf(job.limited_by);
-    putTwo(parts.limit, limit, job.flow ? "" : advice); // a flow's row has it
+    putTwo(parts.limit, limitOf(job.limited_by)[0], job.advice);
   },
 );
 
