@@ -204,15 +204,13 @@ class _WatchedLoader:
 
     def _row(self, handle: Handle, ends: Mapping[int, str]) -> ProcessRow:
         end = ends.get(int(handle.name.rpartition("-")[2]), "")
-        incarnation = handle.incarnation if end else 0  # not before the cause is known
         return ProcessRow(
             id=f"{self._name}/{handle.name}",
             flow="",
             role="worker",
             state=RUNNING,  # one that has ended is replaced at once
             where=f"pid {handle.pid}",
-            incarnation=incarnation,
-            restarts=incarnation,
+            restarts=handle.incarnation if end else 0,  # not before the cause is known
             ended=end.partition("\n")[0][:_MOST_TEXT],
         )
 

@@ -73,7 +73,6 @@ def observation(second: int) -> Observation:
                 role="worker",
                 state="starting" if (n + second) % 10 == 0 else "running",
                 where=f"pid {1000 + n}",
-                incarnation=(n + second) // 10,
                 restarts=(n + second) // 10,
             )
             for n in range(WORKERS)

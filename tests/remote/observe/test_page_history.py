@@ -44,9 +44,9 @@ def flow(limited_by: str = "", restarts: int = 0, **figures: int) -> FlowRow:
     )
 
 
-def worker(number: int, *, incarnation: int = 1, **given: Any) -> ProcessRow:
+def worker(number: int, **given: Any) -> ProcessRow:
     usual = {"flow": "f@1", "role": "worker", "state": "running"}
-    return ProcessRow(id=f"f@1/shard-000/worker-{number}", incarnation=incarnation, **{**usual, **given})
+    return ProcessRow(id=f"f@1/shard-000/worker-{number}", **{**usual, **given})
 
 
 def test_rates_are_of_the_last_seconds_and_limits_of_jobs_that_wait() -> None:
@@ -96,13 +96,13 @@ def test_the_log_says_who_was_restarted_and_why_and_sums_up_crowds() -> None:
     page = PageHistory("cluster", "here")
     assert events(page, Observation(processes=[worker(0), worker(1)]), 0.0) == [], "it was so before"
     seen = Observation(
-        processes=[worker(0, incarnation=7, ended="pid 5 was ended by SIGKILL"), worker(1, state="down")]
+        processes=[worker(0, restarts=1, ended="pid 5 was ended by SIGKILL"), worker(1, state="down")]
     )
     assert events(page, seen, 1.0) == [
         ("restart", "f@1/shard-000/worker-0", "was restarted: pid 5 was ended by SIGKILL"),
         ("end", "f@1/shard-000/worker-1", "ended, and will be started again"),
     ]
-    crowd = Observation(processes=[worker(n, incarnation=9) for n in range(50)], jobs=[job()])
+    crowd = Observation(processes=[worker(n, restarts=2) for n in range(50)], jobs=[job()])
     assert events(page, crowd, 2.0) == [
         ("restart", "f@1/shard-000/worker-0", "was restarted"),
         ("restart", "f@1/shard-000/worker-1", "was restarted"),
@@ -127,6 +127,8 @@ def test_processes_and_members_are_shown_with_their_states() -> None:
         ProcessView("a/b@2/shard-000/worker-0", "worker", 3, 7, "", {"up": True}),
         ProcessView("a/b@2/shard-000/worker-1", "worker", 4, 8, "", {}, 2, True, "exited with code 1"),
         ProcessView("a/b@2/router", "router", 5, 0, "", {"members": "many"}, 1, False),
+        ProcessView("a/b@2/shard-001", "shard", 0, 0, "", {}, 0, False),
+        ProcessView("a/b@2/shard-002", "shard", 6, 0, "", {}, 0, False, "exited with code 1"),
     ]
     rows = observation_of([], views).processes
     assert [(row.flow, row.role, row.state, row.where) for row in rows] == [
@@ -136,6 +138,8 @@ def test_processes_and_members_are_shown_with_their_states() -> None:
         ("a/b@2", "worker", "running", "pid 7"),
         ("a/b@2", "worker", "starting", "pid 8"),
         ("a/b@2", "router", "down", ""),
+        ("a/b@2", "shard", "starting", ""),
+        ("a/b@2", "shard", "down", ""),
     ]
     assert (rows[4].restarts, rows[4].ended) == (2, "exited with code 1")
 
@@ -151,7 +155,7 @@ observations = st.builds(
     ),
     processes=st.dictionaries(
         st.integers(0, 5), st.tuples(counts, st.sampled_from(["down", "running"])), max_size=6
-    ).map(lambda given: [worker(n, incarnation=i, state=state) for n, (i, state) in given.items()]),
+    ).map(lambda given: [worker(n, restarts=i, state=state) for n, (i, state) in given.items()]),
 )
 
 

@@ -29,8 +29,6 @@ class ProcessRow(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     #: Its host and process id, for people.
     where: str = ""
-    #: Grows with each process that has this id.
-    incarnation: int = 0
     restarts: int = 0
     #: How the process before it ended; empty: there was none, or nobody knows.
     ended: str = ""
@@ -161,13 +159,13 @@ def observation_of(
 def _rows_of(view: ProcessView) -> Iterator[ProcessRow]:
     flow = _flow_of(view.id)
     is_up = bool(view.status.get(UP)) if view.role == "worker" else bool(view.address)
+    has_run = view.runs or view.restarts > 0 or bool(view.ended)
     yield ProcessRow(
         id=view.id,
         flow=flow,
         role=view.role,
-        state=(RUNNING if is_up else STARTING) if view.runs else DOWN,
+        state=DOWN if has_run and not view.runs else RUNNING if is_up else STARTING,
         where=f"pid {view.pid}" if view.pid else "",
-        incarnation=view.incarnation,
         restarts=view.restarts,
         ended=view.ended,
     )

@@ -221,7 +221,7 @@ def _of_processes(before: Observation, seen: Observation) -> Iterator[_Found]:
         like = f"{row.role}s of {row.flow or 'the cluster'}"
         if was is None:
             yield "begin", row.id, "began" + (f" as {row.where}" if row.where else ""), like
-        elif row.incarnation > was.incarnation:
+        elif row.restarts > was.restarts:
             why = f": {row.ended}" if row.ended else ""
             yield "restart", row.id, f"was restarted{why}", like
         elif row.state == DOWN != was.state:

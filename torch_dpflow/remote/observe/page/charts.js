@@ -91,7 +91,7 @@ class Chart {
       width: this.plot.clientWidth,
       height: this.plot.clientHeight,
       legend: { show: false },
-      padding: [8, 8, 0, 0],
+      padding: [8, 24, 0, 0], // half of a time at the right edge
       cursor: { drag: { x: false, y: false }, focus: { prox: 30 }, points: { size: 7 } },
       focus: { alpha: 0.25 },
       scales: {

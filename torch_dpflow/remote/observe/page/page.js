@@ -7,7 +7,7 @@ const MOST_EVENTS = 200;
 const MOST_SERIES = 64;
 const SILENCE_MS = 10000;
 const LIMITS = {
-  workers: ["too few workers", "dpflow flow scale gives it more"],
+  workers: ["too few workers", "more by dpflow flow scale, or a faster decode"],
   "cold start": ["workers that start", "more are coming"],
   quota: ["the platform’s quota", "it gives no more workers"],
   storage: ["the storage", "more workers would wait too"],
