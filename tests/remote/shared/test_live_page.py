@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -91,6 +92,17 @@ def test_a_coordinator_and_a_page_that_are_killed_come_back(cluster: CommandedCl
     assert ("restart", "coordinator") in [(event["kind"], event["subject"]) for event in told["events"]]
     cluster.kill("page")
     await_state(cluster, "another page", lambda told: processes(told)["page"]["restarts"] == 1)
+
+
+@pytest.mark.slow  # a lease
+def test_who_was_frozen_is_not_said_to_have_run_out_of_memory(cluster: CommandedCluster) -> None:
+    await_state(cluster, "the page", lambda told: "coordinator" in processes(told))
+    cluster.kill("coordinator", signal.SIGSTOP)
+    await_state(
+        cluster,
+        "why it was killed",
+        lambda told: "was killed: no heartbeat for 10 s" in processes(told)["coordinator"]["ended"],
+    )
 
 
 def test_it_shows_a_flow_with_its_job_and_workers(cluster: CommandedCluster, job: SharedJob) -> None:

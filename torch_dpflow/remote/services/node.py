@@ -243,16 +243,18 @@ class Node:
             process = self._platform.launch(spec)
         except (LaunchError, DescriptorLimitError) as error:
             SERVICE.warning("process %s not started: %s", service.id, error, extra=subjects_of(service.id))
-            self._apply(self._supervisor.on_ended(service.id, service.incarnation, self._clock()))
+            how = f"could not be started: {error}"
+            self._apply(self._supervisor.on_ended(service.id, service.incarnation, self._clock(), how))
             return
         self._processes[service.id] = process
         SERVICE.info("process %s started (pid %d)", service.id, process.pid, extra=subjects_of(service.id))
         self._supervisor.on_started(service.id, service.incarnation, process.pid, self._clock())
 
     def _kill(self, kill: Kill) -> None:
+        why = ""
         if self._supervisor.is_desired(kill.id, kill.incarnation):
-            text = "process %s killed: no heartbeat for %g s"
-            SERVICE.warning(text, kill.id, self._lease_s, extra=subjects_of(kill.id))
+            why = f"no heartbeat for {self._lease_s:g} s"
+            SERVICE.warning("process %s killed: %s", kill.id, why, extra=subjects_of(kill.id))
         else:
             SERVICE.info("process %s stopped: no longer desired", kill.id, extra=subjects_of(kill.id))
             key = kill.id, kill.incarnation
@@ -261,7 +263,7 @@ class Node:
                 return
         process = self._processes.get(kill.id)
         if process is not None and process.incarnation == kill.incarnation:
-            process.kill()
+            process.kill(why)
 
     def _on_heartbeat(self, call: IncomingCall) -> Result:
         sent: Heartbeat = call.body
