@@ -13,6 +13,8 @@ DOCUMENTS = sorted(
     for pattern in ("[!C]*.md", "CONTRIBUTING.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
     for path in ROOT.glob(pattern)
 )
+#: What commands make in a clone: there or not.
+MADE = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line.endswith("/")}
 _CODE = re.compile(r"`([^`\n]+)`")
 _BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _PATH = re.compile(r"[\w.*-]+(/[\w.*-]+)+/?")
@@ -25,7 +27,7 @@ def _is_there(path: str) -> bool:
 
 def _is_ours(path: str) -> bool:
     first = path.split("/")[0]
-    return "NAME" not in path and any((home / first).is_dir() for home in HOMES)
+    return "NAME" not in path and first not in MADE and any((home / first).is_dir() for home in HOMES)
 
 
 def _defines(dotted: str) -> bool:
