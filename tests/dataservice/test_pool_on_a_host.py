@@ -24,10 +24,13 @@ from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import DPFlowDataLoader, PooledDataset
 from torch_dpflow.cli.main import root
 from torch_dpflow.dataservice import DataClient, DataServer, SetInfo
+from torch_dpflow.dataservice.filling import HeldSet
 from torch_dpflow.dataservice.pool_connection import PoolConnection
-from torch_dpflow.dataservice.protocol import WantRecords, find_directory, socket_path
-from torch_dpflow.dataservice.sources import identity_of
+from torch_dpflow.dataservice.protocol import PreloadSet, SetSource, WantRecords, find_directory, socket_path
+from torch_dpflow.dataservice.server import _KnownSet
+from torch_dpflow.dataservice.sources import identity_of, record_set
 from torch_dpflow.datasets import DatasetStore, StoredDataset
+from torch_dpflow.datasets.sample_reader import SampleReader
 from torch_dpflow.errors import (
     OptionError,
     PeerLostError,
@@ -64,13 +67,13 @@ def server(folder: Path, memory: str = "16MiB") -> Iterator[subprocess.Popen[str
 
 
 @contextmanager
-def inner_server(folder: Path, memory_bytes: int, **options: float) -> Iterator[None]:
+def inner_server(folder: Path, memory_bytes: int, **options: float) -> Iterator[DataServer]:
     """A server in a thread."""
     serving = DataServer(memory_bytes, folder, **options)
     thread = threading.Thread(target=serving.serve)
     thread.start()
     try:
-        yield
+        yield serving
     finally:
         serving.stop()
         thread.join()
@@ -353,6 +356,42 @@ def test_strangers_disturb_nobody(stored: StoredDataset, pool: Path) -> None:
         connection.ask(WantRecords(b"?" * 16, [0]))
     connection.close()
     DataClient(pool, silence_s=PATIENCE_S).unload(stored)
+
+
+def test_a_list_of_more_sets_than_one_message_has_room_for(tmp_path: Path) -> None:
+    source = SetSource(store="s", options={}, ref="core/numbers:v1:train")
+    with inner_server(tmp_path / "p", 1 << 20) as serving, PoolConnection(tmp_path / "p") as connection:
+        for number in range(1000):
+            name = number.to_bytes(16, "big")
+            request = PreloadSet(source=source, identity=name, is_explicit=True, whole=True)
+            serving._sets[name] = _KnownSet(request, "", True)
+        listed = connection.contents()
+        assert [int.from_bytes(one.identity, "big") for one in listed.sets] == [*range(1000)]
+        assert (listed.total, listed.free) == (1000, 1 << 20)
+
+
+def test_a_server_without_a_free_thread_serves_again_later(tmp_path: Path) -> None:
+    with inner_server(tmp_path / "p", 1 << 20), PoolConnection(tmp_path / "p") as before:
+        assert before.contents().sets == []  # by now all of its threads run
+        usual = threading.stack_size(1 << 48)
+        try:
+            with pytest.raises(PeerLostError), PoolConnection(tmp_path / "p") as refused:
+                refused.contents()
+        finally:
+            threading.stack_size(usual)
+        assert before.contents().sets == []
+        with PoolConnection(tmp_path / "p") as after:
+            assert after.contents().sets == []
+
+
+def test_memory_of_a_set_that_is_given_up_before_it_is_made_is_freed(stored: StoredDataset) -> None:
+    records, known = record_set(stored)
+    source = SetSource(store="s", options={}, ref=str(stored.ref))
+    held = HeldSet(source, SampleReader(stored), records, known)
+    held.close()
+    held.fill([0])
+    wait(lambda: held.is_placed, what="its thread")
+    assert held.regions == []
 
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:

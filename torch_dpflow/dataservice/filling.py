@@ -106,6 +106,10 @@ class HeldSet:
                 self._failed += len(own)
             return
         with self._changed:
+            if self._is_closed:  # meanwhile, so nobody else would free it
+                self._making -= 1
+                region.close()
+                return
             self.regions.append(region)
             self._region_of |= dict.fromkeys(stripes, region)
             for one in own:
@@ -118,10 +122,13 @@ class HeldSet:
             if self._demand is None:
                 self._demand = threading.Thread(target=self._serve_demand, name="dpflow-demand", daemon=True)
                 self._demand.start()
-        for start in range(0, len(own), _AT_ONCE):
+        self._read_all(own)
+
+    def _read_all(self, records: Sequence[int]) -> None:
+        for start in range(0, len(records), _AT_ONCE):
             if self._is_closed:
                 return
-            self._read(own[start : start + _AT_ONCE])
+            self._read(records[start : start + _AT_ONCE])
 
     def _serve_demand(self) -> None:
         while True:

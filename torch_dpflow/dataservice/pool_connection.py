@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from torch_dpflow.dataservice.protocol import (
     ANSWERS,
     MOST_REGIONS,
@@ -82,9 +84,15 @@ class PoolConnection:
 
     def contents(self) -> SetList:
         """Every set, and the memory that is free."""
-        answer, _ = self.ask(ListSets())
-        assert isinstance(answer, SetList)
-        return answer
+        found: dict[bytes, SetInfo] = {}
+        first = 0
+        while True:
+            answer, _ = self.ask(ListSets(first))
+            assert isinstance(answer, SetList)
+            first += len(answer.sets)
+            found |= {one.identity: one for one in answer.sets}
+            if not answer.sets or first >= answer.total:
+                return msgspec.structs.replace(answer, sets=[*found.values()])
 
     def preload(
         self,

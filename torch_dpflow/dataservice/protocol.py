@@ -68,7 +68,9 @@ class WantRecords(msgspec.Struct, frozen=True, tag=True):
 
 
 class ListSets(msgspec.Struct, frozen=True, tag=True):
-    """Answered by SetList."""
+    """Answered by SetList, from the set with this number on."""
+
+    first: int = 0
 
 
 class UnloadSet(msgspec.Struct, frozen=True, tag=True):
@@ -123,11 +125,13 @@ class RecordStates(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetList(msgspec.Struct, frozen=True, tag=True):
-    """Every set, and the bytes of the pool that are free and in all."""
+    """As many sets as one message has room for, and the bytes of the pool that are free and in all."""
 
     sets: list[SetInfo]
     free: int
     capacity: int
+    #: Sets in the pool.
+    total: int
 
 
 class PoolRefusal(msgspec.Struct, frozen=True, tag=True):

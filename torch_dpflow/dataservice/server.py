@@ -18,6 +18,7 @@ from torch_dpflow.checks import check_int, check_seconds
 from torch_dpflow.dataservice.filling import HeldSet
 from torch_dpflow.dataservice.keeper_machine import Fill, KeeperInstruction, KeeperMachine
 from torch_dpflow.dataservice.protocol import (
+    MOST_BYTES,
     MOST_RECORDS,
     MOST_REGIONS,
     REQUESTS,
@@ -62,6 +63,8 @@ _REFUSAL_S = 30.0
 #: A server beats itself, so its lease ends only with it.
 _LEASE_S = 10.0
 _NAME = "server"
+#: Most characters of an error in a list.
+_LONGEST_ERROR = 2000
 
 
 @dataclass(eq=False)
@@ -119,7 +122,13 @@ class DataServer:
                 connection.close()
                 continue
             self._connections.add(connection)
-            threading.Thread(target=self._talk, args=(connection,), name="dpflow-lane", daemon=True).start()
+            lane = threading.Thread(target=self._talk, args=(connection,), name="dpflow-lane", daemon=True)
+            try:
+                lane.start()
+            except RuntimeError as error:  # the machine has no thread left; those who are connected go on
+                SERVICE.warning("a client of the pool is refused: %s", error)
+                self._connections.discard(connection)
+                connection.close()
 
     def stop(self) -> None:
         """End `serve`, and give up everything. Any thread may call."""
@@ -154,8 +163,8 @@ class DataServer:
                 finally:
                     for fd in fds:
                         os.close(fd)
-        except (OSError, MessageError, PeerLostError) as error:
-            if isinstance(error, MessageError):
+        except (OSError, MessageError, OptionError, PeerLostError) as error:
+            if isinstance(error, MessageError | OptionError):
                 SERVICE.warning("a client of the pool is left: %s", error)
         finally:
             with self._lock:
@@ -184,9 +193,9 @@ class DataServer:
                 with self._lock:
                     self._unload(identity)
                     return self._list(), []
-            case ListSets():
+            case ListSets(first):
                 with self._lock:
-                    return self._list(), []
+                    return self._list(max(0, first)), []
 
     def _held(self, identity: bytes) -> HeldSet:
         known = self._sets.get(identity)
@@ -198,7 +207,13 @@ class DataServer:
         with self._lock:
             held = self._held(identity)
             self._keeper.open(identity, reader)
-            fds = [os.dup(region.fd) for region in held.regions[:MOST_REGIONS]]
+            fds: list[int] = []
+            try:
+                fds.extend(os.dup(region.fd) for region in held.regions[:MOST_REGIONS])
+            except OSError:  # no descriptor is free
+                for fd in fds:
+                    os.close(fd)
+                raise
             return SetOpened(held.records.per_stripe, len(fds)), fds
 
     # -- sets ------------------------------------------------------------------------------------------------
@@ -223,7 +238,7 @@ class DataServer:
             return self._info(known)
 
     def _plan(self, known: _KnownSet) -> None:
-        request = known.request
+        request, held = known.request, None
         try:
             stored = open_source(request.source, request.identity)
             known.url = stored.url
@@ -250,6 +265,8 @@ class DataServer:
             SERVICE.warning("%s cannot be held: %s", request.source.ref, error)
             known.refused_at = time.monotonic()
             known.refusal = PoolRefusal.of(error)
+            if held is not None and known.held is None:
+                held.close()
 
     def _obey(self, instructions: Iterable[KeeperInstruction], why: int = IDLE) -> None:
         for one in instructions:
@@ -270,9 +287,12 @@ class DataServer:
             raise UsageError(f"set {identity.hex()} is not in the pool; `dpflow pool list` has what is")
         self._obey(self._keeper.unload(identity), UNLOADED)
 
-    def _list(self) -> SetList:
+    def _list(self, first: int = 0) -> SetList:
         sets = [self._info(known) for known in self._sets.values() if known.refusal is None]
-        return SetList(sets, self._memory - sum(one.reserved_bytes for one in sets), self._memory)
+        ends = itertools.accumulate(len(msgspec.msgpack.encode(one)) for one in sets[first:])
+        count = max(1, sum(end <= MOST_BYTES // 2 for end in ends))
+        free = self._memory - sum(one.reserved_bytes for one in sets)
+        return SetList(sets[first : first + count], free, self._memory, len(sets))
 
     def _info(self, known: _KnownSet) -> SetInfo:
         request, held = known.request, known.held
@@ -303,7 +323,7 @@ class DataServer:
             reserved_bytes=summary.placed_bytes,
             readers=summary.readers,
             is_placed=held.is_placed,
-            error=held.error,
+            error=held.error[:_LONGEST_ERROR],
         )
 
     def _beat(self) -> None:
