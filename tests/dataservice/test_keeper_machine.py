@@ -194,6 +194,24 @@ def test_a_part_of_a_set_is_held_and_grows_with_the_room() -> None:
     assert (summary.placed, summary.placed_bytes) == (10, 100)
 
 
+def test_all_of_a_set_that_is_held_in_part_takes_the_room_of_idle_ones_or_is_refused() -> None:
+    keeper, servers = started(100)
+    servers.obey(keeper.preload(A, [60], 0.0, explicit=True, whole=True))
+    servers.obey(keeper.preload(B, [10] * 8, 0.0, explicit=False, whole=False))
+    with pytest.raises(PoolFullError, match="takes 40 bytes, and the servers have room for 0"):
+        keeper.preload(B, [], 1.0, explicit=True, whole=True)
+    assert [(one.placed, one.is_explicit) for one in keeper.summaries()] == [(1, True), (4, False)]
+    servers.obey(keeper.unload(A))
+    assert keeper.summaries()[0].placed == 8
+    keeper.open(B, "job")
+    servers.obey(keeper.preload(C, [10] * 10, 2.0, explicit=False, whole=False))
+    assert keeper.summaries()[1].placed == 2
+    keeper.close("job", 3.0)
+    assert keeper.preload(C, [], 3.0, explicit=True, whole=True)[0] == Drop("server 0", B)
+    assert [(one.placed, one.is_explicit) for one in keeper.summaries()] == [(10, True)]
+    keeper.validate()
+
+
 def test_an_implicit_set_goes_when_nobody_has_read_it_for_a_while() -> None:
     keeper, servers = started(1000)
     servers.obey(keeper.preload(A, [10], 0.0, explicit=False, whole=True))

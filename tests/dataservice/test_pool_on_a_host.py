@@ -28,7 +28,7 @@ from torch_dpflow.dataservice.filling import HeldSet
 from torch_dpflow.dataservice.pool_connection import PoolConnection
 from torch_dpflow.dataservice.protocol import PreloadSet, SetSource, WantRecords, find_directory, socket_path
 from torch_dpflow.dataservice.server import _KnownSet
-from torch_dpflow.dataservice.sources import identity_of, record_set
+from torch_dpflow.dataservice.sources import identity_of, record_set, source_of
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.datasets.sample_reader import SampleReader
 from torch_dpflow.errors import (
@@ -294,6 +294,9 @@ def test_a_set_that_does_not_fit_is_refused_or_held_in_part(store: DatasetStore,
         assert client.read_batch(stored, range(400)) == numbers(400)
         dataset = client.dataset(stored)
         assert (dataset.hits, dataset.misses) == (info.placed, 400 - info.placed)
+        with pytest.raises(PoolFullError, match="have a part of this one held"):
+            client.preload(stored)
+        assert client.read_batch(stored, range(400)) == numbers(400)
 
 
 def test_samples_that_cannot_be_read_are_told_and_fail_as_without_the_pool(
@@ -364,7 +367,7 @@ def test_a_list_of_more_sets_than_one_message_has_room_for(tmp_path: Path) -> No
         for number in range(1000):
             name = number.to_bytes(16, "big")
             request = PreloadSet(source=source, identity=name, is_explicit=True, whole=True)
-            serving._sets[name] = _KnownSet(request, "", True)
+            serving._sets[name] = _KnownSet(request, "", True, True)
         listed = connection.contents()
         assert [int.from_bytes(one.identity, "big") for one in listed.sets] == [*range(1000)]
         assert (listed.total, listed.free) == (1000, 1 << 20)
@@ -382,6 +385,29 @@ def test_a_server_without_a_free_thread_serves_again_later(tmp_path: Path) -> No
         assert before.contents().sets == []
         with PoolConnection(tmp_path / "p") as after:
             assert after.contents().sets == []
+
+
+def test_a_set_whose_thread_cannot_start_is_refused_or_left_to_its_readers(
+    stored: StoredDataset, tmp_path: Path
+) -> None:
+    records, known = record_set(stored)
+    held = HeldSet(
+        SetSource(store="s", options={}, ref=str(stored.ref)), SampleReader(stored), records, known
+    )
+    with inner_server(tmp_path / "p", 1 << 20), PoolConnection(tmp_path / "p") as connection:
+        assert connection.contents().sets == []  # by now all of its threads run
+        usual = threading.stack_size(1 << 48)
+        try:
+            with pytest.raises(PoolFullError, match="ulimit -u"):
+                connection.preload(source_of(stored, None), identity_of(stored), whole=True)
+            held.fill([0])
+        finally:
+            threading.stack_size(usual)
+        assert connection.contents().sets == []
+        assert connection.preload(source_of(stored, None), identity_of(stored), whole=True).failed == 0
+    assert (held.is_placed, held.counts) == (True, (0, len(records.records_of(0))))
+    assert "ulimit -u" in held.error
+    held.close()
 
 
 def test_memory_of_a_set_that_is_given_up_before_it_is_made_is_freed(stored: StoredDataset) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +15,21 @@ from torch_dpflow.dataservice.protocol import HERE, IN_STORAGE, PENDING, RecordS
 from torch_dpflow.dataservice.regions import UNKNOWN, PoolRegion, create_region
 from torch_dpflow.dataservice.sets import FileSet
 from torch_dpflow.datasets.sample_reader import SampleReader
-from torch_dpflow.errors import DPFlowError
+from torch_dpflow.errors import DPFlowError, PoolFullError
 from torch_dpflow.log import SERVICE
 
 #: Samples that are read at the same time, by the thread that reads everything.
 _AT_ONCE = 64
+
+
+def start_thread(run: Callable[[], None], name: str) -> None:
+    """Start a daemon thread. Raises PoolFullError: this process may have no more."""
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError as error:
+        raise PoolFullError(
+            f"the server of the pool: {error}; let it have more threads (ulimit -u)"
+        ) from error
 
 
 class HeldSet:
@@ -66,7 +77,10 @@ class HeldSet:
         """Make room for these stripes, and read them, in a thread."""
         with self._changed:
             self._making += 1
-        threading.Thread(target=self._fill, args=(stripes,), name="dpflow-fill", daemon=True).start()
+        try:
+            start_thread(partial(self._fill, stripes), "dpflow-fill")
+        except PoolFullError as error:
+            self._leave(stripes, error)
 
     def want(self, records: Iterable[int], patience_s: float) -> RecordStates:
         """The states of these, once none is on its way, or after so many seconds; those are read first."""
@@ -100,10 +114,7 @@ class HeldSet:
         try:
             region = create_region(self.records, stripes, self._known)
         except (DPFlowError, OSError) as error:
-            self._note(error)
-            with self._changed:
-                self._making -= 1
-                self._failed += len(own)
+            self._leave(stripes, error)
             return
         with self._changed:
             if self._is_closed:  # meanwhile, so nobody else would free it
@@ -123,6 +134,13 @@ class HeldSet:
                 self._demand = threading.Thread(target=self._serve_demand, name="dpflow-demand", daemon=True)
                 self._demand.start()
         self._read_all(own)
+
+    def _leave(self, stripes: Sequence[int], error: Exception) -> None:
+        """They get no memory."""
+        self._note(error)
+        with self._changed:
+            self._making -= 1
+            self._failed += sum(len(self.records.records_of(stripe)) for stripe in stripes)
 
     def _read_all(self, records: Sequence[int]) -> None:
         for start in range(0, len(records), _AT_ONCE):

@@ -87,6 +87,9 @@ class _Set:
     def owned_by(self, server: str) -> list[int]:
         return [stripe for stripe, owner in enumerate(self.owners) if owner == server]
 
+    def without_owner(self) -> npt.NDArray[np.int64]:
+        return np.array([stripe for stripe, owner in enumerate(self.owners) if owner is None], dtype=np.int64)
+
 
 class KeeperMachine:
     """Decides what is held where. One thread owns it.
@@ -131,31 +134,25 @@ class KeeperMachine:
     def preload(
         self, identity: bytes, stripe_bytes: Sequence[int], now: float, *, explicit: bool, whole: bool
     ) -> list[KeeperInstruction]:
-        """Reserve room for a set, and have it read. One that is there already stays as it is, but may become explicit.
+        """Reserve room for a set, and have it read. Of one that is there, `whole` asks for what has no room yet.
+
+        stripe_bytes: of a set that is there, anything.
 
         whole: refuse a set that does not fit as a whole; else a part of it is held.
 
         Raises PoolFullError: there is not enough room; nothing has changed.
         """
         known = self._sets.get(identity)
-        if known is not None:
+        if known is None:
+            sizes = np.asarray(stripe_bytes, dtype=np.int64)
+            owners: list[str | None] = [None] * len(sizes)
+            known = _Set(sizes, explicit, owners, np.zeros(len(sizes), dtype=bool), idle_since=now)
+        elif not whole:
             known.is_explicit |= explicit
             return []
-        sizes = np.asarray(stripe_bytes, dtype=np.int64)
-        idle = sorted((one for one in self._sets if self._sets[one].may_go), key=self._idle_since)
-        if whole and NOBODY in place(identity, sizes, self._capacity, self._room_without(idle)):
-            free = sum(self._room_without(idle).values())
-            raise PoolFullError(
-                f"the set takes {int(sizes.sum()):,} bytes, and the servers have room for {free:,}; give them more "
-                "memory, unload another set, or have a part of this one held"
-            )
-        out: list[KeeperInstruction] = []
-        for oldest in idle:
-            if NOBODY not in place(identity, sizes, self._capacity, self._room):
-                break
-            out += self._drop(oldest)
-        owners: list[str | None] = [None] * len(sizes)
-        self._sets[identity] = _Set(sizes, explicit, owners, np.zeros(len(sizes), dtype=bool), idle_since=now)
+        out = self._make_room(identity, known, whole=whole)
+        known.is_explicit |= explicit
+        self._sets[identity] = known
         return out + self._place(identity)
 
     def open(self, identity: bytes, reader: str) -> None:
@@ -216,6 +213,28 @@ class KeeperMachine:
     def _idle_since(self, identity: bytes) -> float:
         return self._sets[identity].idle_since
 
+    def _make_room(self, identity: bytes, known: _Set, *, whole: bool) -> list[KeeperInstruction]:
+        """Drop idle sets, the oldest first, until what has no owner of this one fits, or none is left.
+
+        whole: raise PoolFullError, with nothing dropped, where it does not fit even so.
+        """
+        stripes = known.without_owner()
+        sizes = known.sizes[stripes]
+        may_go = [one for one in self._sets if self._sets[one].may_go and one != identity]
+        idle = sorted(may_go, key=self._idle_since)
+        if whole and NOBODY in place(identity, sizes, self._capacity, self._room_without(idle), stripes):
+            free = sum(self._room_without(idle).values())
+            raise PoolFullError(
+                f"the set takes {int(sizes.sum()):,} bytes, and the servers have room for {free:,}; give them more "
+                "memory, unload another set, or have a part of this one held"
+            )
+        out: list[KeeperInstruction] = []
+        for oldest in idle:
+            if NOBODY not in place(identity, sizes, self._capacity, self._room, stripes):
+                break
+            out += self._drop(oldest)
+        return out
+
     def _room_without(self, idle: Iterable[bytes]) -> dict[str, int]:
         """The room that each server would have without these sets."""
         room = dict(self._room)
@@ -253,7 +272,7 @@ class KeeperMachine:
     def _place(self, identity: bytes) -> list[KeeperInstruction]:
         """Give the stripes that nobody has to servers that have room."""
         one = self._sets[identity]
-        homeless = np.array([stripe for stripe, owner in enumerate(one.owners) if owner is None], dtype=int)
+        homeless = one.without_owner()
         owners = place(identity, one.sizes[homeless], self._capacity, self._room, homeless)
         names, fills = sorted(self._capacity), dict[str, list[int]]()
         for stripe, owner in zip(homeless.tolist(), owners.tolist()):

@@ -11,11 +11,12 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from torch_dpflow.checks import check_int, check_seconds
-from torch_dpflow.dataservice.filling import HeldSet
+from torch_dpflow.dataservice.filling import HeldSet, start_thread
 from torch_dpflow.dataservice.keeper_machine import Fill, KeeperInstruction, KeeperMachine
 from torch_dpflow.dataservice.protocol import (
     MOST_BYTES,
@@ -74,6 +75,8 @@ class _KnownSet:
     request: PreloadSet
     url: str
     is_explicit: bool
+    #: Whether somebody wants all of it or nothing.
+    whole: bool
     #: None while its metadata is read.
     held: HeldSet | None = None
     #: Why it is not held, for whoever asks next; and since when.
@@ -224,17 +227,20 @@ class DataServer:
             if known is None:
                 if len(self._sets) >= MOST_SETS:
                     raise PoolFullError(f"the pool has {MOST_SETS} sets; unload one")
-                known = self._sets[request.identity] = _KnownSet(request, "", request.is_explicit)
-                threading.Thread(target=self._plan, args=(known,), name="dpflow-plan", daemon=True).start()
+                known = _KnownSet(request, "", request.is_explicit, request.whole)
+                start_thread(partial(self._plan, known), "dpflow-plan")
+                self._sets[request.identity] = known
             elif known.refusal is not None:
                 del self._sets[request.identity]
                 raise known.refusal.error()
-            elif request.is_explicit and not known.is_explicit:
-                known.is_explicit = True
+            elif request.is_explicit:
                 if known.held is not None:
-                    self._keeper.preload(
-                        request.identity, [], time.monotonic(), explicit=True, whole=request.whole
+                    now = time.monotonic()
+                    self._obey(
+                        self._keeper.preload(request.identity, [], now, explicit=True, whole=request.whole)
                     )
+                known.is_explicit = True
+                known.whole |= request.whole
             return self._info(known)
 
     def _plan(self, known: _KnownSet) -> None:
@@ -250,14 +256,15 @@ class DataServer:
                 for stripe in range(records.stripes)
             ]
             with self._lock:
-                if self._stop.is_set():
+                if self._sets.get(request.identity) is not known:  # it was given up meanwhile
+                    held.close()
                     return
                 instructions = self._keeper.preload(
                     request.identity,
                     sizes,
                     time.monotonic(),
                     explicit=known.is_explicit,
-                    whole=request.whole,
+                    whole=known.whole,
                 )
                 known.held = held
                 self._obey(instructions)
@@ -283,9 +290,12 @@ class DataServer:
 
     def _unload(self, identity: bytes) -> None:
         known = self._sets.get(identity)
-        if known is None or known.held is None:
+        if known is None:
             raise UsageError(f"set {identity.hex()} is not in the pool; `dpflow pool list` has what is")
-        self._obey(self._keeper.unload(identity), UNLOADED)
+        if known.held is None:
+            del self._sets[identity]
+        else:
+            self._obey(self._keeper.unload(identity), UNLOADED)
 
     def _list(self, first: int = 0) -> SetList:
         sets = [self._info(known) for known in self._sets.values() if known.refusal is None]
