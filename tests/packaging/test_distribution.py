@@ -50,6 +50,7 @@ SUITES = {
     "exact_policies",
     "exact_traces",
     "hosts",
+    "lambda_handler",
     "members",
     "platforms",
     "policies",

@@ -37,7 +37,7 @@ from torch_dpflow.testing.adapters import AdapterContract, caller, name_of, orde
 
 #: Seconds after which tests take a start for accepted.
 ACCEPTED_S = 0.2
-SUITE = "tests.platforms.lambda_server.entries.handler"
+SUITE = "torch_dpflow.testing.lambda_handler.handler"
 
 
 @pytest.fixture(scope="module", autouse=True)

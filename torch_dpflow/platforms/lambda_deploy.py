@@ -11,14 +11,14 @@ from torch_dpflow.platforms.aws_client import AwsClient
 from torch_dpflow.platforms.aws_lambda import MARGIN_S, Lambda
 
 #: What the image runs: AWS's runtime client, with our handler.
-ENTRY_POINT, COMMAND = ("python", "-m", "awslambdaric"), ("torch_dpflow.member.aws_lambda.handler",)
+ENTRY_POINT, HANDLER = ("python", "-m", "awslambdaric"), "torch_dpflow.member.aws_lambda.handler"
 #: How long Lambda may take to be done with a change, and how often to ask, seconds.
 DONE_S, ASK_S = 300.0, 1.0
 #: How long one call may take, seconds.
 CALL_S = 60.0
 
 
-def function_of(settings: Lambda) -> dict[str, Any]:
+def function_of(settings: Lambda, handler: str = HANDLER) -> dict[str, Any]:
     """The function's configuration, as AWS's client takes it."""
     vpc = settings.vpc
     return {
@@ -26,7 +26,7 @@ def function_of(settings: Lambda) -> dict[str, Any]:
         # Lambda's own limit comes after the members', which leave by themselves.
         "Timeout": int(settings.lifetime_s + MARGIN_S),
         "MemorySize": settings.memory_mib,
-        "ImageConfig": {"EntryPoint": [*ENTRY_POINT], "Command": [*COMMAND]},
+        "ImageConfig": {"EntryPoint": [*ENTRY_POINT], "Command": [handler]},
         "VpcConfig": {
             "SubnetIds": [*vpc.get("subnets", ())],
             "SecurityGroupIds": [*vpc.get("security_groups", ())],
@@ -34,8 +34,10 @@ def function_of(settings: Lambda) -> dict[str, Any]:
     }
 
 
-def deploy(settings: Lambda, image: str, *, dry_run: bool = False) -> Iterator[str]:
+def deploy(settings: Lambda, image: str, *, dry_run: bool = False, handler: str = HANDLER) -> Iterator[str]:
     """Create the function or change it to these settings; what is done, for people, as it is done.
+
+    handler: what runs orders; another one is for tests of the adapter.
 
     Raises:
         OptionError: there is no image or no role.
@@ -50,7 +52,7 @@ def deploy(settings: Lambda, image: str, *, dry_run: bool = False) -> Iterator[s
             "no role: give the ARN of one that Lambda may assume, as role in [platform.lambda] of dpflow.toml"
         )
     client = _client(settings)
-    wanted = function_of(settings)
+    wanted = function_of(settings, handler)
     there = _there(client, settings)
     yield f"{_place(client, settings)} {'would be ' if dry_run else ''}{'changed' if there else 'created'}:"
     has = {} if there is None else {**there["Configuration"], "image": there["Code"].get("ImageUri")}

@@ -8,13 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from tests.loader_cases import Augmented, assert_same, epochs
-from tests.platforms.cloud.account import cloud, needed
-from torch_dpflow import DPFlowDataLoader, LoaderOptions
+from tests.platforms.cloud.account import check_batches, cloud, needed
 from torch_dpflow.errors import PlatformError, RejectedError
-from torch_dpflow.loader.platform_check import check_platform
 from torch_dpflow.platforms import FunctionCompute
 from torch_dpflow.platforms.fc import FunctionComputeAdapter
 from torch_dpflow.platforms.fc_deploy import deploy, remove
@@ -73,23 +69,4 @@ class TestFunctionComputeItself(AdapterContract):
 
 def test_batches_equal_those_of_local_workers(settings: FunctionCompute) -> None:
     for spec in deployed(settings):
-        for finding in check_platform(spec, listen=f"tcp://{needed('DPFLOW_TEST_NEAR')}:0"):
-            print(finding.text)
-            assert finding.good, finding.text
-        sides = [
-            epochs(
-                DPFlowDataLoader(
-                    Augmented(64),
-                    batch_size=4,
-                    shuffle=True,
-                    num_workers=2,
-                    generator=torch.Generator().manual_seed(7),
-                    platform=platform,
-                    options=LoaderOptions(
-                        seeding="batch", listen=f"tcp://{needed('DPFLOW_TEST_NEAR')}:0" if platform else None
-                    ),
-                )
-            )
-            for platform in (spec, None)
-        ]
-        assert_same(*sides)
+        check_batches(spec)

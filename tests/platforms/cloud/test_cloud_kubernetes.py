@@ -7,13 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
-import torch
 
-from tests.loader_cases import Augmented, assert_same, epochs
-from tests.platforms.cloud.account import cloud, needed
-from torch_dpflow import DPFlowDataLoader, LoaderOptions
+from tests.platforms.cloud.account import check_batches, cloud, needed
 from torch_dpflow.errors import PlatformError, RejectedError
-from torch_dpflow.loader.platform_check import check_platform
 from torch_dpflow.platforms import Kubernetes
 from torch_dpflow.platforms.kubernetes import KubernetesAdapter
 from torch_dpflow.platforms.members import Adapter
@@ -59,22 +55,4 @@ class TestKubernetesItself(AdapterContract):
 
 
 def test_batches_equal_those_of_local_workers(settings: Kubernetes) -> None:
-    listen = f"tcp://{needed('DPFLOW_TEST_NEAR')}:0"
-    for finding in check_platform(settings, listen=listen):
-        print(finding.text)
-        assert finding.good, finding.text
-    sides = [
-        epochs(
-            DPFlowDataLoader(
-                Augmented(64),
-                batch_size=4,
-                shuffle=True,
-                num_workers=2,
-                generator=torch.Generator().manual_seed(7),
-                platform=platform,
-                options=LoaderOptions(seeding="batch", listen=listen if platform else None),
-            )
-        )
-        for platform in (settings, None)
-    ]
-    assert_same(*sides)
+    check_batches(settings)
