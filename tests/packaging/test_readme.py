@@ -81,6 +81,7 @@ def test_the_blocks_of_each_page_run_as_one_script(tmp_path: Path) -> None:
         assert printed in out
 
 
+@pytest.mark.slow
 def test_the_script_for_ddp_runs_as_the_only_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in group.items():

@@ -22,7 +22,6 @@ from click.testing import CliRunner, Result
 
 from tests.cluster_command import CommandedCluster
 from tests.loader_cases import Augmented, assert_same, epochs
-from tests.packaging.test_readme import RAY, own_script, run
 from tests.platforms.local_ray import members, names_in, needs_ray, ray_of, start_node
 from tests.remote_cases import lose_one
 from tests.shared_cluster import PATIENCE_S, free_port, open_job, wait
@@ -429,13 +428,6 @@ def test_a_script_that_is_told_to_end_ends_its_workers_before_ray_leaves() -> No
     assert done.returncode == 7, done.stderr
     for noise in ("SIGTERM", "left Ray", "limited by", "unexpected system error"):
         assert noise not in done.stdout + done.stderr
-
-
-@slow
-def test_the_block_of_the_readme_runs_as_printed(tmp_path: Path) -> None:
-    done = run(own_script(RAY, tmp_path), directory=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("10 batches\n")
 
 
 @pytest.mark.slow

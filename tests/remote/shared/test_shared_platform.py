@@ -128,6 +128,7 @@ def kept(cluster: CommandedCluster, *, but: int = 0) -> int:
     )
 
 
+@pytest.mark.slow
 def test_two_jobs_read_each_sample_once_while_the_keeper_and_then_a_member_is_killed(
     cluster: CommandedCluster, join: Join, flow: str
 ) -> None:
