@@ -129,7 +129,9 @@ def test_what_is_desired_anew_while_it_ends_is_started_afterwards() -> None:
     supervisor = running(ROUTER)
     assert supervisor.desire([], 1.0) == [Kill(ROUTER.id, 1)]
     assert supervisor.desire([ROUTER], 2.0) == []
+    assert supervisor.is_stopped(ROUTER.id, 1), "its end is told as one that was wanted"
     assert supervisor.on_ended(ROUTER.id, 1, 3.0) == [Spawn(ROUTER, 2, "")]
+    assert not supervisor.is_stopped(ROUTER.id, 2)
 
 
 def test_other_arguments_replace_a_process() -> None:

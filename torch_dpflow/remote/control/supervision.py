@@ -76,6 +76,8 @@ class _Process:
     interval: float = 0.0
     #: Whether it has been killed because its lease had expired.
     killed: bool = False
+    #: Whether it was to end, so that its end is none of its own making.
+    stopped: bool = False
     #: Whether it has been launched and has not come up.
     starting: bool = False
     #: When to start the next incarnation, seconds; None while one runs.
@@ -126,7 +128,7 @@ class Supervisor:
         out: list[SupervisorInstruction] = []
         for id, process in list(self._processes.items()):
             if id not in wanted or not _runs_as(process.launch, wanted[id]):
-                process.desired = False
+                process.desired, process.stopped = False, process.runs
                 out += self._kill(process)
                 if not process.runs:
                     out.append(self._forget(id))
@@ -178,6 +180,11 @@ class Supervisor:
         """Whether this process is to run."""
         process = self._processes.get(id)
         return process is not None and process.incarnation == incarnation and process.desired
+
+    def is_stopped(self, id: str, incarnation: int) -> bool:
+        """Whether this process was to end, also where one of its id is to run again by now."""
+        process = self._processes.get(id)
+        return process is not None and process.incarnation == incarnation and process.stopped
 
     def settings_of(self, id: str) -> bytes:
         """The settings of a desired process."""
@@ -279,7 +286,7 @@ class Supervisor:
             process.restarts += process.incarnation > 0
             process.incarnation = self._spawns
             process.due, process.began, process.heartbeat, process.killed = None, now, None, False
-            process.listens = False
+            process.listens = process.stopped = False
             process.starting = is_worker
             out.append(Spawn(process.launch, process.incarnation, process.address))
         return out

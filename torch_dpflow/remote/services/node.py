@@ -194,7 +194,8 @@ class Node:
             if self._processes.get(id) is process:
                 del self._processes[id]
             end = process.describe()
-            if self._supervisor.is_desired(id, incarnation):
+            supervisor = self._supervisor
+            if supervisor.is_desired(id, incarnation) and not supervisor.is_stopped(id, incarnation):
                 text = "process %s ended unexpectedly, restarting: %s"
                 SERVICE.warning(text, id, end, extra=subjects_of(id))
             else:
