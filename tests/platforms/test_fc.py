@@ -34,7 +34,6 @@ from torch_dpflow.platforms.members import Adapter
 from torch_dpflow.platforms.registry import resolve
 from torch_dpflow.testing.adapters import PROGRAM, AdapterContract, caller, name_of, order_to
 from torch_dpflow.testing.members import CODE
-from torch_dpflow.testing.processes import PATIENCE_S
 
 pytest.importorskip("alibabacloud_fc20230330", reason="pip install 'torch_dpflow[fc]'")
 
@@ -57,13 +56,6 @@ def server() -> Iterator[FunctionServer]:
     with FunctionServer(KEYS, cold_start_s=0.0) as server:
         server.functions["contract"] = {"functionName": "contract", **DEPLOYED}
         server.configs["contract"] = CONFIG
-        yield server
-
-
-@pytest.fixture
-def door() -> Iterator[socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(PATIENCE_S)
         yield server
 
 

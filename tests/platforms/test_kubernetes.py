@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.loader_cases import Unhurried, assert_same, epochs
+from tests.platforms.fates import end_of
 from tests.platforms.kube_server import RULES, KubeServer, kube_server
 from tests.remote_cases import names_of
 from tests.shared_cluster import PATIENCE_S, free_port, wait
@@ -32,7 +33,6 @@ from torch_dpflow.errors import (
     UnavailableError,
 )
 from torch_dpflow.platforms import Kubernetes
-from torch_dpflow.platforms.base import End
 from torch_dpflow.platforms.kubernetes import KubernetesAdapter
 from torch_dpflow.platforms.members import Adapter, Fate
 from torch_dpflow.testing.adapters import PROGRAM, SECRET, AdapterContract, caller, name_of, order_to
@@ -97,13 +97,6 @@ class Elsewhere(KubernetesAdapter):
 
 
 @pytest.fixture
-def door() -> Iterator[socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(PATIENCE_S)
-        yield server
-
-
-@pytest.fixture
 def adapter() -> Iterator[KubernetesAdapter]:
     with closing(adapter_of()) as adapter:
         yield adapter
@@ -113,27 +106,6 @@ def adapter() -> Iterator[KubernetesAdapter]:
 
 def start(adapter: KubernetesAdapter, door: socket.socket, number: int = 0, **told: Any) -> None:
     adapter.start(name_of(number), order_to(door, **told), deadline_s=PATIENCE_S)
-
-
-def fate_when(
-    adapter: KubernetesAdapter, name: str, holds: Callable[[Fate], object], what: str = "its fate"
-) -> Fate:
-    """Wait until a member has such a fate."""
-    fates: list[Fate] = []
-
-    def look() -> bool:
-        fates.append(adapter.look({name: name}).get(name, Fate()))
-        return bool(holds(fates[-1]))
-
-    wait(look, what=what)
-    return fates[-1]
-
-
-def end_of(adapter: KubernetesAdapter, name: str) -> End:
-    """Wait for the end of a member."""
-    end = fate_when(adapter, name, lambda fate: fate.end is not None, "its end").end
-    assert end is not None
-    return end
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pickle
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
 import pytest
 
+from tests.platforms.fates import end_of
 from tests.platforms.lambda_server import LambdaServer
 from tests.platforms.lambda_server.account import credentials, kept_server, no_leaks  # noqa: F401 - fixtures
 from tests.platforms.lambda_server.signatures import Credentials
@@ -31,7 +31,6 @@ from torch_dpflow.errors import (
 )
 from torch_dpflow.platforms import Lambda
 from torch_dpflow.platforms.aws_lambda import LambdaAdapter
-from torch_dpflow.platforms.base import End
 from torch_dpflow.platforms.members import Adapter, Ref
 from torch_dpflow.testing.adapters import AdapterContract, caller, name_of, order_to
 
@@ -73,24 +72,6 @@ class TestLambda(AdapterContract):
 
     def refusing(self) -> Mapping[type[PlatformError], Callable[[], Adapter]]:
         return {RejectedError: lambda: adapter_of(function="nowhere")}
-
-
-def end_of(adapter: LambdaAdapter, name: str) -> End:
-    """Wait for the end of a member."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        end = adapter.look({name: name}).get(name)
-        if end is not None and end.end is not None:
-            return end.end
-        time.sleep(0.01)
-    raise AssertionError(f"{name} has not ended")
-
-
-@pytest.fixture
-def door() -> Iterator[socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(PATIENCE_S)
-        yield server
 
 
 @pytest.fixture

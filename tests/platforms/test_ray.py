@@ -22,6 +22,7 @@ from click.testing import CliRunner, Result
 
 from tests.cluster_command import CommandedCluster
 from tests.loader_cases import Augmented, assert_same, epochs
+from tests.platforms.fates import end_of
 from tests.platforms.local_ray import members, names_in, needs_ray, ray_of, start_node
 from tests.remote_cases import lose_one
 from tests.shared_cluster import PATIENCE_S, free_port, open_job, wait
@@ -36,7 +37,6 @@ from torch_dpflow.errors import (
     UnavailableError,
 )
 from torch_dpflow.platforms import Ray
-from torch_dpflow.platforms.base import End
 from torch_dpflow.platforms.members import Adapter
 from torch_dpflow.platforms.names import MemberName
 from torch_dpflow.platforms.ray import RayAdapter
@@ -68,27 +68,10 @@ def no_leaks(ray: Any) -> Iterator[None]:
     )
 
 
-@pytest.fixture
-def door() -> Iterator[socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(PATIENCE_S)
-        yield server
-
-
 def adapter_of(detached: bool = False, **settings: Any) -> RayAdapter:
     return RayAdapter(
         Ray(**{"cpus": SHARE, "wait_s": PATIENCE_S, **settings}), module=PROGRAM, detached=detached
     )
-
-
-def end_of(adapter: RayAdapter, name: str) -> End:
-    """Wait for the end of a member."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        end = adapter.look({name: name})[name].end
-        if end is not None:
-            return end
-    raise AssertionError(f"{name} has not ended")
 
 
 @slow

@@ -37,6 +37,19 @@ OnError = Literal["raise", "skip"]
 _OF_PROCESS = ("_opened", "_compact")
 
 
+def check_how_to_read(
+    storage_options: object, read_options: object, metadata_cache: object, check: object
+) -> None:
+    """Check what readers of stored datasets are given. Raises OptionError, OptionTypeError."""
+    if storage_options is not None:
+        check_type("storage_options", storage_options, Mapping, "a dict of fsspec's options, or None")
+    if read_options is not None:
+        check_type("read_options", read_options, ReadOptions, "a ReadOptions, or None")
+    check_int("metadata_cache", metadata_cache, minimum=1)
+    if check is not None:
+        check_type("check", check, bool, "True, False or None")
+
+
 class SampleReader:
     """What `DatasetReader` is, without torch: for processes that read samples and make no batches of them."""
 
@@ -51,13 +64,7 @@ class SampleReader:
         on_error: OnError = "raise",
     ) -> None:
         check_type("stored", stored, StoredDataset, "what DatasetStore.open returns")
-        if storage_options is not None:
-            check_type("storage_options", storage_options, Mapping, "a dict of fsspec's options, or None")
-        if read_options is not None:
-            check_type("read_options", read_options, ReadOptions, "a ReadOptions, or None")
-        check_int("metadata_cache", metadata_cache, minimum=1)
-        if check is not None:
-            check_type("check", check, bool, "True, False or None")
+        check_how_to_read(storage_options, read_options, metadata_cache, check)
         if on_error not in get_args(OnError):
             raise OptionError(f"on_error={on_error!r}: give one of {get_args(OnError)}")
         self.stored = stored

@@ -10,6 +10,7 @@ from torch_dpflow.caches import ALSDCache
 from torch_dpflow.caches.capacity import parse_capacity
 from torch_dpflow.checks import MAX_INT64, MIN_INT64, check_int, check_type
 from torch_dpflow.datasets.reader import DatasetReader
+from torch_dpflow.datasets.sample_reader import check_how_to_read
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.errors import OptionError, OptionTypeError, UsageError
@@ -52,13 +53,7 @@ class LocalDataLoadFlowReader:
     ) -> None:
         if cache is not None:
             _check_capacity(cache)
-        if storage_options is not None:
-            check_type("storage_options", storage_options, Mapping, "a dict of fsspec's options, or None")
-        if read_options is not None:
-            check_type("read_options", read_options, ReadOptions, "a ReadOptions, or None")
-        check_int("metadata_cache", metadata_cache, minimum=1)
-        if check is not None:
-            check_type("check", check, bool, "True, False or None")
+        check_how_to_read(storage_options, read_options, metadata_cache, check)
         if store is not None:
             check_type(
                 "store", store, (DatasetStore, str, os.PathLike), "a DatasetStore, its path or URL, or None"

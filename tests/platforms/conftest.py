@@ -1,0 +1,18 @@
+"""What tests of every platform's adapter share."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from tests.shared_cluster import PATIENCE_S
+
+
+@pytest.fixture
+def door() -> Iterator[socket.socket]:
+    """Where members call."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(PATIENCE_S)
+        yield server
