@@ -132,6 +132,7 @@ def test_what_is_desired_anew_while_it_ends_is_started_afterwards() -> None:
     assert supervisor.is_stopped(ROUTER.id, 1), "its end is told as one that was wanted"
     assert supervisor.on_ended(ROUTER.id, 1, 3.0) == [Spawn(ROUTER, 2, "")]
     assert not supervisor.is_stopped(ROUTER.id, 2)
+    assert [one.restarts for one in supervisor.views()] == [0], "nothing has failed"
 
 
 def test_other_arguments_replace_a_process() -> None:

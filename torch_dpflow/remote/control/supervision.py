@@ -156,7 +156,10 @@ class Supervisor:
         self.revision += 1
         if not process.desired:
             return [self._forget(id)]
-        process.failures = 0 if now - process.began >= STABLE_S else process.failures + 1
+        if process.stopped or now - process.began >= STABLE_S:
+            process.failures = 0
+        else:
+            process.failures += 1
         pause = 0.0 if process.failures <= 1 else FIRST_PAUSE_S * 2 ** min(process.failures, 20)
         process.due = now + min(pause, LONGEST_PAUSE_S)
         return self._spawn_due(now)
@@ -283,7 +286,7 @@ class Supervisor:
             ):
                 continue
             self._spawns += 1
-            process.restarts += process.incarnation > 0
+            process.restarts += process.incarnation > 0 and not process.stopped
             process.incarnation = self._spawns
             process.due, process.began, process.heartbeat, process.killed = None, now, None, False
             process.listens = process.stopped = False
