@@ -25,9 +25,9 @@ from torch_dpflow import DPFlowDataLoader, PooledDataset
 from torch_dpflow.cli.main import root
 from torch_dpflow.dataservice import DataClient, DataServer, SetInfo
 from torch_dpflow.dataservice.filling import HeldSet
+from torch_dpflow.dataservice.head import KnownSet
 from torch_dpflow.dataservice.pool_connection import PoolConnection
 from torch_dpflow.dataservice.protocol import PreloadSet, SetSource, WantRecords, find_directory, socket_path
-from torch_dpflow.dataservice.server import _KnownSet
 from torch_dpflow.dataservice.sources import identity_of, record_set, source_of
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.datasets.sample_reader import SampleReader
@@ -367,7 +367,7 @@ def test_a_list_of_more_sets_than_one_message_has_room_for(tmp_path: Path) -> No
         for number in range(1000):
             name = number.to_bytes(16, "big")
             request = PreloadSet(source=source, identity=name, is_explicit=True, whole=True)
-            serving._sets[name] = _KnownSet(request, "", True, True)
+            serving._head._sets[name] = KnownSet(request, "", True, True)
         listed = connection.contents()
         assert [int.from_bytes(one.identity, "big") for one in listed.sets] == [*range(1000)]
         assert (listed.total, listed.free) == (1000, 1 << 20)
