@@ -6,12 +6,10 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,12 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.oss_server import OSSServer
+from tests.dataservice.pool_servers import inner_server, server
 from tests.datasets.samples_source import Numbered, numbers, publish
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import DPFlowDataLoader, PooledDataset
 from torch_dpflow.cli.main import root
-from torch_dpflow.dataservice import DataClient, DataServer, SetInfo
+from torch_dpflow.dataservice import DataClient, SetInfo
 from torch_dpflow.dataservice.filling import HeldSet
 from torch_dpflow.dataservice.head import KnownSet
 from torch_dpflow.dataservice.pool_connection import PoolConnection
@@ -40,43 +39,6 @@ from torch_dpflow.errors import (
 )
 
 COUNT = 40
-
-
-@contextmanager
-def server(folder: Path, memory: str = "16MiB") -> Iterator[subprocess.Popen[str]]:
-    """`dpflow pool serve`, once it listens."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch_dpflow.cli",
-        "pool",
-        "serve",
-        "--memory",
-        memory,
-        "--address",
-        str(folder),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert "the pool listens at" in process.stdout.readline()
-            yield process
-        finally:
-            process.send_signal(signal.SIGCONT)
-            process.terminate()
-
-
-@contextmanager
-def inner_server(folder: Path, memory_bytes: int, **options: float) -> Iterator[DataServer]:
-    """A server in a thread."""
-    serving = DataServer(memory_bytes, folder, **options)
-    thread = threading.Thread(target=serving.serve)
-    thread.start()
-    try:
-        yield serving
-    finally:
-        serving.stop()
-        thread.join()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,17 +7,17 @@ from types import FrameType
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from torch_dpflow.byte_sizes import parse_bytes
 from torch_dpflow.cli.console import stdout_console
 from torch_dpflow.cli.dataset_options import store_options
+from torch_dpflow.cli.dataset_printing import preload_progress, problem_line, verify_progress
 from torch_dpflow.dataservice.pool_connection import PoolConnection
 from torch_dpflow.dataservice.protocol import SetInfo
 from torch_dpflow.dataservice.server import DataServer
 from torch_dpflow.dataservice.sources import identity_of, source_of
+from torch_dpflow.dataservice.verifying import PoolComparison, verify_pool
 from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.errors import OptionError
 
@@ -74,18 +74,37 @@ def serve(memory: str, idle_s: float, address: str) -> None:
 def preload(url: str, storage_options: dict[str, Any], target: str, part: bool, address: str) -> None:
     """Load a dataset; it stays until it is unloaded."""
     stored = DatasetStore(url, **storage_options).open(target)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("samples"))
-    with Progress(*columns, console=Console(stderr=True)) as bar, PoolConnection(address) as connection:
-        task = bar.add_task(str(stored.ref), total=None)
+    with preload_progress(str(stored.ref)) as progress, PoolConnection(address) as connection:
 
         def show(info: SetInfo) -> None:
-            bar.update(task, completed=info.loaded, total=info.placed if info.is_placed else None)
+            progress(info.loaded, info.placed if info.is_placed else None)
 
         source, identity = source_of(stored, None), identity_of(stored)
         info = connection.preload(source, identity, whole=not part, progress=show)
     click.echo(f"{info.ref}: {info.loaded:,} of {info.records:,} samples in {info.reserved_bytes:,} bytes")
     if info.failed:
         raise click.ClickException(f"{info.failed:,} samples could not be read: {info.error or 'no lengths'}")
+
+
+@pool.command()
+@click.argument("target", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
+@_address
+@store_options
+def verify(url: str, storage_options: dict[str, Any], target: str, address: str) -> None:
+    """Compare what the pool holds of a dataset with its storage, which is read again.
+
+    Prints one line for each sample that differs; the exit status is 1 if there was any.
+    """
+    stored = DatasetStore(url, **storage_options).open(target)
+    bad, compared = 0, PoolComparison()
+    with verify_progress(str(stored.ref), len(stored)) as progress:
+        for problem in verify_pool(stored, address, progress=progress, compared=compared):
+            bad += 1
+            click.echo(problem_line(str(stored.ref), problem))
+    equal, alone = compared.equal, compared.in_storage
+    click.echo(f"{stored.ref}: {equal:,} samples are in memory as in storage, {alone:,} in storage alone")
+    if bad:
+        raise click.ClickException(f"{bad:,} of {len(stored):,} samples differ")
 
 
 @pool.command("list")

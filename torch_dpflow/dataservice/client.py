@@ -10,6 +10,7 @@ from torch_dpflow.checks import check_seconds
 from torch_dpflow.dataservice.pool_connection import PoolConnection
 from torch_dpflow.dataservice.pooled import PooledDataset
 from torch_dpflow.dataservice.protocol import SetInfo, find_directory
+from torch_dpflow.dataservice.record_paths import RecordPaths
 from torch_dpflow.dataservice.sources import identity_of, source_of
 from torch_dpflow.datasets.sample_reader import Sample
 from torch_dpflow.datasets.store import StoredDataset
@@ -40,6 +41,7 @@ class DataClient:
         self._silence_s = check_seconds("silence_s", silence_s)
         self._storage_options = storage_options
         self._datasets: dict[bytes, PooledDataset] = {}
+        self._paths: dict[bytes, RecordPaths] = {}
 
     def preload(
         self,
@@ -89,16 +91,27 @@ class DataClient:
             )
         return self._datasets[identity]
 
-    def read(self, stored: StoredDataset, index: int) -> Sample:
-        """One sample, from memory or from storage. Raises what `DatasetReader.read` does."""
-        return self.dataset(stored).read(index)
+    def read(self, stored: StoredDataset, index: int | str) -> Sample:
+        """One sample, by number or by the path in its metadata, from memory or from storage.
 
-    def read_batch(self, stored: StoredDataset, indices: Sequence[int]) -> list[Sample]:
-        """These samples, in order. Raises what `DatasetReader` does."""
-        return self.dataset(stored).__getitems__(indices)
+        Raises ObjectMissingError: none lies at this path; OptionError: several do; and what `DatasetReader.read` does.
+        """
+        return self.dataset(stored).read(self._number(stored, index))
+
+    def read_batch(self, stored: StoredDataset, indices: Sequence[int | str]) -> list[Sample]:
+        """These samples, in order. Raises as `read`."""
+        return self.dataset(stored).__getitems__([self._number(stored, index) for index in indices])
 
     def close(self) -> None:
         """Close what was read; the client may be used again."""
         for dataset in self._datasets.values():
             dataset.close()
         self._datasets = {}
+
+    def _number(self, stored: StoredDataset, index: int | str) -> int:
+        if not isinstance(index, str):
+            return index
+        identity = identity_of(stored)
+        if identity not in self._paths:
+            self._paths[identity] = RecordPaths(stored)
+        return self._paths[identity].number(index)

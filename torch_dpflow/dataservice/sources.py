@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from torch_dpflow.dataservice.protocol import SetSource
 from torch_dpflow.dataservice.sets import FileSet, identity
+from torch_dpflow.datasets.spec import SampleMeta
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.errors import DamagedStoreError, OptionTypeError
 
@@ -52,10 +53,15 @@ def open_source(source: SetSource, wanted: bytes) -> StoredDataset:
     return stored
 
 
+def all_samples(stored: StoredDataset) -> Iterator[SampleMeta]:
+    """As `StoredDataset.samples`, with metadata shards that are read at the same time."""
+    with ThreadPoolExecutor(_READ_THREADS, "dpflow-read") as threads:
+        for shard in threads.map(stored.shard, range(len(stored.variant.shards))):
+            yield from shard.samples
+
+
 def record_set(stored: StoredDataset) -> tuple[FileSet, npt.NDArray[np.bool_]]:
     """Where each sample lies, and whether its length is known: reads all metadata. Raises as `StoredDataset.shard`."""
-    with ThreadPoolExecutor(_READ_THREADS, "dpflow-read") as threads:
-        shards = threads.map(stored.shard, range(len(stored.variant.shards)))
-        lengths = [-1 if one.length is None else one.length for shard in shards for one in shard.samples]
+    lengths = [-1 if one.length is None else one.length for one in all_samples(stored)]
     known = np.array(lengths, dtype=np.int64)
     return FileSet(identity_of(stored), np.maximum(known, 0), stored.variant.shard_size), known >= 0
