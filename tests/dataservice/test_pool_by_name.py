@@ -11,9 +11,11 @@ from click.testing import CliRunner, Result
 
 from tests.dataservice.pool_servers import inner_server
 from tests.datasets.samples_source import Numbered, numbers, publish
-from tests.shared_cluster import PATIENCE_S
+from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow.cli.main import root
+from torch_dpflow.cli.pool_printing import read_rates
 from torch_dpflow.dataservice import DataClient
+from torch_dpflow.dataservice.protocol import SetList
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.importer_registry import make_importer
 from torch_dpflow.errors import ObjectMissingError, OptionError
@@ -106,3 +108,19 @@ def test_verifying_a_part_counts_the_rest(tmp_path: Path) -> None:
         )
         assert result.exit_code == 0
         assert client.read_batch(stored, range(400)) == numbers(400)
+
+
+def test_top_shows_how_fast_a_set_is_read(photos: StoredDataset, client: DataClient, address: Path) -> None:
+    info = client.preload(photos)
+    client.read_batch(photos, range(len(photos)))
+    before = SetList([info], 1, 2, 1)
+    client.close()  # which tells the server what was read
+    wait(lambda: client.sets()[0].hits == len(photos), what="what a reader has told")
+    now = SetList(client.sets(), 1, 2, 1)
+    assert read_rates(before, now, 0.5) == {info.identity: (2 * len(photos), 0.0)}
+    assert read_rates(SetList([], 1, 2, 0), now, 0.5) == {}
+    words = ["top", "--count", "2", "--interval-s", "0.1", "--address", str(address)]
+    result = CliRunner().invoke(root, ["pool", *words])
+    assert result.exit_code == 0
+    for word in ("core/photos:v1:train", "from storage/s", "hit rate", "bytes are free"):
+        assert word in result.output

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
+import time
 from types import FrameType
 from typing import Any
 
 import click
-from rich.table import Table
+from rich.live import Live
 
 from torch_dpflow.byte_sizes import parse_bytes
 from torch_dpflow.cli.console import stdout_console
 from torch_dpflow.cli.dataset_options import store_options
 from torch_dpflow.cli.dataset_printing import preload_progress, problem_line, verify_progress
+from torch_dpflow.cli.pool_printing import read_rates, set_id, sets_table
 from torch_dpflow.dataservice.pool_connection import PoolConnection
 from torch_dpflow.dataservice.protocol import SetInfo
 from torch_dpflow.dataservice.server import DataServer
@@ -113,22 +116,23 @@ def list_(address: str) -> None:
     """List what the pool holds."""
     with PoolConnection(address) as connection:
         listed = connection.contents()
-    table = Table("id", "dataset", "samples", "in memory", "bytes", "stays", "readers")
-    for info in listed.sets:
-        stays = "until unloaded" if info.is_explicit else "while it is read"
-        loaded = f"{info.loaded:,}" if info.is_placed else "being placed"
-        table.add_row(
-            _id(info),
-            info.ref,
-            f"{info.records:,}",
-            loaded,
-            f"{info.reserved_bytes:,}",
-            stays,
-            f"{info.readers}",
-        )
-    console = stdout_console(highlight=False)
-    console.print(table)
-    console.print(f"{listed.free:,} of {listed.capacity:,} bytes are free")
+    stdout_console(highlight=False).print(sets_table(listed))
+
+
+@pool.command()
+@click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True)
+@click.option("--count", type=click.IntRange(min=1), help="End after so many tables; without it, by Ctrl-C.")
+@_address
+def top(interval_s: float, count: int | None, address: str) -> None:
+    """Show what the pool holds and how fast it is read, again and again."""
+    with PoolConnection(address) as connection, Live(console=stdout_console(highlight=False)) as live:
+        listed, since = connection.contents(), time.monotonic()
+        live.update(sets_table(listed, {}))
+        for _ in range(count - 1) if count else itertools.count():
+            time.sleep(interval_s)
+            before, listed = listed, connection.contents()
+            since, seconds = time.monotonic(), time.monotonic() - since
+            live.update(sets_table(listed, read_rates(before, listed, seconds)))
 
 
 @pool.command()
@@ -138,7 +142,7 @@ def show(target: str, address: str) -> None:
     """Show one dataset in the pool."""
     with PoolConnection(address) as connection:
         info = _find(connection, target)
-    click.echo(f"{info.ref}\nid: {_id(info)}\nlies in: {info.url}\nsamples: {info.records:,}")
+    click.echo(f"{info.ref}\nid: {set_id(info)}\nlies in: {info.url}\nsamples: {info.records:,}")
     click.echo(f"in memory: {info.loaded:,} of {info.placed:,} that have room, {info.reserved_bytes:,} bytes")
     click.echo(f"could not be read: {info.failed:,}" + (f", as {info.error}" if info.error else ""))
     click.echo(
@@ -160,12 +164,8 @@ def unload(target: str, address: str) -> None:
 def _find(connection: PoolConnection, target: str) -> SetInfo:
     """The set of this id or name, which may leave out version and variant where one fits."""
     sets = connection.contents().sets
-    found = [one for one in sets if target in (one.ref, _id(one)) or one.ref.startswith(f"{target}:")]
+    found = [one for one in sets if target in (one.ref, set_id(one)) or one.ref.startswith(f"{target}:")]
     if len(found) == 1:
         return found[0]
-    has = ", ".join(f"{_id(one)} ({one.ref})" for one in found or sets) or "nothing is there"
+    has = ", ".join(f"{set_id(one)} ({one.ref})" for one in found or sets) or "nothing is there"
     raise OptionError(f"{target!r} names {len(found)} of the sets in the pool; give one of: {has}")
-
-
-def _id(info: SetInfo) -> str:
-    return info.identity.hex()[:8]

@@ -14,7 +14,14 @@ import msgspec
 from torch_dpflow.dataservice.filling import HeldSet, start_thread
 from torch_dpflow.dataservice.holdings import Holdings
 from torch_dpflow.dataservice.keeper_machine import Fill, KeeperInstruction, KeeperMachine
-from torch_dpflow.dataservice.protocol import MOST_BYTES, PoolRefusal, PreloadSet, SetInfo, SetList
+from torch_dpflow.dataservice.protocol import (
+    MOST_BYTES,
+    CountReads,
+    PoolRefusal,
+    PreloadSet,
+    SetInfo,
+    SetList,
+)
 from torch_dpflow.dataservice.regions import IDLE, UNLOADED
 from torch_dpflow.dataservice.sources import open_source, record_set
 from torch_dpflow.datasets.sample_reader import SampleReader
@@ -46,6 +53,9 @@ class KnownSet:
     #: Why it is not held, for whoever asks next; and since when.
     refusal: PoolRefusal | None = None
     refused_at: float = 0.0
+    #: Samples that readers have got from memory, and from storage.
+    hits: int = 0
+    misses: int = 0
 
 
 class PoolHead:
@@ -92,6 +102,14 @@ class PoolHead:
         """A reader begins to read a set. Raises UsageError: there is no such set."""
         with self._lock:
             self._keeper.open(identity, reader)
+
+    def count(self, reads: CountReads) -> None:
+        """A reader has read so many more samples."""
+        with self._lock:
+            known = self._sets.get(reads.identity)
+            if known is not None:
+                known.hits += reads.hits
+                known.misses += reads.misses
 
     def leave(self, reader: str) -> None:
         """A reader has ended."""
@@ -212,5 +230,7 @@ class PoolHead:
             reserved_bytes=summary.placed_bytes,
             readers=summary.readers,
             is_placed=held.is_placed,
+            hits=known.hits,
+            misses=known.misses,
             error=held.error[:_LONGEST_ERROR],
         )

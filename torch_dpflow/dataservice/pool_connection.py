@@ -13,6 +13,7 @@ import msgspec
 from torch_dpflow.dataservice.protocol import (
     ANSWERS,
     MOST_REGIONS,
+    CountReads,
     ListSets,
     PoolAnswer,
     PoolRefusal,
@@ -81,6 +82,15 @@ class PoolConnection:
         if isinstance(answer, PoolRefusal):
             raise answer.error()
         return answer, fds
+
+    def tell(self, message: CountReads) -> bool:
+        """Send what has no answer, without waiting; whether it was sent."""
+        with self._lock:
+            try:
+                self._socket.send(msgspec.msgpack.encode(message), socket.MSG_DONTWAIT)
+            except OSError:  # it is full or gone, which the next request will tell
+                return False
+        return True
 
     def contents(self) -> SetList:
         """Every set, and the memory that is free."""

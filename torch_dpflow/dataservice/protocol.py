@@ -12,7 +12,7 @@ import stat
 import struct
 import tempfile
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -30,6 +30,7 @@ MOST_REGIONS = 250
 _SOCKET = "socket"
 #: The kernel's limit for the path of a socket, bytes.
 _LONGEST_PATH = 107
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -67,6 +68,14 @@ class WantRecords(msgspec.Struct, frozen=True, tag=True):
     records: list[int]
 
 
+class CountReads(msgspec.Struct, frozen=True, tag=True):
+    """So many more records were read from memory, and from storage. It has no answer, so no reader waits for it."""
+
+    identity: bytes
+    hits: _Count
+    misses: _Count
+
+
 class ListSets(msgspec.Struct, frozen=True, tag=True):
     """Answered by SetList, from the set with this number on."""
 
@@ -102,6 +111,9 @@ class SetInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     readers: int
     #: Whether its places are known; before that `placed` is 0.
     is_placed: bool
+    #: Samples that its readers have got from memory, and from storage.
+    hits: int = 0
+    misses: int = 0
     #: What kept a sample from being read, the first such error.
     error: str = ""
 
@@ -155,7 +167,9 @@ class PoolRefusal(msgspec.Struct, frozen=True, tag=True):
 
 
 PoolAnswer: TypeAlias = SetInfo | SetOpened | RecordStates | SetList | PoolRefusal
-REQUESTS: msgspec.msgpack.Decoder[PoolRequest] = msgspec.msgpack.Decoder(PoolRequest)
+REQUESTS: msgspec.msgpack.Decoder[PoolRequest | CountReads] = msgspec.msgpack.Decoder(
+    PoolRequest | CountReads
+)
 ANSWERS: msgspec.msgpack.Decoder[PoolAnswer] = msgspec.msgpack.Decoder(PoolAnswer)
 T = TypeVar("T")
 

@@ -14,6 +14,7 @@ from torch_dpflow.dataservice.protocol import (
     IN_STORAGE,
     MOST_RECORDS,
     PENDING,
+    CountReads,
     OpenSet,
     PreloadSet,
     RecordStates,
@@ -30,6 +31,8 @@ from torch_dpflow.log import DATASETS
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 #: How long a set's places are waited for before samples are read from storage again, seconds.
 _PLANNING_S = 0.2
+#: How often the server is told how many samples were read, seconds.
+_TELL_S = 1.0
 
 
 class SetReading:
@@ -59,19 +62,23 @@ class SetReading:
         self._pause_s = _FIRST_PAUSE_S
         #: Samples that came from memory, and that did not.
         self.hits = self.misses = 0
+        #: What of these the server knows, and since when.
+        self._told, self._told_at = (0, 0), 0.0
 
     def read(self, records: Sequence[int]) -> list[bytes | None]:
         """A copy of each record that is in memory; None for those that have to be read from storage."""
         with self._lock:
             self._look(records)
             found = [self._read(record) for record in records]
-        self.misses += found.count(None)
-        self.hits += len(found) - found.count(None)
+            self.misses += found.count(None)
+            self.hits += len(found) - found.count(None)
+            self._tell()
         return found
 
     def close(self) -> None:
         """End reading; memory is freed."""
         with self._lock:
+            self._tell(0.0)
             self._forget()
 
     # -- inside ----------------------------------------------------------------------------------------------
@@ -154,6 +161,15 @@ class SetReading:
             else:
                 self._states[record] = IN_STORAGE
         return unknown
+
+    def _tell(self, pause_s: float = _TELL_S) -> None:
+        """Tell the server what was read, for people."""
+        now = time.monotonic()
+        if self._connection is None or now < self._told_at + pause_s:
+            return
+        hits, misses = self._told
+        if self._connection.tell(CountReads(self._identity, self.hits - hits, self.misses - misses)):
+            self._told, self._told_at = (self.hits, self.misses), now
 
     def _forget(self) -> None:
         self._disconnect()

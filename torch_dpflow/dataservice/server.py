@@ -15,6 +15,7 @@ from torch_dpflow.dataservice.head import PoolHead
 from torch_dpflow.dataservice.holdings import Holdings
 from torch_dpflow.dataservice.protocol import (
     REQUESTS,
+    CountReads,
     ListSets,
     OpenSet,
     PoolAnswer,
@@ -112,6 +113,9 @@ class DataServer:
         try:
             while True:
                 request, _ = receive(connection, REQUESTS)
+                if isinstance(request, CountReads):
+                    self._head.count(request)
+                    continue
                 answer, fds = self._answer_safely(request, reader)
                 try:
                     send(connection, answer, fds)

@@ -1,0 +1,46 @@
+"""The output of `dpflow pool`: what the pool holds, and how fast it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.table import Table
+
+from torch_dpflow.dataservice.protocol import SetInfo, SetList
+
+
+def set_id(info: SetInfo) -> str:
+    """What names a set in commands."""
+    return info.identity.hex()[:8]
+
+
+def read_rates(before: SetList, now: SetList, seconds: float) -> dict[bytes, tuple[float, float]]:
+    """Samples a second that the readers of each set have got from memory and from storage, between two lists."""
+    earlier = {one.identity: one for one in before.sets}
+    return {
+        one.identity: ((one.hits - was.hits) / seconds, (one.misses - was.misses) / seconds)
+        for one in now.sets
+        if (was := earlier.get(one.identity)) is not None
+    }
+
+
+def sets_table(listed: SetList, rates: Mapping[bytes, tuple[float, float]] | None = None) -> Table:
+    """One line for each set, and the memory that is free; with `rates`, how fast each is read."""
+    free = f"{listed.free:,} of {listed.capacity:,} bytes are free"
+    table = Table("id", "dataset", "samples", "in memory", "bytes", "stays", "readers", caption=free)
+    for heading in ("from memory/s", "from storage/s", "hit rate") if rates is not None else ():
+        table.add_column(heading, justify="right")
+    for info in listed.sets:
+        hits, misses = (rates or {}).get(info.identity, (0.0, 0.0))
+        share = f"{hits / (hits + misses):.1%}" if hits + misses else ""
+        table.add_row(
+            set_id(info),
+            info.ref,
+            f"{info.records:,}",
+            f"{info.loaded:,}" if info.is_placed else "being placed",
+            f"{info.reserved_bytes:,}",
+            "until unloaded" if info.is_explicit else "while it is read",
+            f"{info.readers}",
+            *([f"{hits:,.0f}", f"{misses:,.0f}", share] if rates is not None else []),
+        )
+    return table
