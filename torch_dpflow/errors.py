@@ -203,7 +203,11 @@ class QuotaError(PlatformError):
 
 
 class DeniedError(PlatformError, PermissionError):
-    """The platform does not know the credentials, or they have expired, or lack a right."""
+    """The platform does not know the credentials, or they lack a right; others are needed."""
+
+
+class ExpiredError(DeniedError):
+    """The platform knows the credentials, which have expired: they are looked up again until they are renewed."""
 
 
 class RejectedError(PlatformError, ValueError):

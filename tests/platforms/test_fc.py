@@ -20,6 +20,7 @@ from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import (
     AnswerLostError,
     DeniedError,
+    ExpiredError,
     OptionError,
     OptionTypeError,
     PlatformError,
@@ -171,7 +172,7 @@ def test_expired_credentials_are_looked_up_again(
     server.keys["AKnext"] = Key("sk-of-the-next", "sts-token-2")
     server.keys["AKtest"].expired = True
     try:
-        with pytest.raises(DeniedError, match="Expired"):
+        with pytest.raises(ExpiredError, match="Expired"):
             adapter.look({name_of(1): None})
         monkeypatch.setenv("ALIBABA_CLOUD_ACCESS_KEY_ID", "AKnext")
         monkeypatch.setenv("ALIBABA_CLOUD_ACCESS_KEY_SECRET", "sk-of-the-next")

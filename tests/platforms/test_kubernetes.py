@@ -24,6 +24,7 @@ from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import (
     AnswerLostError,
     DeniedError,
+    ExpiredError,
     OptionError,
     OptionTypeError,
     PlatformError,
@@ -183,11 +184,16 @@ def test_credentials_are_looked_up_again_once_they_were_refused(
     kubeconfig: Path,
 ) -> None:
     server.token += "-renewed"
-    with pytest.raises(DeniedError, match="401 Unauthorized; see the user of the kubeconfig"):
+    with pytest.raises(DeniedError, match="401 Unauthorized; give the user of the kubeconfig") as raised:
         start(adapter, door)
+    assert not isinstance(raised.value, ExpiredError), "the server has never known it"
     kubeconfig.write_text(json.dumps(server.kubeconfig()))
     start(adapter, door)
     with caller(door):
+        server.token += "-again"
+        with pytest.raises(ExpiredError):
+            adapter.stop(name_of(0), None)
+        kubeconfig.write_text(json.dumps(server.kubeconfig()))
         adapter.stop(name_of(0), None)
 
 

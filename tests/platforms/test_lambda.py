@@ -20,6 +20,7 @@ from torch_dpflow import DPFlowDataLoader, LoaderOptions
 from torch_dpflow.errors import (
     AnswerLostError,
     DeniedError,
+    ExpiredError,
     MissingExtraError,
     OptionError,
     OptionTypeError,
@@ -177,7 +178,7 @@ def test_expired_ones_are_told_as_such(
     server: LambdaServer, adapter: LambdaAdapter, door: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server.credentials, "expired", True)
-    with pytest.raises(DeniedError, match="403 ExpiredTokenException"):
+    with pytest.raises(ExpiredError, match="403 ExpiredTokenException"):
         start_in_vain(adapter, door)
 
 

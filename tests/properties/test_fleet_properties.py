@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from torch_dpflow.errors import (
     DeniedError,
+    ExpiredError,
     PlatformError,
     QuotaError,
     RejectedError,
@@ -38,7 +39,7 @@ LIFETIME_S, GRACE_S, MOST = 600.0, 5.0, 12
 PASSING: list[PlatformError] = [
     QuotaError("full"),
     ThrottledError("slow down", 2.0),
-    DeniedError("expired"),
+    ExpiredError("expired"),
     UnavailableError("503"),
 ]
 ANY = st.integers(0, 1 << 16)
@@ -188,6 +189,15 @@ class FleetMachine(RuleBasedStateMachine):
             known.answered = True
             self.tell(Refused(known.started.name, RejectedError("no image")))
             assert self.failed
+
+    @rule(place=ANY, dice=st.integers(0, 9))
+    def deny(self, place: int, dice: int) -> None:
+        """Who works goes on."""
+        if dice == 0 and (known := self.one(place, answered=False, arrived=False)):
+            known.answered = True
+            failed, has_some = self.failed, any(one.arrived and not one.gone for one in self.known.values())
+            self.tell(Refused(known.started.name, DeniedError("no right")))
+            assert self.failed is failed or not has_some
 
     @rule(place=ANY, unfit=st.sampled_from(["", "", "", "old image", "no module"]))
     def arrive(self, place: int, unfit: str) -> None:

@@ -92,7 +92,12 @@ def sweep(platform: str, cluster: str | None, everything: bool, dry_run: bool) -
 
 
 def _members(adapter: Adapter, cluster: str | None = None) -> dict[str, Ref]:
-    """The members that a platform has, of one cluster or of all."""
+    """The members that a platform has, of one cluster or of all. Raises OptionError where it lists none."""
+    if not adapter.limits.can_list:
+        raise OptionError(
+            "this platform lists no workers: `dpflow workers` without it lists those of a cluster; those that a killed "
+            "process has left end by themselves, half a minute after its last word"
+        )
     found = adapter.list("dpf-" if cluster is None else prefix_of(cluster))
     return {name: found[name] for name in sorted(found) if MemberName.is_one(name)}
 
@@ -122,10 +127,14 @@ def _list_members(address: str, *, as_json: bool) -> None:
         for view in processes
         if "members" in view.status
     }
+    keeper = next((view.status for view in processes if view.role == "keeper"), {})
     running = [flow for flow in flows if flow.workers_s is not None and flow.part is not None]
     if as_json:
-        click.echo(to_json({"members": members, "flows": [_cost_of(flow) for flow in running]}))
+        told = {"members": members, "flows": [_cost_of(flow) for flow in running]}
+        click.echo(to_json({**told, "refusal": keeper.get("refusal", "")}))
         return
+    if keeper.get("refusal"):
+        click.echo(f"platform {keeper['platform']} refuses workers: {keeper['refusal']}", err=True)
     if members:
         print_members(members)
     if running:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from torch_dpflow.errors import (
     AnswerLostError,
     DeniedError,
+    ExpiredError,
     MissingExtraError,
     OptionError,
     PlatformError,
@@ -26,15 +27,14 @@ _NOT_INSTALLED = "platform='lambda' needs boto3; install it with: pip install 't
 CONNECT_S = 10.0
 #: Refusals of credentials, some of which have a status of their own.
 _DENIED = {
-    "AccessDeniedException",
-    "ExpiredToken",
-    "ExpiredTokenException",
     "IncompleteSignature",
     "InvalidClientTokenId",
     "InvalidSignatureException",
     "MissingAuthenticationTokenException",
     "UnrecognizedClientException",
 }
+_NO_RIGHT = {"AccessDenied", "AccessDeniedException"}
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException"}
 #: As many run as may, by the code, or by the reason of a TooManyRequestsException.
 _FULL = {
     "ConcurrentInvocationLimitExceeded",
@@ -58,6 +58,7 @@ _NO_CREDENTIALS = (
 _NOT_SENT = ("EndpointConnectionError", "ConnectTimeoutError", "ProxyConnectionError", "SSLError")
 _SENT = ("ReadTimeoutError", "ConnectionClosedError", "HTTPClientError", "ResponseStreamingError")
 _CHAIN = "AWS's own chain: AWS_* variables, ~/.aws, SSO, or the role of this host or container"
+_CHECK = "`aws sts get-caller-identity` says whose they are"
 
 
 def check_installed() -> None:
@@ -154,7 +155,7 @@ def failure(what: str, error: Exception) -> PlatformError | OptionError:
             f"{what}: no region is set; give `region` in [platform.lambda], or AWS_DEFAULT_REGION"
         )
     if kinds & {*_NO_CREDENTIALS}:
-        return DeniedError(f"{text} (credentials are those of {_CHAIN})")
+        return DeniedError(f"{text} (credentials are looked for in {_CHAIN}): give some there")
     if kinds & {*_NOT_SENT}:
         return UnavailableError(text)
     if kinds & {*_SENT} or "BotoCoreError" not in kinds:
@@ -172,8 +173,12 @@ def _of_answer(what: str, error: Any) -> PlatformError:
         return QuotaError(f"{text}; give fewer workers, or have the account's concurrency raised")
     if status == 429 or "Throttl" in code:
         return ThrottledError(text, _seconds_of(answer.get("retryAfterSeconds")))
+    if code in _EXPIRED:
+        return ExpiredError(f"{text} (credentials are those of {_CHAIN}): renew them there")
+    if code in _NO_RIGHT:
+        return DeniedError(f"{text} (credentials are those of {_CHAIN}; {_CHECK}): give them that right")
     if status in (401, 403) or code in _DENIED:
-        return DeniedError(f"{text} (credentials are those of {_CHAIN})")
+        return DeniedError(f"{text} (credentials are those of {_CHAIN}; {_CHECK}): give others")
     if status >= 500 or code in _PASSING:
         return UnavailableError(text)
     hint = "; create it with `dpflow deploy lambda`" if code == "ResourceNotFoundException" else ""

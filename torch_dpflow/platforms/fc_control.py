@@ -7,13 +7,16 @@ answer, and quote nothing of what was sent.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch_dpflow.errors import (
     AnswerLostError,
     DeniedError,
+    ExpiredError,
     MissingExtraError,
     PlatformError,
     QuotaError,
@@ -30,15 +33,11 @@ CONNECT_S, ANSWER_S = 5.0, 20.0
 PAGE = 100
 #: Parts of codes: of a quota that is used up, and of credentials that are wrong, expired or lack a right.
 _QUOTA = ("Exhausted", "Quota", "LimitExceeded")
-_DENIED = (
-    "AccessKey",
-    "SecurityToken",
-    "Signature",
-    "AccessDenied",
-    "Forbidden",
-    "Unauthorized",
-    "NoPermission",
-)
+_DENIED = ("AccessKey", "SecurityToken", "Signature")
+_NO_RIGHT = ("AccessDenied", "Forbidden", "Unauthorized", "NoPermission")
+#: By which the vendor's client, and what it calls over HTTP, write tracebacks of what this module tells as an error.
+_LOGGERS = ("credentials", "urllib3.connectionpool")
+_CALLS = threading.local()
 _KEYS = ("ALIBABA_CLOUD_ACCESS_KEY_ID", "ALIBABA_CLOUD_ACCESS_KEY_SECRET", "ALIBABA_CLOUD_SECURITY_TOKEN")
 
 
@@ -166,11 +165,12 @@ class FunctionControl:
             connect_timeout=int(CONNECT_S * 1000),
             read_timeout=int(answer_s * 1000),
         )
-        client = self._client
-        if client is None:
-            client = self._client = self._connect()
-        method: Callable[..., Any] = getattr(client, f"{call}_with_options")
+        _CALLS.under_way = True
         try:
+            client = self._client
+            if client is None:
+                client = self._client = self._connect()
+            method: Callable[..., Any] = getattr(client, f"{call}_with_options")
             return method(*([self.function] if names_function else []), *arguments, runtime)
         except Exception as error:
             lost = self._failure(what, error)
@@ -178,6 +178,8 @@ class FunctionControl:
                 self._client = None  # they are looked up again
             # Not from it: it has the whole request in it, with the key of an order.
             raise lost from None
+        finally:
+            _CALLS.under_way = False
 
     def _connect(self) -> Any:
         from alibabacloud_credentials.client import Client as Credentials
@@ -185,6 +187,8 @@ class FunctionControl:
         from alibabacloud_fc20230330.client import Client
         from alibabacloud_tea_openapi.models import Config
 
+        for name in _LOGGERS:
+            logging.getLogger(name).addFilter(_is_others)
         key_id, secret, token = (os.environ.get(name, "") for name in _KEYS)
         if key_id and secret:
             # The vendor's chain takes the environment as it was when it was imported.
@@ -227,7 +231,10 @@ class FunctionControl:
             chain.append(getattr(one, "inner_exception", None) or one.__cause__ or one.__context__)
         for one in chain:
             if isinstance(one, CredentialException):
-                return DeniedError(f"{what}: no credentials were found in {self._source}: {_line_of(one)}")
+                return DeniedError(
+                    f"{what}: no credentials were found in {self._source}; set {_KEYS[0]} and {_KEYS[1]}, or give this "
+                    f"machine a role ({_line_of(one)})"
+                )
             reason = getattr(one.args[0] if one is not None and one.args else None, "reason", None)
             if isinstance(one, ConnectTimeout | SSLError) or isinstance(reason, NewConnectionError):
                 place = self.endpoint or f"the control plane of {self.region}"
@@ -241,8 +248,13 @@ class FunctionControl:
             if any(part in code for part in _QUOTA):
                 return QuotaError(f"{text}; the account's quota of instances is shown in its Quota Center")
             return ThrottledError(text, (error.retry_after or 0) / 1000)
-        if status in (401, 403) or any(part in code for part in _DENIED):
-            return DeniedError(f"{text}; the credentials are from {self._source}")
+        if "Expired" in code and "Token" in code:
+            return ExpiredError(f"{text}; the credentials are from {self._source}: renew them there")
+        if any(part in code for part in _DENIED):
+            return DeniedError(f"{text}; the credentials are from {self._source}: give others there")
+        if status in (401, 403) or any(part in code for part in _NO_RIGHT):
+            advice = f"give them the right to this for function {self.function!r} in {self.region}"
+            return DeniedError(f"{text}; the credentials are from {self._source}: {advice}")
         if status == 404:
             if "AsyncTask" in code or "Task" in code:
                 return MissingError(text)
@@ -257,6 +269,11 @@ class FunctionControl:
         if status == 504:
             return AnswerLostError(text)
         return UnavailableError(text) if status >= 500 or status in (0, 408) else RejectedError(text)
+
+
+def _is_others(record: logging.LogRecord) -> bool:
+    """Whether what is logged is of no call that this module makes in this thread."""
+    return not getattr(_CALLS, "under_way", False)
 
 
 def _line_of(text: object) -> str:

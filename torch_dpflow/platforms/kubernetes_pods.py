@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from torch_dpflow.errors import (
     AnswerLostError,
     DeniedError,
+    ExpiredError,
     MissingExtraError,
     OptionError,
     PlatformError,
@@ -40,6 +41,12 @@ _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _NOT_SENT = {"NewConnectionError", "ConnectTimeoutError", "NameResolutionError", "SSLError", "ProxyError"}
 #: What it says of somebody who may not do something.
 _HAS_NO_RIGHT = re.compile(r" cannot \w+ resource ")
+
+#: What to do where a request names what is not there, by what Kubernetes says of it.
+_ADVICE = {
+    "error looking up service account": "create that account, or give another service_account",
+    'namespaces "': "create that namespace, or give another one, as namespace in [platform.kubernetes]",
+}
 
 
 def check_installed() -> None:
@@ -75,6 +82,8 @@ class Pods:
         self._asked, self._context = namespace, context
         self._lock = threading.Lock()
         self._client: _CoreClient | None = None
+        #: Whether the server has known who calls: whom it does not know later, has a token that has expired.
+        self._was_known = False
         client = self._current()
         self.namespace, self.host = client.namespace, client.host
 
@@ -161,12 +170,13 @@ class Pods:
         """The client, whose errors become ours. missing: whether it is none that what is named is not there."""
         try:
             yield self._current()
+            self._was_known = True
         except (PlatformError, OptionError):
             raise
         except Exception as error:
             if missing and getattr(error, "status", None) == 404:
                 return
-            translated = _failure(what, error)
+            translated = _failure(what, error, was_known=self._was_known)
             if isinstance(translated, DeniedError):
                 self.close()
             raise translated from error
@@ -212,7 +222,7 @@ def _sent(call: Any, *arguments: Any, **options: Any) -> Any:
     return json.loads(call(*arguments, **options, _request_timeout=CALL_S, _preload_content=False).data)
 
 
-def _failure(what: str, error: Any) -> PlatformError:
+def _failure(what: str, error: Any, *, was_known: bool) -> PlatformError:
     status = getattr(error, "status", None)
     if not isinstance(status, int) or status == 0:
         names = {type(one).__name__ for one in (error, getattr(error, "reason", None))}
@@ -223,13 +233,19 @@ def _failure(what: str, error: Any) -> PlatformError:
     text = f"{what}: {status} {message}"
     if status == 403 and "exceeded quota" in message:
         return QuotaError(text)
+    if status == 401:
+        # Of a wrong token and of one that has expired it says the same.
+        kind = ExpiredError if was_known else DeniedError
+        return kind(f"{text}; give the user of the kubeconfig, or this pod's service account, a valid token")
     # What else is forbidden, an admission check forbids.
-    if status == 401 or (status == 403 and (_HAS_NO_RIGHT.search(message) or not _told(error))):
+    if status == 403 and (_HAS_NO_RIGHT.search(message) or not _told(error)):
         return DeniedError(
-            f"{text}; see the user of the kubeconfig, or the pod's service account, and its role"
+            f"{text}; give that right, by a role in this namespace, to the user of the kubeconfig or this pod's "
+            "service account; `dpflow manifest kubernetes` has such a role"
         )
     if status == 429:
         return ThrottledError(text, _seconds_of((error.headers or {}).get("Retry-After")))
+    text += next((f"; {advice}" for said, advice in _ADVICE.items() if said in message), "")
     # 409 is a conflict of two changes of the same, as of a quota.
     return (UnavailableError if status >= 500 or status == 409 else RejectedError)(text)
 

@@ -59,6 +59,9 @@ class KubeServer:
     ) -> None:
         self.start_s, self.quota, self.second_s, self.token = start_s, quota, second_s, "kube-t0ken"
         self.rules: Collection[Mapping[str, Any]] = RULES
+        #: Whether these are of a ClusterRole, and so of all namespaces; which accounts pods may have there.
+        self.is_cluster_wide = False
+        self.accounts = {"default", "data"}
         self.pods: dict[str, Pod] = {}
         self.secrets: dict[str, dict[str, Any]] = {}
         self.config_maps: dict[str, dict[str, Any]] = {}
@@ -117,6 +120,8 @@ class KubeServer:
                     self.secrets[name] = {**one, "data": data}
                 case "ConfigMap":
                     self.config_maps[name] = one
+                case "ServiceAccount":
+                    self.accounts.add(name)
                 case "Role":
                     self.rules = one["rules"]
                 case "StatefulSet":
@@ -153,8 +158,11 @@ class KubeServer:
 
     def _check_rights(self, verb: str, kind: str, namespace: str) -> None:
         for rule in self.rules:
-            if kind in rule["resources"] and verb in rule["verbs"] and namespace == NAMESPACE:
-                return
+            if kind in rule["resources"] and verb in rule["verbs"]:
+                if namespace == NAMESPACE:
+                    return
+                if self.is_cluster_wide:
+                    raise Refused(404, "NotFound", f'namespaces "{namespace}" not found')
         raise Refused(
             403,
             "Forbidden",
@@ -186,6 +194,9 @@ class KubeServer:
         if len(self.pods) >= self.quota:
             quota = f"exceeded quota: pods, requested: pods=1, used: pods={len(self.pods)}"
             raise Refused(403, "Forbidden", f'pods "{name}" is forbidden: {quota}')
+        if (account := body["spec"].get("serviceAccountName", "default")) not in self.accounts:
+            text = f'error looking up service account {NAMESPACE}/{account}: serviceaccount "{account}" not found'
+            raise Refused(403, "Forbidden", f'pods "{name}" is forbidden: {text}')
         if is_trial:
             return {**body, "metadata": {**body["metadata"], "uid": "0"}}
         pod = self.pods[name] = Pod(

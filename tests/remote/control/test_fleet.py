@@ -8,6 +8,7 @@ import pytest
 
 from torch_dpflow.errors import (
     DeniedError,
+    ExpiredError,
     PlatformError,
     QuotaError,
     RejectedError,
@@ -37,7 +38,7 @@ from torch_dpflow.remote.control.fleet_members import (
     StopMember,
     SuspectMember,
 )
-from torch_dpflow.remote.control.start_limits import DENIED_S, LONGEST_PAUSE_S, RAISE_S
+from torch_dpflow.remote.control.start_limits import LONGEST_PAUSE_S, RAISE_S, RENEW_S
 
 PREFIX = "dpf-0c0ffee0-0123456789-"
 LEAST_S, MOST_S = 10.0, 60.0
@@ -163,7 +164,8 @@ def test_one_that_calls_before_its_start_was_answered_is_not_taken_for_refused()
         (ThrottledError("slow down"), "throttling", 0.25),
         (ThrottledError("slow down", 7.0), "throttling", 7.0),
         (UnavailableError("503"), "platform", 0.25),
-        (DeniedError("expired"), "credentials", DENIED_S + 0.25),
+        (DeniedError("no right"), "credentials", RENEW_S + 0.25),
+        (ExpiredError("expired"), "credentials", RENEW_S + 0.25),
         (QuotaError("full"), "quota", RAISE_S),
     ],
 )

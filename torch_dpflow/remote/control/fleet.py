@@ -65,6 +65,7 @@ class Fleet:
         draw: gives numbers from 0 to below 1, for jitter.
         lifetime_s: after how long members are replaced, if not the platform ends them before, seconds; None: never.
         incarnation: the highest that was ever given to a member of this group; 0 if there was none.
+        alone: whether nobody else does the work: if no member is there, it fails where starts are refused for long.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class Fleet:
         draw: Callable[[], float],
         lifetime_s: float | None = None,
         incarnation: int = 0,
+        alone: bool = True,
     ) -> None:
         self._prefix = prefix
+        self._alone = alone
         self._grace_s = limits.grace_s
         self._draw = draw
         lifetimes = [one for one in (lifetime_s, limits.longest_life_s) if one is not None]
@@ -119,7 +122,10 @@ class Fleet:
             case Refused(_, error) if not member.arrived:
                 del self._members[member.name]
                 self._limit(self._limits.note_refused(error, len(self._members), now), str(error))
-                if isinstance(error, RejectedError):
+                if isinstance(error, RejectedError) or (
+                    not any(one.arrived for one in self.members)
+                    and self._limits.gives_up(now, alone=self._alone)
+                ):
                     self._fail(str(error))
             case Warned(_, until_s):
                 self._on_warned(member, until_s, now)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from torch_dpflow.backoff import Backoff
 from torch_dpflow.errors import (
     DeniedError,
+    ExpiredError,
     PlatformError,
     QuotaError,
     RejectedError,
@@ -20,8 +21,14 @@ from torch_dpflow.platforms.rate_limit import RateLimit
 
 #: The longest pause after a failure, first and at all, seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-#: After how long to try again with credentials that were refused, seconds.
-DENIED_S = 30.0
+#: After how long to try again with credentials that were refused, the first time and later, seconds: they are looked up
+#: again, and whoever says which are valid may not have answered.
+RENEW_S, DENIED_S = 1.0, 30.0
+#: How often credentials that have not expired are refused in a row before nothing is awaited of them.
+MOST_DENIALS = 2
+#: How long refusals that may pass are waited out by a fleet that has nobody: where the platform has accepted a start
+#: before, or only asks for patience; and where it never has. Refusals so far apart are not in a row. Seconds.
+PATIENCE_S, UNTRIED_S, APART_S = 300.0, 60.0, 150.0
 #: How often a ceiling that the platform has shown rises by one, seconds.
 RAISE_S = 60.0
 #: From how many starts the patience is learned, and how many times their 95th percentile it is.
@@ -53,6 +60,12 @@ class StartLimits:
         #: The ceiling that the platform has shown, and when.
         self._ceiling, self._shown_at = self._most, 0.0
         self._resume_at = -math.inf
+        #: Since when starts have been refused without pause, when and why the latest one was, and how many refusals of
+        #: credentials are among them.
+        self._refused_since, self._refused_at = math.inf, -math.inf
+        self._refusal: PlatformError | None = None
+        self._denials = 0
+        self._has_accepted = False
         self._refusals = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, draw=draw)
         self._false_starts = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S, draw=draw)
         self._delays: deque[float] = deque(maxlen=STARTS)
@@ -89,20 +102,41 @@ class StartLimits:
 
     def note_accepted(self) -> None:
         """The platform has accepted a start."""
-        self._refusals.reset()
+        self._has_accepted = True
+        self._forget_refusals()
 
     def note_refused(self, error: PlatformError, others: int, now: float) -> str:
         """A start was refused while there were so many others; returns what limits the fleet."""
+        if now - self._refused_at >= APART_S:
+            self._refused_since, self._denials = now, 0
+        self._refusal, self._refused_at = error, now
         match error:
             case QuotaError():
                 self.lower(others, now)
             case DeniedError():
-                self._pause(now, DENIED_S + self._refusals.pause_s())
+                if now >= self._resume_at:  # those that were asked for together say no more than one
+                    self._denials += 1
+                    pause_s = RENEW_S if self._denials < MOST_DENIALS else DENIED_S
+                    self._pause(now, pause_s + self._refusals.pause_s())
             case ThrottledError(retry_after_s=asked_s):
                 self._pause(now, max(asked_s, self._refusals.pause_s()))
             case _:
                 self._pause(now, self._refusals.pause_s())
-        return LIMITED_BY.get(type(error), "platform")
+        return next((by for kind, by in LIMITED_BY.items() if isinstance(error, kind)), "platform")
+
+    def gives_up(self, now: float, *, alone: bool) -> bool:
+        """Whether a fleet that has nobody is to wait no longer for what starts were refused for.
+
+        alone: whether nobody else does its work. Room is awaited for ever: it is others' to give.
+        """
+        match self._refusal:
+            case None | QuotaError():
+                return False
+            case DeniedError() if not isinstance(self._refusal, ExpiredError):
+                return self._denials >= MOST_DENIALS
+            case refusal:
+                tried = self._has_accepted or isinstance(refusal, ThrottledError)
+                return alone and now - self._refused_since >= (PATIENCE_S if tried else UNTRIED_S)
 
     def note_arrived(self, delay_s: float) -> None:
         """A member has called, so long after its start."""
@@ -115,13 +149,17 @@ class StartLimits:
 
     def retry(self) -> None:
         """Forget what has failed."""
-        self._refusals.reset()
+        self._forget_refusals()
         self._false_starts.reset()
         self._resume_at = -math.inf
 
     def lower(self, ceiling: int, now: float) -> None:
         """The platform has shown that it has room for so many and no more; it rises by one each `RAISE_S`."""
         self._ceiling, self._shown_at = min(ceiling, self._most), now
+
+    def _forget_refusals(self) -> None:
+        self._refusals.reset()
+        self._refusal, self._refused_at, self._denials = None, -math.inf, 0
 
     def _pause(self, now: float, pause_s: float) -> None:
         self._resume_at = max(self._resume_at, now + pause_s)

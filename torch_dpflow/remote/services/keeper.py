@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch_dpflow.errors import DPFlowError, OptionError, RejectedError, UsageError
+from torch_dpflow.errors import DeniedError, DPFlowError, OptionError, RejectedError, UsageError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.periodic import PeriodicCall
 from torch_dpflow.platforms.members import Accepted, Adapter, AdoptingPlatform, PlatformSpec, Ref, Refused
@@ -89,6 +89,8 @@ class Keeper:
         self._members = KeptMembers(prefix, place.most_workers)
         self._opened: Opened | None = None
         self._opens = False
+        #: Why the platform has started no worker, where waiting cannot mend that; empty: it has, or nobody has asked.
+        self._refusal = ""
         #: Calls that wait for the platform, and calls of `news` with the time when to answer them at the latest.
         self._attaching: list[IncomingCall] = []
         self._asking: list[tuple[float, IncomingCall]] = []
@@ -111,7 +113,12 @@ class Keeper:
 
     def status(self) -> dict[str, Any]:
         """Figures for people."""
-        return {"platform": self._spec.name, "kept": len(self._members), "most": self._members.most}
+        return {
+            "platform": self._spec.name,
+            "kept": len(self._members),
+            "most": self._members.most,
+            "refusal": self._refusal,
+        }
 
     def close(self) -> None:
         """End all members. Any thread may call; waits."""
@@ -233,6 +240,7 @@ class Keeper:
 
     def _on_failed(self, error: UsageError) -> None:
         self._opens = False
+        self._refusal = str(error)
         attaching, self._attaching = self._attaching, []
         for call in attaching:
             call.fail(error)
@@ -260,6 +268,11 @@ class Keeper:
         assert self._opened is not None
         for outcome in self._opened.platform.take():
             self._members.note(outcome)
+            match outcome:
+                case Accepted():
+                    self._refusal = ""
+                case Refused(_, error) if isinstance(error, DeniedError | RejectedError):
+                    self._refusal = str(error)
         self._answer_asking()
 
     def _listed(self, adapter: Adapter) -> Mapping[str, Ref]:

@@ -120,7 +120,8 @@ class RemoteWorkers:
         self._shortage = Shortage(platform.name, workers, least, start_s, self._door.addresses[0], kind.log)
         prefix = prefix_of(cluster or secrets.token_hex(4), secrets.token_hex(5))
         # Not `random`'s own generator, which is the user's.
-        self._fleet = Fleet(prefix, self._platform.limits, draw=SystemRandom().random)
+        draw = SystemRandom().random
+        self._fleet = Fleet(prefix, self._platform.limits, draw=draw, alone=first == 0)
         #: As of `private_shard.Workers`: there are none.
         self.local = None
         self.shell: Shell

@@ -8,6 +8,7 @@ import msgspec
 
 from torch_dpflow.errors import (
     DeniedError,
+    ExpiredError,
     PlatformError,
     QuotaError,
     RejectedError,
@@ -26,8 +27,10 @@ MAX_MEMBERS = 4 * MAX_WORKERS
 #: Most requests in one call, and most pieces of news in one answer.
 MAX_REQUESTS, MAX_NEWS = 256, 256
 
+#: Each before those that it is one of.
 _ERRORS: dict[str, type[PlatformError]] = {
-    one.__name__: one for one in (ThrottledError, QuotaError, DeniedError, RejectedError, UnavailableError)
+    one.__name__: one
+    for one in (ThrottledError, QuotaError, ExpiredError, DeniedError, RejectedError, UnavailableError)
 }
 
 
