@@ -39,7 +39,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start_limits, "RENEW_S", 0.1)
 
 
-def found(platform: str, monkeypatch: pytest.MonkeyPatch) -> AbstractContextManager[FunctionDouble]:
+def found(platform: str) -> AbstractContextManager[FunctionDouble]:
     pytest.importorskip(NEEDED[platform])
     return function_double(platform)
 
@@ -124,7 +124,7 @@ def test_what_waiting_cannot_mend_is_raised_with_what_to_do(
     advice: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with found(platform, monkeypatch) as double:
+    with found(platform) as double:
         text = told(double, monkeypatch, env, **settings)
         assert not double.live()
     assert given in text
@@ -134,7 +134,7 @@ def test_what_waiting_cannot_mend_is_raised_with_what_to_do(
 def test_a_token_and_a_namespace_that_kubernetes_does_not_know_are_raised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with found("kubernetes", monkeypatch) as double:
+    with found("kubernetes") as double:
         monkeypatch.setattr(double.server, "is_cluster_wide", True)
         text = told(double, monkeypatch, namespace="nobodys")
         assert '404 namespaces "nobodys" not found; create that namespace, or give another one' in text
@@ -145,7 +145,7 @@ def test_a_token_and_a_namespace_that_kubernetes_does_not_know_are_raised(
 def test_a_role_that_may_start_pods_and_give_them_no_order_leaves_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with found("kubernetes", monkeypatch) as double:
+    with found("kubernetes") as double:
         monkeypatch.setattr(double.server, "rules", double.server.rules[:1])
         assert 'cannot create resource "secrets"' in told(double, monkeypatch)
         wait(lambda: not double.live(), what="no pod without an order")
@@ -169,7 +169,7 @@ except WorkerStartError as error:
 
 
 def test_credentials_that_are_nowhere_are_told_in_one_line_without_the_vendors_tracebacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     env: Any = {
         "HOME": str(tmp_path),
@@ -179,9 +179,8 @@ def test_credentials_that_are_nowhere_are_told_in_one_line_without_the_vendors_t
         "ALIBABA_CLOUD_ECS_METADATA_DISABLED": "true",
         "ALIBABA_CLOUD_CREDENTIALS_URI": "http://127.0.0.1:9/",
     }
-    with found("fc", monkeypatch) as double:
-        with interpreter(PROGRAM, json.dumps(double.settings), env=env) as process:
-            out, err = process.communicate(timeout=PATIENCE_S)
+    with found("fc") as double, interpreter(PROGRAM, json.dumps(double.settings), env=env) as process:
+        out, err = process.communicate(timeout=PATIENCE_S)
     assert "no credentials were found in the vendor's chain" in out
     assert "set ALIBABA_CLOUD_ACCESS_KEY_ID and ALIBABA_CLOUD_ACCESS_KEY_SECRET" in out
     (line,) = err.splitlines()

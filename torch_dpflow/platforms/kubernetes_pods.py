@@ -235,8 +235,10 @@ def _failure(what: str, error: Any, *, was_known: bool) -> PlatformError:
         return QuotaError(text)
     if status == 401:
         # Of a wrong token and of one that has expired it says the same.
-        kind = ExpiredError if was_known else DeniedError
-        return kind(f"{text}; give the user of the kubeconfig, or this pod's service account, a valid token")
+        denied = ExpiredError if was_known else DeniedError
+        return denied(
+            f"{text}; give the user of the kubeconfig, or this pod's service account, a valid token"
+        )
     # What else is forbidden, an admission check forbids.
     if status == 403 and (_HAS_NO_RIGHT.search(message) or not _told(error)):
         return DeniedError(
