@@ -46,7 +46,7 @@ def test_files_lie_one_behind_the_other_at_cache_lines(lengths: list[int], per_s
 @given(
     records=st.integers(1, 60),
     shape=st.lists(st.integers(1, 4), max_size=3),
-    stripe_bytes=st.integers(1, 200),
+    stripe_bytes=st.integers(256, 2000),
 )
 def test_rows_lie_at_their_number_times_their_bytes(
     records: int, shape: list[int], stripe_bytes: int

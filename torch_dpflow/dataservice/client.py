@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from torch_dpflow.checks import check_seconds
 from torch_dpflow.dataservice.pool_connection import PoolConnection
 from torch_dpflow.dataservice.pooled import PooledDataset
-from torch_dpflow.dataservice.protocol import SetInfo, find_directory
+from torch_dpflow.dataservice.pooled_array import PooledArray, Rows
+from torch_dpflow.dataservice.protocol import ArraySource, SetInfo, find_directory
 from torch_dpflow.dataservice.record_paths import RecordPaths
 from torch_dpflow.dataservice.sources import identity_of, source_of
 from torch_dpflow.datasets.sample_reader import Sample
@@ -18,7 +20,7 @@ from torch_dpflow.errors import StorageError
 
 
 class DataClient:
-    """Loads datasets into the memory of this host's server, and reads them.
+    """Loads datasets and arrays into the memory of this host's server, and reads them.
 
     Args:
         address: the directory of the pool's socket; "auto" for what `DPFLOW_POOL` names, or else this user's on this
@@ -40,18 +42,18 @@ class DataClient:
         self._address = address
         self._silence_s = check_seconds("silence_s", silence_s)
         self._storage_options = storage_options
-        self._datasets: dict[bytes, PooledDataset] = {}
+        self._datasets: dict[bytes, PooledDataset | PooledArray] = {}
         self._paths: dict[bytes, RecordPaths] = {}
 
     def preload(
         self,
-        stored: StoredDataset,
+        stored: StoredDataset | ArraySource,
         *,
         fit: Literal["all", "part"] = "all",
         on_error: Literal["raise", "skip"] = "raise",
         progress: Callable[[SetInfo], None] = lambda info: None,
     ) -> SetInfo:
-        """Load a dataset, which stays until it is unloaded; returns once it is there.
+        """Load a dataset, or an array from `open_array`, which stays until it is unloaded; returns once it is there.
 
         fit: "part" holds as much as there is room for, where "all" refuses.
         on_error: "skip" leaves samples that cannot be read to those who read them; the result counts them.
@@ -67,7 +69,7 @@ class DataClient:
             info = connection.preload(source, identity, whole=fit == "all", progress=progress)
         if info.failed and on_error == "raise":
             raise StorageError(
-                f"{info.failed} of {info.records} samples of {stored.ref} are not in the pool: {info.error or 'their '}"
+                f"{info.failed} of {info.records} samples of {info.ref} are not in the pool: {info.error or 'their '}"
                 f"{'' if info.error else 'lengths are not known'}"
             )
         return info
@@ -77,29 +79,56 @@ class DataClient:
         with PoolConnection(self._address) as connection:
             return connection.contents().sets
 
-    def unload(self, stored: StoredDataset) -> None:
+    def unload(self, stored: StoredDataset | ArraySource) -> None:
         """Give a dataset up; who reads it goes on from storage. Raises UsageError: it is not there; PeerLostError."""
         with PoolConnection(self._address) as connection:
             connection.unload(identity_of(stored))
 
-    def dataset(self, stored: StoredDataset) -> PooledDataset:
+    @overload
+    def dataset(self, stored: StoredDataset) -> PooledDataset: ...
+    @overload
+    def dataset(self, stored: ArraySource) -> PooledArray: ...
+
+    def dataset(self, stored: StoredDataset | ArraySource) -> PooledDataset | PooledArray:
         """A dataset to read, for loaders too; the same one at each call."""
         identity = identity_of(stored)
         if identity not in self._datasets:
-            self._datasets[identity] = PooledDataset(
-                stored, self._address, silence_s=self._silence_s, storage_options=self._storage_options
+            self._datasets[identity] = (
+                PooledArray(stored, self._address, silence_s=self._silence_s)
+                if isinstance(stored, ArraySource)
+                else PooledDataset(
+                    stored, self._address, silence_s=self._silence_s, storage_options=self._storage_options
+                )
             )
         return self._datasets[identity]
 
-    def read(self, stored: StoredDataset, index: int | str) -> Sample:
-        """One sample, by number or by the path in its metadata, from memory or from storage.
+    @overload
+    def read(self, stored: StoredDataset, index: int | str) -> Sample: ...
+    @overload
+    def read(self, stored: ArraySource, index: int) -> Rows: ...
 
-        Raises ObjectMissingError: none lies at this path; OptionError: several do; and what `DatasetReader.read` does.
+    def read(self, stored: StoredDataset | ArraySource, index: int | str) -> Sample | Rows:
+        """One sample, or the row of an array, from memory or from storage.
+
+        index: its number, or the path in the metadata of a stored dataset.
+
+        Raises ObjectMissingError: none lies at this path; OptionError: several do; and what the dataset's reading does.
         """
+        if isinstance(stored, ArraySource):
+            return self.dataset(stored)[operator.index(index)]  # type: ignore[arg-type]
         return self.dataset(stored).read(self._number(stored, index))
 
-    def read_batch(self, stored: StoredDataset, indices: Sequence[int | str]) -> list[Sample]:
-        """These samples, in order. Raises as `read`."""
+    @overload
+    def read_batch(self, stored: StoredDataset, indices: Sequence[int | str]) -> list[Sample]: ...
+    @overload
+    def read_batch(self, stored: ArraySource, indices: Sequence[int]) -> Rows: ...
+
+    def read_batch(
+        self, stored: StoredDataset | ArraySource, indices: Sequence[int] | Sequence[int | str]
+    ) -> list[Sample] | Rows:
+        """These samples in order; of an array one tensor. Raises as `read`."""
+        if isinstance(stored, ArraySource):
+            return self.dataset(stored).read_batch(indices)  # type: ignore[arg-type]
         return self.dataset(stored).__getitems__([self._number(stored, index) for index in indices])
 
     def close(self) -> None:

@@ -11,10 +11,11 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.dataservice.protocol import HERE, IN_STORAGE, PENDING, RecordStates, SetSource
+from torch_dpflow.dataservice.protocol import HERE, IN_STORAGE, PENDING, AnySource, RecordStates
 from torch_dpflow.dataservice.regions import UNKNOWN, PoolRegion, create_region
 from torch_dpflow.dataservice.sets import FileSet
-from torch_dpflow.datasets.sample_reader import SampleReader
+from torch_dpflow.dataservice.sources import RecordReader
+from torch_dpflow.datasets.sample_reader import Sample
 from torch_dpflow.errors import DPFlowError, PoolFullError
 from torch_dpflow.log import SERVICE
 
@@ -39,7 +40,7 @@ class HeldSet:
     """
 
     def __init__(
-        self, source: SetSource, reader: SampleReader, records: FileSet, known: npt.NDArray[np.bool_]
+        self, source: AnySource, reader: RecordReader, records: FileSet, known: npt.NDArray[np.bool_]
     ) -> None:
         self.source = source
         self.records = records
@@ -167,7 +168,7 @@ class HeldSet:
             for one in own:
                 self._taken[one] = True
         try:
-            samples = self._reader.read_each(own)
+            samples: Sequence[Sample | DPFlowError] = self._reader.read_each(own)
         except Exception as error:  # whatever it is, its readers have to go on
             samples = [DPFlowError(f"{type(error).__name__}: {error}")] * len(own)
         states: list[tuple[int, int]] = []

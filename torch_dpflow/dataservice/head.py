@@ -23,8 +23,7 @@ from torch_dpflow.dataservice.protocol import (
     SetList,
 )
 from torch_dpflow.dataservice.regions import IDLE, UNLOADED
-from torch_dpflow.dataservice.sources import open_source, record_set
-from torch_dpflow.datasets.sample_reader import SampleReader
+from torch_dpflow.dataservice.sources import open_source, samples_in
 from torch_dpflow.errors import PoolFullError, UsageError
 from torch_dpflow.log import SERVICE
 
@@ -153,10 +152,7 @@ class PoolHead:
     def _plan(self, known: KnownSet) -> None:
         request, held = known.request, None
         try:
-            stored = open_source(request.source, request.identity)
-            known.url = stored.url
-            records, is_known = record_set(stored)
-            reader = SampleReader(stored, storage_options=request.source.data_options)
+            known.url, records, is_known, reader = open_source(request.source, request.identity)
             held = HeldSet(request.source, reader, records, is_known)
             sizes = [
                 records.stripe_bytes(stripe) + 16 * (1 + len(records.records_of(stripe)))
@@ -206,7 +202,7 @@ class PoolHead:
         info = SetInfo(
             identity=request.identity,
             ref=request.source.ref,
-            url=known.url or request.source.store,
+            url=known.url or "not opened yet",
             records=0,
             placed=0,
             loaded=0,
@@ -221,12 +217,14 @@ class PoolHead:
         summary = next(one for one in self._keeper.summaries() if one.identity == request.identity)
         owners = self._keeper.table(request.identity).owners
         loaded, failed = held.counts
+        placed = sum(len(held.records.records_of(stripe)) for stripe, one in enumerate(owners) if one >= 0)
+        samples = partial(samples_in, request.source)
         return msgspec.structs.replace(
             info,
-            records=held.records.records,
-            placed=sum(len(held.records.records_of(stripe)) for stripe, one in enumerate(owners) if one >= 0),
-            loaded=loaded,
-            failed=failed,
+            records=samples(held.records.records),
+            placed=samples(placed),
+            loaded=samples(loaded),
+            failed=samples(failed),
             reserved_bytes=summary.placed_bytes,
             readers=summary.readers,
             is_placed=held.is_placed,

@@ -13,6 +13,7 @@ import msgspec
 from torch_dpflow.dataservice.protocol import (
     ANSWERS,
     MOST_REGIONS,
+    AnySource,
     CountReads,
     ListSets,
     PoolAnswer,
@@ -21,7 +22,6 @@ from torch_dpflow.dataservice.protocol import (
     PreloadSet,
     SetInfo,
     SetList,
-    SetSource,
     UnloadSet,
     check_private,
     find_directory,
@@ -106,7 +106,7 @@ class PoolConnection:
 
     def preload(
         self,
-        source: SetSource,
+        source: AnySource,
         identity: bytes,
         *,
         whole: bool,

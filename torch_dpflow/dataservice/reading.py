@@ -8,19 +8,22 @@ import threading
 import time
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from torch_dpflow.dataservice.pool_connection import PoolConnection
 from torch_dpflow.dataservice.protocol import (
     HERE,
     IN_STORAGE,
     MOST_RECORDS,
     PENDING,
+    AnySource,
     CountReads,
     OpenSet,
     PreloadSet,
     RecordStates,
     SetInfo,
     SetOpened,
-    SetSource,
     WantRecords,
 )
 from torch_dpflow.dataservice.regions import UNKNOWN, UNLOADED, PoolRegion, map_region
@@ -44,7 +47,7 @@ class SetReading:
     """
 
     def __init__(
-        self, address: str | os.PathLike[str], source: SetSource, identity: bytes, silence_s: float
+        self, address: str | os.PathLike[str], source: AnySource, identity: bytes, silence_s: float
     ) -> None:
         self._silence_s = silence_s
         self._address, self._source, self._identity = address, source, identity
@@ -74,6 +77,30 @@ class SetReading:
             self.hits += len(found) - found.count(None)
             self._tell()
         return found
+
+    def places(self, records: npt.NDArray[np.int64]) -> list[tuple[PoolRegion, npt.NDArray[np.int64]]]:
+        """Regions in which some of these records are mapped, and where each begins there; -1: not in this one."""
+        found: list[tuple[PoolRegion, npt.NDArray[np.int64]]] = []
+        with self._lock:
+            self._look(records.tolist())
+            stripes, numbers = np.divmod(records, self._per_stripe)
+            for stripe in np.unique(stripes).tolist():
+                own, region = stripes == stripe, self._ready.get(stripe)
+                if region is None and stripe in self._regions:
+                    region = self._regions[stripe]
+                    own &= [self._states.get(one) == HERE for one in records.tolist()]
+                if region is not None:
+                    begins = np.full(len(records), -1, np.int64)
+                    begins[own] = region.offsets(stripe, numbers[own])
+                    found.append((region, begins))
+        return found
+
+    def count(self, hits: int, misses: int) -> None:
+        """So many more samples were found in memory by `places`, and were not."""
+        with self._lock:
+            self.hits += hits
+            self.misses += misses
+            self._tell()
 
     def close(self) -> None:
         """End reading; memory is freed."""

@@ -17,6 +17,7 @@ import struct
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from torch_dpflow.dataservice.sets import ALIGNMENT, FileSet
 from torch_dpflow.errors import MessageError, PoolFullError
@@ -54,6 +55,11 @@ class PoolRegion:
         """Offset and length of a stripe's record; the length may be `UNKNOWN`."""
         at = 2 * (self.stripes[stripe] + number)
         return self._index[at], self._index[at + 1]
+
+    def offsets(self, stripe: int, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where records of a stripe begin; -1 for those whose length is unknown."""
+        places = np.asarray(self._index)[2 * (self.stripes[stripe] + numbers)[:, None] + [0, 1]]
+        return np.where(places[:, 1] == UNKNOWN, -1, places[:, 0])
 
     def read(self, stripe: int, number: int) -> bytes:
         """A copy of a record that is there."""

@@ -8,7 +8,9 @@ from the set alone, before any byte has come: so it can be loaded, or asked for,
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,6 +26,8 @@ ALIGNMENT = 64
 FILES_PER_STRIPE = 1000
 #: Bytes of a stripe of an array set, at most, unless a record is larger.
 ARRAY_STRIPE_BYTES = 64 << 20
+#: Bytes of a block of rows, at most, unless a row is larger; and how many blocks a set may have: 4 TiB.
+ARRAY_BLOCK_BYTES, _MOST_BLOCKS = 256 << 10, 1 << 24
 #: Bytes of an identity.
 IDENTITY_BYTES = 16
 
@@ -132,15 +136,18 @@ class FileSet(RecordSet):
 
 
 class ArraySet(RecordSet):
-    """Rows of an array: record i lies at i times its bytes, in stripes of whole records.
+    """Rows of an array, in stripes of whole rows.
+
+    A server knows blocks of rows, as files of one length (`blocks`): what it keeps of each row would take more memory
+    than the row. Blocks of small rows fill cache lines, so that rows lie at multiples of their bytes all through.
 
     Args:
-        dtype: of the elements, as numpy writes it; no Python objects.
+        dtype: of the elements, as numpy writes it; no Python objects, no fields.
         shape: of one record; empty for a number.
 
     Raises:
-        OptionTypeError: the type is of objects.
-        OptionError: records have no bytes.
+        OptionTypeError: the type is of objects, or has fields.
+        OptionError: records have no bytes, or there are too many; or one takes more than a stripe.
     """
 
     def __init__(
@@ -148,16 +155,37 @@ class ArraySet(RecordSet):
         identity: bytes,
         records: int,
         dtype: str,
-        shape: tuple[int, ...],
+        shape: Sequence[int],
         stripe_bytes: int = ARRAY_STRIPE_BYTES,
+        block_bytes: int = ARRAY_BLOCK_BYTES,
     ) -> None:
-        self.dtype, self.shape = np.dtype(dtype), tuple(shape)
-        if self.dtype.hasobject:
-            raise OptionTypeError(f"dtype={dtype!r} is of Python objects; give an array of numbers or bytes")
-        self.record_bytes = int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        try:
+            self.dtype, self.shape = np.dtype(dtype), tuple(shape)
+        except TypeError as error:
+            raise OptionTypeError(f"dtype={dtype!r}: {error}; give one of numpy's types") from error
+        if self.dtype.hasobject or self.dtype.kind == "V":
+            raise OptionTypeError(
+                f"dtype={dtype!r} is of Python objects or has fields; give an array of numbers or bytes, such as one "
+                "for each field"
+            )
+        self.record_bytes = math.prod(self.shape) * self.dtype.itemsize
         if self.record_bytes < 1:
             raise OptionError(f"dtype={dtype!r}, shape={shape}: records have no bytes; give at least one")
-        super().__init__(identity, records, max(1, stripe_bytes // self.record_bytes))
+        if self.record_bytes > stripe_bytes:
+            raise OptionError(
+                f"dtype={dtype!r}, shape={shape}: a record has {self.record_bytes:,} bytes, and at most "
+                f"{stripe_bytes:,} are allowed; have more and smaller ones, as by reshape"
+            )
+        whole_lines = ALIGNMENT // math.gcd(ALIGNMENT, self.record_bytes)
+        fit = min(block_bytes, stripe_bytes) // self.record_bytes
+        #: Rows of a block.
+        self.per_block = max(1, fit // whole_lines * whole_lines or fit)
+        self.blocks_per_stripe = max(1, stripe_bytes // (self.per_block * self.record_bytes))
+        super().__init__(identity, records, self.per_block * self.blocks_per_stripe)
+        if -(-records // self.per_block) > _MOST_BLOCKS:
+            raise OptionError(
+                f"{records:,} records of {self.record_bytes:,} bytes are too many; split the array"
+            )
 
     def locate(self, index: int) -> Slot:
         stripe, place = divmod(self.check_index(index), self.per_stripe)
@@ -165,3 +193,9 @@ class ArraySet(RecordSet):
 
     def stripe_bytes(self, stripe: int) -> int:
         return len(self.records_of(stripe)) * self.record_bytes
+
+    def blocks(self) -> FileSet:
+        """The blocks of rows, as a server holds them."""
+        lengths = np.full(-(-self.records // self.per_block), self.per_block * self.record_bytes)
+        lengths[-1] = (self.records - (len(lengths) - 1) * self.per_block) * self.record_bytes
+        return FileSet(self.identity, lengths, self.blocks_per_stripe)

@@ -44,7 +44,8 @@ class Objects:
             self._file_system(url)  # before the threads start, each of which would make its own
         return self._threads.map(self._size, urls)
 
-    def _size(self, url: str) -> int | DPFlowError | None:
+    def entry(self, url: str) -> dict[str, Any] | DPFlowError:
+        """What fsspec's file system tells of an object, or its error."""
         fs = self._file_system(url)
         try:
             entry = call_with_deadline(fs, self._reader.options.deadline_s, lambda: fs.info(path_of(fs, url)))
@@ -54,6 +55,12 @@ class Objects:
             return storage_error(ByteRange(url), error)
         if entry["type"] == "directory":
             return ObjectMissingError(f"{without_login(url)} is a directory")
+        return dict(entry)
+
+    def _size(self, url: str) -> int | DPFlowError | None:
+        entry = self.entry(url)
+        if isinstance(entry, DPFlowError):
+            return entry
         size = entry.get("size")
         return None if size is None else int(size)
 

@@ -1,0 +1,254 @@
+"""Arrays in the pool: every row as numpy has it, from memory or from storage, and what cannot be held is refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.dataservice.pool_servers import inner_server, server
+from tests.shared_cluster import PATIENCE_S, wait
+from torch_dpflow import DPFlowDataLoader
+from torch_dpflow.dataservice import ArraySource, DataClient, PooledArray, open_array
+from torch_dpflow.dataservice.arrays import array_identity, array_set
+from torch_dpflow.dataservice.sets import ArraySet
+from torch_dpflow.errors import (
+    ChecksumError,
+    MissingExtraError,
+    ObjectMissingError,
+    OptionError,
+    OptionTypeError,
+    TruncatedObjectError,
+)
+
+ROWS = np.arange(5000 * 30, dtype=np.float32).reshape(5000, 5, 6)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[DataClient]:
+    """A client of a server in a thread."""
+    with (
+        inner_server(tmp_path / "p", 64 << 20),
+        closing(DataClient(tmp_path / "p", silence_s=PATIENCE_S)) as client,
+    ):
+        yield client
+
+
+def saved(path: Path, content: Any = ROWS, **how: Any) -> Path:
+    np.save(path, content, **how)
+    return path
+
+
+def as_numpy(rows: object) -> np.ndarray[Any, Any]:
+    return rows.numpy() if isinstance(rows, torch.Tensor) else np.asarray(rows)
+
+
+def test_rows_come_from_memory_also_without_the_file(tmp_path: Path, client: DataClient) -> None:
+    source = open_array(saved(tmp_path / "rows.npy"))
+    info = client.preload(source)
+    assert (info.records, info.placed, info.loaded, info.failed) == (5000, 5000, 5000, 0)
+    (tmp_path / "rows.npy").unlink()
+    chosen = np.random.default_rng(1).integers(-5000, 5000, 1000)
+    found = client.read_batch(source, chosen.tolist())
+    assert isinstance(found, torch.Tensor)
+    assert np.array_equal(found.numpy(), ROWS[chosen])
+    assert torch.equal(torch.as_tensor(client.read(source, -1)), torch.from_numpy(ROWS[-1]))
+    assert client.read_batch(source, []).shape == (0, 5, 6)
+    assert (client.dataset(source).hits, client.dataset(source).misses) == (1001, 0)
+    for wrong in (5000, -5001):
+        with pytest.raises(IndexError, match=f"row {wrong} is out of range; .* has 5000 rows"):
+            client.read(source, wrong)
+    with pytest.raises(TypeError):
+        client.read_batch(source, [1.5])  # type: ignore[list-item]
+    client.unload(source)
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    records=st.integers(1, 40),
+    shape=st.lists(st.integers(1, 300), max_size=2).filter(lambda shape: np.prod(shape) < 60_000),
+    dtype=st.sampled_from(["u1", "<f4", ">f8", "?", "<c16", "S7", "<U3", "<M8[s]"]),
+    seed=st.integers(0, 99),
+)
+def test_rows_of_any_form_are_those_of_numpy(
+    tmp_path: Path, client: DataClient, records: int, shape: list[int], dtype: str, seed: int
+) -> None:
+    chance = np.random.default_rng(seed)
+    numbers = chance.integers(0, 2, (records, *shape))
+    content = numbers.astype(dtype)
+    source = open_array(saved(tmp_path / "any.npy", content))
+    with closing(PooledArray(source, tmp_path / "p", silence_s=PATIENCE_S)) as rows:
+        client.preload(source)
+        chosen = chance.integers(0, records, 17)
+        found = as_numpy(rows.read_batch(chosen))
+        assert found.dtype == content.dtype
+        assert np.array_equal(found, content[chosen])
+        assert (rows.hits, rows.misses) == (17, 0)
+    client.close()
+    client.unload(source)
+
+
+@given(
+    records=st.integers(1, 400),
+    shape=st.lists(st.integers(1, 9), max_size=2),
+    stripe_bytes=st.integers(400, 3000),
+    block_bytes=st.integers(1, 900),
+)
+def test_blocks_of_rows_lie_in_stripes_of_whole_rows(
+    records: int, shape: list[int], stripe_bytes: int, block_bytes: int
+) -> None:
+    rows = ArraySet(b"n" * 16, records, "float32", shape, stripe_bytes, block_bytes)
+    blocks = rows.blocks()
+    assert int(blocks.lengths.sum()) == records * rows.record_bytes
+    assert blocks.stripes == rows.stripes
+    for row in range(records):
+        block = blocks.locate(row // rows.per_block)
+        assert block.stripe == rows.locate(row).stripe
+        assert (row % rows.per_block + 1) * rows.record_bytes <= block.length
+    if rows.per_block > 1 and rows.per_block * rows.record_bytes % 64 == 0:
+        for row in range(records):  # without space between blocks
+            block = blocks.locate(row // rows.per_block)
+            assert block.offset + row % rows.per_block * rows.record_bytes == rows.locate(row).offset
+
+
+def test_loaders_and_processes_get_the_same_rows(tmp_path: Path, client: DataClient) -> None:
+    source = open_array(saved(tmp_path / "rows.npy"))
+    with closing(PooledArray(source, tmp_path / "p", silence_s=PATIENCE_S)) as rows:
+        for _ in range(2):
+            loader = DPFlowDataLoader(rows, batch_size=512, shuffle=True, num_workers=2)
+            found = torch.cat([*loader])
+            assert torch.equal(found[found[:, 0, 0].argsort()], torch.from_numpy(ROWS))
+        wait(lambda: [one.loaded for one in client.sets()] == [5000], what="the implicit set")
+        with closing(pickle.loads(pickle.dumps(rows))) as other:
+            assert torch.equal(other.read_batch([7]), torch.from_numpy(ROWS[7:8]))
+
+
+def test_a_killed_server_costs_no_row(tmp_path: Path) -> None:
+    source = open_array(saved(tmp_path / "rows.npy"))
+    address = tmp_path / "p"
+    with closing(PooledArray(source, address, silence_s=PATIENCE_S)) as rows:
+        assert np.array_equal(as_numpy(rows.read_batch(range(9))), ROWS[:9])  # there is no server yet
+        rows.close()
+        with server(address) as process:
+            DataClient(address, silence_s=PATIENCE_S).preload(source)
+            assert np.array_equal(as_numpy(rows.read_batch(range(9))), ROWS[:9])
+            assert rows.hits == 9
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            assert np.array_equal(as_numpy(rows.read_batch(range(5000))), ROWS)
+
+
+def test_a_file_that_is_replaced_is_never_mixed(tmp_path: Path, client: DataClient) -> None:
+    path = saved(tmp_path / "rows.npy")
+    source = open_array(path)
+    client.preload(source)
+    saved(path, ROWS + 1)
+    os.utime(path, ns=(1, 1))
+    assert np.array_equal(
+        as_numpy(client.read_batch(source, range(5000))), ROWS
+    )  # what is held is the old one
+    anew = open_array(path)
+    assert array_identity(anew) != array_identity(source)
+    client.preload(anew)
+    assert np.array_equal(as_numpy(client.read_batch(anew, range(5000))), ROWS + 1)
+    client.unload(source)
+    with pytest.raises(ChecksumError, match="was replaced since it was opened"):
+        client.read(source, 3)
+    info = client.preload(source, on_error="skip")
+    assert (info.loaded, info.failed) == (0, 5000)
+    path.unlink()
+    with pytest.raises(ObjectMissingError):
+        open_array(path)
+
+
+def test_arrays_of_any_storage(client: DataClient) -> None:
+    with fsspec.open("memory://arrays/rows.npy", "wb") as file:
+        np.save(file, ROWS)
+    source = open_array("memory://arrays/rows.npy")
+    try:
+        client.preload(source)
+        assert np.array_equal(as_numpy(client.read_batch(source, range(5000))), ROWS)
+    finally:
+        fsspec.filesystem("memory").rm("/arrays/rows.npy")
+
+
+def test_datasets_of_hdf5_files(tmp_path: Path, client: DataClient) -> None:
+    h5py = pytest.importorskip("h5py", reason="the extra hdf5 is not installed")
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file.create_dataset("train/x", data=ROWS, chunks=(64, 5, 6), compression="gzip")
+        file["train/y"] = np.arange(10)
+    source = open_array(tmp_path / "rows.h5", path="train/x")
+    info = client.preload(source)
+    assert (info.loaded, info.failed) == (5000, 0)
+    chosen = np.random.default_rng(1).integers(0, 5000, 100)
+    assert np.array_equal(as_numpy(client.read_batch(source, chosen.tolist())), ROWS[chosen])
+    client.unload(source)
+    assert np.array_equal(as_numpy(client.read_batch(source, chosen.tolist())), ROWS[chosen])
+    for path in ("", "train", "nothing"):
+        with pytest.raises(OptionError, match=r"give path=, one of \['train/x', 'train/y'\]"):
+            open_array(tmp_path / "rows.h5", path=path)
+
+
+def test_an_hdf5_file_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    (tmp_path / "rows.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(100))
+    with pytest.raises(MissingExtraError, match=r"pip install 'torch_dpflow\[hdf5\]'"):
+        open_array(tmp_path / "rows.h5", path="x")
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "says"),
+    [
+        (np.float32(1), OptionError, "single number .0-d., and has no records; give it a first dimension"),
+        (np.zeros((0, 3)), OptionError, "records=0"),
+        (np.zeros((3, 0)), OptionError, "records have no bytes; give at least one"),
+        (np.asfortranarray(np.ones((3, 4))), OptionError, "Fortran order.*numpy.ascontiguousarray"),
+        (np.array([{}, 1], dtype=object), OptionTypeError, "Python objects or has fields; give"),
+        (np.zeros(3, dtype=[("a", "f4")]), OptionTypeError, "Python objects or has fields; give"),
+        (
+            np.zeros((1, (64 << 20) + 1), "u1"),
+            OptionError,
+            "at most 67,108,864 are allowed; have more and smaller",
+        ),
+    ],
+)
+def test_arrays_that_cannot_be_held(tmp_path: Path, content: Any, kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        open_array(saved(tmp_path / "rows.npy", content))
+
+
+def test_files_that_are_no_arrays(tmp_path: Path) -> None:
+    (tmp_path / "text.npy").write_bytes(b"no array at all")
+    with pytest.raises(OptionError, match=r"neither a \.npy file .* nor an HDF5 file"):
+        open_array(tmp_path / "text.npy")
+    path = saved(tmp_path / "rows.npy")
+    with pytest.raises(OptionError, match="leave out path='x'"):
+        open_array(path, path="x")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(TruncatedObjectError, match="600,127 bytes of 600,128"):
+        open_array(path)
+
+
+def test_what_a_client_claims_is_checked(client: DataClient) -> None:
+    claimed = ArraySource(ref="x", url="/none", dtype="<f4", shape=[1 << 40, 1 << 7], stamp="", start=0)
+    with pytest.raises(OptionError, match="are too many; split the array"):
+        array_set(claimed)
+    for changes in ({"dtype": "O"}, {"dtype": "no type"}, {"shape": []}):
+        wrong = ArraySource(
+            **{"ref": "x", "url": "/none", "dtype": "<f4", "shape": [3], "stamp": "", **changes}
+        )
+        with pytest.raises((OptionError, OptionTypeError)):
+            array_set(wrong)
+    assert client.sets() == []

@@ -1,0 +1,184 @@
+"""PooledArray: an array as a dataset of its rows, which come from the pool of this host where they are there."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset
+
+from torch_dpflow.checks import check_seconds, check_type
+from torch_dpflow.dataservice.arrays import ArrayReader, array_identity, array_set
+from torch_dpflow.dataservice.protocol import ArraySource
+from torch_dpflow.dataservice.reading import SetReading
+from torch_dpflow.dataservice.regions import PoolRegion
+from torch_dpflow.dataservice.sources import source_of
+from torch_dpflow.datasets.storage import ReadOptions
+from torch_dpflow.datasets.storage.per_process import PerProcess
+from torch_dpflow.errors import DPFlowError
+
+#: A tensor; where torch has no such type (text, big-endian numbers), an array of numpy.
+Rows: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
+_Numbers: TypeAlias = npt.NDArray[np.int64]
+
+
+class PooledArray(Dataset[Rows]):
+    """A map-style dataset of the rows of an array, which a server of this host reads from storage once for everybody.
+
+    As `PooledDataset`: the server begins to hold it when it is first read; where no server has a row, it is read from
+    storage. Rows are copies. Thread-safe; a forked child, or a pickle, opens its own connections.
+
+    Args:
+        source: what `open_array` has returned.
+        address, silence_s: as for `PooledDataset`.
+        read_options: timeouts, retries, concurrency of storage.
+
+    Raises:
+        OptionError, OptionTypeError: an option is not allowed.
+    """
+
+    def __init__(
+        self,
+        source: ArraySource,
+        address: str | os.PathLike[str] = "auto",
+        *,
+        silence_s: float = 5.0,
+        read_options: ReadOptions | None = None,
+    ) -> None:
+        check_type("source", source, ArraySource, "what open_array has returned")
+        self.source = source
+        self._address = address
+        self._silence_s = check_seconds("silence_s", silence_s)
+        self._read_options = read_options
+        self._prepare()
+
+    def __len__(self) -> int:
+        return self._rows.records
+
+    def __getitem__(self, index: int) -> Rows:
+        """Row `index`; a negative one counts from the end. Raises as `read_batch`."""
+        return self.read_batch([operator.index(index)])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Rows]:
+        return [*self.read_batch(indices)]
+
+    def read_batch(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Rows:
+        """These rows, in order, as one tensor of shape (n, *shape of a row).
+
+        Raises:
+            IndexError: there is no such row.
+            StorageError: a row is not in memory, and cannot be read; ChecksumError: the file was replaced.
+        """
+        numbers = self._numbers(indices)
+        out = np.empty((len(numbers), *self._rows.shape), self._rows.dtype)
+        missing = self._copy(numbers, out)
+        self._reading.get().count(len(numbers) - len(missing), len(missing))
+        if len(missing):
+            self._load(numbers, missing, out)
+        with suppress(TypeError, ValueError):
+            return torch.from_numpy(out)
+        return out
+
+    @property
+    def hits(self) -> int:
+        """Rows that this process has got from memory."""
+        return self._reading.get().hits
+
+    @property
+    def misses(self) -> int:
+        """Rows that this process has read from storage."""
+        return self._reading.get().misses
+
+    def close(self) -> None:
+        """Close this process's connections. The dataset may be used again."""
+        for opened in (self._reading.drop(), self._storage.drop()):
+            if opened is not None:
+                opened.close()
+
+    def _numbers(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> _Numbers:
+        given = np.asarray(
+            indices if isinstance(indices, np.ndarray) else [operator.index(one) for one in indices]
+        )
+        if given.size and given.dtype.kind not in "iu":
+            raise TypeError(f"indices are of type {given.dtype}; give whole numbers")
+        numbers = given.astype(np.int64)
+        count = len(self)
+        for wrong in numbers[(numbers < -count) | (numbers >= count)][:1]:
+            raise IndexError(f"row {wrong} is out of range; {self.source.ref} has {count} rows")
+        return np.where(numbers < 0, numbers + count, numbers)
+
+    def _copy(self, numbers: _Numbers, out: npt.NDArray[Any]) -> _Numbers:
+        """Copy the rows that are mapped; returns the positions of the others."""
+        rows = self._rows
+        blocks, block_of = np.unique(numbers // rows.per_block, return_inverse=True)
+        is_there = np.zeros(len(numbers), dtype=bool)
+        within = numbers % rows.per_block * rows.record_bytes
+        for region, begins in self._merged(self._reading.get().places(blocks)):
+            own = begins[block_of] >= 0
+            positions = np.flatnonzero(own)
+            _gather(region.memory, (begins[block_of] + within)[own], positions, out)
+            is_there |= own
+        return np.flatnonzero(~is_there)
+
+    @staticmethod
+    def _merged(places: list[tuple[PoolRegion, _Numbers]]) -> list[tuple[PoolRegion, _Numbers]]:
+        """One for each region."""
+        found: dict[int, tuple[PoolRegion, _Numbers]] = {}
+        for region, begins in places:
+            known = found.get(id(region))
+            found[id(region)] = region, begins if known is None else np.maximum(begins, known[1])
+        return [*found.values()]
+
+    def _load(self, numbers: _Numbers, missing: _Numbers, out: npt.NDArray[Any]) -> None:
+        spans = [(number, number + 1) for number in numbers[missing].tolist()]
+        for at, content in zip(missing.tolist(), self._storage.get().read_rows(spans)):
+            if isinstance(content, DPFlowError):
+                raise content
+            out[at] = np.frombuffer(content, self._rows.dtype).reshape(self._rows.shape)
+
+    def _prepare(self) -> None:
+        source, name = self.source, array_identity(self.source)
+        source_of(source, None)  # before anything is read: its options have to reach a server
+        self._rows = array_set(source)
+        self._reading = PerProcess(lambda: SetReading(self._address, source, name, self._silence_s))
+        self._storage = PerProcess(lambda: ArrayReader(source, self._read_options))
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        return {
+            name: one for name, one in self.__dict__.items() if name not in ("_rows", "_reading", "_storage")
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
+
+    def __iter__(self) -> Iterator[Rows]:
+        return (self[index] for index in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.source.ref}, {len(self)} rows of {self._rows.dtype}{self._rows.shape})"
+
+
+def _gather(memory: Any, begins: _Numbers, positions: _Numbers, out: npt.NDArray[Any]) -> None:
+    """Copy rows that begin at these bytes of `memory` to these positions of `out`."""
+    size = out[:1].nbytes
+    first = int(begins[0]) % size
+    numbers, rest = np.divmod(begins - first, size)
+    if rest.any():  # rows that lie in blocks of rows larger than a cache line, with space between
+        content = memoryview(memory)
+        for at, begin in zip(positions.tolist(), begins.tolist()):
+            out[at] = np.frombuffer(content[begin : begin + size], out.dtype).reshape(out.shape[1:])
+        return
+    row = np.dtype((np.void, size))
+    table = np.frombuffer(memory, row, (len(memory) - first) // size, first)
+    if len(positions) == len(out):  # in order, all of them; "clip" because "raise" would copy once more
+        assert numbers.max() < len(table)
+        np.take(table, numbers, out=out.reshape(-1).view(row), mode="clip")
+    else:
+        out.reshape(-1).view(row)[positions] = table[numbers]
