@@ -342,6 +342,14 @@ def test_a_check_asks_for_a_pod_and_starts_none(
                 adapter.check()
 
 
+def test_a_field_that_kubernetes_does_not_know_is_refused_with_its_name(door: socket.socket) -> None:
+    with closing(adapter_of(pod={"tolerration": []})) as adapter:
+        with pytest.raises(RejectedError, match=r'unknown field "spec\.tolerration"'):
+            adapter.check()
+        with pytest.raises(RejectedError, match=r'unknown field "spec\.tolerration"'):
+            start(adapter, door)
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "told"),
     [
@@ -349,6 +357,32 @@ def test_a_check_asks_for_a_pod_and_starts_none(
         ({"requests": {"memory": "2 GB"}}, OptionError, r"requests\['memory'\]='2 GB': give a quantity"),
         ({"node_selector": "spot"}, OptionTypeError, "node_selector='spot' is of type str"),
         ({"pod": []}, OptionTypeError, r"pod=\[\] is of type list"),
+        (
+            {"pod": {"containers": []}},
+            OptionError,
+            r"pod\['containers'\] is set by .*: add to it by container",
+        ),
+        ({"pod": {"restartPolicy": "Always"}}, OptionError, r"pod\['restartPolicy'\] is set by torch_dpflow"),
+        (
+            {"pod": {"volumes": {}}},
+            OptionTypeError,
+            r"pod\['volumes'\] is of type dict: give a list of dicts",
+        ),
+        (
+            {"pod": {"volumes": ["data"]}},
+            OptionTypeError,
+            r"pod\['volumes'\]\[0\] is of type str: give a dict",
+        ),
+        ({"pod": {"volumes": [{"name": "order"}]}}, OptionError, "named 'order', as one of torch_dpflow's"),
+        ({"pod": {"securityContext": []}}, OptionTypeError, "is of type list: give a dict"),
+        ({"pod": {3: 4}}, OptionTypeError, r"pod\[3\]: give the name of a field"),
+        ({"container": {"command": ["sh"]}}, OptionError, r"container\['command'\] is set by torch_dpflow"),
+        (
+            {"container": {"image": "mine"}},
+            OptionError,
+            r"container\['image'\] .*\(give image\): leave it out",
+        ),
+        ({"container": {"env": [{"value": SECRET}]}}, OptionError, r"container\['env'\]\[0\] has no name"),
         ({"lifetime": "long"}, OptionError, "lifetime='long' is no time"),
         ({"max_workers": -1}, OptionError, "max_workers=-1"),
         ({"user": 0}, OptionError, "user=0"),
@@ -357,8 +391,9 @@ def test_a_check_asks_for_a_pod_and_starts_none(
 def test_settings_are_checked_when_they_are_made(
     settings: dict[str, Any], error: type[Exception], told: str
 ) -> None:
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=told) as raised:
         Kubernetes(**settings)
+    assert SECRET not in str(raised.value)
 
 
 def test_settings_pickle_and_show_no_variables() -> None:

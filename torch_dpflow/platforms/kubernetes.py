@@ -15,6 +15,7 @@ from torch_dpflow.errors import AnswerLostError, OptionError, OptionTypeError, P
 from torch_dpflow.log import SERVICE
 from torch_dpflow.platforms.base import MAX_REPORT_CHARS, Limits
 from torch_dpflow.platforms.calls import Calls
+from torch_dpflow.platforms.kubernetes_additions import check_container, check_pod
 from torch_dpflow.platforms.kubernetes_pods import FILE, Pods, check_installed
 from torch_dpflow.platforms.kubernetes_specs import (
     FLEET,
@@ -88,7 +89,9 @@ class Kubernetes:
     def __post_init__(self) -> None:
         for text in ("image", "namespace", "service_account", "context"):
             check_type(text, getattr(self, text), str, "text")
-        for table in ("requests", "node_selector", "pod", "container"):
+        check_pod(self.pod)
+        check_container(self.container)
+        for table in ("requests", "node_selector"):
             check_type(table, getattr(self, table), Mapping, "a dict")
         for table in ("requests", "node_selector"):
             for key, value in getattr(self, table).items():

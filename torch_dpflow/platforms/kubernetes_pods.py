@@ -96,7 +96,14 @@ class Pods:
         options = {"dry_run": "All"} if is_trial else {}
         with self._calling(f"{name} cannot be started") as client:
             try:
-                made = _sent(client.core.create_namespaced_pod, client.namespace, body, **options)
+                # Strict: else a field that it does not know is left out in silence.
+                made = _sent(
+                    client.core.create_namespaced_pod,
+                    client.namespace,
+                    body,
+                    field_validation="Strict",
+                    **options,
+                )
             except Exception as error:
                 if not _is_there(error):
                     raise

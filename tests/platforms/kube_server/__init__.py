@@ -147,7 +147,10 @@ class KubeServer:
         with self._lock:
             if verb == "create":
                 create = self._create_pod if kind == "pods" else self._create_secret
-                return create(json.loads(body), is_trial=is_trial)
+                made = json.loads(body)
+                if kind == "pods" and query.get("fieldValidation") == "Strict":
+                    _check_fields(made["spec"])
+                return create(made, is_trial=is_trial)
             pod = self.pods.get(name)
         if pod is None:
             raise Refused(404, "NotFound", f'{kind} "{name}" not found')
@@ -255,6 +258,15 @@ def kube_server(**settings: Any) -> Iterator[KubeServer]:
         yield server
     finally:
         server.close()
+
+
+def _check_fields(spec: Mapping[str, Any]) -> None:
+    """Refuse a pod with a field that there is not, at the top."""
+    from kubernetes.client import V1PodSpec
+
+    for name in spec.keys() - V1PodSpec.attribute_map.values():
+        text = f'Pod in version "v1" cannot be handled as a Pod: strict decoding error: unknown field "spec.{name}"'
+        raise Refused(400, "BadRequest", text)
 
 
 def _refuse(fault: str | int) -> None:
