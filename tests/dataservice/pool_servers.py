@@ -6,15 +6,23 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch_dpflow.dataservice import DataServer
 
 
+class ServerProcess(subprocess.Popen[str]):
+    """A server's process."""
+
+    #: Its first line.
+    said = ""
+
+
 @contextmanager
-def server(folder: Path, memory: str = "16MiB") -> Iterator[subprocess.Popen[str]]:
+def server(folder: Path, memory: str = "16MiB", *, more: Sequence[str] = ()) -> Iterator[ServerProcess]:
     """`dpflow pool serve`, once it listens."""
     command = [
         sys.executable,
@@ -26,11 +34,13 @@ def server(folder: Path, memory: str = "16MiB") -> Iterator[subprocess.Popen[str
         memory,
         "--address",
         str(folder),
+        *more,
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with ServerProcess(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            assert "the pool listens at" in process.stdout.readline()
+            process.said = process.stdout.readline()
+            assert "the pool listens at" in process.said
             yield process
         finally:
             process.send_signal(signal.SIGCONT)
@@ -38,7 +48,7 @@ def server(folder: Path, memory: str = "16MiB") -> Iterator[subprocess.Popen[str
 
 
 @contextmanager
-def inner_server(folder: Path, memory_bytes: int, **options: float) -> Iterator[DataServer]:
+def inner_server(folder: Path, memory_bytes: int, **options: Any) -> Iterator[DataServer]:
     """A server in a thread."""
     serving = DataServer(memory_bytes, folder, **options)
     thread = threading.Thread(target=serving.serve)

@@ -51,6 +51,7 @@ SUITES = {
     "exact_traces",
     "hosts",
     "lambda_handler",
+    "lanes",
     "members",
     "platforms",
     "policies",

@@ -233,7 +233,11 @@ def _show_updates(coordinator: RpcClient, interval: float, count: int | None, *,
 @click.argument("path", type=click.Path(dir_okay=False, path_type=Path))
 @json_option
 def keygen(path: Path, as_json: bool) -> None:
-    """Generate the keys of a cluster into PATH, for `dpflow up --listen ... --keys PATH`."""
+    """Generate the keys of a cluster into PATH, for `dpflow up --listen ... --keys PATH`.
+
+    With the extra `pool` it gets certificates too, for `dpflow pool serve --listen ... --connection PATH`.
+    """
+    from torch_dpflow.remote.access.certificates import can_draw_certificates
     from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 
     if path == Path():
@@ -241,7 +245,8 @@ def keygen(path: Path, as_json: bool) -> None:
     if os.path.lexists(path):
         raise UsageError(f"{str(path)!r} exists already; remove it, or give another path")
     try:
-        write_connection_file(path, generate_keys("tcp://127.0.0.1:0"))
+        keys = generate_keys("tcp://127.0.0.1:0", certificates=can_draw_certificates())
+        write_connection_file(path, keys)
     except OSError as error:
         raise OptionError(f"{str(path)!r} cannot be written: {error.strerror}; give another path") from error
     if as_json:

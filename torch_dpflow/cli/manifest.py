@@ -128,7 +128,7 @@ def _written(head: Head, keys: str | None, without_secrets: bool) -> str:
     if without_secrets:
         return _yaml(objects)
     file = msgspec.structs.replace(file, address=head.address, sends_code=True)
-    connection = msgspec.structs.replace(file, server_secret=None)
+    connection = file.for_jobs()
     texts = [msgspec.json.encode(one).decode() for one in (file, connection)]
     return _yaml([*head.secrets(*texts), *objects])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import signal
 import time
@@ -13,9 +14,10 @@ from rich.live import Live
 
 from torch_dpflow.byte_sizes import parse_bytes
 from torch_dpflow.cli.console import stdout_console
-from torch_dpflow.cli.dataset_options import store_options
+from torch_dpflow.cli.dataset_options import Command, store_options
 from torch_dpflow.cli.dataset_printing import preload_progress, problem_line, verify_progress
 from torch_dpflow.cli.pool_printing import read_rates, set_id, sets_table
+from torch_dpflow.dataservice.pool_address import CONNECTION_VARIABLE, PoolAddress, find_address
 from torch_dpflow.dataservice.pool_connection import PoolConnection
 from torch_dpflow.dataservice.protocol import SetInfo
 from torch_dpflow.dataservice.server import DataServer
@@ -29,9 +31,33 @@ _address = click.option(
     default="auto",
     envvar="DPFLOW_POOL",
     show_envvar=True,
-    metavar="DIRECTORY",
-    help="The directory of the pool's socket; by default this user's on this host.",
+    metavar="DIRECTORY|tcp://HOST:PORT",
+    help="The directory of the pool's socket, or where another host's server listens; by default this user's on this "
+    "host.",
 )
+_connection = click.option(
+    "--connection",
+    envvar=CONNECTION_VARIABLE,
+    show_envvar=True,
+    metavar="FILE",
+    help="The keys that `dpflow keygen` has written, for what is reached over a network.",
+)
+_trust_network = click.option(
+    "--trust-network",
+    is_flag=True,
+    help="Send samples over the network as they are, without TLS; both sides still prove that they have the keys.",
+)
+
+
+def _at_pool(command: Command) -> Command:
+    """Options that say which server is meant; the command gets a `PoolAddress`."""
+
+    @functools.wraps(command)
+    def run(*args: Any, address: str, connection: str | None, trust_network: bool, **given: Any) -> Any:
+        found = find_address(address, connection, trust_network=trust_network)
+        return command(*args, address=found, **given)
+
+    return _address(_connection(_trust_network(run)))
 
 
 @click.group()
@@ -48,10 +74,20 @@ def pool() -> None:
     show_default=True,
     help="How long a dataset stays that nobody reads and no command has loaded, seconds.",
 )
+@click.option(
+    "--listen",
+    metavar="tcp://HOST:PORT",
+    help="Where other hosts of the cluster reach it; takes --connection. Without it, only this user on this host.",
+)
 @_address
-def serve(memory: str, idle_s: float, address: str) -> None:
+@_connection
+@_trust_network
+def serve(
+    memory: str, idle_s: float, listen: str | None, address: str, connection: str | None, trust_network: bool
+) -> None:
     """Run a server until it is stopped: by Ctrl-C or SIGTERM."""
-    server = DataServer(parse_bytes("--memory", memory), address, idle_s=idle_s)
+    door = None if listen is None else find_address(listen, connection, trust_network=trust_network)
+    server = DataServer(parse_bytes("--memory", memory), address, idle_s=idle_s, listen=door)
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -59,7 +95,8 @@ def serve(memory: str, idle_s: float, address: str) -> None:
     try:
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
-        click.echo(f"the pool listens at {server.directory}, with {memory}")
+        other = "" if server.address is None else f" and at {server.address}"
+        click.echo(f"the pool listens at {server.directory}{other}, with {memory}")
         server.serve()
     except KeyboardInterrupt:
         pass
@@ -72,9 +109,9 @@ def serve(memory: str, idle_s: float, address: str) -> None:
 @pool.command()
 @click.argument("target", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
 @click.option("--part", is_flag=True, help="Hold as much as there is room for, where it would be refused.")
-@_address
+@_at_pool
 @store_options
-def preload(url: str, storage_options: dict[str, Any], target: str, part: bool, address: str) -> None:
+def preload(url: str, storage_options: dict[str, Any], target: str, part: bool, address: PoolAddress) -> None:
     """Load a dataset; it stays until it is unloaded."""
     stored = DatasetStore(url, **storage_options).open(target)
     with preload_progress(str(stored.ref)) as progress, PoolConnection(address) as connection:
@@ -91,9 +128,9 @@ def preload(url: str, storage_options: dict[str, Any], target: str, part: bool, 
 
 @pool.command()
 @click.argument("target", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
-@_address
+@_at_pool
 @store_options
-def verify(url: str, storage_options: dict[str, Any], target: str, address: str) -> None:
+def verify(url: str, storage_options: dict[str, Any], target: str, address: PoolAddress) -> None:
     """Compare what the pool holds of a dataset with its storage, which is read again.
 
     Prints one line for each sample that differs; the exit status is 1 if there was any.
@@ -111,8 +148,8 @@ def verify(url: str, storage_options: dict[str, Any], target: str, address: str)
 
 
 @pool.command("list")
-@_address
-def list_(address: str) -> None:
+@_at_pool
+def list_(address: PoolAddress) -> None:
     """List what the pool holds."""
     with PoolConnection(address) as connection:
         listed = connection.contents()
@@ -122,8 +159,8 @@ def list_(address: str) -> None:
 @pool.command()
 @click.option("--interval-s", type=click.FloatRange(min=0.1), default=1.0, show_default=True)
 @click.option("--count", type=click.IntRange(min=1), help="End after so many tables; without it, by Ctrl-C.")
-@_address
-def top(interval_s: float, count: int | None, address: str) -> None:
+@_at_pool
+def top(interval_s: float, count: int | None, address: PoolAddress) -> None:
     """Show what the pool holds and how fast it is read, again and again."""
     with PoolConnection(address) as connection, Live(console=stdout_console(highlight=False)) as live:
         listed, since = connection.contents(), time.monotonic()
@@ -137,8 +174,8 @@ def top(interval_s: float, count: int | None, address: str) -> None:
 
 @pool.command()
 @click.argument("target", metavar="ID|NAMESPACE/NAME[:VERSION[:VARIANT]]")
-@_address
-def show(target: str, address: str) -> None:
+@_at_pool
+def show(target: str, address: PoolAddress) -> None:
     """Show one dataset in the pool."""
     with PoolConnection(address) as connection:
         info = _find(connection, target)
@@ -152,8 +189,8 @@ def show(target: str, address: str) -> None:
 
 @pool.command()
 @click.argument("target", metavar="ID|NAMESPACE/NAME[:VERSION[:VARIANT]]")
-@_address
-def unload(target: str, address: str) -> None:
+@_at_pool
+def unload(target: str, address: PoolAddress) -> None:
     """Give up a dataset; who reads it goes on from storage."""
     with PoolConnection(address) as connection:
         info = _find(connection, target)

@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from torch_dpflow.checks import check_seconds
+from torch_dpflow.dataservice.guards import check_keys
+from torch_dpflow.dataservice.pool_address import AddressLike, find_address
 from torch_dpflow.dataservice.pool_connection import PoolConnection
 from torch_dpflow.dataservice.pooled import PooledDataset
 from torch_dpflow.dataservice.pooled_array import PooledArray, Rows
-from torch_dpflow.dataservice.protocol import ArraySource, SetInfo, find_directory
+from torch_dpflow.dataservice.protocol import ArraySource, SetInfo
 from torch_dpflow.dataservice.record_paths import RecordPaths
 from torch_dpflow.dataservice.sources import identity_of, source_of
 from torch_dpflow.datasets.sample_reader import Sample
@@ -23,9 +25,7 @@ class DataClient:
     """Loads datasets and arrays into the memory of this host's server, and reads them.
 
     Args:
-        address: the directory of the pool's socket; "auto" for what `DPFLOW_POOL` names, or else this user's on this
-            host.
-        silence_s: as for `PooledDataset`.
+        address, connection, trust_network, silence_s: as for `PooledDataset`.
         storage_options: fsspec's options for the data of datasets; None: those of their stores.
 
     Raises OptionError, OptionTypeError.
@@ -33,13 +33,15 @@ class DataClient:
 
     def __init__(
         self,
-        address: str | os.PathLike[str] = "auto",
+        address: AddressLike = "auto",
         *,
+        connection: str | os.PathLike[str] | None = None,
+        trust_network: bool = False,
         silence_s: float = 5.0,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        find_directory(address)
-        self._address = address
+        self._address = find_address(address, connection, trust_network=trust_network)
+        check_keys(self._address)
         self._silence_s = check_seconds("silence_s", silence_s)
         self._storage_options = storage_options
         self._datasets: dict[bytes, PooledDataset | PooledArray] = {}

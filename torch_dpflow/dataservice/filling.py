@@ -16,7 +16,7 @@ from torch_dpflow.dataservice.regions import UNKNOWN, PoolRegion, create_region
 from torch_dpflow.dataservice.sets import FileSet
 from torch_dpflow.dataservice.sources import RecordReader
 from torch_dpflow.datasets.sample_reader import Sample
-from torch_dpflow.errors import DPFlowError, PoolFullError
+from torch_dpflow.errors import DPFlowError, PoolFullError, UsageError
 from torch_dpflow.log import SERVICE
 
 #: Samples that are read at the same time, by the thread that reads everything.
@@ -58,6 +58,8 @@ class HeldSet:
         #: Records of each stripe that are not in memory.
         self._left: Counter[int] = Counter()
         self._wanted: deque[int] = deque()
+        #: Who is told when a record is there, or could not be read.
+        self._watchers: dict[int, list[Callable[[bool], None]]] = {}
         #: Fills whose memory is not there yet.
         self._making = 0
         self._loaded = self._failed = 0
@@ -97,11 +99,36 @@ class HeldSet:
             ready = [one for one in sorted(stripes) if one in self._region_of and not self._left[one]]
             return RecordStates(bytes(self._states[one] for one in asked), ready)
 
+    def look(self, record: int, watch: Callable[[int], Callable[[bool], None] | None]) -> memoryview | int:
+        """The memory of a record, or its state; one that is on its way is then read first.
+
+        watch: says of such a one whom to tell whether it is there; None: nobody.
+        Raises UsageError: there is no such record.
+        """
+        if not 0 <= record < self.records.records:
+            raise UsageError(f"record {record} of a set of {self.records.records}; give one that exists")
+        if self._states[record] == PENDING:
+            with self._changed:
+                if self._states[record] == PENDING and not self._is_closed:
+                    tell = watch(record)
+                    if tell is not None:
+                        self._watchers.setdefault(record, []).append(tell)
+                    if not self._taken[record]:
+                        self._wanted.append(record)
+                        self._changed.notify_all()
+                    return PENDING
+        if self._states[record] != HERE:
+            return IN_STORAGE
+        stripe, number = divmod(record, self.records.per_stripe)
+        return self._region_of[stripe].view(stripe, number)
+
     def close(self, why: int | None = None) -> None:
         """Give it up, and tell readers why. Without a reason they go on with what they have mapped."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+            for one in [*self._watchers]:
+                self._tell(one, is_here=False)
         for region in self.regions:
             if why is not None:
                 region.retire(why)
@@ -185,7 +212,12 @@ class HeldSet:
                 self._left[one // self.records.per_stripe] -= state == HERE
                 self._loaded += state == HERE
                 self._failed += state != HERE
+                self._tell(one, is_here=state == HERE)
             self._changed.notify_all()
+
+    def _tell(self, record: int, *, is_here: bool) -> None:
+        for tell in self._watchers.pop(record, ()):
+            tell(is_here)
 
     def _put(self, record: int, content: bytes) -> None:
         stripe, number = divmod(record, self.records.per_stripe)

@@ -30,12 +30,15 @@ class Holdings:
             raise UsageError(f"set {identity.hex()} is not in the pool (any more); preload it")
         return held
 
-    def open(self, identity: bytes) -> tuple[SetOpened, list[int]]:
-        """How to read a set, and descriptors of its regions, which the caller closes. Raises UsageError, OSError."""
+    def open(self, identity: bytes, *, with_regions: bool) -> tuple[SetOpened, list[int]]:
+        """How to read a set, and descriptors of its regions, which the caller closes. Raises UsageError, OSError.
+
+        with_regions: the reader is on this host.
+        """
         held = self.get(identity)
         fds: list[int] = []
         try:
-            fds.extend(os.dup(region.fd) for region in held.regions[:MOST_REGIONS])
+            fds.extend(os.dup(region.fd) for region in held.regions[: MOST_REGIONS * with_regions])
         except OSError:  # no descriptor is free
             for fd in fds:
                 os.close(fd)

@@ -1,15 +1,18 @@
-"""A connection to the pool of this host: what commands and readers ask a server for."""
+"""A connection to a server of the pool: what commands and readers ask it for."""
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
+from torch_dpflow.dataservice.framing import Channel, PacketChannel, StreamChannel
+from torch_dpflow.dataservice.guards import connect_stream, guard_of
+from torch_dpflow.dataservice.pool_address import AddressLike, find_address
 from torch_dpflow.dataservice.protocol import (
     ANSWERS,
     MOST_REGIONS,
@@ -24,11 +27,9 @@ from torch_dpflow.dataservice.protocol import (
     SetList,
     UnloadSet,
     check_private,
-    find_directory,
-    receive,
-    send,
     socket_path,
 )
+from torch_dpflow.dataservice.wire import CONTROL
 from torch_dpflow.errors import MessageError, PeerLostError
 
 #: A server that does not answer for so long is taken for dead: by commands, seconds.
@@ -42,27 +43,19 @@ class PoolConnection:
     silence_s: how long an answer may take, seconds.
 
     Raises:
-        PeerLostError: there is no server, or it does not answer.
-        OptionError: others may enter the directory of its socket.
+        PeerLostError: there is no server, it does not answer, or it belongs to another cluster.
+        OptionError: others may enter the directory of its socket, or there are no keys.
     """
 
-    def __init__(self, address: str | os.PathLike[str] = "auto", *, silence_s: float = _SILENCE_S) -> None:
-        directory = find_directory(address)
+    def __init__(self, address: AddressLike = "auto", *, silence_s: float = _SILENCE_S) -> None:
+        found = find_address(address)
         self._lock = threading.Lock()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(silence_s)
-        try:
-            check_private(directory)
-            self._socket.connect(socket_path(directory))
-        except OSError as error:
-            self._socket.close()
-            raise PeerLostError(
-                f"no server of the pool answers at {directory} ({error.strerror or error}); start one: "
-                "dpflow pool serve --memory 8GiB"
-            ) from None
-        except BaseException:
-            self._socket.close()
-            raise
+        self._channel: Channel
+        if found.directory is None:
+            guard = guard_of(found, serves=False)
+            self._channel = StreamChannel(connect_stream(found, guard, CONTROL, silence_s))
+        else:
+            self._channel = PacketChannel(_connect_here(found.directory, silence_s))
 
     def ask(self, request: PoolRequest) -> tuple[PoolAnswer, list[int]]:
         """The server's answer, and the descriptors that came with it, which the caller closes.
@@ -73,11 +66,11 @@ class PoolConnection:
         """
         with self._lock:
             try:
-                send(self._socket, request)
-                answer, fds = receive(self._socket, ANSWERS, MOST_REGIONS)
+                self._channel.send(request)
+                answer, fds = self._channel.receive(ANSWERS, MOST_REGIONS)
             except (OSError, MessageError, PeerLostError) as error:
                 # An answer that came later would be taken for that of the next request.
-                self._socket.close()
+                self._channel.close()
                 raise PeerLostError(f"the server of the pool does not answer: {error}") from error
         if isinstance(answer, PoolRefusal):
             raise answer.error()
@@ -86,11 +79,7 @@ class PoolConnection:
     def tell(self, message: CountReads) -> bool:
         """Send what has no answer, without waiting; whether it was sent."""
         with self._lock:
-            try:
-                self._socket.send(msgspec.msgpack.encode(message), socket.MSG_DONTWAIT)
-            except OSError:  # it is full or gone, which the next request will tell
-                return False
-        return True
+            return self._channel.tell(message)
 
     def contents(self) -> SetList:
         """Every set, and the memory that is free."""
@@ -133,10 +122,28 @@ class PoolConnection:
 
     def close(self) -> None:
         """Close it; the server then knows that this reader has ended."""
-        self._socket.close()
+        self._channel.close()
 
     def __enter__(self) -> PoolConnection:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _connect_here(directory: Path, silence_s: float) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(silence_s)
+    try:
+        check_private(directory)
+        connection.connect(socket_path(directory))
+    except OSError as error:
+        connection.close()
+        raise PeerLostError(
+            f"no server of the pool answers at {directory} ({error.strerror or error}); start one: "
+            "dpflow pool serve --memory 8GiB"
+        ) from None
+    except BaseException:
+        connection.close()
+        raise
+    return connection

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch_dpflow.checks import check_seconds
+from torch_dpflow.dataservice.guards import check_keys
+from torch_dpflow.dataservice.pool_address import AddressLike, find_address
 from torch_dpflow.dataservice.reading import SetReading
 from torch_dpflow.dataservice.sources import identity_of, source_of
 from torch_dpflow.datasets.reader import DatasetReader
@@ -26,8 +28,10 @@ class PooledDataset(DatasetReader):
 
     Args:
         stored: a variant from `DatasetStore.open`.
-        address: the directory of the pool's socket; "auto" for what `DPFLOW_POOL` names, or else this user's on this
-            host.
+        address: the directory of the pool's socket, or tcp://HOST:PORT of a server on another host; "auto" for what
+            `DPFLOW_POOL` names, or else this user's on this host.
+        connection: the file with the keys of another host's server; None: what `DPFLOW_POOL_CONNECTION` names.
+        trust_network: samples come from another host as they are, without TLS, as its server has been told too.
         silence_s: after how long without an answer of the server, or a sample that it is to read, samples are read
             from storage, seconds.
         storage_options, read_options, metadata_cache, check, on_error: as for `DatasetReader`.
@@ -39,8 +43,10 @@ class PooledDataset(DatasetReader):
     def __init__(
         self,
         stored: StoredDataset,
-        address: str | os.PathLike[str] = "auto",
+        address: AddressLike = "auto",
         *,
+        connection: str | os.PathLike[str] | None = None,
+        trust_network: bool = False,
         silence_s: float = 5.0,
         storage_options: Mapping[str, Any] | None = None,
         read_options: ReadOptions | None = None,
@@ -48,7 +54,8 @@ class PooledDataset(DatasetReader):
         check: bool | None = None,
         on_error: OnError = "raise",
     ) -> None:
-        self._address = address
+        self._address = find_address(address, connection, trust_network=trust_network)
+        check_keys(self._address)
         self._silence_s = check_seconds("silence_s", silence_s)
         super().__init__(
             stored,
@@ -78,7 +85,9 @@ class PooledDataset(DatasetReader):
     def _contents(
         self, data: ObjectReader, wanted: Sequence[tuple[int, ByteRange]]
     ) -> Sequence[bytes | DPFlowError]:
-        found = self._reading.get().read([number for number, _ in wanted])
+        found = self._reading.get().read(
+            [number for number, _ in wanted], [span.length for _, span in wanted]
+        )
         missing = [span for content, (_, span) in zip(found, wanted) if content is None]
         rest = iter(data.read_each(missing) if missing else ())
         return [next(rest) if content is None else content for content in found]

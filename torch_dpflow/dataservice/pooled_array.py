@@ -15,6 +15,8 @@ from torch.utils.data import Dataset
 
 from torch_dpflow.checks import check_seconds, check_type
 from torch_dpflow.dataservice.arrays import ArrayReader, array_identity, array_set
+from torch_dpflow.dataservice.guards import check_keys
+from torch_dpflow.dataservice.pool_address import AddressLike, find_address
 from torch_dpflow.dataservice.protocol import ArraySource
 from torch_dpflow.dataservice.reading import SetReading
 from torch_dpflow.dataservice.regions import PoolRegion
@@ -36,7 +38,7 @@ class PooledArray(Dataset[Rows]):
 
     Args:
         source: what `open_array` has returned.
-        address, silence_s: as for `PooledDataset`.
+        address, connection, trust_network, silence_s: as for `PooledDataset`.
         read_options: timeouts, retries, concurrency of storage.
 
     Raises:
@@ -46,14 +48,17 @@ class PooledArray(Dataset[Rows]):
     def __init__(
         self,
         source: ArraySource,
-        address: str | os.PathLike[str] = "auto",
+        address: AddressLike = "auto",
         *,
+        connection: str | os.PathLike[str] | None = None,
+        trust_network: bool = False,
         silence_s: float = 5.0,
         read_options: ReadOptions | None = None,
     ) -> None:
         check_type("source", source, ArraySource, "what open_array has returned")
         self.source = source
-        self._address = address
+        self._address = find_address(address, connection, trust_network=trust_network)
+        check_keys(self._address)
         self._silence_s = check_seconds("silence_s", silence_s)
         self._read_options = read_options
         self._prepare()

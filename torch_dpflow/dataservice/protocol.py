@@ -198,14 +198,21 @@ ANSWERS: msgspec.msgpack.Decoder[PoolAnswer] = msgspec.msgpack.Decoder(PoolAnswe
 T = TypeVar("T")
 
 
-def send(connection: socket.socket, message: PoolRequest | PoolAnswer, fds: list[int] | None = None) -> None:
-    """Send one message. Raises OSError where the peer is gone, OptionError where it is too long."""
+def encode(message: PoolRequest | PoolAnswer | CountReads) -> bytes:
+    """A message as it is sent. Raises OptionError: it is too long."""
     packet = msgspec.msgpack.encode(message)
     if len(packet) > MOST_BYTES:
         raise OptionError(
             f"a message of {len(packet)} bytes; at most {MOST_BYTES} are allowed: shorten options"
         )
-    socket.send_fds(connection, [packet], fds or [])
+    return packet
+
+
+def send(
+    connection: socket.socket, message: PoolRequest | PoolAnswer | CountReads, fds: list[int] | None = None
+) -> None:
+    """Send one message. Raises OSError where the peer is gone, OptionError where it is too long."""
+    socket.send_fds(connection, [encode(message)], fds or [])
 
 
 def receive(

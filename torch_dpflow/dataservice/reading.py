@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -11,6 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from torch_dpflow.dataservice.lane_reader import LaneReader
+from torch_dpflow.dataservice.pool_address import PoolAddress
 from torch_dpflow.dataservice.pool_connection import PoolConnection
 from torch_dpflow.dataservice.protocol import (
     HERE,
@@ -46,10 +47,10 @@ class SetReading:
     silence_s: after how long without an answer, or a sample that it waits for, it goes on without the server, seconds.
     """
 
-    def __init__(
-        self, address: str | os.PathLike[str], source: AnySource, identity: bytes, silence_s: float
-    ) -> None:
+    def __init__(self, address: PoolAddress, source: AnySource, identity: bytes, silence_s: float) -> None:
         self._silence_s = silence_s
+        #: Where the server is on another host.
+        self._lanes = LaneReader(address, silence_s) if address.directory is None else None
         self._address, self._source, self._identity = address, source, identity
         self._lock = threading.Lock()
         self._connection: PoolConnection | None = None
@@ -68,11 +69,17 @@ class SetReading:
         #: What of these the server knows, and since when.
         self._told, self._told_at = (0, 0), 0.0
 
-    def read(self, records: Sequence[int]) -> list[bytes | None]:
-        """A copy of each record that is in memory; None for those that have to be read from storage."""
+    def read(self, records: Sequence[int], lengths: Sequence[int | None] | None = None) -> list[bytes | None]:
+        """A copy of each record that is in memory; None for those that have to be read from storage.
+
+        lengths: of each; None: unknown. What has another one is not taken.
+        """
         with self._lock:
             self._look(records)
-            found = [self._read(record) for record in records]
+            if self._lanes is None:
+                found = [self._read(record) for record in records]
+            else:
+                found = self._read_afar(self._lanes, records, lengths or [None] * len(records))
             self.misses += found.count(None)
             self.hits += len(found) - found.count(None)
             self._tell()
@@ -110,6 +117,23 @@ class SetReading:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
+    def _read_afar(
+        self, lanes: LaneReader, records: Sequence[int], lengths: Sequence[int | None]
+    ) -> list[bytes | None]:
+        if self._connection is None:
+            return [None] * len(records)
+        found = lanes.read(self._identity, [str(self._address)] * len(records), records, lengths)
+        if self._identity in lanes.gone:
+            lanes.gone.clear()
+            try:
+                self._connection.contents()
+                # This reader has kept it from being idle, so somebody has unloaded it.
+                self._retry_at = math.inf
+            except DPFlowError:  # it is another server, which begins anew
+                self._retry_at = 0.0
+            self._forget()
+        return found
+
     def _read(self, record: int) -> bytes | None:
         stripe, number = divmod(record, self._per_stripe)
         region = self._ready.get(stripe)
@@ -131,7 +155,7 @@ class SetReading:
         try:
             if self._connection is None and time.monotonic() >= self._retry_at:
                 self._connect()
-            if self._connection is not None:
+            if self._connection is not None and self._lanes is None:
                 self._ask(self._connection, records)
         except DPFlowError as error:
             self._disconnect()
@@ -203,6 +227,8 @@ class SetReading:
         self._regions, self._ready, self._states, self._mapped = {}, {}, {}, []
 
     def _disconnect(self) -> None:
+        if self._lanes is not None:
+            self._lanes.close()
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()

@@ -43,7 +43,7 @@ class PoolRegion:
         self.fd = fd
         self.memory = memory
         _, self.identity, stripes, records = _HEADER.unpack_from(memory)
-        view = memoryview(memory)
+        self._view = view = memoryview(memory)
         table, index = _HEADER.size, _HEADER.size + 16 * stripes
         #: The stripes, and where in the index the records of each begin.
         self.stripes = dict(zip(*[iter(view[table:index].cast("q").tolist())] * 2))
@@ -65,6 +65,11 @@ class PoolRegion:
         """A copy of a record that is there."""
         offset, length = self.place(stripe, number)
         return self.memory[offset : offset + length]
+
+    def view(self, stripe: int, number: int) -> memoryview:
+        """The memory of a record that is there; it stays readable for as long as somebody has it."""
+        offset, length = self.place(stripe, number)
+        return self._view[offset : offset + length]
 
     def write(self, stripe: int, number: int, content: bytes) -> None:
         """Server: put a record into its place, whose length it has."""

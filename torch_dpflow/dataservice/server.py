@@ -1,4 +1,4 @@
-"""DataServer: the door of a server of the pool. It has one thread for each connection."""
+"""DataServer: a server of the pool, and its door on this host. It has one thread for each control connection."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import threading
 import time
 
 from torch_dpflow.checks import check_int, check_seconds
+from torch_dpflow.dataservice.door import MOST_CONNECTIONS, StreamDoor
+from torch_dpflow.dataservice.framing import Channel, PacketChannel, StreamChannel
 from torch_dpflow.dataservice.head import PoolHead
 from torch_dpflow.dataservice.holdings import Holdings
+from torch_dpflow.dataservice.pool_address import PoolAddress
 from torch_dpflow.dataservice.protocol import (
     REQUESTS,
     CountReads,
@@ -27,32 +30,35 @@ from torch_dpflow.dataservice.protocol import (
     check_private,
     find_directory,
     peer_uid,
-    receive,
-    send,
     socket_path,
 )
 from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLostError
 from torch_dpflow.log import SERVICE
 
-#: Most connections of a server.
-MOST_CONNECTIONS = 4096
 _TICK_S = 1.0
 
 
 class DataServer:
-    """Holds sets for the processes of this user on this host.
+    """Holds sets for the processes of this user on this host, and of its cluster on others.
 
     Args:
         memory_bytes: most bytes of samples.
         address: the directory of its socket; "auto" as for clients.
         idle_s: how long a set that no command has loaded stays when nobody reads it, seconds.
+        listen: where other hosts reach it; None: nowhere.
 
     Raises:
-        OptionError: a value is not allowed, another server has this address, or others may enter the directory.
+        OptionError: a value is not allowed, another server has this address, others may enter the directory, or there
+            are no keys for other hosts.
     """
 
     def __init__(
-        self, memory_bytes: int, address: str | os.PathLike[str] = "auto", *, idle_s: float = 600.0
+        self,
+        memory_bytes: int,
+        address: str | os.PathLike[str] = "auto",
+        *,
+        idle_s: float = 600.0,
+        listen: PoolAddress | None = None,
     ) -> None:
         self._holdings = Holdings()
         self._head = PoolHead(
@@ -64,11 +70,16 @@ class DataServer:
         self._connections: set[socket.socket] = set()
         self._stop = threading.Event()
         self.directory = find_directory(address)
+        self._door = None if listen is None else StreamDoor(listen, self._talk_afar, self._holdings)
+        #: Where other hosts reach it.
+        self.address = None if self._door is None else self._door.address
         self._listener, self._held_lock = _listen(self.directory)
 
     def serve(self) -> None:
         """Serve until `stop`."""
         threading.Thread(target=self._beat, name="dpflow-beat", daemon=True).start()
+        if self._door is not None:
+            threading.Thread(target=self._door.run, name="dpflow-door", daemon=True).start()
         while not self._stop.is_set():
             try:
                 connection, _ = self._listener.accept()
@@ -81,9 +92,11 @@ class DataServer:
                 connection.close()
                 continue
             self._connections.add(connection)
-            lane = threading.Thread(target=self._talk, args=(connection,), name="dpflow-lane", daemon=True)
+            thread = threading.Thread(
+                target=self._talk_here, args=(connection,), name="dpflow-talk", daemon=True
+            )
             try:
-                lane.start()
+                thread.start()
             except RuntimeError as error:  # the machine has no thread left; those who are connected go on
                 SERVICE.warning("a client of the pool is refused: %s", error)
                 self._connections.discard(connection)
@@ -99,6 +112,8 @@ class DataServer:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        if self._door is not None:
+            self._door.close()
         for connection in list(self._connections):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -108,17 +123,26 @@ class DataServer:
 
     # -- one client ------------------------------------------------------------------------------------------
 
-    def _talk(self, connection: socket.socket) -> None:
+    def _talk_here(self, connection: socket.socket) -> None:
+        try:
+            self._talk(PacketChannel(connection))
+        finally:
+            self._connections.discard(connection)
+
+    def _talk_afar(self, connection: socket.socket) -> None:
+        self._talk(StreamChannel(connection))
+
+    def _talk(self, channel: Channel) -> None:
         reader = f"reader {next(self._readers)}"
         try:
             while True:
-                request, _ = receive(connection, REQUESTS)
+                request, _ = channel.receive(REQUESTS)
                 if isinstance(request, CountReads):
                     self._head.count(request)
                     continue
-                answer, fds = self._answer_safely(request, reader)
+                answer, fds = self._answer_safely(request, reader, channel.carries_regions)
                 try:
-                    send(connection, answer, fds)
+                    channel.send(answer, fds)
                 finally:
                     for fd in fds:
                         os.close(fd)
@@ -127,22 +151,23 @@ class DataServer:
                 SERVICE.warning("a client of the pool is left: %s", error)
         finally:
             self._head.leave(reader)
-            self._connections.discard(connection)
-            connection.close()
+            channel.close()
 
-    def _answer_safely(self, request: PoolRequest, reader: str) -> tuple[PoolAnswer, list[int]]:
+    def _answer_safely(
+        self, request: PoolRequest, reader: str, with_regions: bool
+    ) -> tuple[PoolAnswer, list[int]]:
         try:
-            return self._answer(request, reader)
+            return self._answer(request, reader, with_regions)
         except DPFlowError as error:
             return PoolRefusal.of(error), []
 
-    def _answer(self, request: PoolRequest, reader: str) -> tuple[PoolAnswer, list[int]]:
+    def _answer(self, request: PoolRequest, reader: str, with_regions: bool) -> tuple[PoolAnswer, list[int]]:
         match request:
             case PreloadSet():
                 return self._head.preload(request), []
             case OpenSet(identity):
                 self._head.open(identity, reader)
-                return self._holdings.open(identity)
+                return self._holdings.open(identity, with_regions=with_regions)
             case WantRecords(identity, records):
                 return self._holdings.want(identity, records), []
             case UnloadSet(identity):

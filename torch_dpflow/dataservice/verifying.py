@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
+from torch_dpflow.dataservice.pool_address import AddressLike, find_address
 from torch_dpflow.dataservice.pool_connection import PoolConnection
 from torch_dpflow.dataservice.reading import SetReading
 from torch_dpflow.dataservice.sources import identity_of, source_of
@@ -29,7 +29,7 @@ class PoolComparison:
 
 def verify_pool(
     stored: StoredDataset,
-    address: str | os.PathLike[str] = "auto",
+    address: AddressLike = "auto",
     *,
     silence_s: float = 5.0,
     progress: Callable[[int], None] = lambda samples: None,
@@ -49,7 +49,7 @@ def verify_pool(
     counts = compared if compared is not None else PoolComparison()
     with (
         closing(SampleReader(stored, check=True)) as storage,
-        closing(SetReading(address, source, identity, silence_s)) as memory,
+        closing(SetReading(find_address(address), source, identity, silence_s)) as memory,
     ):
         for first in range(0, len(stored), _AT_ONCE):
             numbers = range(first, min(first + _AT_ONCE, len(stored)))

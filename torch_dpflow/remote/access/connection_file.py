@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from torch_dpflow.errors import OptionError
+from torch_dpflow.remote.access.certificates import ClusterCertificates, draw_certificates
 from torch_dpflow.remote.transport.keys import ClientKeys, ServerKeys
 from torch_dpflow.remote.transport.zeromq import draw_key_pair
 
@@ -27,9 +28,19 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     client_secret: str
     #: For processes that start services; jobs need none.
     server_secret: str | None = None
+    #: 2: there may be certificates.
     version: int = 1
     #: Whether workers run elsewhere and need the modules of jobs.
     sends_code: bool = False
+    #: For servers of the pool that are reached over a network.
+    certificates: ClusterCertificates | None = None
+
+    def for_jobs(self) -> ConnectionFile:
+        """Without what only those need who start services."""
+        certificates = self.certificates
+        if certificates is not None:
+            certificates = msgspec.structs.replace(certificates, server=None)
+        return msgspec.structs.replace(self, server_secret=None, certificates=certificates)
 
     def client_keys(self) -> ClientKeys:
         """The keys of a job or worker."""
@@ -53,8 +64,11 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
 
 
-def generate_keys(address: str) -> ConnectionFile:
-    """Generate the keys of a new cluster whose coordinator listens at `address`."""
+def generate_keys(address: str, *, certificates: bool = False) -> ConnectionFile:
+    """Generate the keys of a new cluster whose coordinator listens at `address`.
+
+    certificates: draw them too. Raises MissingExtraError: what draws them is not installed.
+    """
     server_public, server_secret = draw_key_pair()
     client_public, client_secret = draw_key_pair()
     return ConnectionFile(
@@ -63,6 +77,8 @@ def generate_keys(address: str) -> ConnectionFile:
         server_secret=server_secret.decode(),
         client_public=client_public.decode(),
         client_secret=client_secret.decode(),
+        certificates=draw_certificates() if certificates else None,
+        version=2 if certificates else 1,
     )
 
 

@@ -1,0 +1,81 @@
+"""Whose turn it is to send: pure; times are arguments, in seconds.
+
+Lanes that have something to send stand in line, and each sends one turn's bytes before the next. Only so many are in
+the midst of a turn at a time, so that a server does not fill the network's buffers from all of its connections at
+once. One that takes nothing for `stall_s` goes on when it can, and no longer keeps others from their turn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+from torch_dpflow.checks import check_int, check_seconds
+
+LaneT = TypeVar("LaneT", bound=Hashable)
+
+
+class SendTurns(Generic[LaneT]):
+    """Turns of lanes, which are any hashable values.
+
+    Args:
+        most: lanes in the midst of a turn at a time.
+        stall_s: as above, seconds.
+    """
+
+    def __init__(self, *, most: int = 64, stall_s: float = 1.0) -> None:
+        self._most = check_int("most", most, minimum=1)
+        self._stall_s = check_seconds("stall_s", stall_s)
+        self._line: deque[LaneT] = deque()
+        #: Who stands in line.
+        self._waiting: set[LaneT] = set()
+        #: When each that is in the midst of a turn has sent something last.
+        self._sending: dict[LaneT, float] = {}
+
+    def add(self, lane: LaneT) -> None:
+        """It has something to send."""
+        if lane not in self._waiting and lane not in self._sending:
+            self._waiting.add(lane)
+            self._line.append(lane)
+
+    def next(self, now: float) -> LaneT | None:
+        """Who begins a turn; call `sent` or `done` for it. None: nobody may."""
+        if not self._line:
+            return None
+        if len(self._sending) >= self._most:
+            busy = sum(now - since < self._stall_s for since in self._sending.values())
+            if busy >= self._most:
+                return None
+        lane = self._line.popleft()
+        self._waiting.discard(lane)
+        self._sending[lane] = now
+        return lane
+
+    def sent(self, lane: LaneT, now: float) -> None:
+        """It has sent a part of its turn, and can send no more for now."""
+        if lane in self._sending:
+            self._sending[lane] = now
+
+    def done(self, lane: LaneT, *, more: bool) -> None:
+        """Its turn has ended; more: it has something left to send."""
+        self._sending.pop(lane, None)
+        if more:
+            self.add(lane)
+
+    def drop(self, lane: LaneT) -> None:
+        """It has gone."""
+        self._sending.pop(lane, None)
+        if lane in self._waiting:
+            self._waiting.discard(lane)
+            self._line.remove(lane)
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether somebody stands in line; where `next` gives nobody, one has to end, or to stall."""
+        return bool(self._line)
+
+    def validate(self) -> None:
+        """Check every invariant; for tests. Raises AssertionError."""
+        assert len(self._line) == len(self._waiting) == len({*self._line})
+        assert not self._waiting & self._sending.keys()

@@ -1,0 +1,119 @@
+"""Certificates of a cluster, by which both sides of a TLS connection prove that they belong to it.
+
+An authority of the cluster's own signs one certificate for its servers and one for its clients; its key is thrown away,
+so it never signs another. Names are those of roles: a cluster's servers may move, and nobody else has such
+certificates.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import os
+import ssl
+
+import msgspec
+
+from torch_dpflow.errors import MissingExtraError, OptionError
+
+#: The name in the certificate of every server.
+SERVER_NAME = "server.dpflow"
+_CLIENT_NAME = "client.dpflow"
+_DAYS = 3650
+
+
+class ClusterCertificates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Certificates, each with its key, as PEM."""
+
+    #: Who has signed the others; without a key.
+    authority: str
+    client: str
+    #: For processes that serve; others need none.
+    server: str | None = None
+
+
+def can_draw_certificates() -> bool:
+    """Whether the library for it is installed."""
+    return importlib.util.find_spec("cryptography") is not None
+
+
+def draw_certificates() -> ClusterCertificates:
+    """Draw those of a new cluster, valid for ten years. Raises MissingExtraError."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+    except ImportError as error:
+        raise MissingExtraError(
+            "certificates are drawn by cryptography, and it is not installed: pip install 'torch_dpflow[pool]'"
+        ) from error
+
+    now = datetime.datetime.now(datetime.timezone.utc)
+    authority_key = ec.generate_private_key(ec.SECP256R1())
+    authority_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "authority.dpflow")])
+
+    def begun(name: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+        builder = x509.CertificateBuilder(authority_name, name, key.public_key(), x509.random_serial_number())
+        # Clocks of hosts differ.
+        return builder.not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(
+            now + datetime.timedelta(days=_DAYS)
+        )
+
+    def pem(builder: x509.CertificateBuilder) -> str:
+        certificate = builder.sign(authority_key, hashes.SHA256())
+        return certificate.public_bytes(serialization.Encoding.PEM).decode()
+
+    def member(name: str, usage: x509.ObjectIdentifier) -> str:
+        key = ec.generate_private_key(ec.SECP256R1())
+        builder = begun(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key)
+        builder = builder.add_extension(
+            x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False
+        ).add_extension(x509.ExtendedKeyUsage([usage]), critical=True)
+        form = serialization.PrivateFormat.PKCS8
+        text = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+        return pem(builder) + text.decode()
+
+    root = begun(authority_name, authority_key).add_extension(
+        x509.BasicConstraints(ca=True, path_length=0), critical=True
+    )
+    return ClusterCertificates(
+        authority=pem(root),
+        client=member(_CLIENT_NAME, ExtendedKeyUsageOID.CLIENT_AUTH),
+        server=member(SERVER_NAME, ExtendedKeyUsageOID.SERVER_AUTH),
+    )
+
+
+def server_context(certificates: ClusterCertificates) -> ssl.SSLContext:
+    """What a server accepts: TLS 1.3, clients with a certificate of the cluster. Raises OptionError."""
+    if certificates.server is None:
+        raise OptionError(
+            "the connection file holds no certificate for servers, so nobody can listen with it; use the file that "
+            "`dpflow keygen` has written"
+        )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.num_tickets = 0  # connections are kept, none is resumed
+    context.verify_mode = ssl.CERT_REQUIRED
+    return _prepared(context, certificates.authority, certificates.server)
+
+
+def client_context(certificates: ClusterCertificates) -> ssl.SSLContext:
+    """What a client accepts: TLS 1.3, the cluster's servers. Raises OptionError."""
+    return _prepared(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), certificates.authority, certificates.client)
+
+
+def _prepared(context: ssl.SSLContext, authority: str, own: str) -> ssl.SSLContext:
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # ssl takes a chain and its key from a file alone; this one has no name.
+    descriptor = os.memfd_create("dpflow-certificate", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, own.encode())
+        context.load_verify_locations(cadata=authority)
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+    except (ssl.SSLError, ValueError) as error:
+        raise OptionError(
+            f"a certificate or key in the connection file cannot be read: {error}; write another by `dpflow keygen`"
+        ) from error
+    finally:
+        os.close(descriptor)
+    return context

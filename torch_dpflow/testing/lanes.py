@@ -1,0 +1,171 @@
+"""The contract suite of lanes to a server of the pool: subclass `LaneContract`, and say how the server is reached.
+
+::
+
+    class TestMyLane(LaneContract):
+        def door(self, tmp_path):
+            return find_address("tcp://127.0.0.1:0", tmp_path / "keys")
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+try:
+    import pytest
+except ImportError as error:
+    raise ImportError(
+        "torch_dpflow.testing.lanes needs pytest, and it is not installed: pip install 'torch_dpflow[testing]'"
+    ) from error
+
+from torch_dpflow.dataservice import DataServer
+from torch_dpflow.dataservice.pool_address import PoolAddress
+from torch_dpflow.dataservice.pool_connection import PoolConnection
+from torch_dpflow.dataservice.reading import SetReading
+from torch_dpflow.dataservice.sources import identity_of, source_of
+from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
+from torch_dpflow.datasets.importers.iterable import IterableImporter
+
+#: Time limit for whatever a test awaits, seconds.
+PATIENCE_S = 60.0
+_MEMORY = 64 << 20
+#: Bytes of the records, in turns: none, one, about a cache line, about what is sent in a turn and received at once.
+SIZES = (0, 1, 63, 64, 65, 5_000, 20_000, 262_144, 262_145, 1_100_000)
+
+
+class _Contents(Sequence[tuple[bytes, dict[str, int]]]):
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __getitem__(self, index: int) -> tuple[bytes, dict[str, int]]:  # type: ignore[override]
+        return content_of(index, self._sizes[index]), {"number": index}
+
+
+def content_of(index: int, size: int) -> bytes:
+    """The bytes of a record, which tell its number."""
+    return (b"%d." % index * (1 + size // 2))[:size]
+
+
+class LaneContract:
+    """What every lane gives: the bytes of each record that the server has in memory, whatever their number and size."""
+
+    def door(self, tmp_path: Path) -> PoolAddress | None:
+        """Where the server listens for other hosts; None: readers map its memory."""
+        raise NotImplementedError(f"{type(self).__name__} must say how its server is reached")
+
+    # --- fixtures ---
+
+    @pytest.fixture
+    def address(self, tmp_path: Path) -> Iterator[PoolAddress]:
+        """Where a reader finds a server, in a thread."""
+        door = self.door(tmp_path)
+        server = DataServer(_MEMORY, tmp_path / "pool", listen=door)
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        try:
+            if door is None or server.address is None:
+                yield PoolAddress(directory=server.directory)
+            else:
+                yield door.at(server.address)
+        finally:
+            server.stop()
+            thread.join()
+
+    @pytest.fixture
+    def publish(self, tmp_path: Path) -> Callable[[Sequence[int]], StoredDataset]:
+        """Publish a dataset of records of these sizes."""
+
+        def publish(sizes: Sequence[int]) -> StoredDataset:
+            store = DatasetStore.create(str(tmp_path / "datasets"))
+            draft = Draft(store, "lane/records", "v1")
+            draft.add("all", IterableImporter(_Contents(sizes), name="records"), shard_size=7)
+            draft.publish()
+            return store.open("lane/records:v1:all")
+
+        return publish
+
+    # --- records ---
+
+    def test_records_of_any_size_come_in_the_order_that_they_are_asked_for(
+        self, address: PoolAddress, publish: Callable[[Sequence[int]], StoredDataset]
+    ) -> None:
+        sizes = SIZES * 3
+        stored = publish(sizes)
+        preload(address, stored)
+        expected = [content_of(index, size) for index, size in enumerate(sizes)]
+        backwards = [*range(len(sizes))][::-1]
+        with closing(reading(address, stored)) as lane:
+            assert lane.read(backwards, [sizes[one] for one in backwards]) == expected[::-1]
+            assert lane.read(backwards) == expected[::-1]
+            assert lane.read([]) == []
+            assert lane.read([3] * 50) == [expected[3]] * 50
+            assert lane.hits == 2 * len(sizes) + 50
+            assert lane.misses == 0
+
+    def test_records_that_are_not_there_yet_are_waited_for(
+        self, address: PoolAddress, publish: Callable[[Sequence[int]], StoredDataset]
+    ) -> None:
+        sizes = [100] * 200
+        stored = publish(sizes)
+        expected = [content_of(index, size) for index, size in enumerate(sizes)]
+        loading = threading.Thread(target=preload, args=(address, stored))
+        with closing(reading(address, stored)) as lane:
+            loading.start()
+            found = lane.read(range(len(sizes)))
+            while None in found:  # until the server knows where they lie
+                assert all(one in (None, wanted) for one, wanted in zip(found, expected))
+                found = lane.read(range(len(sizes)))
+        loading.join()
+        assert found == expected
+
+    def test_what_is_unloaded_is_not_there(
+        self, address: PoolAddress, publish: Callable[[Sequence[int]], StoredDataset]
+    ) -> None:
+        stored = publish([10] * 20)
+        preload(address, stored)
+        with closing(reading(address, stored)) as lane:
+            assert lane.read([0, 19]) == [content_of(0, 10), content_of(19, 10)]
+            with PoolConnection(address) as pool:
+                pool.unload(identity_of(stored))
+            for _ in range(2):
+                assert lane.read([0, 19]) == [None, None]
+
+    def test_readers_do_not_wait_for_each_other(
+        self, address: PoolAddress, publish: Callable[[Sequence[int]], StoredDataset]
+    ) -> None:
+        sizes = [30_000] * 40
+        stored = publish(sizes)
+        preload(address, stored)
+        expected = [content_of(index, size) for index, size in enumerate(sizes)]
+        lanes = [reading(address, stored) for _ in range(4)]
+        found: dict[int, list[bytes | None]] = {}
+
+        def read(number: int) -> None:
+            for _ in range(5):
+                found[number] = lanes[number].read(range(len(sizes)))
+
+        threads = [threading.Thread(target=read, args=(number,)) for number in range(len(lanes))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for lane in lanes:
+            lane.close()
+        assert found == dict.fromkeys(range(len(lanes)), expected)
+
+
+def preload(address: PoolAddress, stored: StoredDataset) -> None:
+    """Have all of it in memory."""
+    with PoolConnection(address) as pool:
+        pool.preload(source_of(stored, None), identity_of(stored), whole=True)
+
+
+def reading(address: PoolAddress, stored: StoredDataset) -> SetReading:
+    """A reader; the caller closes it."""
+    return SetReading(address, source_of(stored, None), identity_of(stored), PATIENCE_S)
