@@ -79,12 +79,12 @@ def _scores(
 ) -> npt.NDArray[np.float64]:
     """-weight / ln(u), with u uniform by hash: the highest of several is each one's with its share of the weights."""
     seed = int.from_bytes(hashlib.blake2b(server.encode(), key=identity, digest_size=8).digest(), "little")
-    uniform = (_mixed(stripes.astype(np.uint64) + np.uint64(seed)) >> np.uint64(11)).astype(float)
+    uniform = (mixed(stripes.astype(np.uint64) + np.uint64(seed)) >> np.uint64(11)).astype(float)
     scores: npt.NDArray[np.float64] = -weight / np.log((uniform + 0.5) / 2.0**53)
     return scores
 
 
-def _mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """SplitMix64's finaliser (Steele, Lea and Flood 2014): a bijection whose results look independent."""
     numbers = numbers * np.uint64(0x9E3779B97F4A7C15)
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
