@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections import Counter
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torch_dpflow.dataservice.ahead import AnnouncedOrder
 from torch_dpflow.dataservice.node_lists import NodeLists, by_modulo
 from torch_dpflow.dataservice.read_ahead import NodeRequest, ReadAhead, ReadAheadInstruction
 from torch_dpflow.errors import OptionError, UsageError
@@ -239,3 +241,28 @@ def test_an_order_has_one_dimension_and_every_key_a_node() -> None:
         NodeLists([1, 2], lambda keys: keys - 2)
     with pytest.raises(OptionError, match="nodes"):
         by_modulo(0)
+
+
+def test_what_is_passed_over_makes_room() -> None:
+    machine = ReadAhead(capacity_bytes=4 * SIZE, k=2, lead=3, sample_bytes=SIZE)
+    storage = Storage(machine)
+    storage.obey(machine.announce("a", range(10)))
+    storage.land_all()
+    assert set(storage.asked) == {0, 1, 2, 3}
+    storage.obey(machine.read("a", 3))
+    storage.obey(machine.pass_over("a", 3))
+    storage.land_all()
+    assert set(storage.asked) == set(range(7))
+    assert [machine.is_open("a", one) for one in (2, 3, 9)] == [False, True, True]
+
+
+def test_an_order_takes_little_memory() -> None:
+    keys = np.random.default_rng(0).permutation(500_000).astype(np.int32)
+    tracemalloc.start()
+    machine = ReadAhead(capacity_bytes=100 * SIZE, k=4, lead=50, sample_bytes=SIZE)
+    order = AnnouncedOrder("connection", 8, keys)
+    machine.announce("a", order.keys)
+    taken = tracemalloc.get_traced_memory()[0] + keys.nbytes
+    tracemalloc.stop()
+    assert taken < 8.2 * len(keys)
+    assert all(order.positions(int(keys[one])) == [one] for one in range(0, len(keys), 4999))

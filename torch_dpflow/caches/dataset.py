@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 
+from torch_dpflow.announcing import Order, announce_order
 from torch_dpflow.caches.capacity import parse_capacity
 from torch_dpflow.caches.lookahead_poller import LookaheadPoller, LookaheadSampler
 from torch_dpflow.caches.policy_registry import POLICIES, make_policy
@@ -101,6 +102,10 @@ class ALSDCache(Dataset[Any]):
             return [self[index] for index in indices]
         samples = self._store.get_many(keys, lambda own: self._load_many([located[k][1] for k in own]))
         return [self._transformed(sample) for sample in samples]
+
+    def announce_order(self, order: Order, spread: int) -> None:
+        """Tell the dataset inside the order of an epoch; see `announcing`."""
+        announce_order(self.dataset, order, spread)
 
     def statistics(self) -> CacheStatistics:
         """This process's counts until now."""

@@ -68,6 +68,10 @@ def pool() -> None:
 @pool.command()
 @click.option("--memory", required=True, help='Most memory for samples, such as "64GiB".')
 @click.option(
+    "--ahead-memory",
+    help="Memory beside that, for reading ahead what has no room; by default an eighth, and at most 1GiB.",
+)
+@click.option(
     "--idle-s",
     type=click.FloatRange(min=0),
     default=600.0,
@@ -83,11 +87,19 @@ def pool() -> None:
 @_connection
 @_trust_network
 def serve(
-    memory: str, idle_s: float, listen: str | None, address: str, connection: str | None, trust_network: bool
+    memory: str,
+    ahead_memory: str | None,
+    idle_s: float,
+    listen: str | None,
+    address: str,
+    connection: str | None,
+    trust_network: bool,
 ) -> None:
     """Run a server until it is stopped: by Ctrl-C or SIGTERM."""
+    ahead_bytes = None if ahead_memory is None else parse_bytes("--ahead-memory", ahead_memory)
     door = None if listen is None else find_address(listen, connection, trust_network=trust_network)
-    server = DataServer(parse_bytes("--memory", memory), address, idle_s=idle_s, listen=door)
+    memory_bytes = parse_bytes("--memory", memory)
+    server = DataServer(memory_bytes, address, idle_s=idle_s, ahead_bytes=ahead_bytes, listen=door)
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

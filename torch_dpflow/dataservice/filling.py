@@ -11,8 +11,10 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from torch_dpflow.dataservice.ahead import AheadReading
 from torch_dpflow.dataservice.protocol import HERE, IN_STORAGE, PENDING, AnySource, RecordStates
 from torch_dpflow.dataservice.regions import UNKNOWN, PoolRegion, create_region
+from torch_dpflow.dataservice.residents import ALL, resident, resident_set
 from torch_dpflow.dataservice.sets import FileSet
 from torch_dpflow.dataservice.sources import RecordReader
 from torch_dpflow.datasets.sample_reader import Sample
@@ -21,6 +23,8 @@ from torch_dpflow.log import SERVICE
 
 #: Samples that are read at the same time, by the thread that reads everything.
 _AT_ONCE = 64
+#: Least bytes to read ahead into: some samples.
+_LEAST_AHEAD = 64 << 10
 
 
 def start_thread(run: Callable[[], None], name: str) -> None:
@@ -37,18 +41,35 @@ class HeldSet:
     """The regions of a set, and their threads. Thread-safe.
 
     A record that somebody waits for is read before all others; one that cannot be read is left to its readers.
+
+    Args:
+        reader: of its samples; closed with this.
+        records: all of the set's.
+        known: whether the length of each is known.
+        cut: of those that have a place in memory; see `residents`.
     """
 
     def __init__(
-        self, source: AnySource, reader: RecordReader, records: FileSet, known: npt.NDArray[np.bool_]
+        self,
+        source: AnySource,
+        reader: RecordReader,
+        records: FileSet,
+        known: npt.NDArray[np.bool_],
+        cut: int = ALL,
     ) -> None:
         self.source = source
         self.records = records
+        self.is_part = cut != ALL
+        stays = resident(records.identity, records.records, cut)
+        #: Where those that have a place lie; the others take none.
+        self._places = resident_set(records, cut)
+        self._has_place = known & stays
+        self._may_read_ahead = known & ~stays
+        self._stays = stays
         self.regions: list[PoolRegion] = []
         #: The first error of a sample, or of its memory.
         self.error = ""
         self._reader = reader
-        self._known = known
         self._changed = threading.Condition()
         #: The state of each record; those that have no place stay in storage.
         self._states = bytearray([IN_STORAGE]) * records.records
@@ -70,6 +91,20 @@ class HeldSet:
     def counts(self) -> tuple[int, int]:
         """Records that are in memory, and that could not be read."""
         return self._loaded, self._failed
+
+    def placed_in(self, stripes: Iterable[int]) -> int:
+        """Records of these stripes that are to be in memory."""
+        return sum(
+            int(self._stays[own.start : own.stop].sum()) for own in map(self.records.records_of, stripes)
+        )
+
+    def read_ahead(self, memory_bytes: int, number: int) -> AheadReading:
+        """Begin to read ahead what has no place. Raises PoolFullError: there is not so much memory, or none."""
+        if memory_bytes < _LEAST_AHEAD:
+            raise PoolFullError(
+                f"{memory_bytes:,} bytes are left for reading ahead; give the server more (--ahead-memory)"
+            )
+        return AheadReading(self._may_read_ahead, self.records.lengths, self._reader, memory_bytes, number)
 
     @property
     def is_placed(self) -> bool:
@@ -140,7 +175,7 @@ class HeldSet:
     def _fill(self, stripes: Sequence[int]) -> None:
         own = [one for stripe in stripes for one in self.records.records_of(stripe)]
         try:
-            region = create_region(self.records, stripes, self._known)
+            region = create_region(self._places, stripes, self._has_place)
         except (DPFlowError, OSError) as error:
             self._leave(stripes, error)
             return
@@ -152,10 +187,10 @@ class HeldSet:
             self.regions.append(region)
             self._region_of |= dict.fromkeys(stripes, region)
             for one in own:
-                if self._known[one]:
+                if self._has_place[one]:
                     self._states[one] = PENDING
                     self._left[one // self.records.per_stripe] += 1
-                else:
+                elif self._stays[one]:  # its length is not known
                     self._failed += 1
             self._making -= 1
             if self._demand is None:
@@ -168,7 +203,7 @@ class HeldSet:
         self._note(error)
         with self._changed:
             self._making -= 1
-            self._failed += sum(len(self.records.records_of(stripe)) for stripe in stripes)
+            self._failed += self.placed_in(stripes)
 
     def _read_all(self, records: Sequence[int]) -> None:
         for start in range(0, len(records), _AT_ONCE):

@@ -23,6 +23,8 @@ from torch_dpflow.dataservice.protocol import (
     SetList,
 )
 from torch_dpflow.dataservice.regions import IDLE, UNLOADED
+from torch_dpflow.dataservice.residents import ALL, cut_that_fits, resident_set
+from torch_dpflow.dataservice.sets import FileSet
 from torch_dpflow.dataservice.sources import open_source, samples_in
 from torch_dpflow.errors import PoolFullError, UsageError
 from torch_dpflow.log import SERVICE
@@ -34,6 +36,8 @@ _REFUSAL_S = 30.0
 #: A server beats itself, so its lease ends only with it.
 _LEASE_S = 10.0
 _NAME = "server"
+#: What the index of a region has for each stripe and each record.
+_INDEX_BYTES = 16
 #: Most characters of an error in a list.
 _LONGEST_ERROR = 2000
 
@@ -89,6 +93,11 @@ class PoolHead:
                 raise known.refusal.error()
             elif request.is_explicit:
                 if known.held is not None:
+                    if request.whole and known.held.is_part:
+                        raise PoolFullError(
+                            f"{request.source.ref} is held in part, as there was no room for more: unload it to load "
+                            "all of it, or have a part of this one held"
+                        )
                     now = time.monotonic()
                     self._obey(
                         self._keeper.preload(request.identity, [], now, explicit=True, whole=request.whole)
@@ -153,18 +162,19 @@ class PoolHead:
         request, held = known.request, None
         try:
             known.url, records, is_known, reader = open_source(request.source, request.identity)
-            held = HeldSet(request.source, reader, records, is_known)
-            sizes = [
-                records.stripe_bytes(stripe) + 16 * (1 + len(records.records_of(stripe)))
-                for stripe in range(records.stripes)
-            ]
             with self._lock:
                 if self._sets.get(request.identity) is not known:  # it was given up meanwhile
-                    held.close()
+                    reader.close()
                     return
+                cut = (
+                    ALL
+                    if known.whole
+                    else cut_that_fits(records, self._keeper.room() - _index_bytes(records))
+                )
+                held = HeldSet(request.source, reader, records, is_known, cut)
                 instructions = self._keeper.preload(
                     request.identity,
-                    sizes,
+                    _stripe_bytes(resident_set(records, cut)),
                     time.monotonic(),
                     explicit=known.is_explicit,
                     whole=known.whole,
@@ -217,7 +227,7 @@ class PoolHead:
         summary = next(one for one in self._keeper.summaries() if one.identity == request.identity)
         owners = self._keeper.table(request.identity).owners
         loaded, failed = held.counts
-        placed = sum(len(held.records.records_of(stripe)) for stripe, one in enumerate(owners) if one >= 0)
+        placed = held.placed_in(stripe for stripe, one in enumerate(owners) if one >= 0)
         samples = partial(samples_in, request.source)
         return msgspec.structs.replace(
             info,
@@ -232,3 +242,14 @@ class PoolHead:
             misses=known.misses,
             error=held.error[:_LONGEST_ERROR],
         )
+
+
+def _stripe_bytes(records: FileSet) -> list[int]:
+    return [
+        records.stripe_bytes(stripe) + _INDEX_BYTES * (1 + len(records.records_of(stripe)))
+        for stripe in range(records.stripes)
+    ]
+
+
+def _index_bytes(records: FileSet) -> int:
+    return _INDEX_BYTES * (records.stripes + records.records)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from torch_dpflow.dataservice.ahead_memory import AheadMemory
 from torch_dpflow.dataservice.filling import HeldSet
 from torch_dpflow.dataservice.protocol import MOST_RECORDS, MOST_REGIONS, RecordStates, SetOpened
 from torch_dpflow.errors import UsageError
@@ -14,10 +15,14 @@ ANSWER_S = 1.0
 
 
 class Holdings:
-    """The sets that a server holds, by identity. Thread-safe."""
+    """The sets that a server holds, by identity. Thread-safe.
 
-    def __init__(self) -> None:
+    ahead_bytes: memory for reading ahead what has no place.
+    """
+
+    def __init__(self, ahead_bytes: int) -> None:
         self._sets: dict[bytes, HeldSet] = {}
+        self.ahead = AheadMemory(ahead_bytes)
 
     def add(self, identity: bytes, held: HeldSet) -> None:
         """Hold a set from now on."""
@@ -43,7 +48,7 @@ class Holdings:
             for fd in fds:
                 os.close(fd)
             raise
-        return SetOpened(held.records.per_stripe, len(fds)), fds
+        return SetOpened(held.records.per_stripe, len(fds), held.is_part), fds
 
     def want(self, identity: bytes, records: Sequence[int]) -> RecordStates:
         """The states of these records, which are read first. Raises UsageError: one does not exist."""
@@ -55,11 +60,13 @@ class Holdings:
     def drop(self, identity: bytes, why: int) -> None:
         """Give a set up, and tell its readers why."""
         held = self._sets.pop(identity, None)
+        self.ahead.drop(identity)
         if held is not None:
             held.close(why)
 
     def close(self) -> None:
         """Give everything up; readers go on with what they have mapped."""
+        self.ahead.close()
         for held in self._sets.values():
             held.close()
         self._sets = {}

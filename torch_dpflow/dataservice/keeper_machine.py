@@ -155,6 +155,10 @@ class KeeperMachine:
         self._sets[identity] = known
         return out + self._place(identity)
 
+    def room(self) -> int:
+        """Bytes that a further set may have: free ones, and those of sets that nobody reads and nobody has loaded."""
+        return sum(self._room_without(one for one in self._sets if self._sets[one].may_go).values())
+
     def open(self, identity: bytes, reader: str) -> None:
         """A reader begins to read a set. Raises UsageError: there is no such set."""
         self._set(identity).readers.add(reader)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from torch_dpflow.checks import check_int
 from torch_dpflow.errors import OptionError, UsageError
 
-Keys = npt.NDArray[np.int64]
+Keys = npt.NDArray[np.integer[Any]]
 #: The node of each key, from 0.
 NodeOf = Callable[[Keys], npt.NDArray[np.integer[Any]]]
 _LARGEST_KEY = (1 << 31) - 1
@@ -40,7 +40,7 @@ class NodeLists:
     taken; in reading ahead those are few. It takes 4 bytes a position, and with more nodes than one 5 to 12.
 
     Args:
-        order: the keys in the order in which they are read, below 2^31.
+        order: the keys in the order in which they are read, below 2^31; kept as it is if it is an array of int32.
         node_of: the node of each of them.
 
     Raises:
@@ -49,12 +49,13 @@ class NodeLists:
     """
 
     def __init__(self, order: npt.ArrayLike, node_of: NodeOf = one_node) -> None:
-        given = np.asarray(order, dtype=np.int64)
+        given = np.asarray(order)
+        given = given if given.dtype == np.int32 else given.astype(np.int64)
         if given.ndim != 1:
             raise OptionError(f"order has {given.ndim} dimensions; give keys in a single list")
         if len(given) and int(given.max()) > _LARGEST_KEY:
             raise OptionError(f"key {int(given.max())} is above {_LARGEST_KEY}; give smaller ones")
-        self._order = given.astype(np.int32)
+        self._order = given.astype(np.int32, copy=False)
         nodes = np.asarray(node_of(given))
         if nodes.shape != given.shape or (nodes < 0).any():
             raise OptionError("node_of must give a number from 0 for each key")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch_dpflow.announcing import Order
 from torch_dpflow.checks import check_seconds
 from torch_dpflow.dataservice.guards import check_keys
 from torch_dpflow.dataservice.pool_address import AddressLike, find_address
@@ -57,6 +59,9 @@ class PooledDataset(DatasetReader):
         self._address = find_address(address, connection, trust_network=trust_network)
         check_keys(self._address)
         self._silence_s = check_seconds("silence_s", silence_s)
+        #: The name of the order that was announced, and the process that has announced it.
+        self._order: str | None = None
+        self._announcer = 0
         super().__init__(
             stored,
             storage_options=storage_options,
@@ -76,6 +81,15 @@ class PooledDataset(DatasetReader):
         """Samples that this process has read from storage."""
         return self._reading.get().misses
 
+    def announce_order(self, order: Order, spread: int) -> None:
+        """Have the server read ahead what it has no room for; see `announcing`. Loaders call it as an epoch begins."""
+        if (
+            self._announcer != os.getpid()
+        ):  # ranks that are forked from one process read each in an order of its own
+            self._announcer, self._order = os.getpid(), secrets.token_hex(8)
+        assert self._order is not None
+        self._reading.get().announce(self._order, order, spread)
+
     def close(self) -> None:
         reading = self._reading.drop()
         if reading is not None:
@@ -86,7 +100,7 @@ class PooledDataset(DatasetReader):
         self, data: ObjectReader, wanted: Sequence[tuple[int, ByteRange]]
     ) -> Sequence[bytes | DPFlowError]:
         found = self._reading.get().read(
-            [number for number, _ in wanted], [span.length for _, span in wanted]
+            [number for number, _ in wanted], [span.length for _, span in wanted], self._order
         )
         missing = [span for content, (_, span) in zip(found, wanted) if content is None]
         rest = iter(data.read_each(missing) if missing else ())

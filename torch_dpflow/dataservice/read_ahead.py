@@ -25,7 +25,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import TypeAlias
 
 import msgspec
@@ -33,9 +34,9 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_dpflow.checks import check_int
-from torch_dpflow.dataservice.node_lists import NodeLists, NodeOf
+from torch_dpflow.dataservice.node_lists import NodeLists, NodeOf, one_node
 from torch_dpflow.errors import UsageError
-from torch_dpflow.remote.pool.objects import Arrival, Cancel, Load, PoolInstruction, Serve
+from torch_dpflow.remote.pool.objects import Arrival, Cancel, Load, PoolInstruction, RequestId, Serve
 from torch_dpflow.remote.pool.pool import Pool
 
 #: More fetches than any room has samples: the room bounds them.
@@ -59,6 +60,8 @@ class _AheadReader:
     next: int
     #: Positions that it has asked for and not consumed.
     out: int = 0
+    #: A heap of positions that it has asked for, consumed ones too.
+    asked: list[int] = field(default_factory=list)
 
 
 class ReadAhead:
@@ -71,12 +74,15 @@ class ReadAhead:
         node_of: the node of each key, from 0.
         lead: how many positions behind the one that is read have to be asked for: as many as are read while a
             request takes. 0: nothing is, before it is read. May be changed at any time.
+        sample_bytes: the mean size of a sample, where it is known; else it is learned.
 
     Raises:
         OptionError: a number is too small.
     """
 
-    def __init__(self, *, capacity_bytes: int, k: int, node_of: NodeOf, lead: int) -> None:
+    def __init__(
+        self, *, capacity_bytes: int, k: int, lead: int, node_of: NodeOf = one_node, sample_bytes: int = 0
+    ) -> None:
         self._k = check_int("k", k, minimum=1)
         self.lead = check_int("lead", lead, minimum=0)
         self._node_of = node_of
@@ -84,7 +90,7 @@ class ReadAhead:
         self._readers: dict[str, _AheadReader] = {}
         self._requests = itertools.count()
         #: The mean size of samples that have arrived, and how many have.
-        self._mean, self._arrived = 0.0, 0
+        self._mean, self._arrived = float(sample_bytes), int(sample_bytes > 0)
         #: Reads that found their sample held, and those that did not.
         self.hits = self.misses = 0
 
@@ -92,6 +98,23 @@ class ReadAhead:
     def used(self) -> int:
         """Bytes that are held or on their way."""
         return self._pool.used
+
+    @property
+    def room(self) -> int:
+        """Samples that fit for each reader; until the size of one is known, as many as a request has."""
+        if not self._arrived:
+            return self._k
+        return int(self._pool.capacity / max(1.0, self._mean)) // max(1, len(self._readers))
+
+    @staticmethod
+    def asked_by(request: RequestId) -> tuple[str, int]:
+        """The reader and the position of what is served."""
+        assert isinstance(request, tuple)
+        return request[0], request[1]
+
+    def is_open(self, reader: str, position: int) -> bool:
+        """Whether `reader` may read this position: it has not consumed it. Raises UsageError."""
+        return not self._reader(reader).lists.is_taken(position) or self._pool.is_wanted(reader, position)
 
     def announce(self, reader: str, order: npt.ArrayLike) -> list[ReadAheadInstruction]:
         """`reader` begins to read these keys in this order; what is left of an earlier order is dropped."""
@@ -114,7 +137,7 @@ class ReadAhead:
             raise UsageError(
                 f"position {position} of an order of {len(state.lists)}; read what was announced"
             )
-        if state.lists.is_taken(position) and not self._pool.is_wanted(reader, position):
+        if not self.is_open(reader, position):
             raise UsageError(f"position {position} was consumed already; each one is read once an epoch")
         state.next = max(state.next, position + 1)
         out = self._fill(reader)
@@ -132,6 +155,13 @@ class ReadAhead:
         known = {one for one in positions if self._pool.is_wanted(reader, one)}
         state.out -= len(known)
         return [*self._run(self._pool.release(reader, known)), *self._fill(reader)]
+
+    def pass_over(self, reader: str, before: int) -> list[ReadAheadInstruction]:
+        """`reader` needs none of the positions before this one any more, whether it has read them or not."""
+        asked, passed = self._reader(reader).asked, list[int]()
+        while asked and asked[0] < before:
+            passed.append(heappop(asked))
+        return self.consumed(reader, passed) if passed else []
 
     def arrived(self, arrivals: Sequence[Arrival]) -> list[ReadAheadInstruction]:
         """These loads have ended; a load that failed brings its error as value. Cancelled ones are ignored."""
@@ -158,6 +188,8 @@ class ReadAhead:
         state = self._readers[reader]
         state.lists.take(positions)
         state.out += len(positions)
+        for position in positions:
+            heappush(state.asked, position)
         wanted = [(position, state.lists.key(position)) for position in positions]
         return self._run(self._pool.want(reader, wanted, 0))
 
@@ -166,7 +198,7 @@ class ReadAhead:
         state, out = self._readers[reader], list[ReadAheadInstruction]()
         end = min(state.next + self.lead, len(state.lists))
         while (first := state.lists.nearest()) is not None and first < end:
-            room = self._room() - state.out
+            room = self.room - state.out
             if room < 1:
                 break
             positions = state.lists.following(first, min(self._k, room))
@@ -174,12 +206,6 @@ class ReadAhead:
             beyond = max(0, room - state.lists.left_before(end))
             out += self._want(reader, positions[: within + beyond])
         return out
-
-    def _room(self) -> int:
-        """Samples that fit for each reader; until the size of one is known, as many as a request has."""
-        if not self._arrived:
-            return self._k
-        return int(self._pool.capacity / max(1.0, self._mean)) // len(self._readers)
 
     def _run(self, instructions: Iterable[PoolInstruction]) -> list[ReadAheadInstruction]:
         """The pool's instructions, loads joined by node."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from torch_dpflow.dataservice.ahead_reader import AheadReader
 from torch_dpflow.dataservice.lane_reader import LaneReader
 from torch_dpflow.dataservice.pool_address import PoolAddress
 from torch_dpflow.dataservice.pool_connection import PoolConnection
@@ -37,6 +40,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _PLANNING_S = 0.2
 #: How often the server is told how many samples were read, seconds.
 _TELL_S = 1.0
+#: How long an epoch begins later for that, seconds: its order can be announced at its beginning only.
+_ANNOUNCING_S = 2.0
+Keys = npt.NDArray[np.integer[Any]]
 
 
 class SetReading:
@@ -68,11 +74,36 @@ class SetReading:
         self.hits = self.misses = 0
         #: What of these the server knows, and since when.
         self._told, self._told_at = (0, 0), 0.0
+        #: Whether some have no place in memory; those may be read ahead.
+        self._is_part = False
+        self._ahead = AheadReader(identity, silence_s)
 
-    def read(self, records: Sequence[int], lengths: Sequence[int | None] | None = None) -> list[bytes | None]:
+    def announce(self, order: str, keys: Callable[[], Keys], spread: int) -> None:
+        """Tell the server in which order, of this name, records are read from now on, if that is of use.
+
+        keys: called at most once.
+        spread: records that are asked for between an earlier one and its turn, at most.
+        """
+        with self._lock, self._from_storage():
+            deadline = time.monotonic() + _ANNOUNCING_S
+            while self._connection is None and (wait_s := self._retry_at - time.monotonic()) < _PLANNING_S:
+                time.sleep(max(0.0, wait_s))
+                self._connect()
+                if time.monotonic() > deadline:
+                    break
+            if self._connection is not None and self._is_part:
+                self._ahead.announce(self._connection, order, keys(), spread)
+
+    def read(
+        self,
+        records: Sequence[int],
+        lengths: Sequence[int | None] | None = None,
+        order: str | None = None,
+    ) -> list[bytes | None]:
         """A copy of each record that is in memory; None for those that have to be read from storage.
 
         lengths: of each; None: unknown. What has another one is not taken.
+        order: the name of what was announced, in this process or its parent.
         """
         with self._lock:
             self._look(records)
@@ -80,6 +111,8 @@ class SetReading:
                 found = [self._read(record) for record in records]
             else:
                 found = self._read_afar(self._lanes, records, lengths or [None] * len(records))
+            if order is not None and None in found:
+                found = self._read_ahead(order, records, found)
             self.misses += found.count(None)
             self.hits += len(found) - found.count(None)
             self._tell()
@@ -134,6 +167,20 @@ class SetReading:
             self._forget()
         return found
 
+    def _read_ahead(
+        self, order: str, records: Sequence[int], found: Sequence[bytes | None]
+    ) -> list[bytes | None]:
+        """What was found, and what the server reads ahead of the rest."""
+        if self._connection is not None and self._is_part:
+            missing = [record for record, content in zip(records, found) if content is None]
+            with self._from_storage():
+                ahead = self._ahead.read(self._connection, order, missing)
+                return [
+                    ahead.get(record) if content is None else content
+                    for record, content in zip(records, found)
+                ]
+        return [*found]
+
     def _read(self, record: int) -> bytes | None:
         stripe, number = divmod(record, self._per_stripe)
         region = self._ready.get(stripe)
@@ -152,11 +199,17 @@ class SetReading:
             self._retry_at = math.inf if UNLOADED in retired else 0.0
         if self._ready and all(record // self._per_stripe in self._ready for record in records):
             return
-        try:
+        with self._from_storage():
             if self._connection is None and time.monotonic() >= self._retry_at:
                 self._connect()
             if self._connection is not None and self._lanes is None:
                 self._ask(self._connection, records)
+
+    @contextmanager
+    def _from_storage(self) -> Iterator[None]:
+        """Go on without the server where it is not there, or does not answer."""
+        try:
+            yield
         except DPFlowError as error:
             self._disconnect()
             self._retry_at = time.monotonic() + self._pause_s
@@ -180,7 +233,7 @@ class SetReading:
             connection.close()
             raise
         self._connection, self._pause_s = connection, _FIRST_PAUSE_S
-        self._per_stripe = opened.per_stripe
+        self._per_stripe, self._is_part = opened.per_stripe, opened.is_part and self._lanes is None
         # What an earlier server said of single records holds for its regions alone; whole stripes stay mapped.
         self._states = {}
         self._mapped = [*{id(one): one for one in self._ready.values()}.values(), *regions]

@@ -107,10 +107,17 @@ def create_region(records: FileSet, stripes: Sequence[int], known: np.ndarray) -
     Raises PoolFullError: the machine, or the control group, has not so much memory.
     """
     size = region_bytes(records, stripes)
+    fd, memory = sealed_memory(size, f"{records.records:,} samples")
+    _write_index(memory, records, stripes, known)
+    return PoolRegion(fd, memory)
+
+
+def sealed_memory(size: int, purpose: str) -> tuple[int, mmap.mmap]:
+    """Memory that only this process writes to, and its descriptor. Raises PoolFullError: there is not so much."""
     available = Headroom().available()
     if size > available * (1 - _SPARED):
         raise PoolFullError(
-            f"{size:,} bytes for {records.records:,} samples: {available:,} are available to this server; have it "
+            f"{size:,} bytes for {purpose}: {available:,} are available to this server; have it "
             "hold less (--memory), or give it more"
         )
     fd = os.memfd_create("torch_dpflow_pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -123,19 +130,22 @@ def create_region(records: FileSet, stripes: Sequence[int], known: np.ndarray) -
         if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.ENOSPC):
             raise PoolFullError(f"{size:,} bytes cannot be reserved: {error.strerror}") from error
         raise
-    _write_index(memory, records, stripes, known)
-    return PoolRegion(fd, memory)
+    return fd, memory
+
+
+def map_sealed(fd: int) -> mmap.mmap:
+    """Map what a server has sent; the descriptor stays the caller's. Raises MessageError, OSError, ValueError."""
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise MessageError("memory of the pool is not sealed, so it cannot be mapped safely")
+    return mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
 
 
 def map_region(fd: int, identity: bytes) -> PoolRegion:
     """Map what a server has sent, and own its descriptor. Raises MessageError: it is no region of this set."""
     try:
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise MessageError("a region of the pool is not sealed, so it cannot be mapped safely")
-        size = os.fstat(fd).st_size
-        memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        memory = map_sealed(fd)
         magic, its, stripes, records = _HEADER.unpack_from(memory)
-        if magic[1:] != _MAGIC[1:] or its != identity or _start(stripes, records) > size:
+        if magic[1:] != _MAGIC[1:] or its != identity or _start(stripes, records) > len(memory):
             raise MessageError(f"a region of the pool is not one of set {identity.hex()}")
         os.close(fd)  # the mapping has a descriptor of its own
         return PoolRegion(-1, memory)

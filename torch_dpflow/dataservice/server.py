@@ -14,18 +14,22 @@ from torch_dpflow.checks import check_int, check_seconds
 from torch_dpflow.dataservice.door import MOST_CONNECTIONS, StreamDoor
 from torch_dpflow.dataservice.framing import Channel, PacketChannel, StreamChannel
 from torch_dpflow.dataservice.head import PoolHead
-from torch_dpflow.dataservice.holdings import Holdings
+from torch_dpflow.dataservice.holdings import ANSWER_S, Holdings
 from torch_dpflow.dataservice.pool_address import PoolAddress
 from torch_dpflow.dataservice.protocol import (
     REQUESTS,
+    AnnounceOrder,
     CountReads,
     ListSets,
+    OpenAhead,
     OpenSet,
     PoolAnswer,
     PoolRefusal,
     PoolRequest,
     PreloadSet,
+    TookAhead,
     UnloadSet,
+    WantAhead,
     WantRecords,
     check_private,
     find_directory,
@@ -35,6 +39,8 @@ from torch_dpflow.dataservice.protocol import (
 from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLostError
 from torch_dpflow.log import SERVICE
 
+#: Most memory for reading ahead where none is given.
+MOST_AHEAD = 1 << 30
 _TICK_S = 1.0
 
 
@@ -45,6 +51,8 @@ class DataServer:
         memory_bytes: most bytes of samples.
         address: the directory of its socket; "auto" as for clients.
         idle_s: how long a set that no command has loaded stays when nobody reads it, seconds.
+        ahead_bytes: memory beside that, for reading ahead what has no room; None: an eighth of `memory_bytes`, and at
+            most `MOST_AHEAD`.
         listen: where other hosts reach it; None: nowhere.
 
     Raises:
@@ -58,11 +66,15 @@ class DataServer:
         address: str | os.PathLike[str] = "auto",
         *,
         idle_s: float = 600.0,
+        ahead_bytes: int | None = None,
         listen: PoolAddress | None = None,
     ) -> None:
-        self._holdings = Holdings()
+        check_int("memory_bytes", memory_bytes, minimum=1)
+        if ahead_bytes is None:
+            ahead_bytes = min(memory_bytes // 8, MOST_AHEAD)
+        self._holdings = Holdings(check_int("ahead_bytes", ahead_bytes, minimum=0))
         self._head = PoolHead(
-            check_int("memory_bytes", memory_bytes, minimum=1),
+            memory_bytes,
             check_seconds("idle_s", idle_s, zero=True),
             self._holdings,
         )
@@ -151,6 +163,7 @@ class DataServer:
                 SERVICE.warning("a client of the pool is left: %s", error)
         finally:
             self._head.leave(reader)
+            self._holdings.ahead.leave(reader)
             channel.close()
 
     def _answer_safely(
@@ -170,6 +183,14 @@ class DataServer:
                 return self._holdings.open(identity, with_regions=with_regions)
             case WantRecords(identity, records):
                 return self._holdings.want(identity, records), []
+            case AnnounceOrder(identity=identity):
+                return self._holdings.ahead.announce(self._holdings.get(identity), reader, request), []
+            case OpenAhead():
+                return self._holdings.ahead.open(request)
+            case WantAhead():
+                return self._holdings.ahead.want(request, reader, ANSWER_S), []
+            case TookAhead():
+                return self._holdings.ahead.took(request, reader), []
             case UnloadSet(identity):
                 return self._head.unload(identity), []
             case ListSets(first):

@@ -15,12 +15,15 @@ from torch_dpflow.dataservice.protocol import AnySource, ArraySource, SetSource
 from torch_dpflow.dataservice.sets import FileSet, identity
 from torch_dpflow.datasets.sample_reader import Sample, SampleReader
 from torch_dpflow.datasets.spec import SampleMeta
+from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.datasets.urls import without_login
 from torch_dpflow.errors import DamagedStoreError, DPFlowError, OptionTypeError
 
 #: Metadata shards that are read at the same time.
 _READ_THREADS = 16
+#: Samples of a set that a server reads at the same time.
+_CONCURRENCY = 64
 _SOURCES: msgspec.msgpack.Decoder[AnySource] = msgspec.msgpack.Decoder(AnySource)
 
 
@@ -83,7 +86,10 @@ def open_source(source: AnySource, wanted: bytes) -> OpenedSource:
     stored = DatasetStore(source.store, **source.options).open(source.ref)
     _check_name(identity_of(stored), wanted, f"{source.ref} in {source.store}")
     records, known = record_set(stored)
-    return OpenedSource(stored.url, records, known, SampleReader(stored, storage_options=source.data_options))
+    reader = SampleReader(
+        stored, storage_options=source.data_options, read_options=ReadOptions(concurrency=_CONCURRENCY)
+    )
+    return OpenedSource(stored.url, records, known, reader)
 
 
 def samples_in(source: AnySource, records: int) -> int:

@@ -3,7 +3,7 @@
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -93,6 +93,23 @@ class Plan:
             # Its state may be that of its next epoch now.
             self._snapshot(self.drawn)
             self.ended_at = self.drawn
+
+    def settle(self, length: int) -> list[Any]:
+        """Draw what is left of the first `length` batches of an epoch now; returns it, and gives it out as before.
+
+        For an order that is fixed at its first batch (`settled_length`): this draws the same random numbers at the
+        same time as that batch.
+        """
+        self._is_begun = True
+        settled: list[Any] = []
+        try:
+            settled.extend(islice(self._batches, max(0, length - self.drawn - len(self.held))))
+        except KeyboardInterrupt:
+            self.is_torn = True
+            raise
+        finally:
+            self._batches = _Iterated(chain(settled, self._batches))
+        return [*self.held, *settled]
 
     def skip(self, batches: int) -> None:
         """Draw and drop so many batches: no sample is loaded.
@@ -309,6 +326,18 @@ def is_drawn_at_start(index_sampler: Any) -> bool:
         index_sampler = index_sampler.sampler
     check = _FIXED_ORDER.get(type(index_sampler))
     return check is not None and check(index_sampler)
+
+
+def settled_length(index_sampler: Any) -> int:
+    """How many batches of an epoch are fixed at its first one, and can be drawn then without drawing anything else."""
+    length = length_or_none(index_sampler)
+    if length is None or not is_drawn_at_start(index_sampler):
+        return 0
+    if type(index_sampler) is BatchSampler and type(index_sampler.sampler) is RandomSampler:
+        # At its end it draws once more, for the rest of a further pass; to find that a batch is short is to get there.
+        is_short = len(index_sampler.sampler) % index_sampler.batch_size and not index_sampler.drop_last
+        return length - 1 if is_short and index_sampler.sampler.generator is not None else length
+    return length
 
 
 def _random_sampler_is_fixed(sampler: RandomSampler) -> bool:

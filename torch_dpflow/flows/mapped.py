@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from torch_dpflow.announcing import Order
 from torch_dpflow.checks import MAX_INT64, MIN_INT64, check_int
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.errors import StageError
@@ -94,6 +95,12 @@ class MappedDataset(Dataset[Any]):
         if self._skips is not None:
             return self._without_failed(places, self._skips)
         return list(self._samples.__getitems__(places))
+
+    def announce_order(self, order: Order, spread: int) -> None:
+        """Tell the flow's dataset the order of an epoch; see `announcing`."""
+        indices = self._indices
+        places = order if indices is None else lambda: indices[order()]
+        self._samples.announce_order(places, spread)
 
     def set_epoch(self, epoch: int) -> None:
         """Have random stages draw for this epoch until another one is set, if the reader has a seed.

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from torch_dpflow.announcing import Order, announce_order
 from torch_dpflow.epoch.rng import preserved_rng, seed_batch
 from torch_dpflow.errors import DPFlowError, StageError
 from torch_dpflow.flows.epochs import EpochCounter
@@ -55,6 +56,10 @@ class StagedDataset(Dataset[Any]):
             # The dataset leaves samples out; only one by one it is known which.
             return [self[index] for index in indices]
         return [self.through(index, sample) for index, sample in zip(indices, samples)]
+
+    def announce_order(self, order: Order, spread: int) -> None:
+        """Tell the dataset inside the order of an epoch; see `announcing`."""
+        announce_order(self._samples, order, spread)
 
     def load_each(self, indices: list[int]) -> list[Any]:
         """Each sample, or a Failed in its place; an error of one does not affect others."""

@@ -17,6 +17,7 @@ from torch_dpflow.epoch.rng import EPOCH_HERE, capture_rng, preserved_rng
 from torch_dpflow.epoch.state import StreamState
 from torch_dpflow.epoch.streams import Stream, at_rest, return_dataset
 from torch_dpflow.errors import WorkerError
+from torch_dpflow.loader.announced_epoch import announce_epoch
 from torch_dpflow.loader.batch_planner import interrupted_draw
 from torch_dpflow.loader.iteration_start import begin
 from torch_dpflow.torch_private import BaseDataLoaderIter, DatasetKind, pin_memory
@@ -40,6 +41,8 @@ class SingleProcessIterator(BaseDataLoaderIter):
         self._rng_at_start = copy.copy(torch.default_generator.get_state())
         self._plan: Plan = self._progress.plan
         self._drawn = self._progress.position > 0
+        #: Until its dataset was told the order of the epoch, which its first batch fixes.
+        self._loader = loader
         #: A batch until it is loaded: Control-C while it is loaded does not skip it.
         self._due: PlannedBatch | None = None
         #: The latest batch that was loaded, and the latest that was counted in the figures.
@@ -128,6 +131,9 @@ class SingleProcessIterator(BaseDataLoaderIter):
         plan = self._plan
         if plan.is_torn:
             raise interrupted_draw()
+        if self._loader is not None:
+            loader, self._loader = self._loader, None
+            announce_epoch(loader, plan, 1)
         position, index = plan.peek()
         while self._progress.was_delivered(position):
             plan.draw()

@@ -13,6 +13,7 @@ from torch_dpflow.epoch.plan import is_drawn_at_start, samples_in
 from torch_dpflow.epoch.planned_batch import TAKEN, PlannedBatch
 from torch_dpflow.epoch.progress import OPENING_AGAIN, OPENING_WORKERS
 from torch_dpflow.errors import LoaderTimeoutError, WorkerError, WorkerStartError
+from torch_dpflow.loader.announced_epoch import announce_epoch
 from torch_dpflow.loader.batch_planner import BatchPlanner, fit_streams, interrupted_draw
 from torch_dpflow.loader.in_flight import BoundedRoom, FlightRoom, InFlight, Rotation
 from torch_dpflow.loader.iteration_start import begin
@@ -80,8 +81,8 @@ class WorkerIterator(BaseDataLoaderIter):
         self._shard: PrivateShard | None = None
         epoch, pending, progress = self._runtime.epoch, self._runtime.pending, self._runtime.progress
         self._progress = begin(self, loader, OPENING_WORKERS, self._start_as_torch)
-        self._begin_epoch(loader, resumes=pending is not None)
         try:
+            self._begin_epoch(loader, resumes=pending is not None)
             shard, workers = self._make_workers(loader)
             self._shard = shard(
                 workers,
@@ -170,6 +171,7 @@ class WorkerIterator(BaseDataLoaderIter):
         self._has_idle_worker = False
         grows = self._in_order and not self._own_stream and is_drawn_at_start(loader._index_sampler)
         self._limit = int(self._most * self._options.prefetch_growth) if grows else self._most
+        announce_epoch(loader, progress.plan, self._limit)  # before new workers copy the dataset
         self._runtime.meter.begin_epoch()
 
     def _start_loading(self, epoch: int, pending: Any, progress: Any) -> None:
@@ -371,7 +373,7 @@ class WorkerIterator(BaseDataLoaderIter):
             case Died(worker, handle):
                 self._replace(worker, handle)
             case MemberLost(worker, how):
-                self._note_lost(worker, how)
+                self._or_shut_down(self._restarts.note_lost, worker, how)
             case Broken(error):
                 self._shutdown_workers()
                 raise error
@@ -387,15 +389,11 @@ class WorkerIterator(BaseDataLoaderIter):
     def _replace(self, worker: int, dead: Handle) -> None:
         assert self._shard is not None
         assert self._shard.processes.local is not None
-        try:
-            self._restarts.replace(self._shard.processes.local, worker, dead)
-        except WorkerStartError:
-            self._shutdown_workers()
-            raise
+        self._or_shut_down(self._restarts.replace, self._shard.processes.local, worker, dead)
 
-    def _note_lost(self, worker: int, how: str) -> None:
+    def _or_shut_down(self, act: Callable[..., None], *arguments: Any) -> None:
         try:
-            self._restarts.note_lost(worker, how)
+            act(*arguments)
         except WorkerStartError:
             self._shutdown_workers()
             raise

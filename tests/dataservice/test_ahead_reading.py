@@ -1,0 +1,113 @@
+"""The memory that samples are read ahead into: a place is kept while somebody may copy from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.datasets.samples_source import Numbered, content, publish
+from tests.shared_cluster import PATIENCE_S, wait
+from torch_dpflow.dataservice.ahead import AheadReading
+from torch_dpflow.dataservice.protocol import LEFT, AheadPlaces, AnnounceOrder
+from torch_dpflow.dataservice.sources import record_set
+from torch_dpflow.datasets import DatasetStore
+from torch_dpflow.datasets.sample_reader import SampleReader
+from torch_dpflow.errors import UsageError
+
+COUNT = 40
+
+
+@pytest.fixture
+def reading(tmp_path: Path) -> Iterator[AheadReading]:
+    stored = publish(DatasetStore.create(str(tmp_path / "datasets")), Numbered(COUNT))
+    records, known = record_set(stored)
+    with (
+        closing(SampleReader(stored)) as reader,
+        closing(AheadReading(known, records.lengths, reader, 1 << 16, 7)) as made,
+    ):
+        yield made
+
+
+def order(keys: list[int], name: str = "epoch", **of: int) -> AnnounceOrder:
+    return AnnounceOrder(
+        identity=b"",
+        order=name,
+        records=np.array(keys, dtype="<i4").tobytes(),
+        **{"first": 0, "total": len(keys), "spread": 8, **of},
+    )
+
+
+def texts(reading: AheadReading, places: AheadPlaces) -> list[bytes]:
+    return [reading._memory[at : at + length] for at, length in zip(places.offsets, places.lengths)]
+
+
+def want(reading: AheadReading, connection: str, keys: list[int], name: str = "epoch") -> AheadPlaces:
+    return reading.want(connection, name, keys, PATIENCE_S)
+
+
+def test_a_place_stays_until_it_is_taken_or_its_connection_ends(reading: AheadReading) -> None:
+    reading.announce("owner", order([*range(COUNT)]))
+    one = want(reading, "one", [0, 1])
+    assert texts(reading, one) == [content(0), content(1)]
+    assert one.memory == 7
+    reading.leave("owner")  # nobody reads in this order any more
+    wait(lambda: reading._machine.used == 0)
+    assert texts(reading, one) == [content(0), content(1)]
+    assert reading._space.live == len(content(0)) + len(content(1))
+    reading.took("one", [0])
+    assert reading._space.live == len(content(1))
+    reading.leave("one")
+    assert reading._space.live == 0
+    with pytest.raises(UsageError, match="was not read ahead for this connection"):
+        reading.took("one", [1])
+
+
+def test_what_two_connections_copy_is_free_after_both(reading: AheadReading) -> None:
+    reading.announce("owner", order([3, 4]))
+    first, second = want(reading, "one", [3]), want(reading, "two", [3])
+    assert texts(reading, first) == texts(reading, second) == [content(3)]
+    reading.took("one", [3])
+    assert want(reading, "one", [3]).lengths == [LEFT]  # it was read; who wants it again has storage
+    assert texts(reading, second) == [content(3)]
+    reading.took("two", [3])
+
+
+def test_a_record_that_comes_twice_in_an_order_is_read_twice(reading: AheadReading) -> None:
+    reading.announce("owner", order([5, 6, 5]))
+    for _ in range(2):
+        assert texts(reading, want(reading, "one", [5])) == [content(5)]
+        reading.took("one", [5])
+    assert want(reading, "one", [5]).lengths == [LEFT]
+
+
+def test_what_no_order_has_is_left_to_the_reader(reading: AheadReading) -> None:
+    assert want(reading, "one", [1]).lengths == [LEFT]
+    reading.announce("owner", order([1, 2]))
+    assert want(reading, "one", [9]).lengths == [LEFT]
+    assert want(reading, "one", [1], "another").lengths == [LEFT]
+    reading.announce("owner", order([7, 8]))
+    assert want(reading, "one", [1]).lengths == [LEFT]
+    assert texts(reading, want(reading, "one", [8])) == [content(8)]
+
+
+def test_an_order_comes_in_parts_that_fit(reading: AheadReading) -> None:
+    reading.announce("owner", order([1, 2], total=3))
+    assert want(reading, "one", [1]).lengths == [LEFT]
+    for wrong in (order([3], first=1, total=3), order([3, 4], first=2, total=3), order([COUNT])):
+        with pytest.raises(UsageError, match="order"):
+            reading.announce("owner", wrong)
+    reading.announce("owner", order([1, 2], total=3))
+    reading.announce("owner", order([3], first=2, total=3))
+    assert texts(reading, want(reading, "one", [3])) == [content(3)]
+
+
+def test_a_sample_that_cannot_be_read_is_left_to_the_reader(reading: AheadReading) -> None:
+    for pack in Path(reading._reader.stored.url.removeprefix("file://")).rglob("*"):
+        if pack.is_file() and "data" in str(pack):
+            pack.unlink()
+    reading.announce("owner", order([1, 2]))
+    assert set(want(reading, "one", [1, 2]).lengths) == {LEFT}

@@ -1,0 +1,214 @@
+"""Sets that do not fit into the pool: a part stays in memory, and the rest is read ahead in the announced order."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Subset
+
+from benchmarks.oss_server import OSSServer, StoredObject
+from tests.dataservice.pool_servers import inner_server, server
+from tests.shared_cluster import PATIENCE_S, wait
+from torch_dpflow import DPFlowDataLoader, PooledDataset
+from torch_dpflow.caches import ALSDCache
+from torch_dpflow.dataservice import DataClient, DataServer
+from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
+from torch_dpflow.datasets.importers import Item
+from torch_dpflow.datasets.importers.iterable import IterableImporter
+from torch_dpflow.datasets.reader import DatasetReader
+from torch_dpflow.flows.staged import StagedDataset
+
+COUNT = 120
+CONTENTS = [np.random.default_rng(number).bytes(1000 - number % 7) for number in range(COUNT)]
+#: Memory for half of them, and what is read ahead into.
+HALF, AHEAD = COUNT * 1024 // 2 + COUNT * 20, 64 << 11
+
+
+@pytest.fixture(scope="module")
+def oss() -> Iterator[OSSServer]:
+    with OSSServer() as serving:
+        serving.buckets.create("bucket")
+        for number, content in enumerate(CONTENTS):
+            stored = StoredObject(data=content, content_type="image/jpeg")
+            serving.buckets.put("bucket", f"datasets/core/objects/data/{number}", stored)
+        yield serving
+
+
+@pytest.fixture(scope="module")
+def stored(oss: OSSServer) -> Iterator[StoredDataset]:
+    """A dataset whose samples are objects of their own, so that reads can be counted."""
+    store = DatasetStore.create("oss://bucket/datasets", **oss.storage_options())
+    draft = Draft(store, "core/objects", "v1")
+    items = [
+        Item(path=f"{number}", length=len(one), meta={"n": number}) for number, one in enumerate(CONTENTS)
+    ]
+    draft.add("train", IterableImporter(items, root="data"), shard_size=16)
+    draft.publish()
+    opened = store.open("core/objects:v1:train")
+    yield opened
+    for files in (store.files, opened.files):
+        files.close()
+        files.filesystem._session.session.close()
+
+
+@pytest.fixture
+def pool(stored: StoredDataset, tmp_path: Path) -> Iterator[DataServer]:
+    """A server that holds half of the set."""
+    with inner_server(tmp_path / "p", HALF, ahead_bytes=AHEAD) as serving:
+        info = DataClient(serving.directory, silence_s=PATIENCE_S).preload(stored, fit="part")
+        assert COUNT * 0.4 < info.placed == info.loaded < COUNT * 0.6
+        yield serving
+
+
+def pooled(stored: StoredDataset, pool: DataServer) -> closing[PooledDataset]:
+    return closing(PooledDataset(stored, pool.directory, silence_s=PATIENCE_S))
+
+
+def epoch(dataset: Any, *, workers: int = 0, seed: int = 0) -> list[list[Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [*loader_of(dataset, workers, generator)]
+
+
+def loader_of(dataset: Any, workers: int, generator: torch.Generator) -> DPFlowDataLoader[Any]:
+    return DPFlowDataLoader(
+        dataset, 4, shuffle=True, num_workers=workers, generator=generator, collate_fn=list
+    )
+
+
+def digest(batches: list[list[Any]]) -> str:
+    return hashlib.sha256(repr(batches).encode()).hexdigest()
+
+
+def reads(oss: OSSServer, since: int) -> Counter[str]:
+    return Counter(one.key for one in oss.requests[since:] if one.method == "GET" and "/data/" in one.key)
+
+
+def rest_of(stored: StoredDataset, pool: DataServer) -> int:
+    (info,) = DataClient(pool.directory, silence_s=PATIENCE_S).sets()
+    return COUNT - info.placed
+
+
+def test_storage_is_read_once_for_each_sample_without_a_place_whatever_the_order(
+    oss: OSSServer, stored: StoredDataset, pool: DataServer
+) -> None:
+    rest = rest_of(stored, pool)
+    with pooled(stored, pool) as dataset, closing(DatasetReader(stored)) as plain:
+        for seed in range(3):
+            expected, since = digest(epoch(plain, seed=seed)), len(oss.requests)
+            assert digest(epoch(dataset, seed=seed)) == expected
+            found = reads(oss, since)
+            assert (len(found), found.total()) == (rest, rest)
+        assert (dataset.hits, dataset.misses) == (3 * COUNT, 0)
+
+
+def test_workers_read_what_the_training_process_has_announced(
+    oss: OSSServer, stored: StoredDataset, pool: DataServer
+) -> None:
+    with pooled(stored, pool) as dataset, closing(DatasetReader(stored)) as plain:
+        expected, since = digest(epoch(plain, seed=5)), len(oss.requests)
+        assert digest(epoch(dataset, workers=2, seed=5)) == expected
+        # A batch that is taken over from a slow worker may be read by both.
+        assert rest_of(stored, pool) <= reads(oss, since).total() <= COUNT
+        (reading,) = pool._holdings.ahead._readings.values()
+        assert reading._machine.hits + reading._machine.misses >= rest_of(stored, pool)
+
+
+def test_two_readers_of_one_order_share_each_fetch(
+    oss: OSSServer, stored: StoredDataset, pool: DataServer
+) -> None:
+    with pooled(stored, pool) as one, pooled(stored, pool) as other:
+        since = len(oss.requests)
+        pairs = zip(
+            loader_of(one, 0, torch.Generator().manual_seed(1)),
+            loader_of(other, 0, torch.Generator().manual_seed(1)),
+        )
+        assert all(mine == yours for mine, yours in pairs)
+        rest = rest_of(stored, pool)
+        assert reads(oss, since).total() <= rest * 1.2
+
+
+@pytest.mark.parametrize("wrapped", ["cache", "subset", "staged"])
+def test_the_order_goes_through_datasets_around_it(
+    oss: OSSServer, stored: StoredDataset, pool: DataServer, wrapped: str
+) -> None:
+    with pooled(stored, pool) as dataset:
+        around: Any = {
+            "cache": lambda: ALSDCache(dataset, 10),
+            "subset": lambda: Subset(dataset, [*range(0, COUNT, 2)]),
+            "staged": lambda: StagedDataset(ALSDCache(dataset, 10), [], "flow"),
+        }[wrapped]()
+        for seed in range(2):
+            epoch(around, seed=seed)
+        assert dataset.misses == 0
+
+
+def test_what_is_held_for_readers_that_skip_samples_is_given_up(
+    stored: StoredDataset, pool: DataServer
+) -> None:
+    with pooled(stored, pool) as dataset:
+        order = np.arange(COUNT)
+        dataset.announce_order(lambda: order, 8)
+        for number in range(0, COUNT, 40):
+            dataset.read(number)
+        for number in range(COUNT - 4, COUNT):
+            assert dataset.read(number)[0] == CONTENTS[number]
+        assert dataset.misses == 0
+        (reading,) = pool._holdings.ahead._readings.values()
+        wait(lambda: not reading._requests, what="what was asked for")
+        assert reading._machine.used <= 8 * 1000
+
+
+def test_memory_is_free_when_the_reader_ends(stored: StoredDataset, pool: DataServer) -> None:
+    with pooled(stored, pool) as dataset:
+        iterator = iter(loader_of(dataset, 0, torch.Generator()))
+        next(iterator)
+        (reading,) = pool._holdings.ahead._readings.values()
+        assert reading._machine.used
+    wait(lambda: not pool._holdings.ahead._readings, what="the end of reading ahead")
+    assert pool._holdings.ahead._left == AHEAD
+    wait(lambda: not reading._space.used and not reading._machine.used, what="its samples")
+
+
+def test_a_server_that_is_killed_in_an_epoch_costs_no_sample(stored: StoredDataset, tmp_path: Path) -> None:
+    more = ("--ahead-memory", f"{AHEAD}B")
+    with closing(DatasetReader(stored)) as plain:
+        expected = digest(epoch(plain, seed=2))
+    with (
+        server(tmp_path / "p", f"{HALF}B", more=more) as process,
+        closing(PooledDataset(stored, tmp_path / "p", silence_s=PATIENCE_S)) as dataset,
+    ):
+        DataClient(tmp_path / "p", silence_s=PATIENCE_S).preload(stored, fit="part")
+        batches = []
+        for number, batch in enumerate(loader_of(dataset, 2, torch.Generator().manual_seed(2))):
+            batches.append(batch)
+            if number == 8:
+                os.kill(process.pid, signal.SIGKILL)
+        assert digest(batches) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_that_is_resumed_from_its_state_is_the_same(
+    stored: StoredDataset, pool: DataServer, workers: int
+) -> None:
+    with pooled(stored, pool) as dataset, closing(DatasetReader(stored)) as plain:
+        expected = digest(epoch(plain, seed=3))
+        loader = loader_of(dataset, workers, torch.Generator().manual_seed(3))
+        begun = iter(loader)
+        batches = [next(begun) for _ in range(7)]
+        state = loader.state_dict()
+        del begun
+        again = loader_of(dataset, workers, torch.Generator())
+        again.load_state_dict(state)
+        assert digest([*batches, *again]) == expected
+        if not workers:
+            assert dataset.misses == 0

@@ -1,0 +1,38 @@
+"""Which records stay: as many as fit, a uniform part of any order, and the same for all who ask."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_dpflow.dataservice.residents import ALL, cut_that_fits, resident, resident_set
+from torch_dpflow.dataservice.sets import FileSet
+
+
+@given(
+    name=st.binary(min_size=16, max_size=16),
+    lengths=st.lists(st.integers(0, 5000), min_size=1, max_size=80),
+    share=st.floats(0, 1.2),
+)
+def test_as_many_stay_as_fit(name: bytes, lengths: list[int], share: float) -> None:
+    records = FileSet(name, lengths, per_stripe=7)
+    total = sum(records.stripe_bytes(stripe) for stripe in range(records.stripes))
+    room = int(share * total)
+    cut = cut_that_fits(records, room)
+    part = resident_set(records, cut)
+    assert sum(part.stripe_bytes(stripe) for stripe in range(part.stripes)) <= room
+    stays = resident(name, len(lengths), cut)
+    assert (cut == ALL) == (room >= total)
+    assert part.lengths.tolist() == [length * bool(stay) for length, stay in zip(lengths, stays)]
+    less = resident(name, len(lengths), cut_that_fits(records, room // 2))
+    assert not (less & ~stays).any()
+
+
+def test_every_batch_has_the_same_share_in_memory() -> None:
+    records = FileSet(b"a set of 16 byte", np.full(100_000, 64), per_stripe=1000)
+    stays = resident(records.identity, records.records, cut_that_fits(records, 64 * 30_000))
+    assert stays.sum() == 30_000
+    order = np.random.default_rng(0).permutation(records.records)
+    for batches in (stays[order].reshape(-1, 1000), stays.reshape(-1, 1000)):
+        assert np.abs(batches.mean(axis=1) - 0.3).max() < 0.08
