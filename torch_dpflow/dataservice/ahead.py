@@ -19,7 +19,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.dataservice.protocol import COMES, LEFT, LONGEST_ORDER, AheadPlaces, AnnounceOrder
+from torch_dpflow.dataservice.ahead_messages import (
+    COMES,
+    LEFT,
+    LONGEST_ORDER,
+    AheadPlaces,
+    AnnounceOrder,
+)
 from torch_dpflow.dataservice.read_ahead import NodeRequest, ReadAhead, ReadAheadInstruction
 from torch_dpflow.dataservice.regions import sealed_memory
 from torch_dpflow.dataservice.sources import RecordReader

@@ -7,15 +7,17 @@ import os
 import threading
 
 from torch_dpflow.dataservice.ahead import AheadReading
-from torch_dpflow.dataservice.filling import HeldSet
-from torch_dpflow.dataservice.protocol import (
-    MOST_RECORDS,
+from torch_dpflow.dataservice.ahead_messages import (
     AheadOpened,
     AheadPlaces,
     AnnounceOrder,
     OpenAhead,
     TookAhead,
     WantAhead,
+)
+from torch_dpflow.dataservice.filling import HeldSet
+from torch_dpflow.dataservice.protocol import (
+    MOST_RECORDS,
 )
 from torch_dpflow.errors import UsageError
 

@@ -11,17 +11,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.dataservice.pool_connection import PoolConnection
-from torch_dpflow.dataservice.protocol import (
+from torch_dpflow.dataservice.ahead_messages import (
     COMES,
     MOST_ANNOUNCED,
-    MOST_RECORDS,
     AheadOpened,
     AheadPlaces,
     AnnounceOrder,
     OpenAhead,
     TookAhead,
     WantAhead,
+)
+from torch_dpflow.dataservice.pool_connection import PoolConnection
+from torch_dpflow.dataservice.protocol import (
+    MOST_RECORDS,
 )
 from torch_dpflow.dataservice.regions import map_sealed
 from torch_dpflow.errors import MessageError, PoolFullError, UsageError

@@ -17,6 +17,14 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 
 from torch_dpflow import errors
+from torch_dpflow.dataservice.ahead_messages import (
+    AheadOpened,
+    AheadPlaces,
+    AnnounceOrder,
+    OpenAhead,
+    TookAhead,
+    WantAhead,
+)
 from torch_dpflow.errors import DPFlowError, MessageError, OptionError, OptionTypeError, PeerLostError
 
 #: The environment variable with the default `address` of clients and servers.
@@ -25,8 +33,6 @@ ADDRESS_VARIABLE = "DPFLOW_POOL"
 MOST_BYTES = 64 << 10
 #: Most records that one message asks for.
 MOST_RECORDS = 4096
-#: Most records of an order in one message, and in all: 2^27 take half a GiB.
-MOST_ANNOUNCED, LONGEST_ORDER = 15_000, 1 << 27
 #: Most regions of a set, which come with one message (SCM_MAX_FD is 253).
 MOST_REGIONS = 250
 _SOCKET = "socket"
@@ -102,48 +108,6 @@ class CountReads(msgspec.Struct, frozen=True, tag=True):
     misses: _Count
 
 
-class AnnounceOrder(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Records are read in this order from now on, which comes in parts; answered by AheadOpened.
-
-    Of an earlier order of this name nothing is left, and none of it when the connection ends.
-    """
-
-    identity: bytes
-    order: str
-    #: The place of the part's first record in the order, and the records of the whole.
-    first: int
-    total: int
-    #: Records that readers ask for between an earlier one and its turn, at most.
-    spread: int
-    #: Little-endian numbers of 4 bytes, at most `MOST_ANNOUNCED`.
-    records: bytes
-
-
-class OpenAhead(msgspec.Struct, frozen=True, tag=True):
-    """Where this set's records are read ahead; answered by AheadOpened, with the memory."""
-
-    identity: bytes
-
-
-class WantAhead(msgspec.Struct, frozen=True, tag=True):
-    """These records of an order are needed now, at most `MOST_RECORDS`; answered by AheadPlaces."""
-
-    identity: bytes
-    order: str
-    records: list[int]
-
-
-class TookAhead(msgspec.Struct, frozen=True, tag=True):
-    """These records, which this connection was told the places of, were copied; answered by AheadOpened.
-
-    Only that answer says that what was copied is right: until then nothing else was written there.
-    """
-
-    identity: bytes
-    order: str
-    records: list[int]
-
-
 class ListSets(msgspec.Struct, frozen=True, tag=True):
     """Answered by SetList, from the set with this number on."""
 
@@ -214,24 +178,6 @@ class RecordStates(msgspec.Struct, frozen=True, tag=True):
 
     states: bytes
     stripes: list[int]
-
-
-#: In the place of a length.
-LEFT, COMES = -1, -2
-
-
-class AheadOpened(msgspec.Struct, frozen=True, tag=True):
-    """The number of the memory that a set's records are read ahead into."""
-
-    memory: int
-
-
-class AheadPlaces(msgspec.Struct, frozen=True, tag=True):
-    """Where each record lies in that memory; instead of a length `COMES`, or `LEFT` for one to read from storage."""
-
-    memory: int
-    offsets: list[int]
-    lengths: list[int]
 
 
 class SetList(msgspec.Struct, frozen=True, tag=True):

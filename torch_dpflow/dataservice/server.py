@@ -11,6 +11,12 @@ import threading
 import time
 
 from torch_dpflow.checks import check_int, check_seconds
+from torch_dpflow.dataservice.ahead_messages import (
+    AnnounceOrder,
+    OpenAhead,
+    TookAhead,
+    WantAhead,
+)
 from torch_dpflow.dataservice.door import MOST_CONNECTIONS, StreamDoor
 from torch_dpflow.dataservice.framing import Channel, PacketChannel, StreamChannel
 from torch_dpflow.dataservice.head import PoolHead
@@ -18,18 +24,14 @@ from torch_dpflow.dataservice.holdings import ANSWER_S, Holdings
 from torch_dpflow.dataservice.pool_address import PoolAddress
 from torch_dpflow.dataservice.protocol import (
     REQUESTS,
-    AnnounceOrder,
     CountReads,
     ListSets,
-    OpenAhead,
     OpenSet,
     PoolAnswer,
     PoolRefusal,
     PoolRequest,
     PreloadSet,
-    TookAhead,
     UnloadSet,
-    WantAhead,
     WantRecords,
     check_private,
     find_directory,
