@@ -65,7 +65,7 @@ def private_shard(platform: Platform) -> None:
 
 
 def node(platform: Platform) -> None:
-    Node(ClusterPlace(directory="/nowhere"), b"", platform)
+    Node(ClusterPlace(directory="/nowhere"), [], platform)
 
 
 @pytest.mark.parametrize(

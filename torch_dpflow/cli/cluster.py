@@ -13,6 +13,7 @@ import click
 
 from torch_dpflow.cli.cluster_calls import (
     address_option,
+    ask,
     ask_views,
     connect,
     end_cluster,
@@ -25,6 +26,7 @@ from torch_dpflow.cli.cluster_printing import (
     counted,
     print_flows,
     print_missing,
+    print_nodes,
     print_processes,
     print_sharing,
     print_top,
@@ -35,6 +37,7 @@ from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.log import FORMATS, LEVELS, LogOptions
 from torch_dpflow.remote.access.cluster_address import ADDRESS_VARIABLE
 from torch_dpflow.remote.observe.cluster_figures import ClusterFigures, figures_of
+from torch_dpflow.remote.wire.joined_node import NodeView
 
 if TYPE_CHECKING:
     from torch_dpflow.remote.rpc import RpcClient
@@ -181,16 +184,18 @@ def down(address: str, as_json: bool) -> None:
 @address_option
 @json_option
 def status(address: str, as_json: bool) -> None:
-    """List the flows and the processes of a cluster."""
+    """List the flows, the nodes that have joined and the processes of a cluster."""
     with connect(address) as coordinator:
         flows, processes = ask_views(coordinator)
+        nodes: list[NodeView] = ask(coordinator, "nodes", list[NodeView])
     if as_json:
-        click.echo(to_json({"flows": flows, "processes": processes}))
+        click.echo(to_json({"flows": flows, "nodes": nodes, "processes": processes}))
     else:
         figures = figures_of(flows, processes)
         print_flows(flows)
         print_missing(flows, figures)
         print_sharing(figures)
+        print_nodes(nodes)
         print_processes(processes)
 
 

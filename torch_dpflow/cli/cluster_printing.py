@@ -12,6 +12,7 @@ from torch_dpflow.cli.console import stdout_console
 from torch_dpflow.remote.control.flow_registry import FlowState
 from torch_dpflow.remote.observe.cluster_figures import ClusterFigures, JobRow, ShardFigures
 from torch_dpflow.remote.wire.coordinator import FlowView
+from torch_dpflow.remote.wire.joined_node import NodeView
 from torch_dpflow.remote.wire.node import ProcessView
 from torch_dpflow.remote.wire.shard import MemberView
 
@@ -65,12 +66,27 @@ def print_sharing(figures: ClusterFigures) -> None:
             )
 
 
+def print_nodes(nodes: Sequence[NodeView]) -> None:
+    """One row for each node that has joined; nothing where none has."""
+    if nodes:
+        table = _table("nodes", "node", "address", "standing", "heard", "processors", "shards", "workers")
+        for node in nodes:
+            counts = _counts(node.processors, node.shards, node.workers)
+            heard = f"{node.silent_s:.1f} s ago"
+            table.add_row(node.name, escape(node.address), node.standing, heard, *counts)
+        stdout_console().print(table)
+
+
 def print_processes(processes: Sequence[ProcessView]) -> None:
-    """One row for each process."""
-    table = _table("processes", "process", "role", "pid", "restarts", "address")
+    """One row for each process; its node, where nodes have joined."""
+    is_joined = any(view.node for view in processes)
+    table = _table(
+        "processes", "process", "role", *(["node"] if is_joined else []), "pid", "restarts", "address"
+    )
     for view in processes:
         pid = str(view.pid) if view.pid else "starting"
-        table.add_row(view.id, view.role, pid, str(view.restarts), view.address)
+        place = [view.node or "-"] if is_joined else []
+        table.add_row(view.id, view.role, *place, pid, str(view.restarts), view.address)
     stdout_console().print(table)
 
 

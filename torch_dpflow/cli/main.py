@@ -16,6 +16,7 @@ from torch_dpflow.errors import DPFlowError
 COMMANDS = {
     "up": ("torch_dpflow.cli.cluster", "up", "Run a cluster that several jobs read from."),
     "down": ("torch_dpflow.cli.cluster", "down", "End a cluster."),
+    "node": ("torch_dpflow.cli.node", "node", "Have this host run workers of another host's cluster."),
     "status": ("torch_dpflow.cli.cluster", "status", "List the flows and the processes of a cluster."),
     "top": ("torch_dpflow.cli.cluster", "top", "Show the activity of a cluster, updated continually."),
     "flow": ("torch_dpflow.cli.cluster_flow", "flow", "List, show, scale and delete flows."),

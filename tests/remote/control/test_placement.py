@@ -102,3 +102,47 @@ def test_there_are_never_more_workers_than_the_flow_has(shards: int, more: int, 
     assert len(set(ids(launches, "worker"))) == shards + more
     staying = [name for name in ids(launches, "worker") if int(name[6:9]) < shards]
     assert {name.rpartition("/")[0] for name in staying} == {f"shard-{place:03}" for place in range(shards)}
+
+
+@given(
+    shards=st.integers(1, 9),
+    extra=st.integers(0, 9),
+    nodes=st.lists(st.sampled_from("abcde"), min_size=1, unique=True).map(sorted),
+)
+def test_shards_are_spread_over_nodes_and_workers_are_beside_them(
+    shards: int, extra: int, nodes: list[str]
+) -> None:
+    launches = launches_of(spec(), Part(shards, shards + extra, 1000), [], nodes=nodes)
+    places = {launch.id: launch.node for launch in launches}
+    assert places["f@1/router"] == ""
+    counts = [sum(one.role == "shard" and one.node == node for one in launches) for node in nodes]
+    assert max(counts) - min(counts) <= 1
+    for launch in launches:
+        if launch.role == "worker":
+            assert launch.node == places[launch.id.rpartition("/")[0]]
+
+
+def test_a_node_that_goes_changes_no_shard_of_the_others() -> None:
+    before = launches_of(spec(), Part(3, 3, 900), [], nodes=["a", "b", "c"])
+    after = launches_of(spec(), Part(2, 2, 900), [], nodes=["a", "c"])
+    assert ids(before, "shard") == ["shard-a-000", "shard-b-000", "shard-c-000"]
+    assert ids(after, "shard") == ["shard-a-000", "shard-c-000"]
+
+
+def test_a_node_that_leaves_keeps_its_workers_until_others_have_its_keys() -> None:
+    there = [
+        ProcessView("f@1/shard-a-000", "shard", 1, 9, "ipc://x", {"keys": 50}, node="a"),
+        ProcessView("f@1/shard-a-000/worker-0", "worker", 1, 9, "", {}, node="a"),
+    ]
+    launches = launches_of(spec(), Part(1, 1, 1000), there, nodes=["b"])
+    assert {one.id.removeprefix("f@1/"): one.node for one in launches} == {
+        "router": "",
+        "shard-b-000": "b",
+        "shard-b-000/worker-0": "b",
+        "shard-a-000": "a",
+        "shard-a-000/worker-0": "a",
+    }
+    there[0].status["keys"] = 0
+    after = launches_of(spec(), Part(1, 1, 1000), there, nodes=["b"])
+    assert ids(after, "shard") == ["shard-b-000", "shard-a-000"], "jobs may read from it still"
+    assert ids(after, "worker") == ["shard-b-000/worker-0"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import msgspec
+
 from torch_dpflow.remote.wire.coordinator import ClusterLimits, Part
 from torch_dpflow.remote.wire.flow_spec import MIN_MEMORY, FlowSpec
 
@@ -35,6 +37,16 @@ def parts_of(
     if targets is None:
         shards = [*map(min, shards, workers)]
     return [_part(*has) for has in zip(shards, workers, memory)]
+
+
+def spread(part: Part, nodes: int, *, may_rest: bool) -> Part:
+    """A flow's part with a shard for each node at least, if there is a worker and the least memory for each.
+
+    may_rest: whether shards may have no worker: their number is that of the nodes then, whatever workers there are, as
+    each change of it has keys change their shards.
+    """
+    most = nodes if may_rest else min(nodes, part.workers)
+    return msgspec.structs.replace(part, shards=max(part.shards, min(most, part.memory_bytes // MIN_MEMORY)))
 
 
 def max_min(requests: Sequence[int], total: int | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""Which processes a flow needs, and how shards are added and removed while jobs read.
+"""Which processes a flow needs, on which nodes, and how shards are added and removed while jobs read.
 
 A shard that is to be removed first drains: the router assigns its keys to the others, the shard answers pending
 requests and refuses new ones as stale, and its status reports when no job reads from it any more. Ending it first would
@@ -29,35 +29,72 @@ def launches_of(
     has_platform: bool = False,
     lingering: int = 0,
     limited_by: str = "",
+    nodes: Sequence[str] = ("",),
 ) -> list[Launch]:
     """The processes of one flow: a router, its shards with their workers, evenly distributed, and draining shards.
 
     part: the flow's part of the cluster. processes: the running ones, of any flow. has_platform: whether shards have
     their workers from a platform, and not from the node. lingering: so many workers stay for now, of which shards
-    know that some will go. limited_by: for jobs.
+    know that some will go. limited_by: for jobs. nodes: those that take shards, with their workers, in turns; the empty
+    name is the cluster's own. The router runs there.
     """
     # Arguments hold nothing that may change while a process runs: a process with other arguments is replaced.
     lasting = msgspec.structs.replace(spec, shards=1, workers=1)
     router = f"{spec.instance}/router"
-    shards = [f"{spec.instance}/shard-{place:03}" for place in range(part.shards)]
+    hosts = _hosts(spec, part.shards, nodes)
+    shards = [*hosts]
     draining = [view for view in processes if _drains(view, spec, shards)]
+    hosts.update((view.id, view.node) for view in draining)
     lent = _members_of(draining) if has_platform else _workers_of(draining, processes)
-    lent = lent[: max(0, part.workers - part.shards)]
+    serving = _owners(spec, shards, draining, processes)
+    # Those that stay until others can serve, and those of a node that takes no shards any more, whose processors nobody
+    # else gets.
+    extra = [one for one in lent if one[0] in serving or hosts[one[0]] not in nodes]
+    lent = [one for one in lent if one not in extra][: max(0, part.workers - part.shards)]
     divided = _divide(part.workers - len(lent), part.shards)
     memory_bytes = part.memory_bytes // (part.shards + len(draining))
-    launches = [Launch(router, "router", _encode(lasting), _encode(RouterSettings(shards, limited_by)))]
+    launches = [Launch(router, "router", _encode(lasting), _encode(RouterSettings(serving, limited_by)))]
     staying = _divide(max(lingering - len(lent), 0), part.shards)
     for shard, workers, stay in zip(shards, divided, staying):
         launches.append(_shard(shard, router, lasting, workers, memory_bytes))
         if not has_platform:
             launches += [_worker(shard, number) for number in range(max(workers, stay))]
-    if has_platform:
-        kept = {shard for shard, _ in lent}
-        return launches + [
-            _shard(view.id, router, lasting, int(view.id in kept), memory_bytes) for view in draining
-        ]
-    launches += [_shard(view.id, router, lasting, 0, memory_bytes) for view in draining]
-    return launches + [_worker(shard, number) for shard, number in lent]
+    kept = {shard for shard, _ in lent} if has_platform else set()
+    launches += [_shard(view.id, router, lasting, int(view.id in kept), memory_bytes) for view in draining]
+    if not has_platform:
+        launches += [_worker(shard, number) for shard, number in (*lent, *extra)]
+    return [
+        msgspec.structs.replace(one, node=hosts.get(one.id.rpartition("/worker-")[0] or one.id, ""))
+        for one in launches
+    ]
+
+
+def _hosts(spec: FlowSpec, shards: int, nodes: Sequence[str]) -> dict[str, str]:
+    """The ids of a flow's shards, and the node of each.
+
+    Each node counts its own: when one goes, the shards of the others keep their ids, and so their pools.
+    """
+    found: dict[str, str] = {}
+    for place in range(shards):
+        node, number = nodes[place % len(nodes)], place // len(nodes)
+        found[
+            f"{spec.instance}/shard-{node}-{number:03}" if node else f"{spec.instance}/shard-{number:03}"
+        ] = node
+    return found
+
+
+def _owners(
+    spec: FlowSpec, wanted: list[str], draining: Sequence[ProcessView], processes: Sequence[ProcessView]
+) -> list[str]:
+    """The shards that are to own keys: those that are wanted, but others until all of these listen.
+
+    Where a flow moves to another node, whose first process has yet to import torch, its jobs read on meanwhile.
+    """
+    owners = [view.id for view in draining if view.status.get("keys") and view.runs]
+    listening = [view.id for view in processes if view.id in wanted and view.address and view.runs]
+    if not owners or len(listening) == len(wanted):
+        return wanted
+    return [*owners, *listening]
 
 
 def _drains(view: ProcessView, spec: FlowSpec, wanted: Sequence[str]) -> bool:

@@ -117,6 +117,10 @@ class Supervisor:
         #: Incremented whenever the views change in anything but the status of processes.
         self.revision = 1
 
+    def begin(self, incarnations: int) -> None:
+        """Give processes incarnations above this number from now on: earlier ones of their ids ran in another place."""
+        self._spawns = max(self._spawns, incarnations)
+
     def desire(self, launches: Iterable[Launch], now: float) -> list[SupervisorInstruction]:
         """Keep these running, and no others.
 

@@ -165,7 +165,7 @@ def _rows_of(view: ProcessView) -> Iterator[ProcessRow]:
         flow=flow,
         role=view.role,
         state=DOWN if has_run and not view.runs else RUNNING if is_up else STARTING,
-        where=f"pid {view.pid}" if view.pid else "",
+        where=f"pid {view.pid}{' of node ' + view.node if view.node else ''}" if view.pid else "",
         restarts=view.restarts,
         ended=view.ended,
     )

@@ -1,4 +1,4 @@
-"""Finds the address of another process of the same node."""
+"""Finds the address of another process of the same cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def locate(place: ClusterPlace, id: str, *, timeout_s: float = 60.0) -> str:
                 continue
             backoff.reset()
             seen = running.revision
-            address = next((view.address for view in running.processes if view.id == id), "")
+            own = next((view.address for view in running.processes if view.id == id), "")
+            address = own or running.elsewhere.get(id, "")
             if address:
                 return address
     raise DeadlineError(f"{id!r} does not listen after {timeout_s} s; is it desired?")

@@ -18,8 +18,9 @@ from torch_dpflow.remote.transport import Listener, TransportOptions, listen
 
 #: The name of the keeper's socket.
 KEEPER_SOCKET = "keeper"
-#: FLOW@VERSION/router, FLOW@VERSION/shard-000 or FLOW@VERSION/shard-000/worker-0: the id of a flow's process.
-_ID = re.compile(r"(?P<flow>[^@]+@\d+)/(router|(?P<shard>shard-\d+)(/worker-(?P<worker>\d+))?)")
+#: FLOW@VERSION/router, FLOW@VERSION/shard-000 or FLOW@VERSION/shard-000/worker-0: the id of a flow's process. Of a node
+#: that has joined, shards are FLOW@VERSION/shard-NODE-000.
+_ID = re.compile(r"(?P<flow>[^@]+@\d+)/(router|(?P<shard>shard-[\w.-]+)(/worker-(?P<worker>\d+))?)")
 
 
 @dataclass(frozen=True, kw_only=True)

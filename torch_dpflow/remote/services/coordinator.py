@@ -16,7 +16,7 @@ import msgspec
 
 from torch_dpflow.errors import DPFlowError, OptionError, UsageError
 from torch_dpflow.log import SERVICE
-from torch_dpflow.remote.control.allotment import parts_of
+from torch_dpflow.remote.control.allotment import parts_of, spread
 from torch_dpflow.remote.control.flow_registry import (
     Flow,
     FlowInstruction,
@@ -31,6 +31,7 @@ from torch_dpflow.remote.control.placement import launches_of
 from torch_dpflow.remote.process.contents import Contents
 from torch_dpflow.remote.process.spec import MemberPlace
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer
+from torch_dpflow.remote.services.joined_nodes import JoinedNodes
 from torch_dpflow.remote.services.write_behind_store import WriteBehindStore
 from torch_dpflow.remote.shard.reachable import ports_in
 from torch_dpflow.remote.wire.coordinator import (
@@ -79,7 +80,8 @@ class Coordinator:
         contents: the pickled datasets that workers load.
         limits: of all flows together.
         changed: called when the desired processes may have changed.
-        members: where shards have their workers; None: from the node.
+        members: where shards have their workers; None: from their node.
+        nodes: those on other hosts; None: there can be none.
         price_per_hour: of a worker, for reports.
     """
 
@@ -93,10 +95,12 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         changed: Callable[[], None] = lambda: None,
         members: MemberPlace | None = None,
+        nodes: JoinedNodes | None = None,
         price_per_hour: float = 0.0,
     ) -> None:
         self._changed = changed
         self._members = members
+        self._nodes = nodes
         self._post = server.post
         self._store = store
         self._contents = contents
@@ -108,18 +112,28 @@ class Coordinator:
         self._running: dict[str, FlowSpec] = {}
         #: The addresses of the routers that run, by instance.
         self._routers: dict[str, str] = {}
-        self._processes: list[ProcessView] = []
+        #: What the cluster's own node runs.
+        self._observed: list[ProcessView] = []
         #: Whether the node has reported what runs: an earlier coordinator may have started more than this one.
         self._has_observed = False
         self._waiting: list[_WaitingCall] = []
         self._restore()
         for name, (body, remembered) in METHODS.items():
             server.register(name, getattr(self, f"_on_{name}"), body_type=body, remembered=remembered)
+        if nodes is not None:
+            nodes.use(self._orders_of, lambda: self._observed, changed)
 
     # -- what runs -------------------------------------------------------------------------------------------
 
     def desired(self) -> list[Launch]:
-        """The processes that are to run now."""
+        """The processes that the cluster's own node is to run now."""
+        return [launch for launch in self._launches() if not launch.node]
+
+    def _orders_of(self, node: str) -> list[Launch] | None:
+        """Those of a joined node; None: an earlier coordinator may have started more than this one knows of."""
+        return [one for one in self._launches() if one.node == node] if self._has_observed else None
+
+    def _launches(self) -> list[Launch]:
         launches: list[Launch] = []
         for instance, part in self._parts().items():
             spec = self._running[instance]
@@ -131,13 +145,16 @@ class Coordinator:
                     has_platform=self._members is not None,
                     lingering=self._lingering(spec),
                     limited_by=self._scaling.limited_by(instance),
+                    nodes=self._hosts,
                 )
         return launches
 
     def observe(self, processes: list[ProcessView]) -> None:
-        """These processes run."""
+        """These processes run on the cluster's own node."""
         now = self._clock()
-        self._processes = processes
+        self._observed = processes
+        if self._nodes is not None:
+            self._nodes.poll()
         self._has_observed = True
         self._routers = {}
         for view in processes:
@@ -145,7 +162,7 @@ class Coordinator:
             if kind == "router":
                 self._observe_router(instance, view, now)
         self._apply(self._registry.tick(now))
-        if self._scaling.observe(self._running, processes, now):
+        if self._scaling.observe(self._running, self._processes, now):
             self._changed()
         self._answer_waiting(now)
 
@@ -162,7 +179,21 @@ class Coordinator:
             workers_s=self._scaling.worker_seconds(instance),
         )
 
+    @property
+    def _processes(self) -> list[ProcessView]:
+        """What all nodes run."""
+        return self._observed if self._nodes is None else [*self._observed, *self._nodes.processes]
+
+    @property
+    def _hosts(self) -> list[str]:
+        return [""] if self._nodes is None else self._nodes.hosts
+
     def _parts(self) -> dict[str, Part | None]:
+        hosts, scales = len(self._hosts), self._scaling.sets_numbers
+        parts = self._undivided_parts().items()
+        return {instance: part and spread(part, hosts, may_rest=scales) for instance, part in parts}
+
+    def _undivided_parts(self) -> dict[str, Part | None]:
         if self._scaling.sets_numbers:
             targets = [self._scaling.target(spec) for spec in self._running.values()]
             parts = parts_of([*self._running.values()], self._limits, targets=targets)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from functools import partial
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ from torch_dpflow.remote.process.serve import ask_in, serve
 from torch_dpflow.remote.process.spec import ServiceSpec
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, RpcServer
 from torch_dpflow.remote.services.coordinator import METHODS, Coordinator
+from torch_dpflow.remote.services.joined_nodes import NODE_METHODS, JoinedNodes
 from torch_dpflow.remote.services.reconciler import Reconciler
 from torch_dpflow.remote.services.state_store import open_store
 from torch_dpflow.remote.services.write_behind_store import WriteBehindStore
@@ -23,13 +25,16 @@ from torch_dpflow.remote.wire.node import WAITING
 
 #: How long it waits for a message when nothing else is due, and while it loads its state, seconds.
 IDLE_POLL_S, LOADING_POLL_S = 0.5, 0.02
+#: How long it waits until all joined nodes know that the cluster ends, seconds: they report twice a second.
+TELL_S = 2.0
 
 
 def run(service: ServiceSpec) -> None:
     """Run a coordinator: the role of a node's process."""
     arguments = msgspec.msgpack.decode(service.arguments, type=CoordinatorArguments)
     server = RpcServer(service.listen(arguments.address))
-    server.register("stop", partial(_stop_node, service), body_type=None)
+    nodes: list[JoinedNodes] = []
+    server.register("stop", lambda call: _stop_node(service, server, nodes, call), body_type=None)
     heartbeats = HeartbeatSender(service, server.address, status={WAITING: ""})
     state = WriteBehindStore(lambda: open_store(arguments.state), arguments.owner)
     _load(state, server, heartbeats)
@@ -37,6 +42,7 @@ def run(service: ServiceSpec) -> None:
     # that needs it brings it again.
     contents = Contents(Path(service.place.directory, "state.contents"))
     reconciler = Reconciler(service, server)
+    nodes.append(JoinedNodes(server, state, service.place, incarnation=service.incarnation))
     coordinator = Coordinator(
         server,
         state,
@@ -44,6 +50,7 @@ def run(service: ServiceSpec) -> None:
         arguments.limits,
         changed=reconciler.changed,
         members=service.place.members,
+        nodes=nodes[0],
         price_per_hour=arguments.price_per_hour,
     )
     reconciler.start(coordinator.observe, coordinator.desired)
@@ -69,16 +76,23 @@ def _load(state: WriteBehindStore, server: RpcServer, heartbeats: HeartbeatSende
         if state.failure is not None:
             heartbeats.status = {WAITING: str(state.failure)}
 
-    for name in METHODS:
+    for name in (*METHODS, *NODE_METHODS):
         server.register(name, refuse, remembered=False)
     state.load(serve_meanwhile)
     heartbeats.report({})
 
 
-def _stop_node(service: ServiceSpec, call: IncomingCall) -> Later:
-    """Have the node end everything, including this process."""
+def _stop_node(
+    service: ServiceSpec, server: RpcServer, nodes: Sequence[JoinedNodes], call: IncomingCall
+) -> Later:
+    """Have the node end everything, including this process; before that, tell the nodes that have joined."""
 
     def stop() -> None:
+        until = time.monotonic() + TELL_S
+        for joined in nodes:
+            ask_in(server, joined.end)
+            while not ask_in(server, joined.all_told) and time.monotonic() < until:
+                time.sleep(TELL_S / 40)
         with service.place.connect(service.place.node_address) as node:
             node.call("stop")
 

@@ -3,46 +3,44 @@
 from __future__ import annotations
 
 import ipaddress
-import multiprocessing
 import os
 import re
 import secrets
 import socket
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from torch_dpflow.descriptors import raise_limit
-from torch_dpflow.directory import PrivateDirectory
 from torch_dpflow.errors import OptionError, StateError, UsageError
 from torch_dpflow.log import LogOptions, write_lines
 from torch_dpflow.platforms import registry
-from torch_dpflow.platforms.fork_server import ForkServerPlatform
 from torch_dpflow.platforms.members import PlatformSpec
 from torch_dpflow.platforms.reachability import check_reachable
 from torch_dpflow.platforms.registry import resolve
 from torch_dpflow.remote.access.announcement import Announcement, check_vacant, lock_file
 from torch_dpflow.remote.access.cluster_address import default_connection_file
 from torch_dpflow.remote.access.connection_file import generate_keys, read_key_file
-from torch_dpflow.remote.control.supervision import START_S
 from torch_dpflow.remote.observe.metrics_server import check_metrics_address
 from torch_dpflow.remote.observe.page_access import PagePlace, check_page
-from torch_dpflow.remote.process.roles import COORDINATOR, PRELOAD
+from torch_dpflow.remote.process.roles import COORDINATOR, KEEPER, PAGE
 from torch_dpflow.remote.process.spec import ClusterPlace, MemberPlace
-from torch_dpflow.remote.services.node import LEASE_S, WISHED_DESCRIPTORS, Node, most_workers
+from torch_dpflow.remote.services.host_processes import (
+    check_installed,
+    fork_platform,
+    keep_fork_server_in,
+    private_directory,
+)
+from torch_dpflow.remote.services.node import WISHED_DESCRIPTORS, Node, most_workers
 from torch_dpflow.remote.services.state_store import open_store
 from torch_dpflow.remote.shard.reachable import check_ports
 from torch_dpflow.remote.wire.coordinator import AutoscaleLimits, ClusterLimits, CoordinatorArguments
 from torch_dpflow.remote.wire.flow_spec import MAX_WORKERS
+from torch_dpflow.remote.wire.node import Launch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +110,7 @@ class ClusterOptions:
             )
         self.page_place()
         for module in self.preload:
-            _check_installed(module)
+            check_installed(module)
         object.__setattr__(self, "limits", scaled_limits(self.limits, self.autoscale))
         self._check_platform()
 
@@ -179,7 +177,7 @@ class LocalCluster:
         #: Identifies this cluster in the state store; if that is a file, it stays locked while this process runs.
         self._owner = secrets.token_hex(16)
         self._state_lock = None if options.state is None else _hold_state(options.state, self._owner)
-        self._directory = _private_directory()
+        self._directory = private_directory()
         try:
             self.node = self._prepare(options)
         except BaseException:
@@ -193,7 +191,7 @@ class LocalCluster:
         Raises StateError if the state store can no longer be used.
         """
         write_lines(self._log, {"process": "node", "pid": os.getpid()})
-        _keep_fork_server_in(self._directory.path)
+        keep_fork_server_in(self._directory.path)
         try:
             self.node.serve(ready)
         finally:
@@ -230,20 +228,13 @@ class LocalCluster:
             self._autoscale,
             getattr(members, "price_per_hour", 0.0),
         )
-        # Processes are forked from a server that has imported torch: 2 s and 130 MB less for each worker. The node
-        # waits for each fork and serves nothing meanwhile, so a fork server that hangs is killed after `patience_s`.
-        # Only the operator chooses what it imports (`preload`), never a client.
-        platform = ForkServerPlatform(
-            preload=[*PRELOAD, *options.preload], patience_s=(LEASE_S, START_S), outlived=True
-        )
+        own = [Launch(COORDINATOR, COORDINATOR, msgspec.msgpack.encode(arguments))]
+        if members is not None:
+            own.append(Launch(KEEPER, KEEPER))
         page = options.page_place(vacant=False)
-        node = Node(
-            place,
-            msgspec.msgpack.encode(arguments),
-            platform,
-            members=members,
-            page=b"" if page is None else msgspec.msgpack.encode(page),
-        )
+        if page is not None:
+            own.append(Launch(PAGE, PAGE, msgspec.msgpack.encode(page)))
+        node = Node(place, own, fork_platform(options.preload), members=members)
         self._announcement.track(lambda: node.address_of(COORDINATOR))
         return node
 
@@ -293,30 +284,6 @@ def _parse_autoscale(text: str) -> tuple[int, int]:
     return least, most
 
 
-def _keep_fork_server_in(directory: str) -> None:
-    """Have multiprocessing put the socket of its fork server into this directory.
-
-    Its own directory would stay for good if this process is killed; the cluster's is removed by the last survivor.
-    """
-    process: Any = multiprocessing.current_process()
-    process._config.setdefault("tempdir", directory)
-
-
-def _check_installed(module: str) -> None:
-    """Raise OptionError unless a module of this name is installed. Imports nothing."""
-    if module in sys.modules:
-        return
-    top, *rest = names = module.split(".")
-    found = find_spec(top) if all(name.isidentifier() for name in names) else None
-    for name in rest:  # not all at once by `find_spec`, which imports the packages on the way
-        places = None if found is None else found.submodule_search_locations
-        found = (
-            None if found is None or places is None else PathFinder.find_spec(f"{found.name}.{name}", places)
-        )
-    if found is None:
-        raise OptionError(f"--preload {module!r}: no such module is installed; install it, or leave it out")
-
-
 def _hold_state(url: str, owner: str) -> int | None:
     """Claim a state store exclusively; returns a descriptor that locks its file, None if it is not a file.
 
@@ -335,15 +302,6 @@ def _hold_state(url: str, owner: str) -> int | None:
 def _release_state(url: str, owner: str) -> None:
     with closing(open_store(url)) as store:
         store.release(owner)
-
-
-def _private_directory() -> PrivateDirectory:
-    try:
-        return PrivateDirectory()
-    except OSError as error:
-        raise OptionError(
-            f"no directory for sockets can be made in {tempfile.gettempdir()!r}: {error.strerror}; set TMPDIR"
-        ) from error
 
 
 def _host_of(listen: str) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol
 
 from torch_dpflow.descriptors import exhausted, soft_limit
 from torch_dpflow.errors import DescriptorLimitError, LaunchError, OptionError, StateError, UsageError
@@ -68,18 +70,26 @@ def most_workers() -> int:
     return most
 
 
+class Stoppable(Protocol):
+    """What signals may stop."""
+
+    def stop(self) -> None:
+        """End it. Any thread may call, and signal handlers."""
+
+
 class Node:
-    """Keeps a coordinator running, a keeper, and the processes that the coordinator desires. One thread drives it.
+    """Keeps its own processes running, and those that a coordinator desires. One thread drives it.
 
     It saves no state: its clients send what is desired. A process that ends, or sends no heartbeat for `lease_s`, is
     restarted at the same address.
 
     Args:
         place: the sockets, keys and token of its processes.
-        coordinator: arguments of the coordinator's role, msgpack.
+        own: the processes that it keeps running whatever is desired: the coordinator, a keeper, the live page. None of
+            them on a host that has joined a cluster.
         platform: starts its processes; closed with the node.
+        roles: those that may be desired.
         members: where workers run, for the keeper; None: this platform runs them.
-        page: arguments of the live page's role, msgpack; empty: there is none.
 
     Raises:
         OptionError: the platform cannot run services: nothing could connect to them, or they could not reach the node.
@@ -88,11 +98,11 @@ class Node:
     def __init__(
         self,
         place: ClusterPlace,
-        coordinator: bytes,
+        own: Sequence[Launch],
         platform: Platform,
         *,
+        roles: Collection[str] = ROLES,
         members: PlatformSpec | None = None,
-        page: bytes = b"",
         lease_s: float = LEASE_S,
     ) -> None:
         if not platform.limits.accepts_connections:
@@ -112,11 +122,9 @@ class Node:
         self._refused = 0
         self._clock = SuspendAwareClock()
         self._members = members
-        self._own = [Launch(COORDINATOR, COORDINATOR, coordinator)]
-        if members is not None:
-            self._own.append(Launch(KEEPER, KEEPER))
-        if page:
-            self._own.append(Launch(PAGE, PAGE, page))
+        self._own, self._roles = [*own], roles
+        #: Where processes of another host listen, by their ids.
+        self._elsewhere: dict[str, str] = {}
         #: Processes that have been launched and not been seen to end.
         self._processes: dict[str, Handle] = {}
         #: Calls of `changes`: when to answer at the latest, the revision that the caller has, the call.
@@ -168,6 +176,19 @@ class Node:
     def address_of(self, id: str) -> str:
         """Where a process listens; empty until it has reported that. Any thread may call."""
         return self._supervisor.address_of(id)
+
+    @property
+    def is_vacant(self) -> bool:
+        """Whether no process runs. Any thread may call."""
+        return not self._processes
+
+    def begin(self, token: str, incarnations: int) -> None:
+        """Start the next processes with this token, and with incarnations above that number.
+
+        To be called while nothing runs and nothing is desired; any thread may.
+        """
+        self._place = replace(self._place, token=token)
+        self._supervisor.begin(incarnations)
 
     def stop(self) -> None:
         """Make `serve` end everything and return. Any thread may call, and signal handlers."""
@@ -283,8 +304,9 @@ class Node:
     def _on_desire(self, call: IncomingCall) -> None:
         desired: Desire = call.body
         for launch in desired.launches:
-            if launch.role not in ROLES or launch.id in (COORDINATOR, KEEPER, PAGE):
+            if launch.role not in self._roles or launch.id in (COORDINATOR, KEEPER, PAGE):
                 raise UsageError(f"{launch.id!r}: a node runs no process of role {launch.role!r} for clients")
+        self._elsewhere = desired.elsewhere
         self._apply(self._supervisor.desire([*self._own, *desired.launches], self._clock()))
 
     def _on_processes(self, call: IncomingCall) -> Result:
@@ -302,7 +324,7 @@ class Node:
         asking, self._asking = self._asking, []
         for until, seen, call in asking:
             if seen != revision or now >= until:
-                call.answer(Running(revision, self._supervisor.views()))
+                call.answer(Running(revision, self._supervisor.views(), self._elsewhere))
             else:
                 self._asking.append((until, seen, call))
 
@@ -322,7 +344,7 @@ class Node:
 
 
 @contextmanager
-def stopped_by_signals(node: Node) -> Iterator[None]:
+def stopped_by_signals(node: Stoppable) -> Iterator[None]:
     """SIGTERM and SIGINT stop the node. In the main thread."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     previous = [signal.signal(number, lambda *_: node.stop()) for number in numbers]

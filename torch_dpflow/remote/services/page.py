@@ -37,9 +37,11 @@ class ClusterObserver:
         self._coordinator: RpcClient | None = None
         self._flows: list[FlowView] = []
         self._processes: list[ProcessView] = []
+        #: Those of nodes that have joined, of which the coordinator alone knows.
+        self._joined: list[ProcessView] = []
 
     def observe(self) -> Observation:
-        """What there is now. Waits for answers, at most twice `ANSWER_S`."""
+        """What there is now. Waits for answers, at most three times `ANSWER_S`."""
         failure = ""
         try:
             self._processes = self._node.call("processes", reply_type=list[ProcessView]).body
@@ -48,7 +50,7 @@ class ClusterObserver:
             failure = f"refuses: {error.text}"
         except DPFlowError:
             failure = "does not answer"
-        return observation_of(self._flows, self._processes, failure)
+        return observation_of(self._flows, [*self._processes, *self._joined], failure)
 
     def _ask_coordinator(self) -> list[FlowView]:
         address = next((view.address for view in self._processes if view.id == COORDINATOR), "")
@@ -58,6 +60,9 @@ class ClusterObserver:
             self._coordinator = self._place.connect(address, timeout_s=ANSWER_S)
         if self._coordinator is None:
             return self._flows  # it starts
+        if self._place.keys is not None:
+            views: list[ProcessView] = self._coordinator.call("processes", reply_type=list[ProcessView]).body
+            self._joined = [view for view in views if view.node]
         flows: list[FlowView] = self._coordinator.call("flows", reply_type=list[FlowView]).body
         return flows
 

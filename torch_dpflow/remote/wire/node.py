@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 
 from torch_dpflow.remote.wire.body import Body
-from torch_dpflow.remote.wire.fields import Count, Name, Text
+from torch_dpflow.remote.wire.fields import MAX_NAME, Count, Name, Text
 
 #: Most processes of one node.
 MAX_PROCESSES = 8192
@@ -27,12 +27,16 @@ class Launch(Body):
     #: For the role, msgpack. They may change while the process runs, which gets them in the answer to its heartbeat: so
     #: a flow grows and shrinks without a restart, which would lose its pool.
     settings: bytes = b""
+    #: The joined node that is to run it; empty: the cluster's own.
+    node: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
 
 
 class Desire(Body):
     """To a node: keep these running, and end all others that were launched so."""
 
     launches: Annotated[list[Launch], msgspec.Meta(max_length=MAX_PROCESSES)]
+    #: Where processes of another host listen, by their ids, for those that ask where.
+    elsewhere: dict[Name, Text] = {}
 
 
 class Ending(Body):
@@ -79,6 +83,8 @@ class ProcessView(Body):
     runs: bool = True
     #: How the process before it ended, for people; empty: there was none.
     ended: Text = ""
+    #: The joined node that runs it; empty: the cluster's own.
+    node: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
 
 
 class Running(Body):
@@ -87,3 +93,5 @@ class Running(Body):
     #: Grows whenever a process begins, ends or reports its address; 0 is before the first.
     revision: Count
     processes: Annotated[list[ProcessView], msgspec.Meta(max_length=MAX_PROCESSES)]
+    #: As of `Desire`.
+    elsewhere: dict[Name, Text] = {}
