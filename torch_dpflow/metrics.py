@@ -36,8 +36,10 @@ class LoaderStats:
     #: Batches moved from a busy worker to an idle one.
     steals: int
     #: Seconds for which workers on a platform beyond this host have run, all of them together, as functions are billed:
-    #: not while they were waited for. Of a shared flow `dpflow workers` tells.
+    #: not while they were waited for. Of a shared flow, this loader's part of what its workers have taken, wherever
+    #: they run, by the samples that each job has read; and what they have taken for all jobs.
     worker_s: float = 0.0
+    flow_worker_s: float = 0.0
     #: Of a shared flow, samples that its jobs have been given and those that were loaded for them, all jobs together,
     #: since its shards were started; and why little is shared, empty where much is or nothing can be said yet.
     flow_served: int = 0
@@ -74,7 +76,10 @@ class LoaderStats:
         ]
         if self.bytes:
             rows.append(("bytes", f"{self.bytes / 1e6:,.1f} MB"))
-        if self.worker_s:
+        if self.flow_worker_s:
+            own = f"{self.worker_s:,.1f} s, of {self.flow_worker_s:,.1f} s that the flow's workers have taken"
+            rows.append(("worker time", own))
+        elif self.worker_s:
             rows.append(("worker time", f"{self.worker_s:,.1f} s on the platform"))
         if self.flow_served:
             shared = f"{self.flow_served:,} samples given to all jobs, {self.flow_decodes:,} loaded for them"

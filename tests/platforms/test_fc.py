@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.platforms.fates import end_of
 from tests.platforms.fc_server.account import CONFIG, KEYS, keys, no_leaks  # noqa: F401 - fixtures
 from tests.platforms.fc_server.server import Fault, FunctionServer, Key
 from tests.shared_cluster import wait
@@ -157,6 +158,18 @@ def test_a_start_whose_answer_was_lost_is_found_and_not_started_twice(
             adapter.stop(name_of(0), None)
     wait(lambda: not server.live(), what="its end")
     adapter.stop(name_of(0), None)  # it may be told of what has ended
+
+
+def test_a_member_that_has_ended_has_run_for_as_long_as_the_platform_says(
+    server: FunctionServer, adapter: FunctionComputeAdapter
+) -> None:
+    adapter.start(name_of(0), b'{"leave": true}', deadline_s=10)
+    task = server.tasks[name_of(0)]
+    wait(lambda: task.ended, what="its end")
+    task.begun -= 1000.0
+    end = end_of(adapter, name_of(0))
+    assert end.ran_s is not None
+    assert 1000.0 <= end.ran_s < 1200.0, "not the time that the instance has told"
 
 
 def test_nobody_answers() -> None:

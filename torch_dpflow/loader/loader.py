@@ -219,14 +219,17 @@ class DPFlowDataLoader(DataLoader[T]):
         )
 
     def stats(self) -> LoaderStats:
-        """Counters of this loader, over all its iterations."""
+        """Counters of this loader, over all its iterations; a shared flow's cluster is asked, once a second at most."""
         stats, jobs = self._runtime.meter.snapshot(), self._runtime.jobs.values()
         if not jobs:
             return stats
         latest = max((job.sharing for job in jobs), key=lambda sharing: sharing.served)
         limited_by = next((job.limited_by for job in jobs if job.limited_by), "")
+        costs = [job.cost() for job in jobs]
         return replace(
             stats,
+            worker_s=sum(cost.job_s for cost in costs),
+            flow_worker_s=max(cost.flow_s for cost in costs),
             flow_served=latest.served,
             flow_decodes=latest.decodes,
             sharing=latest.why,

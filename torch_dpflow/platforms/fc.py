@@ -250,13 +250,16 @@ def _fate_of(task: Any) -> Fate:
     if task.status in _LIVE:
         return Fate()
     place = f"instance {task.instance_id}" if task.instance_id else "its invocation"
+    # By the platform, which bills it; the instance's own time lacks what comes before and after its member.
+    billed_s = None if task.duration_ms is None else task.duration_ms / 1000
     if task.status in ("Succeeded", "Failed"):
         for text in (task.return_payload, task.task_error_message):
             with suppress(msgspec.DecodeError):
                 told = msgspec.json.decode(text or "", type=MemberAnswer)
                 words = told.words[-MAX_REPORT_CHARS:]
+                ran_s = told.ran_s if billed_s is None else billed_s
                 return Fate(
-                    end=End(code=told.code, signal=told.signal, report=words, place=place, ran_s=told.ran_s)
+                    end=End(code=told.code, signal=told.signal, report=words, place=place, ran_s=ran_s)
                 )
     code = 0 if task.status == "Succeeded" else None
     report = f"{task.status}: {task.task_error_message or _WHY.get(task.status, 'no reason given')}"
@@ -265,7 +268,7 @@ def _fate_of(task: Any) -> Fate:
             code=code,
             report=report[-MAX_REPORT_CHARS:] if code is None else "",
             place=place,
-            ran_s=None if task.duration_ms is None else task.duration_ms / 1000,
+            ran_s=billed_s,
         )
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 import time
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.shared_cluster import TestCluster, wait
+from tests.shared_cluster import PATIENCE_S, TestCluster, wait
 from tests.shared_datasets import Numbers
 from torch_dpflow import ALSDCache, DPFlowDataLoader, JobOptions
 from torch_dpflow.cli.main import root
@@ -82,3 +84,42 @@ def test_a_job_that_waits_hears_what_limits_its_flow(cluster: TestCluster, flow:
     assert told.limited_by == "workers", told
     assert f"dpflow flow scale {flow} --workers" in told.change
     assert "samples, for which" in told.meaning
+
+
+def test_a_job_hears_what_its_flows_workers_have_taken_and_its_own_part(
+    cluster: TestCluster, flow: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="torch_dpflow.loader")
+    loaders: list[DPFlowDataLoader[Any]] = [
+        DPFlowDataLoader(
+            Slow(100_000),
+            batch_size=2,
+            num_workers=1,
+            flow=flow,
+            address=cluster.address,
+            job=JobOptions(name=name, idle_s=3.0, patience_s=60.0),
+        )
+        for name in ("one", "other")
+    ]
+    reading = [iter(loader) for loader in loaders]
+    deadline = time.monotonic() + PATIENCE_S
+    while any(loader.stats().worker_s < 0.5 for loader in loaders):
+        assert time.monotonic() < deadline, [str(loader.stats()) for loader in loaders]
+        for batches in reading:
+            next(batches)
+    one, other = (loader.stats() for loader in loaders)
+    assert one.worker_s + other.worker_s <= other.flow_worker_s + 0.01
+    assert "s that the flow's workers have taken" in str(other)
+    view = figures_of_flow(cluster, flow)
+    assert view["worker_seconds"] >= other.flow_worker_s
+    assert view["jobs"]["one"] >= one.worker_s
+    for job in loaders[0]._runtime.jobs.values():
+        job.close()
+    (line,) = [text for text in caplog.messages if text.startswith(f"flow {flow!r}, job 'one' has ended: ")]
+    assert "worker-seconds, of " in line
+
+
+def figures_of_flow(cluster: TestCluster, flow: str) -> dict[str, Any]:
+    """As `dpflow workers --json` tells them."""
+    told = CliRunner().invoke(root, ["workers", "--json", "--address", cluster.address])
+    return next(one for one in json.loads(told.output)["flows"] if one["flow"] == f"{flow}@1")

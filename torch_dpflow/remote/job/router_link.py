@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -28,7 +29,7 @@ from torch_dpflow.remote.job.outage_log import OutageLog
 from torch_dpflow.remote.job.route_map import RouteMap
 from torch_dpflow.remote.job.stop_signal import StopSignal
 from torch_dpflow.remote.rpc import RpcClient
-from torch_dpflow.remote.wire.coordinator import Access
+from torch_dpflow.remote.wire.coordinator import Access, Cost, CostRequest
 from torch_dpflow.remote.wire.router import (
     DrawSamples,
     EpochPlace,
@@ -52,6 +53,9 @@ JOIN_S = 20.0
 LEAST_CALL_S = 0.5
 #: The longest pauses between attempts, after the first and after many, seconds.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
+#: How often the cost is asked for at most, how long an answer is waited for, and how long after one that has not
+#: come it is asked for again, seconds: a coordinator may be away while jobs read.
+COST_S, COST_CALL_S, COST_PAUSE_S = 1.0, 1.0, 30.0
 #: Errors after which the same call is tried again.
 _TRANSIENT = (ErrorKind.NAME_BUSY, ErrorKind.RANKS_AWAITED, ErrorKind.FORGOTTEN, ErrorKind.OVERLOADED)
 
@@ -119,6 +123,9 @@ class RouterLink:
         self._router_in_step = False
         #: What keeps the flow's jobs from reading faster, as its services say; empty: nothing that is known.
         self.limited_by = ""
+        #: What the flow's workers have taken, and when the coordinator was asked for that.
+        self.cost = Cost(0.0, 0.0)
+        self._asked_at = -math.inf
         #: Samples of an epoch, and the routing table.
         self.length = 0
         self.routes: RouteMap
@@ -182,6 +189,18 @@ class RouterLink:
         self.limited_by = reply.limited_by
         if reply.generation != self.routes.generation:
             self.refresh_routes()
+
+    def look_at_cost(self, *, every_s: float = COST_S) -> None:
+        """Ask for the cost, unless that was done shortly before; where nobody answers, it stays as it was."""
+        coordinator, now = self._coordinator, time.monotonic()
+        if coordinator is None or self.outages.is_out or now - self._asked_at < every_s:
+            return
+        self._asked_at = now
+        request = CostRequest(self._job.instance, self._job.reader)
+        try:
+            self.cost = coordinator.call("cost", request, reply_type=Cost, timeout_s=COST_CALL_S).body
+        except (DeadlineError, PeerLostError, RemoteCallError):
+            self._asked_at = now + COST_PAUSE_S
 
     def interrupt(self) -> None:
         """Make the calls under way fail at once; the next ones connect again. Takes no lock."""

@@ -35,6 +35,7 @@ from torch_dpflow.remote.job.shard_link import EpochDraw, ShardLinks
 from torch_dpflow.remote.job.stop_signal import StopSignal
 from torch_dpflow.remote.observe.sharing import Sharing, sharing_of
 from torch_dpflow.remote.wire.body import MAX_SAMPLES
+from torch_dpflow.remote.wire.coordinator import Cost
 from torch_dpflow.remote.wire.router import JobFigures
 from torch_dpflow.remote.wire.shard import POISON_LIMIT
 
@@ -97,6 +98,12 @@ class SharedJob:
     def limited_by(self) -> str:
         """What keeps its flow's jobs from reading faster, by the latest heartbeat; empty: nothing that is known."""
         return self._router.limited_by
+
+    def cost(self) -> Cost:
+        """What its flow's workers have taken, and its part; of a second ago at most, while the cluster answers."""
+        if not self._leaving:
+            self._router.look_at_cost()
+        return self._router.cost
 
     @property
     def is_read(self) -> bool:
@@ -268,6 +275,13 @@ class SharedJob:
         if self._reader is not None:
             self._reader.close()
         self._links.close(self._router.id)
+        self._router.look_at_cost(every_s=0.0)
+        cost = self._router.cost
+        if cost.flow_s:
+            text = (
+                "flow %r, job %r has ended: %.1f worker-seconds, of %.1f that the flow's workers have taken"
+            )
+            LOADER.info(text, self._job.flow, self._job.name, cost.job_s, cost.flow_s)
         self._router.close()
         atexit.unregister(self.close)
 

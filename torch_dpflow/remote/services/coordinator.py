@@ -41,6 +41,8 @@ from torch_dpflow.remote.wire.coordinator import (
     ClusterLimits,
     ContentPiece,
     ContentRequest,
+    Cost,
+    CostRequest,
     FlowView,
     Part,
     Scale,
@@ -57,6 +59,7 @@ METHODS: dict[str, tuple[Any, bool]] = {
     "access": (Access, False),
     "scale": (Scale, True),
     "delete": (str, True),
+    "cost": (CostRequest, False),
     "flows": (None, False),
     "processes": (None, False),
 }
@@ -383,6 +386,11 @@ class Coordinator:
 
     def _on_flows(self, call: IncomingCall) -> Result:
         return Result(self.views()[0])
+
+    def _on_cost(self, call: IncomingCall) -> Result:
+        asked: CostRequest = call.body
+        taken = self._scaling.worker_seconds(asked.flow)
+        return Result(Cost(taken.total, taken.by_job.get(asked.job, 0.0)))
 
     def _on_processes(self, call: IncomingCall) -> Result:
         return Result(self._processes)

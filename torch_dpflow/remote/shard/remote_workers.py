@@ -220,6 +220,8 @@ class RemoteWorkers:
             self._fleet.handle(outcome, self._clock())
         self._fleet.end(self._clock())
         self.time.seconds, self.time.is_over = self._fleet.member_s(self._clock()), True
+        text = "its workers on platform %r have ended, after %.1f worker-seconds"
+        self._kind.log.info(text, self._spec.name, self.time.seconds)
 
     def on_message(self, peer: bytes, frames: list[memoryview]) -> None:
         """A message of a member."""

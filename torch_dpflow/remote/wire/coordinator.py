@@ -89,6 +89,22 @@ class WorkerSeconds(Body):
     price_per_hour: Seconds = 0.0
 
 
+class CostRequest(Body):
+    """To a coordinator: what the workers of this flow have taken. Answered with `Cost`."""
+
+    #: Its name and version.
+    flow: Name
+    #: The process that reads.
+    job: Name
+
+
+class Cost(Body):
+    """For how long a flow's workers have run since its services began, seconds, and the part of one job."""
+
+    flow_s: Seconds
+    job_s: Seconds
+
+
 class FlowView(Body):
     """What a coordinator knows of a flow."""
 
