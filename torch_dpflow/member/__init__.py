@@ -14,11 +14,21 @@ def run(order: bytes) -> int:
 def warm() -> None:
     """Import what takes seconds: for a process that forks its members."""
     import gc
+    from contextlib import suppress
+
+    import numpy.random  # noqa: F401 - by numpy itself not before it is used
+    import torch
 
     import torch_dpflow.member.member
-    import torch_dpflow.remote.worker.member_worker  # noqa: F401 - torch
+    import torch_dpflow.remote.worker.member_worker  # noqa: F401
+    from torch_dpflow.errors import MessageError
     from torch_dpflow.remote.process.fit import versions_here
+    from torch_dpflow.remote.wire.order import ORDER_VERSION, decode_order
 
     versions_here()
+    # What the first call of each looks up stays: types of an order, the sources of the lines that a seed is set by.
+    with suppress(MessageError):
+        decode_order(b'{"version": %d}' % ORDER_VERSION)
+    torch.manual_seed(0)
     gc.collect()
     gc.freeze()  # else each fork's collector writes to, and so copies, the pages of all that was imported
