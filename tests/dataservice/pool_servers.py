@@ -22,7 +22,9 @@ class ServerProcess(subprocess.Popen[str]):
 
 
 @contextmanager
-def server(folder: Path, memory: str = "16MiB", *, more: Sequence[str] = ()) -> Iterator[ServerProcess]:
+def server(
+    folder: Path, memory: str = "16MiB", join: Path | str | None = None, *, more: Sequence[str] = ()
+) -> Iterator[ServerProcess]:
     """`dpflow pool serve`, once it listens."""
     command = [
         sys.executable,
@@ -35,6 +37,7 @@ def server(folder: Path, memory: str = "16MiB", *, more: Sequence[str] = ()) -> 
         "--address",
         str(folder),
         *more,
+        *(() if join is None else ("--join", str(join))),
     ]
     with ServerProcess(command, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -44,25 +44,30 @@ class Servers:
         for key in [key for key in self.held if key[0] == server]:
             del self.held[key]
 
-    def check(self) -> None:
-        """Each stripe is where the table says, and nowhere else."""
-        for one in self.keeper.summaries():
-            table = self.keeper.table(one.identity)
-            for server in {name for name, identity in self.held if identity == one.identity}:
-                owned = {
-                    stripe
-                    for stripe, owner in enumerate(table.owners)
-                    if owner != NOBODY and table.servers[owner] == server
-                }
-                assert self.held[server, one.identity] == owned
-        known = {one.identity for one in self.keeper.summaries()}
-        assert {identity for _, identity in self.held} <= known
+    def held_by(self, server: str) -> dict[bytes, list[int]]:
+        return {identity: sorted(mine) for (name, identity), mine in self.held.items() if name == server}
+
+    def check(self, alive: Iterable[str]) -> None:
+        """Each stripe is where the table says, and nowhere else, but in servers that are away."""
+        owned = {
+            (table.servers[owner], one.identity, stripe)
+            for one in self.keeper.summaries()
+            for table in [self.keeper.table(one.identity)]
+            for stripe, owner in enumerate(table.owners)
+            if owner != NOBODY
+        }
+        assert owned == {
+            (name, identity, stripe)
+            for (name, identity), mine in self.held.items()
+            for stripe in mine
+            if name in alive
+        }
 
 
 events = st.lists(
     st.tuples(
         st.sampled_from(
-            ["renew", "restart", "leave", "wait", "preload", "open", "close", "unload", "loaded"]
+            ["renew", "restart", "return", "leave", "wait", "preload", "read", "unload", "new head"]
         ),
         st.integers(0, 3),
         st.integers(1, 60),
@@ -80,17 +85,20 @@ def test_servers_hold_what_the_tables_say_in_any_order_of_events(
     keeper = KeeperMachine(lease_s=LEASE_S, idle_s=IDLE_S)
     servers, now = Servers(keeper), 0.0
     generations, alive, renewed = [1] * 4, [False] * 4, [0.0] * 4
+    sizes = dict[bytes, list[int]]()
     for what, which, amount, flag in events:
         now += 0.5
         name, identity = f"server {which}", bytes([which]) * 16
         known = {one.identity for one in keeper.summaries()}
-        if what in ("renew", "restart"):
-            if what == "restart" or not alive[which]:
+        if what in ("renew", "restart", "return"):
+            if what != "renew" or not alive[which]:
                 generations[which] += 1
-                servers.lose(name)
+                if what == "restart":
+                    servers.lose(name)
                 alive[which] = True
             renewed[which] = now
-            servers.obey(keeper.renew(name, generations[which], 40 + 20 * which, now))
+            held = servers.held_by(name)
+            servers.obey(keeper.renew(name, generations[which], 40 + 20 * which, now, held))
         elif what == "leave":
             servers.lose(name)
             alive[which] = False
@@ -98,32 +106,34 @@ def test_servers_hold_what_the_tables_say_in_any_order_of_events(
         elif what == "wait":
             now += amount / 10
             for number in range(4):
-                if now - renewed[number] >= LEASE_S:
-                    servers.lose(f"server {number}")
-                    alive[number] = False
+                alive[number] &= now - renewed[number] < LEASE_S
             servers.obey(keeper.expire(now))
         elif what == "preload":
             before = keeper.summaries()
             try:
-                instructions = keeper.preload(
-                    identity, [amount] * (which + 2), now, explicit=flag, whole=which > 1
-                )
+                sizes.setdefault(identity, [amount] * (which + 2))
+                instructions = keeper.preload(identity, sizes[identity], now, explicit=flag, whole=which > 1)
             except PoolFullError:
                 assert keeper.summaries() == before
             else:
                 servers.obey(instructions)
                 if which > 1 and identity not in known:
                     assert NOBODY not in keeper.table(identity).owners
-        elif what == "open" and identity in known:
-            keeper.open(identity, f"reader {amount % 3}")
-        elif what == "close":
-            keeper.close(f"reader {amount % 3}", now)
+        elif what == "read":
+            keeper.read_by(identity, name, amount % 3, now)
         elif what == "unload" and identity in known:
             servers.obey(keeper.unload(identity))
-        elif what == "loaded":
-            keeper.loaded(name, identity, servers.held.get((name, identity), ()))
+        elif what == "new head":
+            servers.keeper = keeper = KeeperMachine(lease_s=LEASE_S, idle_s=IDLE_S)
+            generations, alive = [0] * 4, [number < amount % 5 for number in range(4)]
+            back, renewed = [f"server {number}" for number in range(4) if alive[number]], [now] * 4
+            for number, name in enumerate(back):
+                servers.obey(keeper.renew(name, 0, 40 + 20 * number, now))
+            for known_set in sorted({held_set for _, held_set in servers.held}):
+                held = {name: servers.held_by(name).get(known_set, []) for name in back}
+                servers.obey(keeper.recover(known_set, sizes[known_set], held, now, explicit=flag))
         keeper.validate()
-        servers.check()
+        servers.check([f"server {number}" for number in range(4) if alive[number]])
 
 
 def started(*capacities: int) -> tuple[KeeperMachine, Servers]:
@@ -155,20 +165,44 @@ def test_each_stripe_is_read_once_and_those_of_a_lost_server_once_more() -> None
 def test_a_silent_server_is_lost_and_comes_back_empty() -> None:
     keeper, servers = started(100)
     servers.obey(keeper.preload(A, [10], 0.0, explicit=True, whole=True))
-    keeper.loaded("server 0", A, [0])
     assert keeper.expire(LEASE_S + 1) == []
     assert keeper.table(A).owners == [NOBODY]
-    assert keeper.summaries()[0].loaded == 0
+    assert keeper.summaries()[0].placed == 0
+    assert (keeper.lives("server 0", 1), keeper.servers()) == (False, {})
     assert keeper.renew("server 0", 1, 100, LEASE_S + 2) == []  # this generation was given up
     assert keeper.renew("server 0", 2, 100, LEASE_S + 2) == [Fill("server 0", A, [0])]
+
+
+def test_a_server_that_comes_back_keeps_what_nobody_else_has_by_now() -> None:
+    keeper, servers = started(100)
+    servers.obey(keeper.preload(A, [10] * 4, 0.0, explicit=True, whole=True))
+    servers.obey(keeper.preload(B, [30], 0.0, explicit=True, whole=True))
+    assert keeper.leave("server 0", 1, 1.0) == []
+    servers.obey(keeper.renew("another", 1, 40, 1.0))
+    assert keeper.table(B).owners == [NOBODY]
+    back = keeper.renew("server 0", 2, 100, 1.0, servers.held_by("server 0"))
+    assert back == [Drop("server 0", A)]
+    assert keeper.servers() == {"another": (40, 0), "server 0": (100, 70)}
+
+
+def test_a_new_head_gives_nothing_away_before_servers_had_time_to_come_back() -> None:
+    keeper = KeeperMachine(lease_s=LEASE_S, idle_s=IDLE_S)
+    assert keeper.renew("head", 1, 100, 0.0) == []
+    assert keeper.recover(A, [10] * 3, {"head": [1]}, 0.0, explicit=True) == []
+    assert keeper.preload(A, [], 0.0, explicit=True, whole=True) == []
+    assert keeper.renew("server 0", 1, 100, 1.0, {A: [2]}) == []
+    assert keeper.table(A).owners == [NOBODY, 0, 1]
+    keeper.renew("head", 1, 100, LEASE_S)
+    keeper.renew("server 0", 1, 100, LEASE_S)
+    assert [one.stripes for one in keeper.expire(LEASE_S) if isinstance(one, Fill)] == [[0]]
 
 
 def test_idle_implicit_sets_make_room_the_longest_idle_first() -> None:
     keeper, servers = started(100)
     for identity, when in ((A, 0.0), (B, 1.0)):
         servers.obey(keeper.preload(identity, [40], when, explicit=False, whole=True))
-    keeper.open(A, "job")
-    keeper.close("job", 2.0)
+    keeper.read_by(A, "server 0", 1, 0.0)
+    keeper.read_by(A, "server 0", 0, 2.0)
     assert keeper.preload(C, [50], 3.0, explicit=False, whole=True) == [
         Drop("server 0", B),
         Fill("server 0", C, [0]),
@@ -179,7 +213,7 @@ def test_explicit_sets_and_sets_in_use_never_make_room() -> None:
     keeper, servers = started(100)
     servers.obey(keeper.preload(A, [40], 0.0, explicit=True, whole=True))
     servers.obey(keeper.preload(B, [40], 0.0, explicit=False, whole=True))
-    keeper.open(B, "job")
+    keeper.read_by(B, "server 0", 1, 0.0)
     with pytest.raises(PoolFullError, match="takes 30 bytes, and the servers have room for 20"):
         keeper.preload(C, [30], 1.0, explicit=True, whole=True)
     assert keeper.expire(1000.0) == [] or keeper.summaries()
@@ -203,10 +237,10 @@ def test_all_of_a_set_that_is_held_in_part_takes_the_room_of_idle_ones_or_is_ref
     assert [(one.placed, one.is_explicit) for one in keeper.summaries()] == [(1, True), (4, False)]
     servers.obey(keeper.unload(A))
     assert keeper.summaries()[0].placed == 8
-    keeper.open(B, "job")
+    keeper.read_by(B, "server 0", 1, 0.0)
     servers.obey(keeper.preload(C, [10] * 10, 2.0, explicit=False, whole=False))
     assert keeper.summaries()[1].placed == 2
-    keeper.close("job", 3.0)
+    keeper.read_by(B, "server 0", 0, 3.0)
     assert keeper.preload(C, [], 3.0, explicit=True, whole=True)[0] == Drop("server 0", B)
     assert [(one.placed, one.is_explicit) for one in keeper.summaries()] == [(10, True)]
     keeper.validate()
@@ -215,11 +249,11 @@ def test_all_of_a_set_that_is_held_in_part_takes_the_room_of_idle_ones_or_is_ref
 def test_an_implicit_set_goes_when_nobody_has_read_it_for_a_while() -> None:
     keeper, servers = started(1000)
     servers.obey(keeper.preload(A, [10], 0.0, explicit=False, whole=True))
-    keeper.open(A, "job")
+    keeper.read_by(A, "server 0", 1, 0.0)
     beat = keeper.renew("server 0", 1, 1000, 20.0)
     assert beat == []
     assert keeper.expire(20.0) == []
-    keeper.close("job", 20.0)
+    keeper.read_by(A, "server 0", 0, 20.0)
     keeper.renew("server 0", 1, 1000, 29.0)
     assert keeper.expire(29.9) == []
     assert keeper.expire(30.0) == [Drop("server 0", A)]

@@ -23,13 +23,20 @@ from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import DPFlowDataLoader, PooledDataset
 from torch_dpflow.cli.main import root
 from torch_dpflow.dataservice import DataClient, SetInfo
-from torch_dpflow.dataservice.filling import HeldSet
-from torch_dpflow.dataservice.head import KnownSet
+from torch_dpflow.dataservice.filling import open_held
+from torch_dpflow.dataservice.known_set import KnownSet
 from torch_dpflow.dataservice.pool_connection import PoolConnection
-from torch_dpflow.dataservice.protocol import PreloadSet, SetSource, WantRecords, find_directory, socket_path
-from torch_dpflow.dataservice.sources import identity_of, record_set, source_of
+from torch_dpflow.dataservice.protocol import (
+    ELSEWHERE,
+    PreloadSet,
+    RecordStates,
+    WantRecords,
+    find_directory,
+    socket_path,
+)
+from torch_dpflow.dataservice.set_source import SetSource
+from torch_dpflow.dataservice.sources import identity_of, source_of
 from torch_dpflow.datasets import DatasetStore, StoredDataset
-from torch_dpflow.datasets.sample_reader import SampleReader
 from torch_dpflow.errors import (
     OptionError,
     PeerLostError,
@@ -193,7 +200,7 @@ def test_an_idle_set_goes_and_comes_back_with_its_reader(stored: StoredDataset, 
         closing(PooledDataset(stored, tmp_path / "p", silence_s=PATIENCE_S)) as dataset,
     ):
         wait(lambda: dataset.read_each(range(COUNT)) == numbers(COUNT) and dataset.hits >= COUNT)
-        dataset._reading.get()._disconnect()  # as after a silence
+        dataset._reading.get()._entry.close()  # as after a silence
         wait(lambda: info_of(stored, tmp_path / "p") is None)
         before = dataset.hits
         wait(lambda: dataset.read_each(range(COUNT)) == numbers(COUNT) and dataset.hits >= before + COUNT)
@@ -317,8 +324,7 @@ def test_strangers_disturb_nobody(stored: StoredDataset, pool: Path) -> None:
     for records in ([COUNT], [-1], [0] * 5000):
         with pytest.raises(UsageError, match="that exist are allowed"):
             connection.ask(WantRecords(identity_of(stored), records))
-    with pytest.raises(UsageError, match="preload it"):
-        connection.ask(WantRecords(b"?" * 16, [0]))
+    assert connection.ask(WantRecords(b"?" * 16, [0])) == (RecordStates(bytes([ELSEWHERE]), []), [])
     connection.close()
     DataClient(pool, silence_s=PATIENCE_S).unload(stored)
 
@@ -329,7 +335,7 @@ def test_a_list_of_more_sets_than_one_message_has_room_for(tmp_path: Path) -> No
         for number in range(1000):
             name = number.to_bytes(16, "big")
             request = PreloadSet(source=source, identity=name, is_explicit=True, whole=True)
-            serving._head._sets[name] = KnownSet(request, "", True, True)
+            serving._pool._sets[name] = KnownSet(request, True, True)
         listed = connection.contents()
         assert [int.from_bytes(one.identity, "big") for one in listed.sets] == [*range(1000)]
         assert (listed.total, listed.free) == (1000, 1 << 20)
@@ -352,10 +358,7 @@ def test_a_server_without_a_free_thread_serves_again_later(tmp_path: Path) -> No
 def test_a_set_whose_thread_cannot_start_is_refused_or_left_to_its_readers(
     stored: StoredDataset, tmp_path: Path
 ) -> None:
-    records, known = record_set(stored)
-    held = HeldSet(
-        SetSource(store="s", options={}, ref=str(stored.ref)), SampleReader(stored), records, known
-    )
+    held = open_held(source_of(stored, None), identity_of(stored))
     with inner_server(tmp_path / "p", 1 << 20), PoolConnection(tmp_path / "p") as connection:
         assert connection.contents().sets == []  # by now all of its threads run
         usual = threading.stack_size(1 << 48)
@@ -367,15 +370,13 @@ def test_a_set_whose_thread_cannot_start_is_refused_or_left_to_its_readers(
             threading.stack_size(usual)
         assert connection.contents().sets == []
         assert connection.preload(source_of(stored, None), identity_of(stored), whole=True).failed == 0
-    assert (held.is_placed, held.counts) == (True, (0, len(records.records_of(0))))
+    assert (held.is_placed, held.counts) == (True, (0, len(held.records.records_of(0))))
     assert "ulimit -u" in held.error
     held.close()
 
 
 def test_memory_of_a_set_that_is_given_up_before_it_is_made_is_freed(stored: StoredDataset) -> None:
-    records, known = record_set(stored)
-    source = SetSource(store="s", options={}, ref=str(stored.ref))
-    held = HeldSet(source, SampleReader(stored), records, known)
+    held = open_held(source_of(stored, None), identity_of(stored))
     held.close()
     held.fill([0])
     wait(lambda: held.is_placed, what="its thread")

@@ -16,7 +16,7 @@ from torch_dpflow.byte_sizes import parse_bytes
 from torch_dpflow.cli.console import stdout_console
 from torch_dpflow.cli.dataset_options import Command, store_options
 from torch_dpflow.cli.dataset_printing import preload_progress, problem_line, verify_progress
-from torch_dpflow.cli.pool_printing import read_rates, set_id, sets_table
+from torch_dpflow.cli.pool_printing import read_rates, servers_table, set_id, sets_table
 from torch_dpflow.dataservice.pool_address import CONNECTION_VARIABLE, PoolAddress, find_address
 from torch_dpflow.dataservice.pool_connection import PoolConnection
 from torch_dpflow.dataservice.protocol import SetInfo
@@ -79,6 +79,11 @@ def pool() -> None:
     help="How long a dataset stays that nobody reads and no command has loaded, seconds.",
 )
 @click.option(
+    "--join",
+    metavar="DIRECTORY|tcp://HOST:PORT",
+    help="The address of the pool's first server, its head: this one adds its memory to that pool.",
+)
+@click.option(
     "--listen",
     metavar="tcp://HOST:PORT",
     help="Where other hosts of the cluster reach it; takes --connection. Without it, only this user on this host.",
@@ -90,6 +95,7 @@ def serve(
     memory: str,
     ahead_memory: str | None,
     idle_s: float,
+    join: str | None,
     listen: str | None,
     address: str,
     connection: str | None,
@@ -97,9 +103,12 @@ def serve(
 ) -> None:
     """Run a server until it is stopped: by Ctrl-C or SIGTERM."""
     ahead_bytes = None if ahead_memory is None else parse_bytes("--ahead-memory", ahead_memory)
-    door = None if listen is None else find_address(listen, connection, trust_network=trust_network)
     memory_bytes = parse_bytes("--memory", memory)
-    server = DataServer(memory_bytes, address, idle_s=idle_s, ahead_bytes=ahead_bytes, listen=door)
+    door, head = (
+        None if one is None else find_address(one, connection, trust_network=trust_network)
+        for one in (listen, join)
+    )
+    server = DataServer(memory_bytes, address, idle_s=idle_s, ahead_bytes=ahead_bytes, listen=door, join=head)
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -164,8 +173,10 @@ def verify(url: str, storage_options: dict[str, Any], target: str, address: Pool
 def list_(address: PoolAddress) -> None:
     """List what the pool holds."""
     with PoolConnection(address) as connection:
-        listed = connection.contents()
-    stdout_console(highlight=False).print(sets_table(listed))
+        listed, servers = connection.contents(), connection.servers()
+    console = stdout_console(highlight=False)
+    console.print(sets_table(listed))
+    console.print(servers_table(servers))
 
 
 @pool.command()

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
 from torch_dpflow.dataservice.protocol import SetInfo, SetList
+from torch_dpflow.dataservice.server_messages import ServerInfo
 
 
 def set_id(info: SetInfo) -> str:
     """What names a set in commands."""
     return info.identity.hex()[:8]
+
+
+def servers_table(servers: Sequence[ServerInfo]) -> Table:
+    """One line for each server, the head first."""
+    table = Table("server", "host", "part", "bytes", "free")
+    for number, one in enumerate(servers):
+        part = "member" if number else "head"
+        table.add_row(one.directory, one.host, part, f"{one.memory:,}", f"{one.free:,}")
+    return table
 
 
 def read_rates(before: SetList, now: SetList, seconds: float) -> dict[bytes, tuple[float, float]]:

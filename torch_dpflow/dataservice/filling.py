@@ -8,17 +8,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
-
 from torch_dpflow.dataservice.ahead import AheadReading
-from torch_dpflow.dataservice.protocol import HERE, IN_STORAGE, PENDING, AnySource, RecordStates
-from torch_dpflow.dataservice.regions import UNKNOWN, PoolRegion, create_region
+from torch_dpflow.dataservice.protocol import ELSEWHERE, HERE, IN_STORAGE, PENDING, AnySource, RecordStates
+from torch_dpflow.dataservice.regions import PoolRegion, create_region
 from torch_dpflow.dataservice.residents import ALL, resident, resident_set
-from torch_dpflow.dataservice.sets import FileSet
-from torch_dpflow.dataservice.sources import RecordReader
+from torch_dpflow.dataservice.sources import OpenedSource, open_source
 from torch_dpflow.datasets.sample_reader import Sample
-from torch_dpflow.errors import DPFlowError, PoolFullError, UsageError
+from torch_dpflow.errors import DamagedStoreError, DPFlowError, PoolFullError, UsageError
 from torch_dpflow.log import SERVICE
 
 #: Samples that are read at the same time, by the thread that reads everything.
@@ -37,29 +33,27 @@ def start_thread(run: Callable[[], None], name: str) -> None:
         ) from error
 
 
+def open_held(source: AnySource, identity: bytes, cut: int = ALL) -> HeldSet:
+    """A set of which nothing is held yet; reads its metadata. Raises DatasetError, StorageError or OptionError."""
+    return HeldSet(source, open_source(source, identity), cut)
+
+
 class HeldSet:
     """The regions of a set, and their threads. Thread-safe.
 
     A record that somebody waits for is read before all others; one that cannot be read is left to its readers.
 
     Args:
-        reader: of its samples; closed with this.
-        records: all of the set's.
-        known: whether the length of each is known.
+        opened: of this source; its reader is closed with this.
         cut: of those that have a place in memory; see `residents`.
     """
 
-    def __init__(
-        self,
-        source: AnySource,
-        reader: RecordReader,
-        records: FileSet,
-        known: npt.NDArray[np.bool_],
-        cut: int = ALL,
-    ) -> None:
+    def __init__(self, source: AnySource, opened: OpenedSource, cut: int = ALL) -> None:
+        #: Where its dataset lies.
+        self.url, records, known, self._reader = opened
         self.source = source
         self.records = records
-        self.is_part = cut != ALL
+        self.cut, self.is_part = cut, cut != ALL
         stays = resident(records.identity, records.records, cut)
         #: Where those that have a place lie; the others take none.
         self._places = resident_set(records, cut)
@@ -69,13 +63,16 @@ class HeldSet:
         self.regions: list[PoolRegion] = []
         #: The first error of a sample, or of its memory.
         self.error = ""
-        self._reader = reader
         self._changed = threading.Condition()
-        #: The state of each record; those that have no place stay in storage.
-        self._states = bytearray([IN_STORAGE]) * records.records
+        #: The state of each record.
+        self._states = bytearray([ELSEWHERE]) * records.records
         #: Records that a thread reads or has read.
         self._taken = bytearray(records.records)
         self._region_of: dict[int, PoolRegion] = {}
+        #: Those that have memory, or are about to.
+        self._stripes: set[int] = set()
+        #: Records that are in `_wanted`.
+        self._is_wanted = bytearray(records.records)
         #: Records of each stripe that are not in memory.
         self._left: Counter[int] = Counter()
         self._wanted: deque[int] = deque()
@@ -111,10 +108,17 @@ class HeldSet:
         """Whether all memory that it is to have is there."""
         return not self._making
 
+    @property
+    def stripes(self) -> list[int]:
+        """The stripes that have memory here, or are about to."""
+        with self._changed:
+            return sorted(self._stripes)
+
     def fill(self, stripes: Sequence[int]) -> None:
         """Make room for these stripes, and read them, in a thread."""
         with self._changed:
             self._making += 1
+            self._stripes.update(stripes)
         try:
             start_thread(partial(self._fill, stripes), "dpflow-fill")
         except PoolFullError as error:
@@ -125,7 +129,8 @@ class HeldSet:
         asked = list(records)
         deadline = time.monotonic() + patience_s
         with self._changed:
-            self._wanted += [one for one in asked if self._states[one] == PENDING and not self._taken[one]]
+            for one in asked:
+                self._want(one)
             self._changed.notify_all()
             while any(self._states[one] == PENDING for one in asked) and not self._is_closed:
                 if not self._changed.wait(deadline - time.monotonic()):
@@ -148,9 +153,8 @@ class HeldSet:
                     tell = watch(record)
                     if tell is not None:
                         self._watchers.setdefault(record, []).append(tell)
-                    if not self._taken[record]:
-                        self._wanted.append(record)
-                        self._changed.notify_all()
+                    self._want(record)
+                    self._changed.notify_all()
                     return PENDING
         if self._states[record] != HERE:
             return IN_STORAGE
@@ -172,6 +176,12 @@ class HeldSet:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
+    def _want(self, record: int) -> None:
+        """Have it read before others, if nobody reads it or has asked for it."""
+        if self._states[record] == PENDING and not self._taken[record] and not self._is_wanted[record]:
+            self._is_wanted[record] = True
+            self._wanted.append(record)
+
     def _fill(self, stripes: Sequence[int]) -> None:
         own = [one for stripe in stripes for one in self.records.records_of(stripe)]
         try:
@@ -190,8 +200,9 @@ class HeldSet:
                 if self._has_place[one]:
                     self._states[one] = PENDING
                     self._left[one // self.records.per_stripe] += 1
-                elif self._stays[one]:  # its length is not known
-                    self._failed += 1
+                else:
+                    self._states[one] = IN_STORAGE
+                    self._failed += bool(self._stays[one])  # its length is not known
             self._making -= 1
             if self._demand is None:
                 self._demand = threading.Thread(target=self._serve_demand, name="dpflow-demand", daemon=True)
@@ -203,7 +214,10 @@ class HeldSet:
         self._note(error)
         with self._changed:
             self._making -= 1
+            self._stripes.difference_update(stripes)
             self._failed += self.placed_in(stripes)
+            for one in (one for stripe in stripes for one in self.records.records_of(stripe)):
+                self._states[one] = IN_STORAGE
 
     def _read_all(self, records: Sequence[int]) -> None:
         for start in range(0, len(records), _AT_ONCE):
@@ -219,6 +233,8 @@ class HeldSet:
                 if self._is_closed:
                     return
                 wanted = [self._wanted.popleft() for _ in range(min(_AT_ONCE, len(self._wanted)))]
+                for one in wanted:
+                    self._is_wanted[one] = False
             self._read(wanted)
 
     def _read(self, records: Iterable[int]) -> None:
@@ -235,12 +251,10 @@ class HeldSet:
             samples = [DPFlowError(f"{type(error).__name__}: {error}")] * len(own)
         states: list[tuple[int, int]] = []
         for one, sample in zip(own, samples):
-            if isinstance(sample, DPFlowError):
-                self._note(sample)
-                states.append((one, IN_STORAGE))
-            else:
-                self._put(one, sample[0])
-                states.append((one, HERE))
+            problem = sample if isinstance(sample, DPFlowError) else self._put(one, sample[0])
+            if problem is not None:
+                self._note(problem)
+            states.append((one, HERE if problem is None else IN_STORAGE))
         with self._changed:
             for one, state in states:
                 self._states[one] = state
@@ -254,11 +268,17 @@ class HeldSet:
         for tell in self._watchers.pop(record, ()):
             tell(is_here)
 
-    def _put(self, record: int, content: bytes) -> None:
+    def _put(self, record: int, content: bytes) -> DPFlowError | None:
+        """Put it into its place; what is wrong with it instead."""
         stripe, number = divmod(record, self.records.per_stripe)
         region = self._region_of[stripe]
-        assert region.place(stripe, number)[1] == len(content) != UNKNOWN
+        length = region.place(stripe, number)[1]
+        if length != len(content):
+            return DamagedStoreError(
+                f"sample {record} has {len(content)} bytes, and {length} by the dataset's metadata"
+            )
         region.write(stripe, number, content)
+        return None
 
     def _note(self, error: BaseException) -> None:
         if not self.error:

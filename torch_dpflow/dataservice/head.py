@@ -1,4 +1,8 @@
-"""The head of a pool: decides what is held where, and says what there is."""
+"""The head of a pool: decides what each of its servers holds, and says what there is.
+
+It keeps nothing that its members do not know too. Where it dies reads go on; one that begins anew at its address hears
+from them what they hold, and gives none of that to others before they had time to come back.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,16 @@ import itertools
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
+import numpy as np
 
 from torch_dpflow.dataservice.filling import HeldSet, start_thread
-from torch_dpflow.dataservice.holdings import Holdings
+from torch_dpflow.dataservice.holdings import MOST_SETS, Holdings
 from torch_dpflow.dataservice.keeper_machine import Fill, KeeperInstruction, KeeperMachine
+from torch_dpflow.dataservice.known_set import KnownSet, index_bytes, request_of, stripe_bytes
+from torch_dpflow.dataservice.members import Members
 from torch_dpflow.dataservice.protocol import (
     MOST_BYTES,
     CountReads,
@@ -23,74 +29,69 @@ from torch_dpflow.dataservice.protocol import (
     SetList,
 )
 from torch_dpflow.dataservice.regions import IDLE, UNLOADED
-from torch_dpflow.dataservice.residents import ALL, cut_that_fits, resident_set
+from torch_dpflow.dataservice.residents import cut_that_fits, resident_set
+from torch_dpflow.dataservice.server_messages import (
+    MOST_STRIPES,
+    Beat,
+    DropOrder,
+    FillOrder,
+    Orders,
+    ReportSet,
+    ServerInfo,
+    ServerList,
+    TablePart,
+)
+from torch_dpflow.dataservice.set_progress import with_progress
 from torch_dpflow.dataservice.sets import FileSet
-from torch_dpflow.dataservice.sources import open_source, samples_in
+from torch_dpflow.dataservice.sources import open_source
 from torch_dpflow.errors import PoolFullError, UsageError
 from torch_dpflow.log import SERVICE
 
-#: Most sets of a pool.
-MOST_SETS = 4096
-#: How long a refusal is kept for whoever has asked, seconds.
-_REFUSAL_S = 30.0
-#: A server beats itself, so its lease ends only with it.
-_LEASE_S = 10.0
-_NAME = "server"
-#: What the index of a region has for each stripe and each record.
-_INDEX_BYTES = 16
-#: Most characters of an error in a list.
-_LONGEST_ERROR = 2000
-
-
-@dataclass(eq=False)
-class KnownSet:
-    """A set from when it is first asked for."""
-
-    request: PreloadSet
-    url: str
-    is_explicit: bool
-    #: Whether somebody wants all of it or nothing.
-    whole: bool
-    #: None while its metadata is read.
-    held: HeldSet | None = None
-    #: Why it is not held, for whoever asks next; and since when.
-    refusal: PoolRefusal | None = None
-    refused_at: float = 0.0
-    #: Samples that readers have got from memory, and from storage.
-    hits: int = 0
-    misses: int = 0
+#: Silence after which a server is lost, seconds, and how long an answer to a beat waits for orders at most.
+LEASE_S = 3.0
+_BEAT_S = 1.0
+_TICK_S = 1.0
+#: A gap between ticks that is longer was this process's own, and lets nobody's lease end: seconds.
+_LONGEST_TICK_S = 1.5
 
 
 class PoolHead:
     """Decides what the pool holds. Thread-safe.
 
     Args:
-        memory_bytes: most bytes of samples.
+        server: this one.
         idle_s: how long a set that no command has loaded stays when nobody reads it, seconds.
         holdings: what this server holds.
     """
 
-    def __init__(self, memory_bytes: int, idle_s: float, holdings: Holdings) -> None:
-        self._memory = memory_bytes
-        self._keeper = KeeperMachine(lease_s=_LEASE_S, idle_s=idle_s)
+    def __init__(self, server: ServerInfo, idle_s: float, holdings: Holdings) -> None:
+        self._server = server
+        self._keeper = KeeperMachine(lease_s=LEASE_S, idle_s=idle_s)
         self._holdings = holdings
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._sets: dict[bytes, KnownSet] = {}
-        self._keeper.renew(_NAME, 1, self._memory, time.monotonic())
+        self._members = Members(server.directory)
+        self._generations = itertools.count(1)
+        self._is_closed = False
+        #: The keeper's time, which does not pass while this process stands still.
+        self._now, self._ticked_at = 0.0, time.monotonic()
+        #: Until when members of an earlier head may come back.
+        self._returns_until = LEASE_S if self._members.had_some else 0.0
+        self._keeper.renew(server.name, 0, server.memory, self._now)
+
+    # -- what clients ask for --------------------------------------------------------------------------------
 
     def preload(self, request: PreloadSet) -> SetInfo:
         """Hold a set, and tell how far that is. Raises PoolFullError, and what kept it from being held."""
-        with self._lock:
+        with self._changed:
             known = self._sets.get(request.identity)
             if known is None:
-                if len(self._sets) >= MOST_SETS:
-                    raise PoolFullError(f"the pool has {MOST_SETS} sets; unload one")
-                known = KnownSet(request, "", request.is_explicit, request.whole)
-                start_thread(partial(self._plan, known), "dpflow-plan")
-                self._sets[request.identity] = known
+                known = self._begin(request)
             elif known.refusal is not None:
                 del self._sets[request.identity]
-                raise known.refusal.error()
+                if not known.is_forgotten(self._clock()):
+                    raise known.refusal.error()
+                known = self._begin(request)
             elif request.is_explicit:
                 if known.held is not None:
                     if request.whole and known.held.is_part:
@@ -98,35 +99,54 @@ class PoolHead:
                             f"{request.source.ref} is held in part, as there was no room for more: unload it to load "
                             "all of it, or have a part of this one held"
                         )
-                    now = time.monotonic()
                     self._obey(
-                        self._keeper.preload(request.identity, [], now, explicit=True, whole=request.whole)
+                        self._keeper.preload(
+                            request.identity, [], self._clock(), explicit=True, whole=request.whole
+                        )
                     )
-                known.is_explicit = True
+                if not known.is_explicit:
+                    known.is_explicit = True
+                    self._tell(request.identity)
                 known.whole |= request.whole
             return self._info(known)
 
-    def open(self, identity: bytes, reader: str) -> None:
-        """A reader begins to read a set. Raises UsageError: there is no such set."""
-        with self._lock:
-            self._keeper.open(identity, reader)
+    def table(self, identity: bytes, first: int) -> TablePart:
+        """Who holds the stripes of a set from this one on. Raises UsageError: it is not here, or not yet."""
+        with self._changed:
+            table, held = self._keeper.table(identity), self._holdings.get(identity)
+            infos = self._infos()
+            return TablePart(
+                generation=table.generation,
+                per_stripe=held.records.per_stripe,
+                stripes=len(table.owners),
+                servers=[infos[name] for name in table.servers],
+                asked=self._server.name,
+                is_part=held.is_part,
+                owners=np.array(table.owners[first : first + MOST_STRIPES], dtype="<i2").tobytes(),
+            )
+
+    def read(self, identity: bytes) -> None:
+        """Somebody has begun to read a set here."""
+        with self._changed:
+            self._count_readers(identity)
+
+    def leave(self) -> None:
+        """Somebody reads sets here no longer."""
+        with self._changed:
+            for identity in self._sets:
+                self._count_readers(identity)
 
     def count(self, reads: CountReads) -> None:
         """A reader has read so many more samples."""
-        with self._lock:
+        with self._changed:
             known = self._sets.get(reads.identity)
             if known is not None:
                 known.hits += reads.hits
                 known.misses += reads.misses
 
-    def leave(self, reader: str) -> None:
-        """A reader has ended."""
-        with self._lock:
-            self._keeper.close(reader, time.monotonic())
-
     def unload(self, identity: bytes) -> SetList:
         """Give a set up. Raises UsageError: it is not there."""
-        with self._lock:
+        with self._changed:
             known = self._sets.get(identity)
             if known is None:
                 raise UsageError(f"set {identity.hex()} is not in the pool; `dpflow pool list` has what is")
@@ -134,122 +154,194 @@ class PoolHead:
                 del self._sets[identity]
             else:
                 self._obey(self._keeper.unload(identity), UNLOADED)
-            return self._list()
+            return self._list(0)
 
     def contents(self, first: int) -> SetList:
         """The sets from this number on, as many as one message has room for."""
-        with self._lock:
+        with self._changed:
             return self._list(first)
 
-    def tick(self) -> None:
-        """Time has passed; to be called about once a second."""
-        with self._lock:
-            now = time.monotonic()
-            self._obey(self._keeper.renew(_NAME, 1, self._memory, now))
-            self._obey(self._keeper.expire(now))
-            for identity, known in list(self._sets.items()):
-                if known.refusal is not None and now - known.refused_at > _REFUSAL_S:
-                    del self._sets[identity]
+    def servers(self) -> ServerList:
+        """The servers of the pool."""
+        with self._changed:
+            return ServerList([*self._infos().values()])
+
+    # -- what members say ------------------------------------------------------------------------------------
+
+    def enlist(self, server: ServerInfo, reports: Iterable[ReportSet]) -> int:
+        """A server joins, with what it holds; returns its generation. Raises UsageError: there are too many."""
+        with self._changed:
+            generation, held = next(self._generations), dict[bytes, list[int]]()
+            self._members.add(server, generation)
+            for report in reports:
+                known = self._sets.get(report.identity)
+                if known is None:
+                    known = self._begin(request_of(report))
+                if known.held is None:
+                    known.returned.setdefault(server.name, []).extend(report.stripes)
+                else:
+                    held.setdefault(report.identity, []).extend(report.stripes)
+                known.is_explicit |= report.is_explicit
+                if known.held is None:
+                    known.cut = report.cut
+            self._obey(self._keeper.renew(server.name, generation, server.memory, self._clock(), held))
+            return generation
+
+    def beat(self, name: str, generation: int, beat: Beat) -> Orders:
+        """A member lives; what it has to do, once there is something or its patience ends.
+
+        Raises PeerLostError: it was given up meanwhile, and has to enlist anew.
+        """
+        until = time.monotonic() + min(beat.patience_s, _BEAT_S)
+        with self._changed:
+            member = self._members.get(name, generation)
+            self._obey(self._keeper.renew(name, generation, member.info.memory, self._clock()))
+            for state in member.take(beat):
+                self._keeper.read_by(state.identity, name, state.readers, self._clock())
+            while not member.orders and not self._is_closed:
+                if not self._changed.wait(until - time.monotonic()):
+                    break
+            self._members.get(name, generation)
+            return member.next_orders()
+
+    def gone(self, name: str, generation: int) -> None:
+        """A member's connection has ended."""
+        with self._changed:
+            self._obey(self._keeper.leave(name, generation, self._clock()))
+            self._forget_lost()
+
+    def run(self) -> None:
+        """Watch the time, until `close`. For a thread."""
+        with self._changed:
+            while not self._is_closed:
+                self._tick()
+                until = time.monotonic() + _TICK_S
+                while not self._is_closed and time.monotonic() < until:
+                    self._changed.wait(until - time.monotonic())
 
     def close(self) -> None:
         """Decide nothing any more."""
-        with self._lock:
+        with self._changed:
+            self._is_closed = True
             self._sets.clear()
+            self._changed.notify_all()
 
     # -- inside ----------------------------------------------------------------------------------------------
 
+    def _tick(self) -> None:
+        now = self._clock()
+        self._obey(self._keeper.renew(self._server.name, 0, self._server.memory, now))
+        self._obey(self._keeper.expire(now))
+        self._forget_lost()
+        for identity in [one for one, known in self._sets.items() if known.is_forgotten(now)]:
+            del self._sets[identity]
+
+    def _clock(self) -> float:
+        now = time.monotonic()
+        self._now += min(now - self._ticked_at, _LONGEST_TICK_S)
+        self._ticked_at = now
+        return self._now
+
+    def _begin(self, request: PreloadSet) -> KnownSet:
+        if len(self._sets) >= MOST_SETS:
+            raise PoolFullError(f"the pool has {MOST_SETS} sets; unload one")
+        known = KnownSet(request, request.is_explicit, request.whole)
+        start_thread(partial(self._plan, known), "dpflow-plan")
+        self._sets[request.identity] = known
+        return known
+
     def _plan(self, known: KnownSet) -> None:
         request, held = known.request, None
+        identity = request.identity
         try:
-            known.url, records, is_known, reader = open_source(request.source, request.identity)
-            with self._lock:
-                if self._sets.get(request.identity) is not known:  # it was given up meanwhile
-                    reader.close()
+            opened = open_source(request.source, identity)
+            with self._changed:
+                if self._sets.get(identity) is not known:  # it was given up meanwhile
+                    opened.reader.close()
                     return
-                cut = (
-                    ALL
-                    if known.whole
-                    else cut_that_fits(records, self._keeper.room() - _index_bytes(records))
-                )
-                held = HeldSet(request.source, reader, records, is_known, cut)
-                instructions = self._keeper.preload(
-                    request.identity,
-                    _stripe_bytes(resident_set(records, cut)),
-                    time.monotonic(),
-                    explicit=known.is_explicit,
-                    whole=known.whole,
-                )
+                cut = self._cut(known, opened.records)
+                held = HeldSet(request.source, opened, cut)
+                instructions = self._place(known, stripe_bytes(resident_set(opened.records, cut)))
                 known.held = held
-                self._holdings.add(request.identity, held)
+                self._holdings.add(identity, held, known.is_explicit)
                 self._obey(instructions)
         except Exception as error:  # whoever asked has to be told, whatever it is
             SERVICE.warning("%s cannot be held: %s", request.source.ref, error)
-            known.refused_at = time.monotonic()
-            known.refusal = PoolRefusal.of(error)
+            with self._changed:
+                known.refused_at, known.refusal = self._clock(), PoolRefusal.of(error)
+                for name in filter(self._members.__contains__, known.returned):
+                    self._order(name, DropOrder(identity, IDLE))
             if held is not None and known.held is None:
                 held.close()
 
+    def _cut(self, known: KnownSet, records: FileSet) -> int:
+        if known.whole or known.returned:
+            return known.cut
+        return cut_that_fits(records, self._keeper.room() - index_bytes(records))
+
+    def _place(self, known: KnownSet, sizes: list[int]) -> list[KeeperInstruction]:
+        identity, now = known.request.identity, self._clock()
+        if known.returned or now < self._returns_until:
+            living = {name: stripes for name, stripes in known.returned.items() if name in self._members}
+            return self._keeper.recover(identity, sizes, living, now, explicit=known.is_explicit)
+        return self._keeper.preload(identity, sizes, now, explicit=known.is_explicit, whole=known.whole)
+
     def _obey(self, instructions: Iterable[KeeperInstruction], why: int = IDLE) -> None:
+        if self._is_closed:
+            return
         for one in instructions:
             if isinstance(one, Fill):
-                self._holdings.get(one.identity).fill(one.stripes)
-        # This is the only server, so what is dropped here is dropped everywhere.
-        present = {one.identity for one in self._keeper.summaries()}
+                self._order(one.server, self._sets[one.identity].order(one.stripes))
+            else:
+                self._order(one.server, DropOrder(one.identity, why))
         for identity, known in list(self._sets.items()):
-            if known.held is not None and identity not in present:
+            if known.held is not None and not self._keeper.holds(identity):
                 self._holdings.drop(identity, why)
                 del self._sets[identity]
 
-    def _list(self, first: int = 0) -> SetList:
+    def _order(self, server: str, order: FillOrder | DropOrder) -> None:
+        if server != self._server.name:
+            self._members.order(server, order)
+            self._changed.notify_all()
+        elif isinstance(order, FillOrder):
+            self._holdings.obey(order)
+
+    def _tell(self, identity: bytes) -> None:
+        """Tell who holds a set what has changed of it."""
+        if self._sets[identity].held is not None:
+            for server in self._keeper.table(identity).servers:
+                self._order(server, self._sets[identity].order([]))
+
+    def _forget_lost(self) -> None:
+        self._members.forget(self._keeper.lives)
+        self._changed.notify_all()
+
+    def _count_readers(self, identity: bytes) -> None:
+        self._keeper.read_by(identity, self._server.name, self._holdings.readers(identity), self._clock())
+
+    def _infos(self) -> dict[str, ServerInfo]:
+        rooms = self._keeper.servers()
+        infos = {self._server.name: self._server, **self._members.infos()}
+        return {
+            name: msgspec.structs.replace(info, free=rooms[name][1])
+            for name, info in infos.items()
+            if name in rooms
+        }
+
+    def _list(self, first: int) -> SetList:
         sets = [self._info(known) for known in self._sets.values() if known.refusal is None]
         ends = itertools.accumulate(len(msgspec.msgpack.encode(one)) for one in sets[first:])
         count = max(1, sum(end <= MOST_BYTES // 2 for end in ends))
-        free = self._memory - sum(one.reserved_bytes for one in sets)
-        return SetList(sets[first : first + count], free, self._memory, len(sets))
+        rooms = self._keeper.servers().values()
+        capacity, free = sum(memory for memory, _ in rooms), sum(free for _, free in rooms)
+        return SetList(sets[first : first + count], free, capacity, len(sets))
 
     def _info(self, known: KnownSet) -> SetInfo:
-        request, held = known.request, known.held
-        info = SetInfo(
-            identity=request.identity,
-            ref=request.source.ref,
-            url=known.url or "not opened yet",
-            records=0,
-            placed=0,
-            loaded=0,
-            failed=0,
-            reserved_bytes=0,
-            is_explicit=known.is_explicit,
-            readers=0,
-            is_placed=False,
-        )
+        info, held = known.info(), known.held
         if held is None:
             return info
-        summary = next(one for one in self._keeper.summaries() if one.identity == request.identity)
-        owners = self._keeper.table(request.identity).owners
-        loaded, failed = held.counts
-        placed = held.placed_in(stripe for stripe, one in enumerate(owners) if one >= 0)
-        samples = partial(samples_in, request.source)
-        return msgspec.structs.replace(
-            info,
-            records=samples(held.records.records),
-            placed=samples(placed),
-            loaded=samples(loaded),
-            failed=samples(failed),
-            reserved_bytes=summary.placed_bytes,
-            readers=summary.readers,
-            is_placed=held.is_placed,
-            hits=known.hits,
-            misses=known.misses,
-            error=held.error[:_LONGEST_ERROR],
-        )
-
-
-def _stripe_bytes(records: FileSet) -> list[int]:
-    return [
-        records.stripe_bytes(stripe) + _INDEX_BYTES * (1 + len(records.records_of(stripe)))
-        for stripe in range(records.stripes)
-    ]
-
-
-def _index_bytes(records: FileSet) -> int:
-    return _INDEX_BYTES * (records.stripes + records.records)
+        identity = known.request.identity
+        summary, table = self._keeper.summary(identity), self._keeper.table(identity)
+        info = msgspec.structs.replace(info, reserved_bytes=summary.placed_bytes, readers=summary.readers)
+        states = self._members.states(identity) | {self._server.name: self._holdings.state(identity)}
+        return with_progress(info, held, table.owned(), states)

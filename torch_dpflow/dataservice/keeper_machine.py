@@ -6,13 +6,14 @@ implicit one goes when nobody has read it for `idle_s`, or at once where another
 first. A server that is lost takes its stripes with it: others that have room get them and read them again, and what
 they hold stays where it is. Storage is the second copy, so a reader needs none of this to go on.
 
-    preload -> Fill to each owner -> loaded -> ready        unload, idle, lack of room -> Drop to each owner
+    preload -> Fill to each owner        unload, idle, lack of room -> Drop to each owner
     a server is lost -> Fill to the new owners of its stripes, under a new generation of the table
+    a machine that begins anew -> recover, from what servers say they hold; they have a lease's time to come back
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -25,11 +26,9 @@ from torch_dpflow.dataservice.placement import NOBODY, place
 from torch_dpflow.errors import PoolFullError, UsageError
 from torch_dpflow.remote.control.leases import ExpireLeases, LeaseChange, Leases, Leave, Lost, RenewLease
 
-_Flags = npt.NDArray[np.bool_]
-
 
 class Fill(msgspec.Struct, frozen=True):
-    """Have this server read these stripes from storage, then call `loaded` for each."""
+    """Have this server read these stripes from storage."""
 
     server: str
     identity: bytes
@@ -53,17 +52,22 @@ class StripeTable(msgspec.Struct, frozen=True):
     servers: list[str]
     owners: list[int]
 
+    def owned(self) -> dict[str, list[int]]:
+        """The stripes of each server."""
+        of_each = [list[int]() for _ in self.servers]
+        for stripe, owner in enumerate(self.owners):
+            if owner != NOBODY:
+                of_each[owner].append(stripe)
+        return dict(zip(self.servers, of_each))
+
 
 class SetSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One set, as people are told of it."""
+    """One set, as people are told of it; placed: stripes that have an owner, and their bytes."""
 
     identity: bytes
     is_explicit: bool
     readers: int
-    stripes: int
-    #: Stripes that have an owner, and those that their owners have read.
     placed: int
-    loaded: int
     placed_bytes: int
 
 
@@ -73,22 +77,28 @@ class _Set:
     is_explicit: bool
     #: The name of each stripe's owner; None: nobody has room.
     owners: list[str | None]
-    loaded: _Flags
     generation: int = 1
-    readers: set[str] = field(default_factory=set)
+    #: How many processes read it at each server.
+    readers: dict[str, int] = field(default_factory=dict)
     #: Since when nobody reads it; seconds.
     idle_since: float = 0.0
+    #: Until when servers may come back with what they hold of it, before that is given to others; None: it is over.
+    returns_until: float | None = None
 
     @property
     def may_go(self) -> bool:
         """Whether nobody misses it."""
         return not self.is_explicit and not self.readers
 
-    def owned_by(self, server: str) -> list[int]:
+    def owned_by(self, server: str | None) -> list[int]:
         return [stripe for stripe, owner in enumerate(self.owners) if owner == server]
 
+    @property
+    def placed_bytes(self) -> int:
+        return sum(size for size, owner in zip(self.sizes.tolist(), self.owners) if owner is not None)
+
     def without_owner(self) -> npt.NDArray[np.int64]:
-        return np.array([stripe for stripe, owner in enumerate(self.owners) if owner is None], dtype=np.int64)
+        return np.array(self.owned_by(None), dtype=np.int64)
 
 
 class KeeperMachine:
@@ -101,6 +111,7 @@ class KeeperMachine:
 
     def __init__(self, *, lease_s: float, idle_s: float) -> None:
         self._leases = Leases(lease_s=lease_s)
+        self._lease_s = lease_s
         self._idle_s = check_seconds("idle_s", idle_s, zero=True)
         #: The bytes of each server, and those that are not reserved.
         self._capacity: dict[str, int] = {}
@@ -109,17 +120,38 @@ class KeeperMachine:
 
     # -- servers ---------------------------------------------------------------------------------------------
 
-    def renew(self, server: str, generation: int, capacity_bytes: int, now: float) -> list[KeeperInstruction]:
-        """A server has begun, with empty memory, or lives on. A generation that was lost before is ignored."""
-        self._lose(self._leases.handle(RenewLease(server, generation, now)))
-        if self._leases.generation_of(server) != generation or server in self._capacity:
+    def renew(
+        self,
+        server: str,
+        generation: int,
+        capacity_bytes: int,
+        now: float,
+        held: Mapping[bytes, Sequence[int]] | None = None,
+    ) -> list[KeeperInstruction]:
+        """A server has begun, or lives on. A generation that was lost before is ignored.
+
+        held: stripes of sets that are in its memory already; it keeps a set's unless one has another owner by now.
+        """
+        self._lose(self._leases.handle(RenewLease(server, generation, now)), now)
+        if not self.lives(server, generation) or server in self._capacity:
             return []
         self._capacity[server] = self._room[server] = capacity_bytes
-        return self._place_all()
+        out: list[KeeperInstruction] = []
+        for identity, stripes in (held or {}).items():
+            out += self._adopt(server, identity, stripes)
+        return out + self._place_all()
+
+    def lives(self, server: str, generation: int) -> bool:
+        """Whether this generation of a server is one of the pool's."""
+        return self._leases.generation_of(server) == generation
+
+    def servers(self) -> dict[str, tuple[int, int]]:
+        """The bytes of each server, and those that are free."""
+        return {name: (self._capacity[name], room) for name, room in sorted(self._room.items())}
 
     def leave(self, server: str, generation: int, now: float) -> list[KeeperInstruction]:
         """A server ends, or its end was seen."""
-        return self._replace(self._leases.handle(Leave(server, generation, now)))
+        return self._replace(self._leases.handle(Leave(server, generation, now)), now)
 
     def expire(self, now: float) -> list[KeeperInstruction]:
         """Time has passed: servers that were silent are lost, sets that nobody reads go."""
@@ -127,7 +159,9 @@ class KeeperMachine:
         for identity, one in list(self._sets.items()):
             if one.may_go and now - one.idle_since >= self._idle_s:
                 out += self._drop(identity)
-        return out + self._replace(self._leases.handle(ExpireLeases(now)))
+            if one.returns_until is not None and now >= one.returns_until:
+                one.returns_until = None
+        return out + self._replace(self._leases.handle(ExpireLeases(now)), now)
 
     # -- sets ------------------------------------------------------------------------------------------------
 
@@ -137,17 +171,15 @@ class KeeperMachine:
         """Reserve room for a set, and have it read. Of one that is there, `whole` asks for what has no room yet.
 
         stripe_bytes: of a set that is there, anything.
-
         whole: refuse a set that does not fit as a whole; else a part of it is held.
-
         Raises PoolFullError: there is not enough room; nothing has changed.
         """
         known = self._sets.get(identity)
         if known is None:
             sizes = np.asarray(stripe_bytes, dtype=np.int64)
             owners: list[str | None] = [None] * len(sizes)
-            known = _Set(sizes, explicit, owners, np.zeros(len(sizes), dtype=bool), idle_since=now)
-        elif not whole:
+            known = _Set(sizes, explicit, owners, idle_since=now)
+        elif not whole or known.returns_until is not None:
             known.is_explicit |= explicit
             return []
         out = self._make_room(identity, known, whole=whole)
@@ -159,23 +191,31 @@ class KeeperMachine:
         """Bytes that a further set may have: free ones, and those of sets that nobody reads and nobody has loaded."""
         return sum(self._room_without(one for one in self._sets if self._sets[one].may_go).values())
 
-    def open(self, identity: bytes, reader: str) -> None:
-        """A reader begins to read a set. Raises UsageError: there is no such set."""
-        self._set(identity).readers.add(reader)
+    def recover(
+        self,
+        identity: bytes,
+        stripe_bytes: Sequence[int],
+        held: Mapping[str, Sequence[int]],
+        now: float,
+        *,
+        explicit: bool,
+    ) -> list[KeeperInstruction]:
+        """Know a set that servers hold and this machine has not known; held: their stripes, as for `renew`."""
+        sizes = np.asarray(stripe_bytes, dtype=np.int64)
+        until = now + self._lease_s
+        owners: list[str | None] = [None] * len(sizes)
+        self._sets[identity] = _Set(sizes, explicit, owners, idle_since=now, returns_until=until)
+        return [one for server, stripes in held.items() for one in self._adopt(server, identity, stripes)]
 
-    def close(self, reader: str, now: float) -> None:
-        """A reader has ended, or its end was seen."""
-        for one in self._sets.values():
-            if reader in one.readers:
-                one.readers.discard(reader)
-                one.idle_since = now
-
-    def loaded(self, server: str, identity: bytes, stripes: Iterable[int]) -> None:
-        """A server has read these stripes. Of a set that is gone, or of stripes that are another's: ignored."""
+    def read_by(self, identity: bytes, server: str, readers: int, now: float) -> None:
+        """So many processes read a set at this server. Of a set or a server that is gone: ignored."""
         known = self._sets.get(identity)
-        for stripe in stripes if known is not None else ():
-            if known is not None and known.owners[stripe] == server:
-                known.loaded[stripe] = True
+        if known is None or server not in self._capacity:
+            return
+        if readers:
+            known.readers[server] = readers
+        elif known.readers.pop(server, None) is not None:
+            known.idle_since = now
 
     def unload(self, identity: bytes) -> list[KeeperInstruction]:
         """Give up a set, whoever reads it. Raises UsageError: there is no such set."""
@@ -189,33 +229,46 @@ class KeeperMachine:
         place_of: dict[str | None, int] = {name: number for number, name in enumerate(names)}
         return StripeTable(one.generation, names, [place_of.get(owner, NOBODY) for owner in one.owners])
 
+    def holds(self, identity: bytes) -> bool:
+        """Whether there is such a set."""
+        return identity in self._sets
+
+    def summary(self, identity: bytes) -> SetSummary:
+        """One set. Raises UsageError: there is no such set."""
+        one = self._set(identity)
+        return SetSummary(
+            identity=identity,
+            is_explicit=one.is_explicit,
+            readers=sum(one.readers.values()),
+            placed=sum(owner is not None for owner in one.owners),
+            placed_bytes=one.placed_bytes,
+        )
+
     def summaries(self) -> list[SetSummary]:
         """Every set."""
-        return [
-            SetSummary(
-                identity=identity,
-                is_explicit=one.is_explicit,
-                readers=len(one.readers),
-                stripes=len(one.sizes),
-                placed=sum(owner is not None for owner in one.owners),
-                loaded=int(one.loaded.sum()),
-                placed_bytes=sum(
-                    size for size, owner in zip(one.sizes.tolist(), one.owners) if owner is not None
-                ),
-            )
-            for identity, one in self._sets.items()
-        ]
+        return [*map(self.summary, self._sets)]
 
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _set(self, identity: bytes) -> _Set:
-        try:
-            return self._sets[identity]
-        except KeyError:
-            raise UsageError(f"set {identity.hex()} is not in the pool (any more); preload it") from None
+        if identity not in self._sets:
+            raise UsageError(f"set {identity.hex()} is not in the pool (any more); preload it")
+        return self._sets[identity]
 
-    def _idle_since(self, identity: bytes) -> float:
-        return self._sets[identity].idle_since
+    def _adopt(self, server: str, identity: bytes, stripes: Sequence[int]) -> list[KeeperInstruction]:
+        """What a server holds already is its own; Drop where it cannot be."""
+        known = self._sets.get(identity)
+        if known is not None and all(
+            0 <= one < len(known.sizes) and known.owners[one] is None for one in stripes
+        ):
+            size = int(known.sizes[[*stripes]].sum())
+            if size <= self._room[server]:
+                self._room[server] -= size
+                known.generation += 1
+                for one in stripes:
+                    known.owners[one] = server
+                return []
+        return [Drop(server, identity)]
 
     def _make_room(self, identity: bytes, known: _Set, *, whole: bool) -> list[KeeperInstruction]:
         """Drop idle sets, the oldest first, until what has no owner of this one fits, or none is left.
@@ -225,7 +278,7 @@ class KeeperMachine:
         stripes = known.without_owner()
         sizes = known.sizes[stripes]
         may_go = [one for one in self._sets if self._sets[one].may_go and one != identity]
-        idle = sorted(may_go, key=self._idle_since)
+        idle = sorted(may_go, key=lambda one: self._sets[one].idle_since)
         if whole and NOBODY in place(identity, sizes, self._capacity, self._room_without(idle), stripes):
             free = sum(self._room_without(idle).values())
             raise PoolFullError(
@@ -253,29 +306,29 @@ class KeeperMachine:
         owners = {owner for owner in self._sets.pop(identity).owners if owner is not None}
         return [Drop(owner, identity) for owner in sorted(owners)]
 
-    def _lose(self, changes: Sequence[LeaseChange]) -> None:
+    def _lose(self, changes: Sequence[LeaseChange], now: float) -> None:
         for lost in (change.peer for change in changes if isinstance(change, Lost)):
             self._capacity.pop(lost, None)
             self._room.pop(lost, None)
             for one in self._sets.values():
+                if one.readers.pop(lost, None) is not None:
+                    one.idle_since = now
                 for stripe in one.owned_by(lost):
                     one.owners[stripe] = None
-                    one.loaded[stripe] = False
                     one.generation += 1
 
-    def _replace(self, changes: Sequence[LeaseChange]) -> list[KeeperInstruction]:
-        self._lose(changes)
+    def _replace(self, changes: Sequence[LeaseChange], now: float) -> list[KeeperInstruction]:
+        self._lose(changes, now)
         return self._place_all()
 
     def _place_all(self) -> list[KeeperInstruction]:
-        out: list[KeeperInstruction] = []
-        for identity in self._sets:
-            out += self._place(identity)
-        return out
+        return [one for identity in self._sets for one in self._place(identity)]
 
     def _place(self, identity: bytes) -> list[KeeperInstruction]:
         """Give the stripes that nobody has to servers that have room."""
         one = self._sets[identity]
+        if one.returns_until is not None:
+            return []
         homeless = one.without_owner()
         owners = place(identity, one.sizes[homeless], self._capacity, self._room, homeless)
         names, fills = sorted(self._capacity), dict[str, list[int]]()
@@ -292,11 +345,9 @@ class KeeperMachine:
         self._leases.validate()
         assert self._capacity.keys() == self._room.keys() == self._leases.members.keys()
         for server, capacity in self._capacity.items():
-            held = sum(
-                int(one.sizes[stripe]) for one in self._sets.values() for stripe in one.owned_by(server)
-            )
+            held = sum(int(one.sizes[one.owned_by(server)].sum()) for one in self._sets.values())
             assert held + self._room[server] == capacity
             assert self._room[server] >= 0
         for one in self._sets.values():
             assert all(owner is None or owner in self._capacity for owner in one.owners)
-            assert all(one.owners[stripe] is not None for stripe in np.flatnonzero(one.loaded).tolist())
+            assert one.readers.keys() <= self._capacity.keys()

@@ -66,12 +66,13 @@ def find_address(
         return address
     named = (os.environ.get(ADDRESS_VARIABLE) or address) if address == "auto" else address
     if not (isinstance(named, str) and named.startswith(_TCP)):
-        return PoolAddress(directory=find_directory(named))
-    host, port = _host_port(named)
+        where = PoolAddress(directory=find_directory(named))
+    else:
+        host, port = _host_port(named)
+        where = PoolAddress(host=host, port=port)
     file = connection if connection is not None else os.environ.get(CONNECTION_VARIABLE)
-    return PoolAddress(
-        host=host,
-        port=port,
+    return replace(
+        where,
         connection=None if file is None else os.path.abspath(file),
         trust_network=check_flag("trust_network", trust_network),
     )

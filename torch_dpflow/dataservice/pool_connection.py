@@ -29,6 +29,7 @@ from torch_dpflow.dataservice.protocol import (
     check_private,
     socket_path,
 )
+from torch_dpflow.dataservice.server_messages import ListServers, ServerInfo, ServerList
 from torch_dpflow.dataservice.wire import CONTROL
 from torch_dpflow.errors import MessageError, PeerLostError
 
@@ -65,13 +66,25 @@ class PoolConnection:
             DPFlowError: it refuses, by the class that it names.
         """
         with self._lock:
-            try:
-                self._channel.send(request)
-                answer, fds = self._channel.receive(ANSWERS, MOST_REGIONS)
-            except (OSError, MessageError, PeerLostError) as error:
-                # An answer that came later would be taken for that of the next request.
-                self._channel.close()
-                raise PeerLostError(f"the server of the pool does not answer: {error}") from error
+            self.send(request)
+            return self.hear()
+
+    def send(self, request: PoolRequest) -> None:
+        """The first half of `ask`; nobody else may ask before `hear`. Raises PeerLostError."""
+        try:
+            self._channel.send(request)
+        except OSError as error:
+            self._channel.close()
+            raise PeerLostError(f"the server of the pool does not answer: {error}") from error
+
+    def hear(self) -> tuple[PoolAnswer, list[int]]:
+        """The second half of `ask`. Raises as it does."""
+        try:
+            answer, fds = self._channel.receive(ANSWERS, MOST_REGIONS)
+        except (OSError, MessageError, PeerLostError) as error:
+            # An answer that came later would be taken for that of the next request.
+            self._channel.close()
+            raise PeerLostError(f"the server of the pool does not answer: {error}") from error
         if isinstance(answer, PoolRefusal):
             raise answer.error()
         return answer, fds
@@ -92,6 +105,12 @@ class PoolConnection:
             found |= {one.identity: one for one in answer.sets}
             if not answer.sets or first >= answer.total:
                 return msgspec.structs.replace(answer, sets=[*found.values()])
+
+    def servers(self) -> list[ServerInfo]:
+        """The servers of the pool, its head first."""
+        answer, _ = self.ask(ListServers())
+        assert isinstance(answer, ServerList)
+        return answer.servers
 
     def preload(
         self,

@@ -12,7 +12,7 @@ import stat
 import struct
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
@@ -25,6 +25,21 @@ from torch_dpflow.dataservice.ahead_messages import (
     TookAhead,
     WantAhead,
 )
+from torch_dpflow.dataservice.server_messages import (
+    AskTable,
+    Beat,
+    Enlist,
+    Enlisted,
+    ListServers,
+    Noted,
+    Orders,
+    ReportSet,
+    ServerList,
+    TablePart,
+)
+from torch_dpflow.dataservice.set_source import AnySource as AnySource
+from torch_dpflow.dataservice.set_source import ArraySource as ArraySource
+from torch_dpflow.dataservice.set_source import SetSource as SetSource
 from torch_dpflow.errors import DPFlowError, MessageError, OptionError, OptionTypeError, PeerLostError
 
 #: The environment variable with the default `address` of clients and servers.
@@ -42,42 +57,6 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
-class SetSource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A stored dataset whose bytes a set has."""
-
-    #: The directory of the dataset store, and fsspec's options for it.
-    store: str
-    options: dict[str, Any]
-    #: The full name of the variant.
-    ref: str
-    #: fsspec's options for the data; None: those of the store.
-    data_options: dict[str, Any] | None = None
-
-
-class ArraySource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """An array whose rows are the records of a set: in a file of any storage, or pushed by clients.
-
-    `dataservice.open_array` makes it.
-    """
-
-    #: Its name for people.
-    ref: str
-    #: numpy's name of the type of its elements, and its shape, records first.
-    dtype: str
-    shape: list[Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]]
-    #: What changes with its content: size and tag or time of the file; a digest of what is pushed.
-    stamp: str
-    #: The file, and fsspec's options for it; "": it is pushed.
-    url: str = ""
-    options: dict[str, Any] = {}
-    #: Where its first row begins, bytes; in an HDF5 file None, with the path of the dataset in it.
-    start: int | None = None
-    path: str = ""
-
-
-AnySource: TypeAlias = SetSource | ArraySource
-
-
 class PreloadSet(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Hold this set; answered by SetInfo, which is asked for again until it is placed."""
 
@@ -87,17 +66,28 @@ class PreloadSet(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     whole: bool
 
 
-class OpenSet(msgspec.Struct, frozen=True, tag=True):
-    """Read this set from now on, until the connection ends; answered by SetOpened, with the regions."""
+class ReadSet(msgspec.Struct, frozen=True, tag=True):
+    """This process reads this set from now on, until the connection ends; answered by Noted."""
 
     identity: bytes
+
+
+class OpenSet(msgspec.Struct, frozen=True, tag=True):
+    """Map what this server holds of a set; answered by SetOpened, with regions from this one on."""
+
+    identity: bytes
+    first: int = 0
 
 
 class WantRecords(msgspec.Struct, frozen=True, tag=True):
-    """These records are needed now, at most `MOST_RECORDS`; answered by RecordStates."""
+    """These records are needed now, at most `MOST_RECORDS`; answered by RecordStates.
+
+    patience_s: how long the answer may wait for those that are on their way, seconds.
+    """
 
     identity: bytes
     records: list[int]
+    patience_s: float = 1.0
 
 
 class CountReads(msgspec.Struct, frozen=True, tag=True):
@@ -122,6 +112,7 @@ class UnloadSet(msgspec.Struct, frozen=True, tag=True):
 
 PoolRequest: TypeAlias = (
     PreloadSet
+    | ReadSet
     | OpenSet
     | WantRecords
     | ListSets
@@ -130,6 +121,11 @@ PoolRequest: TypeAlias = (
     | OpenAhead
     | WantAhead
     | TookAhead
+    | AskTable
+    | ListServers
+    | ReportSet
+    | Enlist
+    | Beat
 )
 
 
@@ -161,16 +157,14 @@ class SetInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class SetOpened(msgspec.Struct, frozen=True, tag=True):
-    """Samples in a stripe; the regions come as descriptors, as many as `regions`."""
+    """Regions come as descriptors, as many as `regions`, of `total` that this server has of the set."""
 
-    per_stripe: int
     regions: int
-    #: Whether some samples have no place in memory: those are read ahead where an order is announced.
-    is_part: bool = False
+    total: int
 
 
-#: States of records: it is on its way; it is in memory; it has to be read from storage.
-PENDING, HERE, IN_STORAGE = range(3)
+#: States of records: it is on its way; it is in memory; it has to be read from storage; it is not this server's.
+PENDING, HERE, IN_STORAGE, ELSEWHERE = range(4)
 
 
 class RecordStates(msgspec.Struct, frozen=True, tag=True):
@@ -210,7 +204,20 @@ class PoolRefusal(msgspec.Struct, frozen=True, tag=True):
         return kind(self.text)
 
 
-PoolAnswer: TypeAlias = SetInfo | SetOpened | RecordStates | SetList | PoolRefusal | AheadOpened | AheadPlaces
+PoolAnswer: TypeAlias = (
+    SetInfo
+    | SetOpened
+    | RecordStates
+    | SetList
+    | PoolRefusal
+    | AheadOpened
+    | AheadPlaces
+    | TablePart
+    | ServerList
+    | Noted
+    | Enlisted
+    | Orders
+)
 REQUESTS: msgspec.msgpack.Decoder[PoolRequest | CountReads] = msgspec.msgpack.Decoder(
     PoolRequest | CountReads
 )

@@ -1,4 +1,4 @@
-"""What a process sees of one set in the pool: mapped regions, and which samples are there."""
+"""What a process sees of one set in the pool: which server has each sample, and the memory of those on this host."""
 
 from __future__ import annotations
 
@@ -13,33 +13,21 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_dpflow.dataservice.ahead_reader import AheadReader
+from torch_dpflow.dataservice.entry import PoolEntry, SetTable
 from torch_dpflow.dataservice.lane_reader import LaneReader
+from torch_dpflow.dataservice.near import FIRST_PAUSE_S, LONGEST_PAUSE_S, NearServer
 from torch_dpflow.dataservice.pool_address import PoolAddress
 from torch_dpflow.dataservice.pool_connection import PoolConnection
-from torch_dpflow.dataservice.protocol import (
-    HERE,
-    IN_STORAGE,
-    MOST_RECORDS,
-    PENDING,
-    AnySource,
-    CountReads,
-    OpenSet,
-    PreloadSet,
-    RecordStates,
-    SetInfo,
-    SetOpened,
-    WantRecords,
-)
-from torch_dpflow.dataservice.regions import UNKNOWN, UNLOADED, PoolRegion, map_region
+from torch_dpflow.dataservice.regions import UNLOADED, PoolRegion
+from torch_dpflow.dataservice.server_messages import ServerInfo
+from torch_dpflow.dataservice.set_source import AnySource
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.log import DATASETS
 
-#: Between attempts to reach a server, seconds: doubles from the first to the second with each that fails.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 #: How long a set's places are waited for before samples are read from storage again, seconds.
 _PLANNING_S = 0.2
-#: How often the server is told how many samples were read, seconds.
-_TELL_S = 1.0
+#: How often the pool is asked who has what is in nobody's memory, seconds.
+_TABLE_S = 1.0
 #: How long an epoch begins later for that, seconds: its order can be announced at its beginning only.
 _ANNOUNCING_S = 2.0
 Keys = npt.NDArray[np.integer[Any]]
@@ -48,35 +36,31 @@ Keys = npt.NDArray[np.integer[Any]]
 class SetReading:
     """Reads samples of one set from memory, for one process. Thread-safe; never waits for a server that is gone.
 
-    What has been mapped stays readable when the server dies, so its samples still come from memory.
+    What has been mapped stays readable when its server dies, so its samples still come from memory.
 
-    silence_s: after how long without an answer, or a sample that it waits for, it goes on without the server, seconds.
+    silence_s: after how long without an answer, or a sample that it waits for, it goes on without a server, seconds.
     """
 
     def __init__(self, address: PoolAddress, source: AnySource, identity: bytes, silence_s: float) -> None:
         self._silence_s = silence_s
-        #: Where the server is on another host.
-        self._lanes = LaneReader(address, silence_s) if address.directory is None else None
-        self._address, self._source, self._identity = address, source, identity
+        self._address, self._ref, self._identity = address, source.ref, identity
+        #: How servers on other hosts are read from, where there are keys for it.
+        self._lanes = None if address.connection is None else LaneReader(address, silence_s)
+        self._entry = PoolEntry(address, source, identity, silence_s)
+        self._ahead = AheadReader(identity, silence_s)
         self._lock = threading.Lock()
-        self._connection: PoolConnection | None = None
-        self._per_stripe = 1
-        self._regions: dict[int, PoolRegion] = {}
-        #: All that are in use, those of an earlier server too.
-        self._mapped: list[PoolRegion] = []
-        #: Stripes that are in memory as a whole, and where.
-        self._ready: dict[int, PoolRegion] = {}
-        #: What the server has said of records in other stripes, where that is final.
-        self._states: dict[int, int] = {}
-        self._retry_at = 0.0
-        self._pause_s = _FIRST_PAUSE_S
+        self._is_closed = False
+        self._table: SetTable | None = None
+        #: Servers by name, those that are lost and whose memory is mapped too.
+        self._servers: dict[str, NearServer] = {}
+        #: The owner of each stripe, where it is near; or the address of its lane.
+        self._owners: list[NearServer | str | None] = []
+        #: Whether another host has not given what it should have.
+        self._is_stale = False
+        #: When the pool may be asked again.
+        self._ask_at, self._pause_s = 0.0, FIRST_PAUSE_S
         #: Samples that came from memory, and that did not.
         self.hits = self.misses = 0
-        #: What of these the server knows, and since when.
-        self._told, self._told_at = (0, 0), 0.0
-        #: Whether some have no place in memory; those may be read ahead.
-        self._is_part = False
-        self._ahead = AheadReader(identity, silence_s)
 
     def announce(self, order: str, keys: Callable[[], Keys], spread: int) -> None:
         """Tell the server in which order, of this name, records are read from now on, if that is of use.
@@ -86,13 +70,13 @@ class SetReading:
         """
         with self._lock, self._from_storage():
             deadline = time.monotonic() + _ANNOUNCING_S
-            while self._connection is None and (wait_s := self._retry_at - time.monotonic()) < _PLANNING_S:
+            while self._table is None and (wait_s := self._ask_at - time.monotonic()) < _PLANNING_S:
                 time.sleep(max(0.0, wait_s))
-                self._connect()
+                self._ask_pool()
                 if time.monotonic() > deadline:
                     break
-            if self._connection is not None and self._is_part:
-                self._ahead.announce(self._connection, order, keys(), spread)
+            if (connection := self._ahead_from()) is not None:
+                self._ahead.announce(connection, order, keys(), spread)
 
     def read(
         self,
@@ -102,37 +86,38 @@ class SetReading:
     ) -> list[bytes | None]:
         """A copy of each record that is in memory; None for those that have to be read from storage.
 
-        lengths: of each; None: unknown. What has another one is not taken.
+        lengths: of each; None: unknown. What has another one is not taken from another host.
         order: the name of what was announced, in this process or its parent.
         """
         with self._lock:
-            self._look(records)
-            if self._lanes is None:
-                found = [self._read(record) for record in records]
-            else:
-                found = self._read_afar(self._lanes, records, lengths or [None] * len(records))
+            if not self._is_closed:
+                self._look(records)
+            found = [self._read(record) for record in records]
+            if self._lanes is not None:
+                self._read_afar(self._lanes, records, lengths or [None] * len(records), found)
             if order is not None and None in found:
                 found = self._read_ahead(order, records, found)
             self.misses += found.count(None)
             self.hits += len(found) - found.count(None)
-            self._tell()
+            self._entry.tell(self.hits, self.misses)
         return found
 
     def places(self, records: npt.NDArray[np.int64]) -> list[tuple[PoolRegion, npt.NDArray[np.int64]]]:
         """Regions in which some of these records are mapped, and where each begins there; -1: not in this one."""
         found: list[tuple[PoolRegion, npt.NDArray[np.int64]]] = []
         with self._lock:
-            self._look(records.tolist())
-            stripes, numbers = np.divmod(records, self._per_stripe)
+            if not self._is_closed:
+                self._look(records.tolist())
+            if self._table is None:
+                return found
+            stripes = records // self._table.per_stripe
             for stripe in np.unique(stripes).tolist():
-                own, region = stripes == stripe, self._ready.get(stripe)
-                if region is None and stripe in self._regions:
-                    region = self._regions[stripe]
-                    own &= [self._states.get(one) == HERE for one in records.tolist()]
-                if region is not None:
+                own, server = stripes == stripe, self._server_of(stripe * self._table.per_stripe)
+                place = server.offsets(stripe, records[own]) if isinstance(server, NearServer) else None
+                if place is not None:
                     begins = np.full(len(records), -1, np.int64)
-                    begins[own] = region.offsets(stripe, numbers[own])
-                    found.append((region, begins))
+                    begins[own] = place[1]
+                    found.append((place[0], begins))
         return found
 
     def count(self, hits: int, misses: int) -> None:
@@ -140,41 +125,30 @@ class SetReading:
         with self._lock:
             self.hits += hits
             self.misses += misses
-            self._tell()
+            self._entry.tell(self.hits, self.misses)
 
     def close(self) -> None:
-        """End reading; memory is freed."""
+        """End reading; memory is freed, and everything is in storage from now on."""
         with self._lock:
-            self._tell(0.0)
+            self._is_closed = True
+            self._entry.tell(self.hits, self.misses, 0.0)
             self._forget()
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _read_afar(
-        self, lanes: LaneReader, records: Sequence[int], lengths: Sequence[int | None]
-    ) -> list[bytes | None]:
-        if self._connection is None:
-            return [None] * len(records)
-        found = lanes.read(self._identity, [str(self._address)] * len(records), records, lengths)
-        if self._identity in lanes.gone:
-            lanes.gone.clear()
-            try:
-                self._connection.contents()
-                # This reader has kept it from being idle, so somebody has unloaded it.
-                self._retry_at = math.inf
-            except DPFlowError:  # it is another server, which begins anew
-                self._retry_at = 0.0
-            self._forget()
-        return found
+    def _ahead_from(self) -> PoolConnection | None:
+        """Who reads ahead for this process; None: nobody, or all has a place in memory."""
+        is_part = self._table is not None and self._table.is_part
+        return self._entry.connection if is_part and self._address.directory is not None else None
 
     def _read_ahead(
         self, order: str, records: Sequence[int], found: Sequence[bytes | None]
     ) -> list[bytes | None]:
         """What was found, and what the server reads ahead of the rest."""
-        if self._connection is not None and self._is_part:
+        if (connection := self._ahead_from()) is not None:
             missing = [record for record, content in zip(records, found) if content is None]
             with self._from_storage():
-                ahead = self._ahead.read(self._connection, order, missing)
+                ahead = self._ahead.read(connection, order, missing)
                 return [
                     ahead.get(record) if content is None else content
                     for record, content in zip(records, found)
@@ -182,106 +156,141 @@ class SetReading:
         return [*found]
 
     def _read(self, record: int) -> bytes | None:
-        stripe, number = divmod(record, self._per_stripe)
-        region = self._ready.get(stripe)
-        if region is None:
-            if self._states.get(record) != HERE:
-                return None
-            region = self._regions[stripe]
-        return None if region.place(stripe, number)[1] == UNKNOWN else region.read(stripe, number)
+        server = self._server_of(record)
+        return server.read(record) if isinstance(server, NearServer) else None
+
+    def _server_of(self, record: int) -> NearServer | str | None:
+        """Who has a record's stripe mapped as a whole, or else its owner."""
+        if self._table is None:
+            return None
+        stripe = record // self._table.per_stripe
+        owner = self._owners[stripe]
+        if isinstance(owner, NearServer) and owner.holds(stripe):
+            return owner
+        return next((one for one in self._servers.values() if one.holds(stripe)), owner)
+
+    def _read_afar(
+        self,
+        lanes: LaneReader,
+        records: Sequence[int],
+        lengths: Sequence[int | None],
+        found: list[bytes | None],
+    ) -> None:
+        """Put what servers of other hosts hold into `found`."""
+        owners = [self._server_of(record) for record in records]
+        places = [place for place, owner in enumerate(owners) if isinstance(owner, str)]
+        contents = lanes.read(
+            self._identity,
+            [str(owners[place]) for place in places],
+            [records[place] for place in places],
+            [lengths[place] for place in places],
+        )
+        for place, content in zip(places, contents):
+            found[place] = content
+        self._is_stale |= None in contents
+        if self._identity in lanes.gone:
+            lanes.gone.clear()
+            self._see_what_is_gone()
+
+    def _see_what_is_gone(self) -> None:
+        """A server of another host does not hold the set: it is not there yet, is new, or somebody has unloaded it."""
+        try:
+            if self._entry.is_unloaded():
+                self._forget()
+                # This reader has kept it from being idle.
+                self._ask_at = math.inf
+        except DPFlowError:
+            self._forget()
 
     def _look(self, records: Sequence[int]) -> None:
-        """Ask the server for what is not known to be in memory or in storage, and wait for it."""
-        retired = {region.retired for region in self._mapped} - {None}
-        if retired:
-            self._forget()
-            # Where somebody has unloaded it, this process loads it no more.
-            self._retry_at = math.inf if UNLOADED in retired else 0.0
-        if self._ready and all(record // self._per_stripe in self._ready for record in records):
+        """Learn where these are, and wait for those that are on their way to memory."""
+        self._see_what_is_given_up()
+        if self._table is None:
+            self._ask_pool()
+        self._ask_servers(records)
+        if time.monotonic() >= self._ask_at and (
+            self._is_stale or any(self._is_homeless(one) for one in records)
+        ):
+            self._is_stale = False
+            self._ask_pool()
+            self._ask_servers(records)
+
+    def _see_what_is_given_up(self) -> None:
+        for server in self._servers.values():
+            if why := server.retired:
+                self._forget()
+                # Where somebody has unloaded it, this process loads it no more.
+                self._ask_at = math.inf if UNLOADED in why else 0.0
+                return
+
+    def _is_homeless(self, record: int) -> bool:
+        """Whether a record is in storage as far as is known, though another server may have it by now."""
+        server = self._server_of(record)
+        return server is None or (isinstance(server, NearServer) and server.lacks(record))
+
+    def _ask_pool(self) -> None:
+        if time.monotonic() < self._ask_at:
             return
         with self._from_storage():
-            if self._connection is None and time.monotonic() >= self._retry_at:
-                self._connect()
-            if self._connection is not None and self._lanes is None:
-                self._ask(self._connection, records)
+            table = self._entry.table()
+            self._pause_s = FIRST_PAUSE_S
+            is_settled = table is not None and table.is_placed
+            self._ask_at = time.monotonic() + (_TABLE_S if is_settled else _PLANNING_S)
+            if table is not None:
+                self._take(table)
 
     @contextmanager
     def _from_storage(self) -> Iterator[None]:
-        """Go on without the server where it is not there, or does not answer."""
+        """Go on without the server that was asked where it is not there, or does not answer."""
         try:
             yield
         except DPFlowError as error:
-            self._disconnect()
-            self._retry_at = time.monotonic() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-            DATASETS.info("%s is read from storage for now: %s", self._source.ref, error)
+            self._entry.close()
+            self._ask_at = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            DATASETS.info("%s is read from storage for now: %s", self._ref, error)
 
-    def _connect(self) -> None:
-        connection = PoolConnection(self._address, silence_s=self._silence_s)
-        try:
-            request = PreloadSet(source=self._source, identity=self._identity, is_explicit=False, whole=False)
-            info, _ = connection.ask(request)
-            assert isinstance(info, SetInfo)
-            if not info.is_placed:
-                self._retry_at = time.monotonic() + _PLANNING_S
-                connection.close()
-                return
-            opened, fds = connection.ask(OpenSet(self._identity))
-            assert isinstance(opened, SetOpened)
-            regions = [map_region(fd, self._identity) for fd in fds]
-        except BaseException:
-            connection.close()
-            raise
-        self._connection, self._pause_s = connection, _FIRST_PAUSE_S
-        self._per_stripe, self._is_part = opened.per_stripe, opened.is_part and self._lanes is None
-        # What an earlier server said of single records holds for its regions alone; whole stripes stay mapped.
-        self._states = {}
-        self._mapped = [*{id(one): one for one in self._ready.values()}.values(), *regions]
-        self._regions = {stripe: region for region in regions for stripe in region.stripes}
+    def _take(self, table: SetTable) -> None:
+        self._table = table
+        owners = [self._servers.get(one.name) or self._open(one, table) for one in table.servers]
+        self._owners = [owners[one] if one >= 0 else None for one in table.owners]
+        for server in owners:
+            if isinstance(server, NearServer):
+                server.refresh()
 
-    def _ask(self, connection: PoolConnection, records: Sequence[int]) -> None:
+    def _open(self, info: ServerInfo, table: SetTable) -> NearServer | str | None:
+        """How to read from a server; None: it cannot be reached."""
+        if info.name == table.asked and self._address.directory is None:
+            return str(self._address)  # as it was given
+        address = self._entry.address_of(info)
+        if address is not None and address.directory is not None:
+            server = NearServer(address.directory, self._identity, table.per_stripe, self._silence_s)
+            self._servers[info.name] = server
+            return server
+        return None if address is None else str(address)
+
+    def _ask_servers(self, records: Sequence[int]) -> None:
         deadline = time.monotonic() + self._silence_s
-        while unknown := self._unknown(records)[:MOST_RECORDS]:
-            answer, _ = connection.ask(WantRecords(self._identity, unknown))
-            assert isinstance(answer, RecordStates)
-            came = {one: state for one, state in zip(unknown, answer.states) if state != PENDING}
-            self._states |= came
-            self._ready |= {
-                stripe: self._regions[stripe] for stripe in answer.stripes if stripe in self._regions
-            }
-            if came:
+        while asked := self._send(records):
+            if sum(server.hear(own) for server, own in asked):
                 deadline = time.monotonic() + self._silence_s
             elif time.monotonic() > deadline:
-                return  # its storage does not answer; ours may, and says so if it does not
+                return  # their storage does not answer; ours may, and says so if it does not
 
-    def _unknown(self, records: Sequence[int]) -> list[int]:
-        unknown: list[int] = []
+    def _send(self, records: Sequence[int]) -> list[tuple[NearServer, Sequence[int]]]:
+        """Ask each server for what only it can tell of."""
+        by_server = dict[NearServer, list[int]]()
         for record in records:
-            stripe = record // self._per_stripe
-            if stripe in self._ready or self._states.get(record, PENDING) != PENDING:
-                continue
-            if stripe in self._regions:
-                unknown.append(record)
-            else:
-                self._states[record] = IN_STORAGE
-        return unknown
-
-    def _tell(self, pause_s: float = _TELL_S) -> None:
-        """Tell the server what was read, for people."""
-        now = time.monotonic()
-        if self._connection is None or now < self._told_at + pause_s:
-            return
-        hits, misses = self._told
-        if self._connection.tell(CountReads(self._identity, self.hits - hits, self.misses - misses)):
-            self._told, self._told_at = (self.hits, self.misses), now
+            server = self._server_of(record)
+            if isinstance(server, NearServer):
+                by_server.setdefault(server, []).append(record)
+        wanted = [(server, server.pending(own)) for server, own in by_server.items()]
+        return [(server, own) for server, own in wanted if own and server.send(own)]
 
     def _forget(self) -> None:
-        self._disconnect()
-        self._regions, self._ready, self._states, self._mapped = {}, {}, {}, []
-
-    def _disconnect(self) -> None:
+        self._entry.close()
         if self._lanes is not None:
             self._lanes.close()
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        for server in self._servers.values():
+            server.disconnect()
+        self._table, self._servers, self._owners = None, {}, []

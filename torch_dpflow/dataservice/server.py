@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 import time
+from dataclasses import dataclass, field
 
 from torch_dpflow.checks import check_int, check_seconds
 from torch_dpflow.dataservice.ahead_messages import (
@@ -19,9 +20,10 @@ from torch_dpflow.dataservice.ahead_messages import (
 )
 from torch_dpflow.dataservice.door import MOST_CONNECTIONS, StreamDoor
 from torch_dpflow.dataservice.framing import Channel, PacketChannel, StreamChannel
-from torch_dpflow.dataservice.head import PoolHead
-from torch_dpflow.dataservice.holdings import ANSWER_S, Holdings
-from torch_dpflow.dataservice.pool_address import PoolAddress
+from torch_dpflow.dataservice.head import LEASE_S, PoolHead
+from torch_dpflow.dataservice.holdings import ANSWER_S, MOST_SETS, Holdings
+from torch_dpflow.dataservice.membership import PoolMember
+from torch_dpflow.dataservice.pool_address import AddressLike, PoolAddress, find_address
 from torch_dpflow.dataservice.protocol import (
     REQUESTS,
     CountReads,
@@ -31,6 +33,8 @@ from torch_dpflow.dataservice.protocol import (
     PoolRefusal,
     PoolRequest,
     PreloadSet,
+    ReadSet,
+    SetOpened,
     UnloadSet,
     WantRecords,
     check_private,
@@ -38,12 +42,22 @@ from torch_dpflow.dataservice.protocol import (
     peer_uid,
     socket_path,
 )
-from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLostError
+from torch_dpflow.dataservice.server_messages import (
+    AskTable,
+    Beat,
+    Enlist,
+    Enlisted,
+    ListServers,
+    Noted,
+    ReportSet,
+    ServerInfo,
+    boot_id,
+)
+from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLostError, UsageError
 from torch_dpflow.log import SERVICE
 
 #: Most memory for reading ahead where none is given.
 MOST_AHEAD = 1 << 30
-_TICK_S = 1.0
 
 
 class DataServer:
@@ -52,10 +66,11 @@ class DataServer:
     Args:
         memory_bytes: most bytes of samples.
         address: the directory of its socket; "auto" as for clients.
-        idle_s: how long a set that no command has loaded stays when nobody reads it, seconds.
+        idle_s: how long a set that no command has loaded stays when nobody reads it, seconds; the head's counts.
         ahead_bytes: memory beside that, for reading ahead what has no room; None: an eighth of `memory_bytes`, and at
             most `MOST_AHEAD`.
         listen: where other hosts reach it; None: nowhere.
+        join: where the head of a pool is, whose member it is to be; None: it is the head of a pool of its own.
 
     Raises:
         OptionError: a value is not allowed, another server has this address, others may enter the directory, or there
@@ -70,28 +85,42 @@ class DataServer:
         idle_s: float = 600.0,
         ahead_bytes: int | None = None,
         listen: PoolAddress | None = None,
+        join: AddressLike | None = None,
     ) -> None:
         check_int("memory_bytes", memory_bytes, minimum=1)
+        check_seconds("idle_s", idle_s, zero=True)
         if ahead_bytes is None:
             ahead_bytes = min(memory_bytes // 8, MOST_AHEAD)
         self._holdings = Holdings(check_int("ahead_bytes", ahead_bytes, minimum=0))
-        self._head = PoolHead(
-            memory_bytes,
-            check_seconds("idle_s", idle_s, zero=True),
-            self._holdings,
-        )
         self._readers = itertools.count(1)
         self._connections: set[socket.socket] = set()
         self._stop = threading.Event()
         self.directory = find_directory(address)
+        head = None if join is None else find_address(join)
+        if head is not None and head.directory == self.directory:
+            raise OptionError(
+                f"join={str(head)!r} is this server itself; give the address of the pool's head"
+            )
         self._door = None if listen is None else StreamDoor(listen, self._talk_afar, self._holdings)
         #: Where other hosts reach it.
         self.address = None if self._door is None else self._door.address
         self._listener, self._held_lock = _listen(self.directory)
+        server = ServerInfo(
+            directory=str(self.directory),
+            host=socket.gethostname(),
+            boot=boot_id(),
+            memory=memory_bytes,
+            listen=self.address or "",
+        )
+        self._pool: PoolHead | PoolMember
+        if head is None:
+            self._pool = PoolHead(server, idle_s, self._holdings)
+        else:
+            self._pool = PoolMember(server, head, self._holdings)
 
     def serve(self) -> None:
         """Serve until `stop`."""
-        threading.Thread(target=self._beat, name="dpflow-beat", daemon=True).start()
+        threading.Thread(target=self._pool.run, name="dpflow-beat", daemon=True).start()
         if self._door is not None:
             threading.Thread(target=self._door.run, name="dpflow-door", daemon=True).start()
         while not self._stop.is_set():
@@ -131,7 +160,7 @@ class DataServer:
         for connection in list(self._connections):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-        self._head.close()
+        self._pool.close()
         self._holdings.close()
         os.close(self._held_lock)
 
@@ -147,14 +176,14 @@ class DataServer:
         self._talk(StreamChannel(connection))
 
     def _talk(self, channel: Channel) -> None:
-        reader = f"reader {next(self._readers)}"
+        client = _PoolClient(f"reader {next(self._readers)}", maps=channel.carries_regions)
         try:
             while True:
                 request, _ = channel.receive(REQUESTS)
                 if isinstance(request, CountReads):
-                    self._head.count(request)
+                    self._pool.count(request)
                     continue
-                answer, fds = self._answer_safely(request, reader, channel.carries_regions)
+                answer, fds = self._answer_safely(request, client)
                 try:
                     channel.send(answer, fds)
                 finally:
@@ -164,43 +193,83 @@ class DataServer:
             if isinstance(error, MessageError | OptionError):
                 SERVICE.warning("a client of the pool is left: %s", error)
         finally:
-            self._head.leave(reader)
-            self._holdings.ahead.leave(reader)
+            self._leave(client)
             channel.close()
 
-    def _answer_safely(
-        self, request: PoolRequest, reader: str, with_regions: bool
-    ) -> tuple[PoolAnswer, list[int]]:
+    def _leave(self, client: _PoolClient) -> None:
+        if client.member is not None:
+            self._pool.gone(*client.member)
+        self._holdings.leave(client.name)
+        if client.reads:
+            self._pool.leave()
+
+    def _answer_safely(self, request: PoolRequest, client: _PoolClient) -> tuple[PoolAnswer, list[int]]:
         try:
-            return self._answer(request, reader, with_regions)
+            return self._answer(request, client)
         except DPFlowError as error:
             return PoolRefusal.of(error), []
 
-    def _answer(self, request: PoolRequest, reader: str, with_regions: bool) -> tuple[PoolAnswer, list[int]]:
+    def _answer(self, request: PoolRequest, client: _PoolClient) -> tuple[PoolAnswer, list[int]]:
         match request:
             case PreloadSet():
-                return self._head.preload(request), []
-            case OpenSet(identity):
-                self._head.open(identity, reader)
-                return self._holdings.open(identity, with_regions=with_regions)
-            case WantRecords(identity, records):
-                return self._holdings.want(identity, records), []
+                return self._pool.preload(request), []
+            case AskTable(identity, first):
+                return self._pool.table(identity, max(0, first)), []
+            case ReadSet(identity):
+                client.reads = True
+                self._holdings.read(identity, client.name)
+                self._pool.read(identity)
+                return Noted(), []
+            case OpenSet(identity, first):
+                return self._holdings.open(identity, max(0, first)) if client.maps else (SetOpened(0, 0), [])
+            case WantRecords(identity, records, patience_s):
+                return self._holdings.want(identity, records, patience_s), []
             case AnnounceOrder(identity=identity):
-                return self._holdings.ahead.announce(self._holdings.get(identity), reader, request), []
+                return self._holdings.ahead.announce(self._holdings.get(identity), client.name, request), []
             case OpenAhead():
                 return self._holdings.ahead.open(request)
             case WantAhead():
-                return self._holdings.ahead.want(request, reader, ANSWER_S), []
+                return self._holdings.ahead.want(request, client.name, ANSWER_S), []
             case TookAhead():
-                return self._holdings.ahead.took(request, reader), []
+                return self._holdings.ahead.took(request, client.name), []
             case UnloadSet(identity):
-                return self._head.unload(identity), []
+                return self._pool.unload(identity), []
             case ListSets(first):
-                return self._head.contents(max(0, first)), []
+                return self._pool.contents(max(0, first)), []
+            case ListServers():
+                return self._pool.servers(), []
+            case ReportSet() | Enlist() | Beat():
+                return self._answer_member(request, client), []
 
-    def _beat(self) -> None:
-        while not self._stop.wait(_TICK_S):
-            self._head.tick()
+    def _answer_member(self, request: ReportSet | Enlist | Beat, client: _PoolClient) -> PoolAnswer:
+        match request:
+            case ReportSet():
+                if len(client.reports) >= MOST_SETS:
+                    raise UsageError(f"{MOST_SETS} parts of sets were reported; more are not allowed")
+                client.reports.append(request)
+                return Noted()
+            case Enlist(server):
+                generation = self._pool.enlist(server, client.reports)
+                client.member, client.reports = (server.name, generation), []
+                return Enlisted(LEASE_S)
+            case Beat():
+                if client.member is None:
+                    raise UsageError("a server has to enlist before it beats")
+                return self._pool.beat(*client.member, request)
+
+
+@dataclass(eq=False)
+class _PoolClient:
+    """One connection."""
+
+    name: str
+    #: Whether it is on this host, and gets regions.
+    maps: bool
+    reads: bool = False
+    #: What a server has said that it holds, before it enlists.
+    reports: list[ReportSet] = field(default_factory=list)
+    #: The member that speaks over it, and its generation.
+    member: tuple[str, int] | None = None
 
 
 def _listen(directory: os.PathLike[str]) -> tuple[socket.socket, int]:
