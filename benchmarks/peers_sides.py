@@ -50,13 +50,12 @@ def folder(images: Path, *, fast: bool) -> Dataset[Any]:
     """torchvision's ImageFolder, twice over; `fast`: by torch_dpflow.vision."""
     from torchvision import datasets
 
-    if fast:
-        from torch_dpflow.vision import DecodeRandomResizedCrop
+    found = datasets.ImageFolder(images / "train", loader=PillowCrop())
+    if not fast:
+        return ConcatDataset([found] * REPEATS)
+    from torch_dpflow.vision import DecodedImages, DecodeRandomResizedCrop
 
-        loader: Any = DecodeRandomResizedCrop(SIZE)
-    else:
-        loader = PillowCrop()
-    return ConcatDataset([datasets.ImageFolder(images / "train", loader=loader)] * REPEATS)
+    return DecodedImages(found.samples * REPEATS, DecodeRandomResizedCrop(SIZE))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ module is imported, not in a worker in the middle of a training run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ __all__ = [
     "BaseDataLoaderIter",
     "DatasetKind",
     "ExceptionWrapper",
+    "antialiased",
     "collate",
     "collate_tensor_fn",
     "default_collate_fn_map",
@@ -70,6 +72,7 @@ def _unsupported(missing: str) -> UnsupportedTorchError:
 
 
 try:
+    from torch._C import _nn as _functions
     from torch._C import _set_worker_signal_handlers as set_worker_signal_handlers
     from torch._utils import ExceptionWrapper
     from torch.utils.data._utils import pin_memory as _pin_memory
@@ -81,6 +84,11 @@ try:
     from torch.utils.data.dataloader import _sharding_worker_init_fn as sharding_worker_init_fn
 except ImportError as error:
     raise _unsupported(str(error)) from error
+
+
+#: What `torch.nn.functional.interpolate` calls with antialiasing, by its mode. These take `out`, which it does not.
+#: (image, size, align_corners, scales), of which the last is None.
+antialiased: dict[str, Callable[..., torch.Tensor]] = {}
 
 
 def pin_memory(batch: Any, device: str | None) -> Any:
@@ -139,6 +147,8 @@ def _check() -> None:
                 whose = thing if hasattr(thing, "__name__") else type(thing)
                 raise AttributeError(f"{whose.__name__} has no {name}")
     untyped_storage(typed_storage(torch.UntypedStorage(0), torch.uint8))
+    for mode in ("bilinear", "bicubic"):
+        antialiased[mode] = getattr(_functions, f"_upsample_{mode}2d_aa")
 
 
 try:

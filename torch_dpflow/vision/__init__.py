@@ -5,6 +5,7 @@ memory. torch's default collate sorts them into planes; `collate_channels_last` 
 
     ImageFolder(root, loader=load_rgb, transform=...)
     ImageFolder(root, loader=DecodeRandomResizedCrop(224), transform=...)
+    DecodedImages(ImageFolder(root).samples, DecodeRandomResizedCrop(224), transform=...)  # quickest
 
 Needs the extra `vision`. Nothing of torch_dpflow imports it unasked.
 """
@@ -15,17 +16,21 @@ from torch_dpflow.vision.crops import (
     DecodeRandomResizedCrop,
     decode_center_crop,
     decode_random_resized_crop,
+    decode_random_resized_crops,
     random_resized_crop_params,
 )
+from torch_dpflow.vision.decoded_images import DecodedImages
 from torch_dpflow.vision.encoded import DECODER, load_rgb
 
 __all__ = [
     "DECODER",
     "DecodeCenterCrop",
     "DecodeRandomResizedCrop",
+    "DecodedImages",
     "collate_channels_last",
     "decode_center_crop",
     "decode_random_resized_crop",
+    "decode_random_resized_crops",
     "load_rgb",
     "random_resized_crop_params",
 ]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, TypeAlias, get_args
 
 import torch
-from torch.nn.functional import interpolate
 
 from torch_dpflow.checks import check_int, check_number, check_type
 from torch_dpflow.errors import OptionError
+from torch_dpflow.torch_private import antialiased
 from torch_dpflow.vision.encoded import EncodedImage, Source, open_image, resized_part
 
 Interpolation = Literal["bilinear", "bicubic"]
@@ -27,6 +29,8 @@ RATIO: Range = (3 / 4, 4 / 3)
 #: less the decoder's averages over squares would show.
 _GAP = 2
 _TRIES = 10
+#: Of how many images the files are in memory at a time.
+_GROUP = 32
 
 
 def random_resized_crop_params(height: int, width: int, scale: Range = SCALE, ratio: Range = RATIO) -> Box:
@@ -76,10 +80,32 @@ def decode_random_resized_crop(
     Raises:
         What `load_rgb` raises.
     """
-    image = open_image(source)
-    return _resized_crop(
-        image, random_resized_crop_params(image.height, image.width, scale, ratio), _pair(size), interpolation
-    )
+    return decode_random_resized_crops([source], size, scale, ratio, interpolation)[0]
+
+
+def decode_random_resized_crops(
+    sources: Sequence[Source],
+    size: Size,
+    scale: Range = SCALE,
+    ratio: Range = RATIO,
+    interpolation: Interpolation = "bilinear",
+) -> torch.Tensor:
+    """`decode_random_resized_crop` of several images: uint8 RGB, (images, 3, height, width), in `torch.channels_last`.
+
+    The draws are those of one image after the other. It takes less processor time than these: files are read and
+    boxes drawn before anything is decoded, and the decoder's pixels throw neither out of the processor's caches.
+    """
+    crops = _empty(len(sources), _pair(size))
+    for first in range(0, len(sources), _GROUP):
+        with ExitStack() as stack:
+            group = []
+            for source in sources[first : first + _GROUP]:
+                group.append(open_image(source))
+                stack.callback(group[-1].close)
+            boxes = [random_resized_crop_params(one.height, one.width, scale, ratio) for one in group]
+            for number, (image, box) in enumerate(zip(group, boxes, strict=True), first):
+                _crop_into(crops[number : number + 1], image, box, interpolation)
+    return crops
 
 
 def decode_center_crop(
@@ -92,10 +118,11 @@ def decode_center_crop(
     """
     image = open_image(source)
     whole = _resized_size(image, resize)
-    resized = _resized_crop(image, (0, 0, image.height, image.width), whole, interpolation)
+    resized = _empty(1, whole)
+    _crop_into(resized, image, (0, 0, image.height, image.width), interpolation)
     height, width = _pair(size)
     top, left = round((whole[0] - height) / 2), round((whole[1] - width) / 2)
-    part = resized[:, top : top + height, left : left + width]
+    part = resized[0, :, top : top + height, left : left + width]
     return part.permute(1, 2, 0).contiguous().permute(2, 0, 1)
 
 
@@ -120,6 +147,10 @@ class DecodeRandomResizedCrop:
 
     def __call__(self, source: Source) -> torch.Tensor:
         return decode_random_resized_crop(source, self.size, self.scale, self.ratio, self.interpolation)
+
+    def batch(self, sources: Sequence[Source]) -> torch.Tensor:
+        """`decode_random_resized_crops`."""
+        return decode_random_resized_crops(sources, self.size, self.scale, self.ratio, self.interpolation)
 
 
 @dataclass(frozen=True)
@@ -149,21 +180,29 @@ def _logarithms(ratio: Range) -> list[float]:
     return logarithms
 
 
-def _resized_crop(image: EncodedImage, box: Box, size: tuple[int, int], mode: Interpolation) -> torch.Tensor:
+def _empty(images: int, size: tuple[int, int]) -> torch.Tensor:
+    return torch.empty((images, *size, 3), dtype=torch.uint8, device="cpu").permute(0, 3, 1, 2)
+
+
+def _crop_into(out: torch.Tensor, image: EncodedImage, box: Box, mode: Interpolation) -> None:
+    """Fill `out`, a batch of one in `torch.channels_last`, with what is in the box."""
     top, left, height, width = box
+    size = (out.shape[2], out.shape[3])
     reduce = _reduction(height / size[0], width / size[1]) if image.reducible else 1
     pixels = image.pixels(top + height, reduce=reduce)
     if reduce > 1:
         # The crop's edges lie between the smaller image's pixels, where only Pillow can begin.
         edges = (left / reduce, top / reduce, (left + width) / reduce, (top + height) / reduce)
-        return torch.from_numpy(resized_part(pixels, edges, size, mode)).permute(2, 0, 1)
+        out.copy_(torch.from_numpy(resized_part(pixels, edges, size, mode)).permute(2, 0, 1))
+        return
     # Cut out behind an axis of the batch, by numpy, which is quicker at it: torch then sees pixels side by side, and
     # sorts them into no planes.
     part = pixels.reshape(1, *pixels.shape)[:, top : top + height, left : left + width]
-    if (height, width) == size:
-        return torch.from_numpy(part[0].copy()).permute(2, 0, 1)
     batch = torch.from_numpy(part.transpose(0, 3, 1, 2))
-    return interpolate(batch, size, mode=mode, align_corners=False, antialias=True)[0]
+    if (height, width) == size:
+        out.copy_(batch)
+    else:
+        antialiased[mode](batch, size, False, None, out=out)
 
 
 def _reduction(down: float, across: float) -> int:

@@ -52,6 +52,9 @@ class EncodedImage(Protocol):
             reduce: 2, 4 and 8 give one row for so many, and one column.
         """
 
+    def close(self) -> None:
+        """Close the file where it is open still, as `pixels` does."""
+
 
 def open_image(source: Source) -> EncodedImage:
     """The image of a file, or of its content. Raises what Pillow raises where there is none."""
@@ -106,6 +109,9 @@ class _TurboJpeg:
         pixels = self._decoded(height, reduce)
         return _PillowImage(self._source).pixels(reduce=reduce) if pixels is None else pixels
 
+    def close(self) -> None:
+        """Nothing is open."""
+
     def _decoded(self, height: int, reduce: int) -> Pixels | None:
         """None for a file that is damaged or in unusual colours: what comes of it is for Pillow to say."""
         data = self._of_height(height)
@@ -147,3 +153,6 @@ class _PillowImage:
             if reduce > 1:
                 image.draft("RGB", (max(1, self.width // reduce), max(1, self.height // reduce)))
             return np.array(image.convert("RGB"))
+
+    def close(self) -> None:
+        self._image.close()
