@@ -132,6 +132,16 @@ def tf_data(images: Path, *, like_torchvision: bool = False) -> Iterator[Read]:
     """NHWC, which is TensorFlow's. Its boxes are smaller than torchvision's, and its resizing has no antialiasing."""
     import tensorflow as tf
 
+    files = files_of(images)
+    dataset = tf.data.Dataset.from_tensor_slices(files).shuffle(len(files))
+    dataset = dataset.map(tf_crop(tf, like_torchvision=like_torchvision), num_parallel_calls=tf.data.AUTOTUNE)
+    dataset = dataset.batch(BATCH).prefetch(tf.data.AUTOTUNE)
+    yield dataset.as_numpy_iterator
+
+
+def tf_crop(tf: Any, *, like_torchvision: bool = False) -> Callable[[Any], Any]:
+    """Decodes, crops and resizes a file."""
+
     def crop(path: Any) -> Any:
         data = tf.io.read_file(path)
         shape = tf.io.extract_jpeg_shape(data)
@@ -139,10 +149,7 @@ def tf_data(images: Path, *, like_torchvision: bool = False) -> Iterator[Read]:
         part = tf.image.decode_and_crop_jpeg(data, box, channels=3)
         return tf.cast(tf.image.resize(part, [SIZE, SIZE], antialias=like_torchvision), tf.uint8)
 
-    files = files_of(images)
-    dataset = tf.data.Dataset.from_tensor_slices(files).shuffle(len(files))
-    dataset = dataset.map(crop, num_parallel_calls=tf.data.AUTOTUNE).batch(BATCH).prefetch(tf.data.AUTOTUNE)
-    yield dataset.as_numpy_iterator
+    return crop
 
 
 def tensorflow_box(tf: Any, shape: Any) -> Any:

@@ -20,17 +20,27 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
+from benchmarks import sharing_tensorsocket as tensorsocket
+from benchmarks import sharing_tfdata as tfdata
 from benchmarks.loader import IMAGES, SPECIFICATION, warm_page_cache
 from benchmarks.meter import Meter
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
-from benchmarks.sharing_tensorsocket import is_installed, producing
 from examples.cluster import loads, started
 from examples.natural_images import generate
 
 #: How old a cluster's figures may be, seconds.
 STATUS_AGE_S = 2.5
-#: Of all sides; TensorSocket where it is installed.
-SIDES = ("torch", "dpflow") + ("tensorsocket",) * is_installed()
+#: Where they are installed, also other libraries.
+TENSORSOCKET, TF_SERVICE = "tensorsocket", "tf.data service"
+SIDES = (
+    "torch",
+    "dpflow",
+    "dpflow + vision",
+    *(TENSORSOCKET,) * tensorsocket.is_installed(),
+    *(TF_SERVICE,) * tfdata.is_installed(),
+)
+#: The kinds of their jobs, as `benchmarks.sharing_job` has them.
+KINDS = {"dpflow + vision": "dpflow", TF_SERVICE: "tfdata"}
 #: Workers of all jobs together.
 WORKERS = 4
 #: A sample is 224 x 224 x 3 bytes.
@@ -72,8 +82,13 @@ class Scenario:
         return "; ".join([*parts, "kept" if self.kept else "drawn afresh"])
 
     def allows(self, side: str) -> bool:
-        """Whether a side can run it: TensorSocket's jobs wait for each other, so none can begin by itself."""
-        return side != "tensorsocket" or not self.stagger
+        """Whether a side can run it.
+
+        TensorSocket's jobs wait for each other, so none can begin by itself. What is kept is Pillow's.
+        """
+        if side == TENSORSOCKET:
+            return not self.stagger
+        return side not in KINDS or not self.kept
 
     def step_of(self, job: int) -> float:
         """Sleep of a job after each batch, ms."""
@@ -99,8 +114,8 @@ class Source(Protocol):
     def elsewhere_s(self) -> float:
         """Processor time of its processes that stand for another host's, seconds."""
 
-    def loads(self) -> int | None:
-        """Samples that it has loaded; None where each job loads for itself."""
+    def loads(self) -> float | None:
+        """Samples that it has loaded; None where each job loads for itself; not a number where it is not known."""
 
 
 class NoSource:
@@ -143,7 +158,12 @@ class Run:
     @property
     def kind(self) -> str:
         """The kind of its jobs, as `benchmarks.sharing_job` has them."""
-        return self.side
+        return KINDS.get(self.side, self.side)
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether torch_dpflow.vision decodes."""
+        return self.side.endswith("+ vision")
 
     @property
     def workers(self) -> int:
@@ -163,12 +183,16 @@ class Run:
 
     @contextmanager
     def _source(self) -> Iterator[Source]:
-        if self.side == "dpflow":
-            with started(preload=["torchvision"]) as address:
+        if self.kind == "dpflow":
+            with started(preload=["torch_dpflow.vision" if self.is_fast else "torchvision"]) as address:
                 yield ClusterSource(address)
-        elif self.side == "tensorsocket":
-            with producing(str(IMAGES), self.samples, WORKERS, kept=self.scenario.kept) as producer:
+        elif self.side == TENSORSOCKET:
+            kept = self.scenario.kept
+            with tensorsocket.producing(str(IMAGES), self.samples, WORKERS, kept=kept) as producer:
                 yield producer
+        elif self.side == TF_SERVICE:
+            with tfdata.serving() as service:
+                yield service
         else:
             yield NoSource()
 
@@ -189,7 +213,7 @@ class Run:
         }
         command = [sys.executable, "-m", "benchmarks.sharing_job", self.kind]
         command += [f"--{name}={value}" for name, value in given.items()]
-        command += ["--kept"] * scenario.kept
+        command += ["--kept"] * scenario.kept + ["--fast"] * self.is_fast
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def _await_workers(self, source: Source) -> None:

@@ -45,9 +45,28 @@ class CentreCrops(JpegCrops):
         )
 
 
+class FastCrops(DrawnCrops):
+    """The same by torch_dpflow.vision."""
+
+    def __init__(self, files: list[Path], length: int) -> None:
+        from torch_dpflow.vision import DecodeRandomResizedCrop
+
+        super().__init__(files, length, as_float=False)
+        self._decode = DecodeRandomResizedCrop(224)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._decode(self.files[index % len(self.files)])
+
+
+def files_of(arguments: argparse.Namespace) -> list[Path]:
+    return sorted(Path(arguments.images).resolve().glob("*/*/*.jpg"))
+
+
 def dataset_of(arguments: argparse.Namespace) -> Dataset[torch.Tensor]:
     """The images, cropped at random or, for a cache, always alike."""
-    files = sorted(Path(arguments.images).resolve().glob("*/*/*.jpg"))
+    files = files_of(arguments)
+    if arguments.fast:
+        return FastCrops(files, arguments.samples)
     if arguments.kept:
         return CentreCrops(files, arguments.samples)
     return DrawnCrops(files, arguments.samples, as_float=False)
@@ -55,6 +74,11 @@ def dataset_of(arguments: argparse.Namespace) -> Dataset[torch.Tensor]:
 
 def open_loader(arguments: argparse.Namespace) -> Any:
     """The job's loader: torch's with workers of its own, or one that shares its loading with the others."""
+    if arguments.side == "tfdata":
+        from benchmarks.sharing_tfdata import Consumed as Streamed
+
+        files = [str(file) for file in files_of(arguments)]
+        return Streamed(arguments.address, files, arguments.samples, BATCH, arguments.number)
     dataset: Any = dataset_of(arguments)
     given: dict[str, Any] = {"batch_size": BATCH, "shuffle": True, "num_workers": arguments.workers}
     given["generator"] = torch.Generator().manual_seed(arguments.number)
@@ -62,6 +86,10 @@ def open_loader(arguments: argparse.Namespace) -> Any:
         from benchmarks.sharing_tensorsocket import Consumed
 
         return Consumed(arguments.address)
+    if arguments.fast:
+        from torch_dpflow.vision import collate_channels_last
+
+        given["collate_fn"] = collate_channels_last
     if arguments.side == "torch":
         return DataLoader(dataset, persistent_workers=True, **given)
     if arguments.side == "private":
@@ -77,7 +105,7 @@ def say(value: Any) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    parser.add_argument("side", choices=("torch", "private", "dpflow", "tensorsocket"))
+    parser.add_argument("side", choices=("torch", "private", "dpflow", "tensorsocket", "tfdata"))
     for name in ("--number", "--samples", "--epochs", "--workers", "--memory", "--cache-samples"):
         parser.add_argument(name, type=int, default=0)
     for name in ("--images", "--address"):
@@ -85,6 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name in ("--step-ms", "--stagger"):
         parser.add_argument(name, type=float, default=0.0)
     parser.add_argument("--kept", action="store_true")
+    parser.add_argument("--fast", action="store_true")
     return parser
 
 

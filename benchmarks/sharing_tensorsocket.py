@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, required=True)
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--kept", action="store_true")
+    parser.set_defaults(fast=False)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "This DataLoader will create|TypedStorage is deprecated")

@@ -15,7 +15,7 @@ import torch
 
 from tests.loader_cases import Batched, Counted, Indices, Rows, assert_same, epochs
 from torch_dpflow.errors import LoaderTimeoutError, OptionError, OptionTypeError, WorkerError
-from torch_dpflow.loader import worker_iterator
+from torch_dpflow.loader import flight_growth
 from torch_dpflow.options import LoaderOptions
 
 
@@ -195,8 +195,8 @@ class Late(Counted):
 def test_what_is_in_flight_does_not_grow_where_memory_is_short(
     OurLoader: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, fraction: int, most: int
 ) -> None:
-    monkeypatch.setattr(worker_iterator, "GROWTH_BYTES", 1 << 20)
-    monkeypatch.setattr(worker_iterator, "GROWTH_FRACTION", fraction)
+    monkeypatch.setattr(flight_growth, "GROWTH_BYTES", 1 << 20)
+    monkeypatch.setattr(flight_growth, "GROWTH_FRACTION", fraction)
     log = tmp_path / "log"
     log.touch()
     dataset = Late(30, str(log))
@@ -224,7 +224,7 @@ def test_what_is_in_flight_does_not_grow_before_a_batch_tells_its_size(OurLoader
     while not iterator._has_idle_worker:  # the second one: there is one batch
         with pytest.raises(LoaderTimeoutError):
             next(iterator)
-    assert not iterator._may_grow()
+    assert not iterator._growth.allows(len(iterator._flights) + 1, iterator._largest)
     dataset.gate.set()
     assert len(list(iterator)) == 1
 

@@ -15,6 +15,7 @@ from torch_dpflow.epoch.progress import OPENING_AGAIN, OPENING_WORKERS
 from torch_dpflow.errors import LoaderTimeoutError, WorkerError, WorkerStartError
 from torch_dpflow.loader.announced_epoch import announce_epoch
 from torch_dpflow.loader.batch_planner import BatchPlanner, fit_streams, interrupted_draw
+from torch_dpflow.loader.flight_growth import FlightGrowth
 from torch_dpflow.loader.in_flight import BoundedRoom, FlightRoom, InFlight, Rotation
 from torch_dpflow.loader.iteration_start import begin
 from torch_dpflow.loader.load_spec import has_own_streams, load_spec
@@ -38,15 +39,11 @@ from torch_dpflow.options import LoaderOptions
 from torch_dpflow.platforms.base import Handle
 from torch_dpflow.platforms.fork_server import local_platform
 from torch_dpflow.platforms.local import LocalHandle
-from torch_dpflow.remote.shm.headroom import Headroom, of_machine
+from torch_dpflow.remote.shm.headroom import of_machine
 from torch_dpflow.remote.wire.headers import END, FAILURE
 from torch_dpflow.remote.worker.batch_worker import POSITION_BITS, POSITION_MASK
 from torch_dpflow.remote.worker.batches import SHARED_FRACTION, Begun, EpochSpec
 from torch_dpflow.torch_private import BaseDataLoaderIter, ExceptionWrapper
-
-#: So many bytes of batches beyond torch's number are always allowed; more while they are less than this part of the
-#: available memory.
-GROWTH_BYTES, GROWTH_FRACTION = 64 << 20, 4
 
 
 class WorkerIterator(BaseDataLoaderIter):
@@ -170,8 +167,9 @@ class WorkerIterator(BaseDataLoaderIter):
         self._metered: PlannedBatch | None = None
         self._has_idle_worker = False
         grows = self._in_order and not self._own_stream and is_drawn_at_start(loader._index_sampler)
-        self._limit = int(self._most * self._options.prefetch_growth) if grows else self._most
-        announce_epoch(loader, progress.plan, self._limit)  # before new workers copy the dataset
+        limit = int(self._most * self._options.prefetch_growth) if grows else self._most
+        self._growth = FlightGrowth(self._most, limit)
+        announce_epoch(loader, progress.plan, limit)  # before new workers copy the dataset
         self._runtime.meter.begin_epoch()
 
     def _start_loading(self, epoch: int, pending: Any, progress: Any) -> None:
@@ -332,7 +330,7 @@ class WorkerIterator(BaseDataLoaderIter):
     def _await_event(self) -> None:
         """Wait for an event, and handle it."""
         assert self._shard is not None
-        if self._has_idle_worker and self._may_grow():
+        if self._has_idle_worker and self._growth.allows(len(self._flights) + 1, self._largest):
             # A worker is idle because the due batch is late: the others need not wait for it.
             self._plan_one()
         event = self._shard.wait(self._timeout or None)
@@ -343,20 +341,6 @@ class WorkerIterator(BaseDataLoaderIter):
             )
             raise LoaderTimeoutError(f"DataLoader timed out after {self._timeout} seconds{late}")
         self._handle(event)
-
-    def _may_grow(self) -> bool:
-        """Whether one more batch may be in flight than torch's loader would have."""
-        flights = len(self._flights) + 1
-        more: int = (flights - self._most) * self._largest
-        # Until a batch has come, nobody knows how large they are.
-        if flights > self._limit or not self._largest:
-            return False
-        if more < GROWTH_BYTES:
-            return True
-        try:
-            return more < Headroom().available() // GROWTH_FRACTION
-        except OSError:  # no descriptor is left to read it by
-            return False
 
     def _handle(self, event: Event) -> None:
         match event:
