@@ -95,7 +95,7 @@ def alternate(
 ) -> Comparison:
     """Run every side `rounds` times in turn; the side that goes first changes from round to round.
 
-    `progress` is called with a line of text before each run (stderr by default).
+    `progress` is called with a line of text before each run, and with its figures after it (stderr by default).
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: at least one round is needed; five or more give a fair median")
@@ -104,8 +104,11 @@ def alternate(
     for number in range(rounds):
         order = list(sides) if number % 2 == 0 else list(sides)[::-1]
         for name in order:
-            say(f"{benchmark} {workload}: round {number + 1}/{rounds}, {name}")
-            taken[name].append(dict(sides[name]()))
+            run = f"{benchmark} {workload}: round {number + 1}/{rounds}, {name}"
+            say(run)
+            figures = dict(sides[name]())
+            taken[name].append(figures)
+            say(f"{run}: {', '.join(f'{figure} {value:.4g}' for figure, value in figures.items())}")
     return Comparison(benchmark=benchmark, workload=workload, rounds=taken, parameters=dict(parameters or {}))
 
 

@@ -39,6 +39,7 @@ MISSING = [
     ("torch.utils.data.dataloader._DatasetKind", "create_fetcher"),
     ("torch.TypedStorage", "_untyped_storage"),
     ("torch.distributed.distributed_c10d", "_get_default_store"),
+    ("torch._C._nn", "_upsample_bilinear2d_aa"),
 ]
 #: Takes away one name after the other, and prints what comes of it.
 WITHOUT = """
