@@ -60,6 +60,14 @@ def _options(command: _F) -> _F:
             help="Where workers call: one for each shard.",
         ),
         click.option(
+            "--nodes",
+            type=click.IntRange(0, 256),
+            default=0,
+            help="Run workers in so many pods that join the cluster as nodes; else each is a pod of its own.",
+        ),
+        click.option("--node-cpu", default="4", show_default=True, help="Processors that a node asks for."),
+        click.option("--node-memory", default="16Gi", show_default=True, help="Memory that a node has."),
+        click.option(
             "--jobs-in", metavar="NAMESPACE", multiple=True, help="Where jobs run; else where the head does."
         ),
         click.option(
@@ -84,15 +92,19 @@ def kubernetes(
     memory: int,
     keys: str | None,
     without_secrets: bool,
+    nodes: int,
+    node_cpu: str,
+    node_memory: str,
     **given: Any,
 ) -> None:
-    """A head whose workers are pods, by [platform.kubernetes], as YAML: for `kubectl apply -f -`.
+    """A head whose workers are pods, or in pods, by [platform.kubernetes], as YAML: for `kubectl apply -f -`.
 
     It has keys, unless --without-secrets is given: keep it as them. Pods of jobs need the label dpflow-cluster=NAME,
     the secret NAME-jobs as a volume, and its file as DPFLOW_ADDRESS.
     """
     from torch_dpflow.platforms.kubernetes import Kubernetes
     from torch_dpflow.platforms.kubernetes_manifest import Head
+    from torch_dpflow.platforms.kubernetes_nodes import NodePods
     from torch_dpflow.remote.services.local_cluster import scaled_limits
     from torch_dpflow.remote.wire.coordinator import ClusterLimits
 
@@ -113,6 +125,7 @@ def kubernetes(
     if scale is not None:
         scaling = ("--autoscale", f"{scale.least}:{scale.most}")
         given["hold_s"] = scale.hold_s
+    given["nodes"] = NodePods(count=nodes, cpu=node_cpu, memory=node_memory)
     head = Head(workers=settings, scaling=scaling, memory_bytes=memory, **given)
     click.echo(_written(head, keys, without_secrets), nl=False)
 
@@ -127,7 +140,7 @@ def _written(head: Head, keys: str | None, without_secrets: bool) -> str:
     objects = [*head.objects(public=file.server_public)]
     if without_secrets:
         return _yaml(objects)
-    file = msgspec.structs.replace(file, address=head.address, sends_code=True)
+    file = msgspec.structs.replace(file, address=head.address, sends_code=not head.nodes.count)
     connection = file.for_jobs()
     texts = [msgspec.json.encode(one).decode() for one in (file, connection)]
     return _yaml([*head.secrets(*texts), *objects])

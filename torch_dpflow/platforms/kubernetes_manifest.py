@@ -1,7 +1,7 @@
 """What a cluster on Kubernetes consists of: its head, and what that may do, as objects of Kubernetes' own.
 
 The head is a pod that a StatefulSet keeps, so that its name stays while its address changes. Its workers are pods that
-it creates itself.
+it creates itself, or processes of pods that join it as nodes.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch_dpflow.checks import MAX_PORT, check_fields, check_int
 from torch_dpflow.errors import OptionError
 from torch_dpflow.platforms.kubernetes import Kubernetes
+from torch_dpflow.platforms.kubernetes_nodes import NodePods
 from torch_dpflow.platforms.kubernetes_specs import (
     LABELS,
     RULES,
@@ -56,6 +57,7 @@ class Head:
         state: where flows are stored: redis://HOST:PORT/NUMBER, the name of a secret whose `url` says so, or the size
             of a volume, which may be of a storage class; all empty: until the head ends.
         port, worker_ports: where jobs find it, and where workers call: FIRST-LAST.
+        nodes: pods that join it and run its flows' workers; else these are pods of their own.
         jobs_in: the namespaces of jobs; empty: that of the workers.
 
     Raises:
@@ -74,6 +76,7 @@ class Head:
     storage_class: str = ""
     port: int = 7600
     worker_ports: str = "7700-7799"
+    nodes: NodePods = field(default_factory=NodePods)
     jobs_in: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -134,10 +137,8 @@ class Head:
         public: the public part of its keys, where they are known: its pod is replaced where they are others.
         """
         yield self._object("v1", "ServiceAccount", automountServiceAccountToken=False)
-        role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": self.name}
-        yield self._object("rbac.authorization.k8s.io/v1", "Role", rules=[*RULES])
-        subject = {"kind": "ServiceAccount", "name": self.name, "namespace": self.namespace}
-        yield self._object("rbac.authorization.k8s.io/v1", "RoleBinding", roleRef=role, subjects=[subject])
+        if not self.nodes.count:
+            yield from self._rights()
         settings = self._settings()
         yield self._object("v1", "ConfigMap", data={_TOML: settings})
         ports = [{"name": "jobs", "port": self.port, "protocol": "TCP"}]
@@ -152,6 +153,30 @@ class Head:
         yield from self._policies()
         digest = hashlib.sha256(f"{settings}\0{public}".encode()).hexdigest()
         yield self._object("apps/v1", "StatefulSet", spec=self._stateful_set(digest))
+        if self.nodes.count:
+            yield self._nodes(digest)
+
+    def _rights(self) -> Iterator[dict[str, Any]]:
+        """What a head needs that creates pods."""
+        role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": self.name}
+        yield self._object("rbac.authorization.k8s.io/v1", "Role", rules=[*RULES])
+        subject = {"kind": "ServiceAccount", "name": self.name, "namespace": self.namespace}
+        yield self._object("rbac.authorization.k8s.io/v1", "RoleBinding", roleRef=role, subjects=[subject])
+
+    def _nodes(self, digest: str) -> dict[str, Any]:
+        nodes = self._object(
+            "apps/v1",
+            "Deployment",
+            spec=self.nodes.deployment(
+                self.workers,
+                labels=self._node_labels,
+                keys=(f"{self.name}-keys", KEYS, _KEYS),
+                account=self.workers.service_account or self.name,
+                digest=digest,
+            ),
+        )
+        nodes["metadata"] |= {"name": f"{self.name}-nodes", "labels": self._node_labels}
+        return nodes
 
     def secrets(self, keys: str, connection: str) -> Iterator[dict[str, Any]]:
         """Those with keys: the head's, and for jobs one in each of their namespaces.
@@ -174,6 +199,10 @@ class Head:
     def _labels(self) -> dict[str, str]:
         return {**LABELS, "app.kubernetes.io/name": "dpflow-head", "app.kubernetes.io/instance": self.name}
 
+    @property
+    def _node_labels(self) -> dict[str, str]:
+        return {**self._labels, "app.kubernetes.io/name": "dpflow-node"}
+
     def _object(self, version: str, kind: str, **parts: Any) -> dict[str, Any]:
         metadata = {"name": self.name, "namespace": self.namespace, "labels": self._labels}
         return {"apiVersion": version, "kind": kind, "metadata": metadata, **parts}
@@ -187,9 +216,8 @@ class Head:
             for name in Kubernetes.__dataclass_fields__
             if (value := getattr(given, name)) != getattr(default, name)
         ]
-        return "\n".join(
-            ["[platform.kubernetes]", *lines, "", "[autoscale]", f"hold = {toml_of(self.hold_s)}", ""]
-        )
+        platform = [] if self.nodes.count else ["[platform.kubernetes]", *lines, ""]
+        return "\n".join([*platform, "[autoscale]", f"hold = {toml_of(self.hold_s)}", ""])
 
     def _policies(self) -> Iterator[dict[str, Any]]:
         """Who may connect: jobs to the head, at any port as its services have their own, and workers to theirs."""
@@ -201,31 +229,28 @@ class Head:
             for namespace in self._jobs_in
         ]
         first, last = self._worker_ports()
-        workers = [{"podSelector": {"matchLabels": LABELS}}]
-        yield self._object(
-            "networking.k8s.io/v1",
-            "NetworkPolicy",
-            spec={
-                "podSelector": {"matchLabels": self._labels},
-                "policyTypes": ["Ingress"],
-                "ingress": [
-                    {"from": jobs},
-                    {"from": workers, "ports": [{"protocol": "TCP", "port": first, "endPort": last}]},
-                ],
-            },
-        )
-        nobody = self._object(
-            "networking.k8s.io/v1",
-            "NetworkPolicy",
-            spec={"podSelector": {"matchLabels": LABELS}, "policyTypes": ["Ingress"], "ingress": []},
-        )
-        nobody["metadata"] |= {"name": f"{self.name}-workers"}
-        yield nobody
+        ports = [{"protocol": "TCP", "port": first, "endPort": last}]
+        if self.nodes.count:
+            # Nodes call the coordinator and routers, which have ports of their own.
+            yield self._policy(self._labels, [{"from": jobs}, {"from": [_pods(self._node_labels)]}])
+            yield self._policy(self._node_labels, [{"from": jobs}], suffix="-nodes")
+        else:
+            yield self._policy(self._labels, [{"from": jobs}, {"from": [_pods(LABELS)], "ports": ports}])
+            yield self._policy(LABELS, [], suffix="-workers")
+
+    def _policy(
+        self, pods: Mapping[str, str], ingress: Sequence[Mapping[str, Any]], *, suffix: str = ""
+    ) -> dict[str, Any]:
+        """Let these in, and nobody else."""
+        spec = {**_pods(pods), "policyTypes": ["Ingress"], "ingress": [*ingress]}
+        policy = self._object("networking.k8s.io/v1", "NetworkPolicy", spec=spec)
+        policy["metadata"] |= {"name": f"{self.name}{suffix}"}
+        return policy
 
     def _stateful_set(self, digest: str) -> dict[str, Any]:
         pod: dict[str, Any] = {
             "serviceAccountName": self.name,
-            "automountServiceAccountToken": True,
+            "automountServiceAccountToken": not self.nodes.count,
             "enableServiceLinks": False,
             # Somebody has to reap what its services leave, and its first process has other things to do.
             "shareProcessNamespace": True,
@@ -281,8 +306,7 @@ class Head:
             "args": [
                 *("--listen", f"tcp://$(POD_IP):{self.port}"),
                 *("--keys", f"{KEYS}/{_KEYS}"),
-                *("--platform", "kubernetes"),
-                *("--worker-listen", f"tcp://$(POD_IP):{self.worker_ports}"),
+                *(() if self.nodes.count else self._pods_of_workers()),
                 *self.scaling,
                 *("--memory", f"{self.memory_bytes}B"),
                 *(("--state", f"{STATE}/flows") if self.state_size else ()),
@@ -296,6 +320,10 @@ class Head:
             "volumeMounts": mounts,
         }
 
+    def _pods_of_workers(self) -> Iterator[str]:
+        yield from ("--platform", "kubernetes")
+        yield from ("--worker-listen", f"tcp://$(POD_IP):{self.worker_ports}")
+
     def _environment(self) -> Iterator[dict[str, Any]]:
         yield {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
         yield {"name": "DPFLOW_CONFIG", "value": f"{SETTINGS}/{_TOML}"}
@@ -307,6 +335,10 @@ class Head:
         if self.state_secret:
             url = {"secretKeyRef": {"name": self.state_secret, "key": _URL}}
             yield {"name": "DPFLOW_STATE", "valueFrom": url}
+
+
+def _pods(labels: Mapping[str, str]) -> dict[str, Any]:
+    return {"podSelector": {"matchLabels": {**labels}}}
 
 
 def toml_of(value: Any) -> str:

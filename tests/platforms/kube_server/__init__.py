@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -128,6 +129,21 @@ class KubeServer:
                     metadata = {**one["spec"]["template"]["metadata"], "name": f"{name}-0"}
                     with self._lock:
                         self._create_pod({**one["spec"]["template"], "metadata": metadata}, is_trial=False)
+                case "Deployment":
+                    self.scale(one, one["spec"]["replicas"])
+
+    def scale(self, deployment: Mapping[str, Any], replicas: int) -> None:
+        """Create or delete pods of a Deployment until there are so many; new ones have names that none had."""
+        template, name = deployment["spec"]["template"], deployment["metadata"]["name"]
+        with self._lock:
+            there = [
+                pod for pod in self.pods.values() if pod.name.startswith(f"{name}-") and not pod.is_ending
+            ]
+            for pod in there[replicas:]:
+                pod.delete(None)
+            for _ in range(len(there), replicas):
+                metadata = {**template["metadata"], "name": f"{name}-{secrets.token_hex(4)}"}
+                self._create_pod({**template, "metadata": metadata}, is_trial=False)
 
     def answer(self, method: str, target: str, token: str, body: bytes) -> dict[str, Any]:
         """Do what a request says. Raises Refused; ConnectionError: without an answer."""

@@ -108,6 +108,11 @@ class Pod:
         """Whether its container runs, or may yet."""
         return not self._has_ended
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether it was deleted."""
+        return self._grace_s is not None
+
     def wake(self) -> None:
         """Something that it may wait for is there."""
         with self._changed:
@@ -241,8 +246,9 @@ class Pod:
         """Of a variable of the environment."""
         if "value" in variable:
             return str(variable["value"])
-        assert variable["valueFrom"] == {"fieldRef": {"fieldPath": "status.podIP"}}
-        return self._ip
+        return {"status.podIP": self._ip, "metadata.name": self.name}[
+            variable["valueFrom"]["fieldRef"]["fieldPath"]
+        ]
 
     def _isolation(self) -> list[str]:
         if not self._isolates:
