@@ -1,11 +1,16 @@
 """Random batches of a stored dataset: from the pool, from the page cache, from an object store; and bare copies.
 
-    python -m benchmarks.read_batch [--json | --markdown] [--rounds N] [--samples 512] [--quick]
+    python -m benchmarks.read_batch [--json | --markdown] [--rounds N] [--samples 512] [--quick] [--part PART]...
 
 256 records of 110 kB a batch, drawn anew in each round; the sides take turns in one process, the pool's server
 (`dpflow pool serve`) is another. Each gives `(bytes, annotations)`, but the bare copies: a slice of a mapping for each
 record, which is the least that anybody can do. The object store is `benchmarks.oss_server`, in a thread of this
 process, with 10 ms to each answer.
+
+The part `lanes` reads the same records from four servers of this host over tcp: by our lanes, in plain and with TLS, by
+bare sockets, by ZeroMQ with CURVE, from Redis and memcached, and from Ray's object store; and from one server whose
+memory is mapped. Each hands out `bytes`. Processor time there is that of reader and servers together. What is not
+installed is left out.
 """
 
 from __future__ import annotations
@@ -13,32 +18,58 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from benchmarks.oss_server import OSSServer
+from benchmarks.pool_sides import (
+    RECORD_BYTES,
+    SERVERS,
+    PoolSide,
+    Read,
+    content_of,
+    curve,
+    lanes,
+    memcached_servers,
+    missing,
+    process,
+    raw_sockets,
+    ray_objects,
+    redis_servers,
+)
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
 from torch_dpflow import PooledDataset
 from torch_dpflow.dataservice import DataClient
+from torch_dpflow.dataservice.pool_address import PoolAddress
+from torch_dpflow.dataservice.reading import SetReading
+from torch_dpflow.dataservice.sources import identity_of, source_of
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader
 
-RECORD_BYTES, BATCH = 110_000, 256
+BATCH = 256
 LATENCY_S = 0.010
 METRICS = [
     Metric(name="records_per_s", label="records/s", spec=",.0f"),
     Metric(name="cpu_us", label="processor time a record, µs", higher_is_better=False, spec=",.1f"),
 ]
-Read = Callable[[Sequence[int]], object]
+#: What each way of ours is compared with, in figures of the same rounds.
+AGAINST = {
+    "bare sockets": ("tcp in plain", "tcp with TLS", "mapped"),
+    "ZeroMQ with CURVE": ("tcp with TLS",),
+    "Redis": ("tcp in plain", "mapped"),
+    "memcached": ("tcp in plain", "mapped"),
+    "Ray": ("mapped",),
+    "bare copies": ("mapped",),
+}
 
 
 class Records:
@@ -51,7 +82,7 @@ class Records:
         return self._count
 
     def __getitem__(self, index: int) -> tuple[bytes, dict[str, int]]:
-        return np.random.default_rng(index).bytes(RECORD_BYTES), {"number": index}
+        return content_of(index), {"number": index}
 
 
 def publish_records(store: DatasetStore, count: int) -> StoredDataset:
@@ -62,16 +93,11 @@ def publish_records(store: DatasetStore, count: int) -> StoredDataset:
 
 
 @contextmanager
-def pool_server(folder: Path, memory_bytes: int) -> Iterator[None]:
+def pool_server(folder: Path, memory_bytes: int) -> Iterator[psutil.Process]:
     command = [sys.executable, "-m", "torch_dpflow.cli", "pool", "serve"]
     arguments = ["--memory", f"{memory_bytes}B", "--address", str(folder)]
-    with subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        try:
-            yield
-        finally:
-            process.terminate()
+    with process([*command, *arguments]) as (_, server):
+        yield server
 
 
 def bare_copies(count: int) -> Read:
@@ -80,26 +106,31 @@ def bare_copies(count: int) -> Read:
     return lambda indices: [memory[one * RECORD_BYTES : (one + 1) * RECORD_BYTES] for one in indices]
 
 
-def measure(read: Read, count: int, batches: int, numbers: Iterator[int]) -> Figures:
+def measure(side: PoolSide, count: int, batches: int, numbers: Iterator[int]) -> Figures:
     """Read some random batches, a first one before the clock."""
     chance = np.random.default_rng(next(numbers))
     drawn = [chance.permutation(count)[:BATCH].tolist() for _ in range(batches + 1)]
-    read(drawn[0])
-    begun, cpu = time.perf_counter(), time.process_time()
+    side.read(drawn[0])
+    begun, cpu = time.perf_counter(), _cpu_s(side)
     for indices in drawn[1:]:
-        read(indices)
-    seconds, used = time.perf_counter() - begun, time.process_time() - cpu
+        side.read(indices)
+    seconds, used = time.perf_counter() - begun, _cpu_s(side) - cpu
     records = batches * len(drawn[0])
     return {"records_per_s": records / seconds, "cpu_us": used / records * 1e6}
 
 
-def compare(workload: str, sides: dict[str, Read], count: int, batches: int, rounds: int) -> Comparison:
+def _cpu_s(side: PoolSide) -> float:
+    """Seconds of this process and the servers."""
+    return time.process_time() + sum(sum(server.cpu_times()[:2]) for server in side.servers)
+
+
+def compare(workload: str, sides: dict[str, PoolSide], count: int, batches: int, rounds: int) -> Comparison:
     """The sides, in turns, each with batches of its own."""
     numbers = iter(range(1 << 30))
     return alternate(
         "read_batch",
         workload,
-        {name: partial(measure, read, count, batches, numbers) for name, read in sides.items()},
+        {name: partial(measure, side, count, batches, numbers) for name, side in sides.items()},
         rounds=rounds,
     )
 
@@ -124,8 +155,56 @@ def run(part: str, count: int, batches: int, rounds: int) -> Comparison:
         pooled = stack.enter_context(closing(PooledDataset(stored, folder / "pool")))
         indices = [*range(0, count, max(1, count // 16))]
         assert plain.read_each(indices) == pooled.read_each(indices)
-        sides = {name: plain.read_each, "pool": pooled.read_each, "bare copies": bare_copies(count)}
+        reads = {name: plain.read_each, "pool": pooled.read_each, "bare copies": bare_copies(count)}
+        sides = {name: PoolSide(read, []) for name, read in reads.items()}
         return compare(name, sides, count, batches, rounds)
+
+
+def run_lanes(count: int, batches: int, rounds: int) -> list[Comparison]:
+    """Every way to the memory of other processes, in turns, and each of ours beside what it is compared with."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stored = publish_records(DatasetStore.create(str(folder / "datasets")), count)
+        sides = {
+            "tcp in plain": lanes(stack, stored, folder / "plain", trust_network=True),
+            "tcp with TLS": lanes(stack, stored, folder / "tls", trust_network=False),
+            "mapped": _mapped(stack, stored, folder / "pool"),
+            "bare copies": PoolSide(bare_copies(count), []),
+            "bare sockets": raw_sockets(stack, count),
+            "ZeroMQ with CURVE": curve(stack, count),
+        }
+        for name, make in {
+            "Redis": redis_servers,
+            "memcached": memcached_servers,
+            "Ray": ray_objects,
+        }.items():
+            if what := missing(name):
+                print(f"{name} takes no part: {what} is missing", file=sys.stderr)
+            else:
+                sides[name] = make(stack, count)
+        indices = [*range(0, count, max(1, count // 16))]
+        for name, side in sides.items():
+            if name != "bare copies":
+                assert side.read(indices) == [content_of(index) for index in indices], name
+        rounds_of = compare(f"{SERVERS} servers", sides, count, batches, rounds).rounds
+    return [
+        Comparison(
+            benchmark="read_batch",
+            workload=f"against {baseline}",
+            rounds={name: rounds_of[name] for name in (baseline, *ours)},
+            parameters={"servers": SERVERS, "record_bytes": RECORD_BYTES, "batch": BATCH},
+        )
+        for baseline, ours in AGAINST.items()
+        if baseline in rounds_of
+    ]
+
+
+def _mapped(stack: ExitStack, stored: StoredDataset, folder: Path) -> PoolSide:
+    server = stack.enter_context(pool_server(folder, 2 * len(stored) * RECORD_BYTES))
+    DataClient(folder).preload(stored)
+    address = PoolAddress(directory=folder)
+    reading = SetReading(address, source_of(stored, None), identity_of(stored), silence_s=60.0)
+    return PoolSide(stack.enter_context(closing(reading)).read, [server])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,7 +212,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.read_batch", description=__doc__)
     add_arguments(parser)
     parser.add_argument(
-        "--part", choices=["files", "objects"], action="append", help="one of the workloads (default: both)"
+        "--part",
+        choices=["files", "objects", "lanes"],
+        action="append",
+        help="of the workloads (default: all)",
     )
     parser.add_argument("--samples", type=int, default=512, help="of the dataset (default: %(default)s)")
     arguments = parser.parse_args(argv)
@@ -141,11 +223,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if count < BATCH:
         parser.error(f"--samples {count}: at least {BATCH} are needed")
     batches, rounds = (1, 1) if arguments.quick else (4, arguments.rounds)
-    publish(
-        [run(part, count, batches, rounds) for part in arguments.part or ["files", "objects"]],
-        METRICS,
-        arguments,
-    )
+    comparisons = list[Comparison]()
+    for part in arguments.part or ["files", "objects", "lanes"]:
+        if part == "lanes":
+            comparisons += run_lanes(count, batches, rounds)
+        else:
+            comparisons.append(run(part, count, batches, rounds))
+    publish(comparisons, METRICS, arguments)
     return 0
 
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 
 import msgspec
 
-from torch_dpflow.dataservice.guards import receive_exactly
+from torch_dpflow.dataservice.guards import Stream, receive_exactly
 from torch_dpflow.dataservice.protocol import (
     MOST_BYTES,
     CountReads,
@@ -31,9 +31,6 @@ class Channel(ABC):
     #: Whether descriptors come along: both sides are on one host.
     carries_regions: bool
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-
     @abstractmethod
     def send(self, message: PoolRequest | PoolAnswer | CountReads, fds: list[int] | None = None) -> None:
         """Send one message. Raises OSError where the peer is gone, OptionError where it is too long."""
@@ -51,15 +48,18 @@ class Channel(ABC):
     def tell(self, message: CountReads) -> bool:
         """Send what has no answer, without waiting for a peer that takes nothing; whether it was sent."""
 
+    @abstractmethod
     def close(self) -> None:
         """Close the connection."""
-        self._socket.close()
 
 
 class PacketChannel(Channel):
     """On one host: a packet each."""
 
     carries_regions = True
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
 
     def send(self, message: PoolRequest | PoolAnswer | CountReads, fds: list[int] | None = None) -> None:
         send(self._socket, message, fds)
@@ -74,11 +74,17 @@ class PacketChannel(Channel):
             return False
         return True
 
+    def close(self) -> None:
+        self._socket.close()
+
 
 class StreamChannel(Channel):
     """Over a network: each message behind its length."""
 
     carries_regions = False
+
+    def __init__(self, connection: Stream) -> None:
+        self._socket = connection
 
     def send(self, message: PoolRequest | PoolAnswer | CountReads, fds: list[int] | None = None) -> None:
         packet = encode(message)
@@ -101,3 +107,6 @@ class StreamChannel(Channel):
         except OSError:  # it is gone, which the next request will tell
             return False
         return True
+
+    def close(self) -> None:
+        self._socket.close()

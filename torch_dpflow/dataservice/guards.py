@@ -16,13 +16,17 @@ import socket
 import ssl
 import time
 from abc import ABC, abstractmethod
+from typing import TypeAlias
 
 from torch_dpflow.dataservice.pool_address import PoolAddress
+from torch_dpflow.dataservice.tls_stream import TLSStream
 from torch_dpflow.dataservice.wire import HELLO_BYTES, hello, purpose_of
 from torch_dpflow.errors import MessageError, OptionError, PeerLostError
 from torch_dpflow.remote.access.certificates import SERVER_NAME, client_context, server_context
 from torch_dpflow.remote.access.connection_file import ConnectionFile
 
+#: What control messages and records are carried by.
+Stream: TypeAlias = socket.socket | TLSStream
 #: Bytes of a number that is drawn once, and of a proof.
 _NONCE_BYTES = 32
 #: The first byte of any client that speaks TLS, and what TLS says to one that it does not understand.
@@ -38,7 +42,7 @@ class StreamGuard(ABC):
         """Server: the connection to speak over, once the client has proved who it is; until: of `time.monotonic`."""
 
     @abstractmethod
-    def approach(self, connection: socket.socket) -> socket.socket:
+    def approach(self, connection: socket.socket) -> Stream:
         """Client: the connection to speak over, once both have proved who they are."""
 
 
@@ -62,9 +66,9 @@ class TLSGuard(StreamGuard):
         _limit(connection, until)
         return self._context.wrap_socket(connection, server_side=True)
 
-    def approach(self, connection: socket.socket) -> socket.socket:
+    def approach(self, connection: socket.socket) -> Stream:
         try:
-            return self._context.wrap_socket(connection, server_hostname=SERVER_NAME)
+            return TLSStream(connection, self._context, SERVER_NAME)
         except ssl.SSLCertVerificationError as error:
             raise PeerLostError(
                 f"its certificate is not one of this cluster's servers ({error.verify_message}); give the connection "
@@ -98,7 +102,7 @@ class ProofGuard(StreamGuard):
         connection.sendall(self._proof(b"server", begun, drawn))
         return connection
 
-    def approach(self, connection: socket.socket) -> socket.socket:
+    def approach(self, connection: socket.socket) -> Stream:
         begun = hello(1) + secrets.token_bytes(_NONCE_BYTES)
         connection.sendall(begun)
         drawn = b""
@@ -132,7 +136,7 @@ def check_keys(address: PoolAddress) -> None:
         guard_of(address, serves=False)
 
 
-def connect_stream(address: PoolAddress, guard: StreamGuard, purpose: int, silence_s: float) -> socket.socket:
+def connect_stream(address: PoolAddress, guard: StreamGuard, purpose: int, silence_s: float) -> Stream:
     """A connection to a server, whose identity is proved.
 
     silence_s: how long all of it may take, and each wait for the server later, seconds.
@@ -146,7 +150,7 @@ def connect_stream(address: PoolAddress, guard: StreamGuard, purpose: int, silen
             f"no server of the pool answers at {address} ({error.strerror or error}); start one: "
             f"dpflow pool serve --memory 8GiB --listen {address} --connection FILE"
         ) from None
-    connection = plain
+    connection: Stream = plain
     try:
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = guard.approach(plain)
@@ -175,7 +179,7 @@ def admit_stream(connection: socket.socket, guard: StreamGuard, within_s: float)
     return admitted, purpose
 
 
-def receive_exactly(connection: socket.socket, count: int, until: float | None = None) -> bytes:
+def receive_exactly(connection: Stream, count: int, until: float | None = None) -> bytes:
     """So many bytes. Raises OSError, TimeoutError too, or PeerLostError where the connection ends before."""
     content = bytearray()
     while len(content) < count:
@@ -188,7 +192,7 @@ def receive_exactly(connection: socket.socket, count: int, until: float | None =
     return bytes(content)
 
 
-def _limit(connection: socket.socket, until: float) -> None:
+def _limit(connection: Stream, until: float) -> None:
     """Nothing may take longer, whatever comes meanwhile."""
     connection.settimeout(max(1e-3, until - time.monotonic()))
 

@@ -10,7 +10,6 @@ import select
 import time
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
 
 from torch_dpflow.backoff import Backoff
 from torch_dpflow.dataservice.guards import StreamGuard, guard_of
@@ -23,6 +22,8 @@ from torch_dpflow.log import DATASETS
 
 #: Records that the window is asked about at a time.
 _LOOKED_AT = 64
+#: What one server is asked for before the next, bytes: about what it sends in a turn.
+_TOGETHER_BYTES = 256 << 10
 #: What a record is taken for whose length only the server knows, bytes.
 _GUESSED_BYTES = 64 << 10
 #: Between attempts to reach a server, seconds.
@@ -80,24 +81,23 @@ class LaneReader:
 
     def _ask(self, batch: _LaneBatch) -> None:
         """Ask for as much as the window has room for."""
-        while batch.waiting:
-            if self._lane(batch.owners[batch.waiting[0]]) is None:
-                batch.waiting.popleft()
+        while batch.has_more:
+            if self._lane(batch.owners[batch.order[batch.at]]) is None:
+                batch.at += 1
                 continue
             now = time.monotonic()
-            granted = self._window.grant(
-                [batch.bytes_of(one) for one in islice(batch.waiting, _LOOKED_AT)], now
-            )
+            granted = self._window.grant(batch.sizes[batch.at : batch.at + _LOOKED_AT], now)
             if not granted:
                 return
             asked: dict[str, list[AskedRecord]] = {}
-            for _ in range(granted):
-                place = batch.waiting.popleft()
+            for at in range(batch.at, batch.at + granted):
+                place = batch.order[at]
                 owner = batch.owners[place]
                 if owner in asked or self._lane(owner) is not None:
-                    token = self._window.asked(batch.bytes_of(place), now)
+                    token = self._window.asked(batch.sizes[at], now)
                     one = AskedRecord(batch.records[place], batch.lengths[place], place, token)
                     asked.setdefault(owner, []).append(one)
+            batch.at += granted
             for owner, ones in asked.items():
                 try:
                     self._lanes[owner].ask(batch.identity, ones)
@@ -115,7 +115,7 @@ class LaneReader:
 
     def _settle(self, batch: _LaneBatch, lane: StreamLane, one: AskedRecord, content: bytes | int) -> None:
         if content == 0:  # it was LATER, and is there
-            batch.waiting.appendleft(one.place)
+            batch.again(one.place)
             return
         if one.token is not None:
             self._window.arrived(one.token, time.monotonic())
@@ -184,9 +184,34 @@ class _LaneBatch:
     ) -> None:
         self.identity, self.owners, self.records, self.lengths = identity, owners, records, lengths
         self.contents: list[bytes | None] = [None] * len(records)
-        #: Places of records that are to be asked for.
-        self.waiting = deque(range(len(records)))
+        sizes = [_GUESSED_BYTES if length is None else length for length in lengths]
+        #: Places of the records in the order in which they are asked for, and the bytes of each.
+        self.order = _in_turns(owners, sizes)
+        self.sizes = [sizes[place] for place in self.order]
+        #: Those before this one were asked for.
+        self.at = 0
 
-    def bytes_of(self, place: int) -> int:
-        length = self.lengths[place]
-        return _GUESSED_BYTES if length is None else length
+    @property
+    def has_more(self) -> bool:
+        return self.at < len(self.order)
+
+    def again(self, place: int) -> None:
+        """It is to be asked for once more."""
+        self.order.append(place)
+        self.sizes.append(self.lengths[place] or _GUESSED_BYTES)
+
+
+def _in_turns(owners: Sequence[str], sizes: Sequence[int]) -> list[int]:
+    """The places of records, for each server in turn so many that it sends them in one turn."""
+    places: dict[str, deque[int]] = {}
+    for place, owner in enumerate(owners):
+        places.setdefault(owner, deque()).append(place)
+    order, line = list[int](), deque(places.values())
+    while line:
+        own, size = line.popleft(), 0
+        while own and size < _TOGETHER_BYTES:
+            size += sizes[own[0]]
+            order.append(own.popleft())
+        if own:
+            line.append(own)
+    return order

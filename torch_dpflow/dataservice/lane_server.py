@@ -48,6 +48,7 @@ class _Lane:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
+        self.is_tls = isinstance(connection, ssl.SSLSocket)
         self.incoming = bytearray()
         self.requests: deque[RecordRequest] = deque()
         #: Records of the first request that are answered, and of all that are not.
@@ -67,25 +68,27 @@ class _Lane:
 
     def send(self) -> bool:
         """Send what the turn allows; whether the connection has taken all of that. Raises OSError."""
-        while self.outgoing and self.turn > 0:
-            views, room = list[memoryview](), self.turn
-            for view in self.outgoing:
-                views.append(view if len(view) <= room else view[:room])
-                room -= len(view)
-                if room <= 0 or len(views) == _MOST_VIEWS:
-                    break
-            try:
-                sent = self._send(views)
-            except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
-                return False
-            self.turn -= sent
-            self._advance(sent)
+        try:
+            while self.outgoing and self.turn > 0:
+                if self.is_tls:
+                    sent = self.socket.send(self.outgoing[0])
+                else:
+                    sent = self.socket.sendmsg(self._next_views())
+                self.turn -= sent
+                self._advance(sent)
+        except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            return False
         return True
 
-    def _send(self, views: list[memoryview]) -> int:
-        if isinstance(self.socket, ssl.SSLSocket):
-            return self.socket.send(views[0])
-        return self.socket.sendmsg(views)
+    def _next_views(self) -> list[memoryview]:
+        """What is sent next, of no more bytes than the turn has."""
+        views, room = list[memoryview](), self.turn
+        for view in self.outgoing:
+            views.append(view if len(view) <= room else view[:room])
+            room -= len(view)
+            if room <= 0 or len(views) == _MOST_VIEWS:
+                break
+        return views
 
     def _advance(self, sent: int) -> None:
         while sent:
@@ -148,12 +151,14 @@ class LaneServer:
         with self._lock:
             self._is_running = not self._is_closed
         while self._is_running and not self._is_closed:
-            wait = _HELD_UP_S if self._turns.is_held_up else None
-            self._handle(wait)
-            while (lane := self._turns.next(time.monotonic())) is not None:
+            may_go_on = len(self._turns) and self._turns.has_room(time.monotonic())
+            self._handle(0 if may_go_on else _HELD_UP_S if len(self._turns) else None)
+            for _ in range(len(self._turns)):
+                lane = self._turns.next(time.monotonic())
+                if lane is None:
+                    break
                 lane.turn = TURN_BYTES
                 self._go_on(lane)
-                self._handle(0)
         for lane in list(self._lanes.values()):
             self._drop(lane)
         with self._lock:

@@ -41,12 +41,8 @@ class SendTurns(Generic[LaneT]):
 
     def next(self, now: float) -> LaneT | None:
         """Who begins a turn; call `sent` or `done` for it. None: nobody may."""
-        if not self._line:
+        if not self._line or not self.has_room(now):
             return None
-        if len(self._sending) >= self._most:
-            busy = sum(now - since < self._stall_s for since in self._sending.values())
-            if busy >= self._most:
-                return None
         lane = self._line.popleft()
         self._waiting.discard(lane)
         self._sending[lane] = now
@@ -70,10 +66,15 @@ class SendTurns(Generic[LaneT]):
             self._waiting.discard(lane)
             self._line.remove(lane)
 
-    @property
-    def is_held_up(self) -> bool:
-        """Whether somebody stands in line; where `next` gives nobody, one has to end, or to stall."""
-        return bool(self._line)
+    def __len__(self) -> int:
+        """How many stand in line."""
+        return len(self._line)
+
+    def has_room(self, now: float) -> bool:
+        """Whether one more may begin a turn; else one has to end, or to stall."""
+        if len(self._sending) < self._most:
+            return True
+        return sum(now - since < self._stall_s for since in self._sending.values()) < self._most
 
     def validate(self) -> None:
         """Check every invariant; for tests. Raises AssertionError."""

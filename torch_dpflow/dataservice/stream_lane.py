@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import socket
-import ssl
 import struct
 from collections import deque
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 from torch_dpflow.dataservice.guards import StreamGuard, connect_stream
 from torch_dpflow.dataservice.pool_address import PoolAddress
+from torch_dpflow.dataservice.tls_stream import TLSStream
 from torch_dpflow.dataservice.wire import (
     ANSWER_BYTES,
     ENTRY_BYTES,
@@ -51,13 +51,12 @@ class StreamLane:
 
     def __init__(self, address: PoolAddress, guard: StreamGuard, silence_s: float) -> None:
         self._socket = connect_stream(address, guard, LANE, silence_s)
-        self._is_tls = isinstance(self._socket, ssl.SSLSocket)
         self._silence_s = silence_s
         #: What was asked for and has not been answered.
         self.asked: deque[tuple[bytes, AskedRecord]] = deque()
         #: What the server has answered LATER, by its record.
         self.later: dict[int, list[AskedRecord]] = {}
-        if not self._is_tls:
+        if isinstance(self._socket, socket.socket):
             # One call then returns a whole record, in memory of its own.
             self._socket.settimeout(None)
             seconds, rest = divmod(silence_s, 1)
@@ -76,7 +75,7 @@ class StreamLane:
     @property
     def has_bytes(self) -> bool:
         """Whether some have come that the socket does not tell of."""
-        return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
+        return isinstance(self._socket, TLSStream) and self._socket.has_bytes
 
     def ask(self, identity: bytes, records: Sequence[AskedRecord]) -> None:
         """Ask for these. Raises OSError."""
@@ -135,7 +134,7 @@ class StreamLane:
 
     def _bytes(self, count: int) -> bytes:
         """The next so many bytes, received where they stay."""
-        if not self._is_tls and count <= _PIECE_BYTES:
+        if isinstance(self._socket, socket.socket) and count <= _PIECE_BYTES:
             content = self._socket.recv(count, socket.MSG_WAITALL)
             if len(content) == count:
                 return content
