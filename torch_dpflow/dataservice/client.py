@@ -7,18 +7,23 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
+import numpy as np
+import numpy.typing as npt
+
 from torch_dpflow.checks import check_seconds
+from torch_dpflow.dataservice.arrays import array_set
 from torch_dpflow.dataservice.guards import check_keys
 from torch_dpflow.dataservice.pool_address import AddressLike, find_address
 from torch_dpflow.dataservice.pool_connection import PoolConnection
 from torch_dpflow.dataservice.pooled import PooledDataset
 from torch_dpflow.dataservice.pooled_array import PooledArray, Rows
 from torch_dpflow.dataservice.protocol import ArraySource, SetInfo
+from torch_dpflow.dataservice.pushing import appended_source, push, pushed_source
 from torch_dpflow.dataservice.record_paths import RecordPaths
 from torch_dpflow.dataservice.sources import identity_of, source_of
 from torch_dpflow.datasets.sample_reader import Sample
 from torch_dpflow.datasets.store import StoredDataset
-from torch_dpflow.errors import StorageError
+from torch_dpflow.errors import StorageError, UsageError
 
 
 class DataClient:
@@ -75,6 +80,68 @@ class DataClient:
                 f"{'' if info.error else 'lengths are not known'}"
             )
         return info
+
+    def push(
+        self,
+        name: str,
+        array: npt.ArrayLike,
+        *,
+        progress: Callable[[SetInfo], None] = lambda info: None,
+    ) -> ArraySource:
+        """Hold an array from memory, which stays until it is unloaded; the first dimension counts records.
+
+        Other processes find it by name (`array`). No storage has it: when its server is lost, so is it, which reading
+        says (PeerLostError), until it is pushed again. The same array again changes nothing, and completes what
+        was interrupted.
+
+        name: NAMESPACE/NAME:VERSION.
+
+        Raises:
+            OptionError, OptionTypeError: the array cannot be held, or the name is none.
+            UsageError: another array has this name.
+            PoolFullError, PeerLostError: as for `preload`.
+        """
+        rows = np.asarray(array)
+        source = pushed_source(name, rows)
+        push(self._address, source, lambda first, stop: rows[first:stop], progress=progress)
+        return source
+
+    def append(
+        self,
+        name: str,
+        array: npt.ArrayLike,
+        *,
+        version: str | None = None,
+        progress: Callable[[SetInfo], None] = lambda info: None,
+    ) -> ArraySource:
+        """Push a further version of an array that was pushed: its rows, and these behind them.
+
+        It shares every full stripe (64 MiB) of the old one, which stays as it is.
+
+        version: its name; None: the next number.
+
+        Raises as `push`, and OptionTypeError for rows of another form; UsageError: there is no such array.
+        """
+        old, rows = self.array(name), np.asarray(array)
+        if any(one.pushed == old and one.loaded < one.records for one in self.sets()):
+            raise UsageError(f"{name} is not in memory as a whole; push it to its end first")
+        source = appended_source(old, rows, version)
+        first, count = source.shared * array_set(old).per_stripe, old.shape[0]
+        tail = np.asarray(self.read_batch(old, range(first, count)))
+
+        def rows_of(start: int, stop: int) -> npt.NDArray[Any]:
+            both = tail[start - first : stop - first], rows[max(0, start - count) : max(0, stop - count)]
+            return np.concatenate(both).astype(old.dtype, copy=False)  # which numpy has made native
+
+        push(self._address, source, rows_of, progress=progress)
+        return source
+
+    def array(self, name: str) -> ArraySource:
+        """An array that was pushed under this name. Raises UsageError: there is none; PeerLostError."""
+        found = [one.pushed for one in self.sets() if one.pushed is not None and one.ref == name]
+        if not found:
+            raise UsageError(f"no array {name!r} was pushed to this pool, or its server was lost; push it")
+        return found[0]
 
     def sets(self) -> list[SetInfo]:
         """What the server holds. Raises PeerLostError."""

@@ -10,7 +10,7 @@ from functools import partial
 
 from torch_dpflow.dataservice.ahead import AheadReading
 from torch_dpflow.dataservice.protocol import ELSEWHERE, HERE, IN_STORAGE, PENDING, AnySource, RecordStates
-from torch_dpflow.dataservice.regions import PoolRegion, create_region
+from torch_dpflow.dataservice.regions import PoolRegion, check_pushed, create_region
 from torch_dpflow.dataservice.residents import ALL, resident, resident_set
 from torch_dpflow.dataservice.sources import OpenedSource, open_source
 from torch_dpflow.datasets.sample_reader import Sample
@@ -82,6 +82,8 @@ class HeldSet:
         self._making = 0
         self._loaded = self._failed = 0
         self._is_closed = False
+        #: Older versions whose first stripes are this one's too, and how many.
+        self.shares: dict[bytes, int] = {}
         self._demand: threading.Thread | None = None
 
     @property
@@ -97,7 +99,7 @@ class HeldSet:
 
     def read_ahead(self, memory_bytes: int, number: int) -> AheadReading:
         """Begin to read ahead what has no place. Raises PoolFullError: there is not so much memory, or none."""
-        if memory_bytes < _LEAST_AHEAD:
+        if memory_bytes < _LEAST_AHEAD or self._reader is None:
             raise PoolFullError(
                 f"{memory_bytes:,} bytes are left for reading ahead; give the server more (--ahead-memory)"
             )
@@ -114,8 +116,57 @@ class HeldSet:
         with self._changed:
             return sorted(self._stripes)
 
+    def share(self, older: HeldSet, stripes: int) -> None:
+        """Have the first stripes of an older version, whose memory lives as long as one of the two.
+
+        Raises UsageError: not all of them are in memory.
+        """
+        with older._changed, self._changed:
+            if any(one not in older._region_of or older._left[one] for one in range(stripes)):
+                raise UsageError(f"{older.source.ref} is not in memory as a whole; push it to its end first")
+            shared = {id(one): one.share() for one in older.regions}
+            self.regions += shared.values()
+            self._region_of |= {one: shared[id(older._region_of[one])] for one in range(stripes)}
+            self._stripes.update(range(stripes))
+            self._loaded = stripes * self.records.per_stripe
+            self._states[: self._loaded] = bytes([HERE]) * self._loaded
+            self._taken[: self._loaded] = bytes([True]) * self._loaded
+            self.shares = {name: min(of, stripes) for name, of in older.shares.items()}
+            self.shares[older.records.identity] = stripes
+
+    def push(self, stripe: int, fds: Sequence[int]) -> RecordStates:
+        """Copy a stripe from sealed memory; one that is there already stays as it is.
+
+        Raises UsageError: it has no place, or the memory is not that of its rows.
+        """
+        if self._reader is not None or stripe not in self._region_of or len(fds) != 1:
+            raise UsageError(
+                f"stripe {stripe} of {self.source.ref} cannot be pushed: it has no place in this server"
+            )
+        own, region = self.records.records_of(stripe), self._region_of[stripe]
+        check_pushed(fds[0], int(self.records.lengths[own.start : own.stop].sum()))
+        with self._changed:
+            is_new = not self._taken[own.start]
+            self._taken[own.start : own.stop] = bytes([True]) * len(own)
+        at = 0
+        for number in range(len(own)) if is_new else ():
+            at += region.copy_from(fds[0], at, stripe, number)
+        with self._changed:
+            if is_new:
+                self._states[own.start : own.stop] = bytes([HERE]) * len(own)
+                self._left[stripe] = 0
+                self._loaded += len(own)
+                self._changed.notify_all()
+                for one in own:
+                    self._tell(one, is_here=True)
+            ready = [] if self._left[stripe] else [stripe]
+            return RecordStates(bytes(self._states[own.start : own.stop]), ready)
+
     def fill(self, stripes: Sequence[int]) -> None:
         """Make room for these stripes, and read them, in a thread."""
+        stripes = [one for one in stripes if one not in self._region_of]
+        if not stripes:
+            return
         with self._changed:
             self._making += 1
             self._stripes.update(stripes)
@@ -172,12 +223,15 @@ class HeldSet:
             if why is not None:
                 region.retire(why)
             region.close()
-        self._reader.close()
+        if self._reader is not None:
+            self._reader.close()
 
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _want(self, record: int) -> None:
         """Have it read before others, if nobody reads it or has asked for it."""
+        if self._reader is None:
+            return
         if self._states[record] == PENDING and not self._taken[record] and not self._is_wanted[record]:
             self._is_wanted[record] = True
             self._wanted.append(record)
@@ -204,7 +258,7 @@ class HeldSet:
                     self._states[one] = IN_STORAGE
                     self._failed += bool(self._stays[one])  # its length is not known
             self._making -= 1
-            if self._demand is None:
+            if self._demand is None and self._reader is not None:
                 self._demand = threading.Thread(target=self._serve_demand, name="dpflow-demand", daemon=True)
                 self._demand.start()
         self._read_all(own)
@@ -220,7 +274,7 @@ class HeldSet:
                 self._states[one] = IN_STORAGE
 
     def _read_all(self, records: Sequence[int]) -> None:
-        for start in range(0, len(records), _AT_ONCE):
+        for start in range(0, len(records) if self._reader is not None else 0, _AT_ONCE):
             if self._is_closed:
                 return
             self._read(records[start : start + _AT_ONCE])
@@ -245,6 +299,7 @@ class HeldSet:
             ]
             for one in own:
                 self._taken[one] = True
+        assert self._reader is not None
         try:
             samples: Sequence[Sample | DPFlowError] = self._reader.read_each(own)
         except Exception as error:  # whatever it is, its readers have to go on

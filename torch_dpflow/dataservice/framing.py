@@ -20,7 +20,7 @@ from torch_dpflow.dataservice.protocol import (
     receive,
     send,
 )
-from torch_dpflow.errors import MessageError
+from torch_dpflow.errors import MessageError, UsageError
 
 _LENGTH = struct.Struct("<I")
 
@@ -87,6 +87,10 @@ class StreamChannel(Channel):
         self._socket = connection
 
     def send(self, message: PoolRequest | PoolAnswer | CountReads, fds: list[int] | None = None) -> None:
+        if fds:
+            raise UsageError(
+                "memory is pushed to servers of this host alone; give the directory of one as address"
+            )
         packet = encode(message)
         self._socket.sendall(_LENGTH.pack(len(packet)) + packet)
 

@@ -28,6 +28,7 @@ from torch_dpflow.dataservice.protocol import (
     SetInfo,
     SetList,
 )
+from torch_dpflow.dataservice.pushed_sets import check_pushed_set, droppable, share_with_base
 from torch_dpflow.dataservice.regions import IDLE, UNLOADED
 from torch_dpflow.dataservice.residents import cut_that_fits, resident_set
 from torch_dpflow.dataservice.server_messages import (
@@ -104,6 +105,7 @@ class PoolHead:
                             request.identity, [], self._clock(), explicit=True, whole=request.whole
                         )
                     )
+                known.is_unloaded = False
                 if not known.is_explicit:
                     known.is_explicit = True
                     self._tell(request.identity)
@@ -153,7 +155,9 @@ class PoolHead:
             if known.held is None:
                 del self._sets[identity]
             else:
-                self._obey(self._keeper.unload(identity), UNLOADED)
+                known.is_unloaded = True
+                while (free := droppable(self._sets)) is not None:
+                    self._obey(self._keeper.unload(free), UNLOADED)
             return self._list(0)
 
     def contents(self, first: int) -> SetList:
@@ -245,6 +249,7 @@ class PoolHead:
     def _begin(self, request: PreloadSet) -> KnownSet:
         if len(self._sets) >= MOST_SETS:
             raise PoolFullError(f"the pool has {MOST_SETS} sets; unload one")
+        check_pushed_set(request, self._sets.values())
         known = KnownSet(request, request.is_explicit, request.whole)
         start_thread(partial(self._plan, known), "dpflow-plan")
         self._sets[request.identity] = known
@@ -257,16 +262,19 @@ class PoolHead:
             opened = open_source(request.source, identity)
             with self._changed:
                 if self._sets.get(identity) is not known:  # it was given up meanwhile
-                    opened.reader.close()
+                    if opened.reader is not None:
+                        opened.reader.close()
                     return
                 cut = self._cut(known, opened.records)
                 held = HeldSet(request.source, opened, cut)
-                instructions = self._place(known, stripe_bytes(resident_set(opened.records, cut)))
+                shared = share_with_base(held, self._holdings)
+                sizes = stripe_bytes(resident_set(opened.records, cut))
+                instructions = self._place(known, [0] * shared + sizes[shared:])
                 known.held = held
                 self._holdings.add(identity, held, known.is_explicit)
                 self._obey(instructions)
         except Exception as error:  # whoever asked has to be told, whatever it is
-            SERVICE.warning("%s cannot be held: %s", request.source.ref, error)
+            SERVICE.warning("%s cannot be held: %s", request.source.ref, str(error))  # not its frames
             with self._changed:
                 known.refused_at, known.refusal = self._clock(), PoolRefusal.of(error)
                 for name in filter(self._members.__contains__, known.returned):
@@ -281,6 +289,10 @@ class PoolHead:
 
     def _place(self, known: KnownSet, sizes: list[int]) -> list[KeeperInstruction]:
         identity, now = known.request.identity, self._clock()
+        if known.pushed is not None:
+            return self._keeper.preload(
+                identity, sizes, now, explicit=True, whole=True, only=self._server.name
+            )
         if known.returned or now < self._returns_until:
             living = {name: stripes for name, stripes in known.returned.items() if name in self._members}
             return self._keeper.recover(identity, sizes, living, now, explicit=known.is_explicit)
@@ -329,7 +341,8 @@ class PoolHead:
         }
 
     def _list(self, first: int) -> SetList:
-        sets = [self._info(known) for known in self._sets.values() if known.refusal is None]
+        shown = [one for one in self._sets.values() if one.refusal is None and not one.is_unloaded]
+        sets = [self._info(known) for known in shown]
         ends = itertools.accumulate(len(msgspec.msgpack.encode(one)) for one in sets[first:])
         count = max(1, sum(end <= MOST_BYTES // 2 for end in ends))
         rooms = self._keeper.servers().values()

@@ -131,7 +131,8 @@ class Holdings:
             for fd in fds:
                 os.close(fd)
             raise
-        return SetOpened(len(fds), len(regions)), fds
+        shares = {} if holding is None or holding.held is None else holding.held.shares
+        return SetOpened(len(fds), len(regions), shares), fds
 
     def want(self, identity: bytes, records: Sequence[int], patience_s: float) -> RecordStates:
         """The states of these records, which are read first. Raises UsageError: one does not exist."""
@@ -142,6 +143,10 @@ class Holdings:
         if len(records) > MOST_RECORDS or not all(0 <= one < held.records.records for one in records):
             raise UsageError(f"{len(records)} records: at most {MOST_RECORDS} that exist are allowed")
         return held.want(records, min(patience_s, ANSWER_S))
+
+    def push(self, identity: bytes, stripe: int, fds: Sequence[int]) -> RecordStates:
+        """Take a stripe that a client has pushed. Raises UsageError: it is none of a set that is pushed."""
+        return self.get(identity).push(stripe, fds)
 
     def leave(self, reader: str) -> None:
         """A reader has ended."""

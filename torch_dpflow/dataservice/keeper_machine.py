@@ -84,6 +84,8 @@ class _Set:
     idle_since: float = 0.0
     #: Until when servers may come back with what they hold of it, before that is given to others; None: it is over.
     returns_until: float | None = None
+    #: The only server that may have it; None: any.
+    only: str | None = None
 
     @property
     def may_go(self) -> bool:
@@ -166,11 +168,19 @@ class KeeperMachine:
     # -- sets ------------------------------------------------------------------------------------------------
 
     def preload(
-        self, identity: bytes, stripe_bytes: Sequence[int], now: float, *, explicit: bool, whole: bool
+        self,
+        identity: bytes,
+        stripe_bytes: Sequence[int],
+        now: float,
+        *,
+        explicit: bool,
+        whole: bool,
+        only: str | None = None,
     ) -> list[KeeperInstruction]:
         """Reserve room for a set, and have it read. Of one that is there, `whole` asks for what has no room yet.
 
         stripe_bytes: of a set that is there, anything.
+        only: the one server that may have it; None: any.
         whole: refuse a set that does not fit as a whole; else a part of it is held.
         Raises PoolFullError: there is not enough room; nothing has changed.
         """
@@ -178,7 +188,7 @@ class KeeperMachine:
         if known is None:
             sizes = np.asarray(stripe_bytes, dtype=np.int64)
             owners: list[str | None] = [None] * len(sizes)
-            known = _Set(sizes, explicit, owners, idle_since=now)
+            known = _Set(sizes, explicit, owners, idle_since=now, only=only)
         elif not whole or known.returns_until is not None:
             known.is_explicit |= explicit
             return []
@@ -279,18 +289,23 @@ class KeeperMachine:
         sizes = known.sizes[stripes]
         may_go = [one for one in self._sets if self._sets[one].may_go and one != identity]
         idle = sorted(may_go, key=lambda one: self._sets[one].idle_since)
-        if whole and NOBODY in place(identity, sizes, self._capacity, self._room_without(idle), stripes):
-            free = sum(self._room_without(idle).values())
+        capacity, room = self._open_to(known), self._room_without(idle)
+        if whole and NOBODY in place(identity, sizes, capacity, room, stripes):
+            free = sum(room[name] for name in capacity)
             raise PoolFullError(
                 f"the set takes {int(sizes.sum()):,} bytes, and the servers have room for {free:,}; give them more "
                 "memory, unload another set, or have a part of this one held"
             )
         out: list[KeeperInstruction] = []
         for oldest in idle:
-            if NOBODY not in place(identity, sizes, self._capacity, self._room, stripes):
+            if NOBODY not in place(identity, sizes, capacity, self._room, stripes):
                 break
             out += self._drop(oldest)
         return out
+
+    def _open_to(self, one: _Set) -> dict[str, int]:
+        """The capacities of the servers that may have it."""
+        return {name: size for name, size in self._capacity.items() if one.only in (None, name)}
 
     def _room_without(self, idle: Iterable[bytes]) -> dict[str, int]:
         """The room that each server would have without these sets."""
@@ -330,8 +345,9 @@ class KeeperMachine:
         if one.returns_until is not None:
             return []
         homeless = one.without_owner()
-        owners = place(identity, one.sizes[homeless], self._capacity, self._room, homeless)
-        names, fills = sorted(self._capacity), dict[str, list[int]]()
+        capacity = self._open_to(one)
+        owners = place(identity, one.sizes[homeless], capacity, self._room, homeless)
+        names, fills = sorted(capacity), dict[str, list[int]]()
         for stripe, owner in zip(homeless.tolist(), owners.tolist()):
             if owner != NOBODY:
                 one.owners[stripe] = names[owner]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torch_dpflow.dataservice.filling import HeldSet
-from torch_dpflow.dataservice.protocol import PoolRefusal, PreloadSet, SetInfo
+from torch_dpflow.dataservice.protocol import ArraySource, PoolRefusal, PreloadSet, SetInfo
 from torch_dpflow.dataservice.residents import ALL
 from torch_dpflow.dataservice.server_messages import FillOrder, ReportSet
 from torch_dpflow.dataservice.sets import FileSet
@@ -36,6 +36,14 @@ class KnownSet:
     #: Samples that readers have got from memory, and from storage.
     hits: int = 0
     misses: int = 0
+    #: Whether it was unloaded, and stays for a further version that shares its memory.
+    is_unloaded: bool = False
+
+    @property
+    def pushed(self) -> ArraySource | None:
+        """What opens it, where clients push it."""
+        source = self.request.source
+        return source if isinstance(source, ArraySource) and source.is_pushed else None
 
     def info(self) -> SetInfo:
         """What is known without asking anybody."""
@@ -53,6 +61,7 @@ class KnownSet:
             is_placed=False,
             hits=self.hits,
             misses=self.misses,
+            pushed=self.pushed,
         )
 
     def is_forgotten(self, now: float) -> bool:

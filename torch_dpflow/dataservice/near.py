@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -169,9 +170,10 @@ class NearServer:
         while True:
             opened, fds = self._connection.ask(OpenSet(self._identity, len(self._mapped)))
             assert isinstance(opened, SetOpened)
-            for region in _map_all(fds, self._identity):
+            for region in _map_all(fds, [self._identity, *opened.shares]):
                 self._mapped.append(region)
-                self._regions |= dict.fromkeys(region.stripes, region)
+                shared = opened.shares.get(region.identity, math.inf)
+                self._regions |= {stripe: region for stripe in region.stripes if stripe < shared}
             if not fds or len(self._mapped) >= opened.total:
                 return
 
@@ -187,12 +189,12 @@ class NearServer:
             return False
 
 
-def _map_all(fds: Sequence[int], identity: bytes) -> list[PoolRegion]:
+def _map_all(fds: Sequence[int], identities: Sequence[bytes]) -> list[PoolRegion]:
     """Map regions, and own all descriptors, whatever happens."""
     regions = list[PoolRegion]()
     for number, fd in enumerate(fds):
         try:
-            regions.append(map_region(fd, identity))
+            regions.append(map_region(fd, identities))
         except BaseException:
             for rest in fds[number + 1 :]:
                 os.close(rest)

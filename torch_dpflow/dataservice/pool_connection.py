@@ -58,21 +58,23 @@ class PoolConnection:
         else:
             self._channel = PacketChannel(_connect_here(found.directory, silence_s))
 
-    def ask(self, request: PoolRequest) -> tuple[PoolAnswer, list[int]]:
+    def ask(self, request: PoolRequest, fds: list[int] | None = None) -> tuple[PoolAnswer, list[int]]:
         """The server's answer, and the descriptors that came with it, which the caller closes.
+
+        fds: descriptors that go with the request.
 
         Raises:
             PeerLostError: the server has died, or does not answer; the connection is closed.
             DPFlowError: it refuses, by the class that it names.
         """
         with self._lock:
-            self.send(request)
+            self.send(request, fds)
             return self.hear()
 
-    def send(self, request: PoolRequest) -> None:
+    def send(self, request: PoolRequest, fds: list[int] | None = None) -> None:
         """The first half of `ask`; nobody else may ask before `hear`. Raises PeerLostError."""
         try:
-            self._channel.send(request)
+            self._channel.send(request, fds)
         except OSError as error:
             self._channel.close()
             raise PeerLostError(f"the server of the pool does not answer: {error}") from error

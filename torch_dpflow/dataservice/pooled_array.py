@@ -23,7 +23,7 @@ from torch_dpflow.dataservice.regions import PoolRegion
 from torch_dpflow.dataservice.sources import source_of
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.per_process import PerProcess
-from torch_dpflow.errors import DPFlowError
+from torch_dpflow.errors import DPFlowError, PeerLostError
 
 #: A tensor; where torch has no such type (text, big-endian numbers), an array of numpy.
 Rows: TypeAlias = "torch.Tensor | npt.NDArray[Any]"
@@ -37,7 +37,7 @@ class PooledArray(Dataset[Rows]):
     storage. Rows are copies. Thread-safe; a forked child, or a pickle, opens its own connections.
 
     Args:
-        source: what `open_array` has returned.
+        source: what `open_array`, or `DataClient.push`, `append` or `array`, has returned.
         address, connection, trust_network, silence_s: as for `PooledDataset`.
         read_options: timeouts, retries, concurrency of storage.
 
@@ -78,6 +78,7 @@ class PooledArray(Dataset[Rows]):
 
         Raises:
             IndexError: there is no such row.
+            PeerLostError: a row that was pushed from memory is in no server any more.
             StorageError: a row is not in memory, and cannot be read; ChecksumError: the file was replaced.
         """
         numbers = self._numbers(indices)
@@ -126,8 +127,8 @@ class PooledArray(Dataset[Rows]):
         within = numbers % rows.per_block * rows.record_bytes
         for region, begins in self._merged(self._reading.get().places(blocks)):
             own = begins[block_of] >= 0
-            positions = np.flatnonzero(own)
-            _gather(region.memory, (begins[block_of] + within)[own], positions, out)
+            if own.any():
+                _gather(region.memory, (begins[block_of] + within)[own], np.flatnonzero(own), out)
             is_there |= own
         return np.flatnonzero(~is_there)
 
@@ -141,6 +142,12 @@ class PooledArray(Dataset[Rows]):
         return [*found.values()]
 
     def _load(self, numbers: _Numbers, missing: _Numbers, out: npt.NDArray[Any]) -> None:
+        if self.source.is_pushed:
+            self.close()  # so that the next read looks for a server at once
+            raise PeerLostError(
+                f"{len(missing)} of these rows of {self.source.ref} are in the memory of no server: it was pushed from "
+                "memory, and its server was lost, or it was unloaded, or is being pushed; push it (again)"
+            )
         spans = [(number, number + 1) for number in numbers[missing].tolist()]
         for at, content in zip(missing.tolist(), self._storage.get().read_rows(spans)):
             if isinstance(content, DPFlowError):

@@ -90,6 +90,13 @@ class WantRecords(msgspec.Struct, frozen=True, tag=True):
     patience_s: float = 1.0
 
 
+class PushStripe(msgspec.Struct, frozen=True, tag=True):
+    """The rows of a stripe come as sealed memory, one descriptor; answered by RecordStates."""
+
+    identity: bytes
+    stripe: int
+
+
 class CountReads(msgspec.Struct, frozen=True, tag=True):
     """So many more records were read from memory, and from storage. It has no answer, so no reader waits for it."""
 
@@ -115,6 +122,7 @@ PoolRequest: TypeAlias = (
     | ReadSet
     | OpenSet
     | WantRecords
+    | PushStripe
     | ListSets
     | UnloadSet
     | AnnounceOrder
@@ -152,6 +160,8 @@ class SetInfo(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     #: Samples that its readers have got from memory, and from storage.
     hits: int = 0
     misses: int = 0
+    #: Of a set that clients have pushed: what opens it.
+    pushed: ArraySource | None = None
     #: What kept a sample from being read, the first such error.
     error: str = ""
 
@@ -161,6 +171,8 @@ class SetOpened(msgspec.Struct, frozen=True, tag=True):
 
     regions: int
     total: int
+    #: Sets of older versions whose regions come too, and how many of their first stripes are this set's.
+    shares: dict[bytes, int] = {}
 
 
 #: States of records: it is on its way; it is in memory; it has to be read from storage; it is not this server's.

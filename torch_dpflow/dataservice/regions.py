@@ -14,13 +14,13 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from torch_dpflow.dataservice.sets import ALIGNMENT, FileSet
-from torch_dpflow.errors import MessageError, PoolFullError
+from torch_dpflow.errors import MessageError, PoolFullError, UsageError
 from torch_dpflow.remote.shm.headroom import Headroom
 
 _MAGIC = b"dpregion"
@@ -32,6 +32,9 @@ _HEADER = struct.Struct("<8s16sQQ")
 UNKNOWN = -1
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1, 2, 4, 16
 _SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_FUTURE_WRITE
+_SEAL_WRITE = 8
+#: What memory that a client pushes has to have: nobody writes to it or cuts it any more.
+PUSH_SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW | _SEAL_WRITE
 #: Memory is left to the machine: so much of what is available when a region is made.
 _SPARED = 0.05
 
@@ -39,9 +42,11 @@ _SPARED = 0.05
 class PoolRegion:
     """A mapped region, as its server or a reader sees it."""
 
-    def __init__(self, fd: int, memory: mmap.mmap) -> None:
+    def __init__(self, fd: int, memory: mmap.mmap, owners: list[int] | None = None) -> None:
         self.fd = fd
         self.memory = memory
+        #: How many sets have it, in a list of one that they share.
+        self._owners = owners if owners is not None else [1]
         _, self.identity, stripes, records = _HEADER.unpack_from(memory)
         self._view = view = memoryview(memory)
         table, index = _HEADER.size, _HEADER.size + 16 * stripes
@@ -76,20 +81,34 @@ class PoolRegion:
         offset, length = self.place(stripe, number)
         self.memory[offset : offset + length] = content
 
+    def copy_from(self, fd: int, start: int, stripe: int, number: int) -> int:
+        """Server: fill a record's place from a file that `check_pushed` has passed; returns its bytes."""
+        offset, length = self.place(stripe, number)
+        assert os.preadv(fd, [memoryview(self.memory)[offset : offset + length]], start) == length
+        return length
+
     @property
     def retired(self) -> int | None:
         """Why its set was given up; None: it was not."""
         state = self.memory[0]
         return None if state == _MAGIC[0] else state
 
+    def share(self) -> PoolRegion:
+        """Server: the same memory for a further set. Raises OSError: no descriptor is free."""
+        other = PoolRegion(os.dup(self.fd), self.memory, self._owners)
+        self._owners[0] += 1
+        return other
+
     def retire(self, why: int) -> None:
-        """Server: tell whoever has mapped it that its set was given up."""
-        self.memory[0] = why
+        """Server: tell whoever has mapped it that its set was given up, unless another set has it too."""
+        if self._owners[0] == 1:
+            self.memory[0] = why
 
     def close(self) -> None:
         """Close the descriptor; the memory is freed with the last user of this object."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
+            self._owners[0] -= 1
             os.close(fd)
 
 
@@ -140,13 +159,25 @@ def map_sealed(fd: int) -> mmap.mmap:
     return mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
 
 
-def map_region(fd: int, identity: bytes) -> PoolRegion:
-    """Map what a server has sent, and own its descriptor. Raises MessageError: it is no region of this set."""
+def check_pushed(fd: int, size: int) -> None:
+    """Raises UsageError: it is no sealed memory of this size, so that it could change or end while it is read."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # a file, a pipe
+        seals = 0
+    if seals & PUSH_SEALS != PUSH_SEALS or os.fstat(fd).st_size != size:
+        raise UsageError(
+            f"what was pushed is not {size:,} bytes of sealed memory (memfd_create); push them anew"
+        )
+
+
+def map_region(fd: int, identities: Collection[bytes]) -> PoolRegion:
+    """Map what a server has sent, and own its descriptor. Raises MessageError: it is no region of these sets."""
     try:
         memory = map_sealed(fd)
         magic, its, stripes, records = _HEADER.unpack_from(memory)
-        if magic[1:] != _MAGIC[1:] or its != identity or _start(stripes, records) > len(memory):
-            raise MessageError(f"a region of the pool is not one of set {identity.hex()}")
+        if magic[1:] != _MAGIC[1:] or its not in identities or _start(stripes, records) > len(memory):
+            raise MessageError(f"a region of the pool is not one of set {[one.hex() for one in identities]}")
         os.close(fd)  # the mapping has a descriptor of its own
         return PoolRegion(-1, memory)
     except (OSError, ValueError, struct.error) as error:

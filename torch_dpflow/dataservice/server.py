@@ -33,6 +33,7 @@ from torch_dpflow.dataservice.protocol import (
     PoolRefusal,
     PoolRequest,
     PreloadSet,
+    PushStripe,
     ReadSet,
     SetOpened,
     UnloadSet,
@@ -179,13 +180,15 @@ class DataServer:
         client = _PoolClient(f"reader {next(self._readers)}", maps=channel.carries_regions)
         try:
             while True:
-                request, _ = channel.receive(REQUESTS)
-                if isinstance(request, CountReads):
-                    self._pool.count(request)
-                    continue
-                answer, fds = self._answer_safely(request, client)
+                request, given = channel.receive(REQUESTS, 1)
+                fds = given
                 try:
-                    channel.send(answer, fds)
+                    if isinstance(request, CountReads):
+                        self._pool.count(request)
+                        continue
+                    answer, taken = self._answer_safely(request, client, given)
+                    fds = [*given, *taken]
+                    channel.send(answer, taken)
                 finally:
                     for fd in fds:
                         os.close(fd)
@@ -203,13 +206,17 @@ class DataServer:
         if client.reads:
             self._pool.leave()
 
-    def _answer_safely(self, request: PoolRequest, client: _PoolClient) -> tuple[PoolAnswer, list[int]]:
+    def _answer_safely(
+        self, request: PoolRequest, client: _PoolClient, given: list[int]
+    ) -> tuple[PoolAnswer, list[int]]:
         try:
-            return self._answer(request, client)
+            return self._answer(request, client, given)
         except DPFlowError as error:
             return PoolRefusal.of(error), []
 
-    def _answer(self, request: PoolRequest, client: _PoolClient) -> tuple[PoolAnswer, list[int]]:
+    def _answer(
+        self, request: PoolRequest, client: _PoolClient, given: list[int]
+    ) -> tuple[PoolAnswer, list[int]]:
         match request:
             case PreloadSet():
                 return self._pool.preload(request), []
@@ -224,6 +231,8 @@ class DataServer:
                 return self._holdings.open(identity, max(0, first)) if client.maps else (SetOpened(0, 0), [])
             case WantRecords(identity, records, patience_s):
                 return self._holdings.want(identity, records, patience_s), []
+            case PushStripe(identity, stripe):
+                return self._holdings.push(identity, stripe, given), []
             case AnnounceOrder(identity=identity):
                 return self._holdings.ahead.announce(self._holdings.get(identity), client.name, request), []
             case OpenAhead():

@@ -38,6 +38,14 @@ class ArraySource(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     #: Where its first row begins, bytes; in an HDF5 file None, with the path of the dataset in it.
     start: int | None = None
     path: str = ""
+    #: Of a further version that is pushed: the set of the older one, and how many stripes it shares with it.
+    base: bytes = b""
+    shared: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    @property
+    def is_pushed(self) -> bool:
+        """Whether there is no storage to read it from."""
+        return not self.url
 
 
 AnySource: TypeAlias = SetSource | ArraySource

@@ -44,7 +44,8 @@ class OpenedSource(NamedTuple):
     records: FileSet
     #: Whether the length of each record is known.
     known: npt.NDArray[np.bool_]
-    reader: RecordReader
+    #: None: clients push them.
+    reader: RecordReader | None
 
 
 def identity_of(stored: StoredDataset | ArraySource) -> bytes:
@@ -82,7 +83,8 @@ def open_source(source: AnySource, wanted: bytes) -> OpenedSource:
         blocks = array_set(source).blocks()
         _check_name(array_identity(source), wanted, source.ref)
         known = np.ones(blocks.records, dtype=bool)
-        return OpenedSource(without_login(source.url), blocks, known, ArrayReader(source))
+        where = "memory of a client" if source.is_pushed else without_login(source.url)
+        return OpenedSource(where, blocks, known, None if source.is_pushed else ArrayReader(source))
     stored = DatasetStore(source.store, **source.options).open(source.ref)
     _check_name(identity_of(stored), wanted, f"{source.ref} in {source.store}")
     records, known = record_set(stored)
