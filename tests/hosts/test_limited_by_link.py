@@ -35,7 +35,10 @@ class Noise:
     def __getitem__(self, index):
         return np.random.default_rng(index).integers(0, 256, 100_000, np.uint8)
 
-loader = DPFlowDataLoader(Noise(), batch_size=8, shuffle=True, num_workers=2, flow=sys.argv[1], address=sys.argv[2])
+workers = int(sys.argv[3])
+loader = DPFlowDataLoader(
+    Noise(), batch_size=8, shuffle=True, num_workers=workers, flow=sys.argv[1], address=sys.argv[2]
+)
 
 def leave():
     sys.stdin.read()
@@ -46,6 +49,8 @@ for batch in loader:
     print(loader.stats().limited_by or "-", flush=True)
 """
 LINK_BITS = 20e6
+#: Of a link that carries two and a half samples a second, and how many workers are behind it.
+VERY_SLOW_BITS, MANY = 2e6, 8
 
 
 @pytest.fixture
@@ -54,8 +59,8 @@ def hosts() -> Iterator[Hosts]:
         yield hosts
 
 
-def reading(cluster: TestCluster, *prefix: str) -> subprocess.Popen[str]:
-    command = [*prefix, sys.executable, "-c", JOB, FLOW, cluster.address]
+def reading(cluster: TestCluster, *prefix: str, workers: int = 2) -> subprocess.Popen[str]:
+    command = [*prefix, sys.executable, "-c", JOB, FLOW, cluster.address, str(workers)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env={"PYTHONPATH": str(ROOT)})
 
@@ -98,6 +103,17 @@ def test_of_a_loader_whose_workers_have_a_slow_link_until_it_is_fast(hosts: Host
     assert any(loader.stats().limited_by in ("workers", "job") for _ in batches)
 
 
+def test_of_a_loader_with_many_workers_behind_a_link_that_carries_a_batch_in_seconds(hosts: Hosts) -> None:
+    """What one of them has sent keeps all others' words waiting."""
+    loader = DPFlowDataLoader(Noise(), batch_size=8, num_workers=MANY, platform=OnHosts.of(hosts))
+    batches = iter(loader)
+    next(batches)
+    hosts[0].limit(VERY_SLOW_BITS)
+    assert any(loader.stats().limited_by == "network" for _ in batches)
+    assert loader.stats().restarts == 0, "who waits for the link is not taken for dead"
+    hosts[0].limit(None)
+
+
 def until_told(job: subprocess.Popen[str], cluster: TestCluster) -> None:
     """Read on until the job and `dpflow workers` both name the network."""
     with job:
@@ -126,16 +142,19 @@ def test_of_a_job_whose_own_link_is_slow(hosts: Hosts, tmp_path: Path) -> None:
         cluster.stop()
 
 
-def test_of_workers_whose_link_is_slow(hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("bits", "workers"), [(LINK_BITS, 2), (VERY_SLOW_BITS, MANY)])
+def test_of_workers_whose_link_is_slow(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: float, workers: int
+) -> None:
     python = member_python(hosts[0], tmp_path)
     monkeypatch.setenv("DPFLOW_PLATFORM_PROCESSES_PYTHON", str(python))
     given = ["--platform", "processes", "--worker-listen", f"tcp://{hosts.address}:0"]
     cluster = CommandedCluster.up(tmp_path, *given)
     try:
-        job = reading(cluster)
+        job = reading(cluster, workers=workers)
         assert job.stdout is not None
         assert job.stdout.readline()  # what members load came fast; so does the first batch
-        hosts[0].limit(LINK_BITS)
+        hosts[0].limit(bits)
         until_told(job, cluster)
     finally:
         cluster.stop()
