@@ -50,6 +50,12 @@ def figures(cluster: CommandedCluster) -> dict[str, Any]:
     return flow
 
 
+def busy(cluster: CommandedCluster) -> tuple[float, int]:
+    """For how long the flow's workers have had a sample to load, seconds, and how many they have loaded."""
+    status = next(view.status for view in cluster.processes("/shard") if "busy_s" in view.status)
+    return float(status["busy_s"]), int(status["loads_done"])
+
+
 @dataclass
 class Reader:
     """A job that takes a batch each tenth of a second, in a thread."""
@@ -114,17 +120,18 @@ def test_two_jobs_one_after_the_other(cluster: CommandedCluster) -> None:
     threads = [start(first)]
     # By then what was loaded ahead is steady, and what it needs is seen.
     wait(lambda: len(first.read) > 900, within_s=90.0, what="the first job's samples")
-    before, began = figures(cluster)["worker_seconds"], time.monotonic()
+    before, began, (busy_s, loads) = figures(cluster)["worker_seconds"], time.monotonic(), busy(cluster)
     threads.append(start(second))
     wait(lambda: second.waits, what="the second job's first batch")
     joined = second.waits[0][0]
     wait(lambda: len(second.read) > 2_400, within_s=150.0, what="the second job's samples")
-    after, ended = figures(cluster), time.monotonic()
+    after, ended, (busy_until_s, loads_until) = figures(cluster), time.monotonic(), busy(cluster)
     settled = max(first.stalled_at(joined), second.stalled_at(joined))
     ratio = (after["worker_seconds"] - before) / (ONE_NEEDS * (joined - began) + TWO_NEED * (ended - joined))
     print(
         f"stall below 5% after {settled:.1f} s; {ratio:.2f} times the worker-seconds that were needed; "
-        f"{after['desired']} workers for {TWO_NEED:g} busy ones, limited by {after['limited_by']!r}"
+        f"{after['desired']} workers for {TWO_NEED:g} busy ones, limited by {after['limited_by']!r}; a sample of "
+        f"{1000 * COST_S:g} ms took a worker {1000 * (busy_until_s - busy_s) / (loads_until - loads):.0f} ms here"
     )
     for reader in (first, second):
         reader.ended.set()
