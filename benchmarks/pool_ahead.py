@@ -1,12 +1,12 @@
-"""Epochs of a dataset twice as large as the pool's memory, on a storage of 30 ms: read ahead, not ahead, without a pool.
+"""Epochs of a dataset twice as large as the pool, on a storage of 30 ms: read ahead, not ahead, and without the pool.
 
-    python -m benchmarks.pool_ahead [--json | --markdown] [--rounds N] [--samples 2048] [--quick]
+    python -m benchmarks.pool_ahead [--json | --markdown] [--rounds N] [--samples 2048] [--step-ms 40] [--quick]
 
-Each sample is an object of its own, of 20 kB; a training loop of 32 samples a step, which takes as long as the command
-says, reads shuffled epochs by a `DPFlowDataLoader` with two workers. The storage is `benchmarks.oss_server`, in a thread of
-this process, with 30 ms to each answer. "reads" are its requests for samples, for each sample of the dataset; the memory is loaded
-before the first round. A cache of that size which replaces the least recently used would have 1 - c - (1 - c) ln(1 - c)
-= 0.85 reads a sample.
+Each sample is an object of its own, of 20 kB. A training loop reads shuffled epochs by a `DPFlowDataLoader` with two
+workers, 32 samples a step, which takes as long as is said. The storage is `benchmarks.oss_server`, in a thread of this
+process, with 30 ms to each answer. "reads" are its requests for samples, for each sample of the dataset; the memory is
+loaded before the first round. A cache of that size that replaces what was least recently used would have
+1 - c - (1 - c) ln(1 - c) = 0.85 reads a sample.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def pool_server(folder: Path, memory_bytes: int, ahead_bytes: int) -> Iterator[N
             process.terminate()
 
 
-def epoch(oss: OSSServer, dataset: Any, sampler: type[RandomSampler], step_s: float, numbers: Iterator[int]) -> Figures:
+def epoch(
+    oss: OSSServer, dataset: Any, sampler: type[RandomSampler], step_s: float, numbers: Iterator[int]
+) -> Figures:
     generator = torch.Generator().manual_seed(next(numbers))
     before = len(oss.requests)
     loader = DPFlowDataLoader(
@@ -117,7 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     parser.add_argument("--samples", type=int, default=2048, help="of the dataset (default: %(default)s)")
     parser.add_argument("--step-ms", type=float, default=40.0, help="of training (default: %(default)s)")
-    parser.add_argument("--storage-ms", type=float, default=30.0, help="to each answer (default: %(default)s)")
+    parser.add_argument(
+        "--storage-ms", type=float, default=30.0, help="to each answer (default: %(default)s)"
+    )
     arguments = parser.parse_args(argv)
     count, rounds = (256, 1) if arguments.quick else (arguments.samples, arguments.rounds)
     publish([run(count, arguments.step_ms / 1e3, arguments.storage_ms / 1e3, rounds)], METRICS, arguments)

@@ -200,7 +200,7 @@ def test_an_idle_set_goes_and_comes_back_with_its_reader(stored: StoredDataset, 
         closing(PooledDataset(stored, tmp_path / "p", silence_s=PATIENCE_S)) as dataset,
     ):
         wait(lambda: dataset.read_each(range(COUNT)) == numbers(COUNT) and dataset.hits >= COUNT)
-        dataset._reading.get()._entry.close()  # as after a silence
+        dataset._pool._reading.get()._entry.close()  # as after a silence
         wait(lambda: info_of(stored, tmp_path / "p") is None)
         before = dataset.hits
         wait(lambda: dataset.read_each(range(COUNT)) == numbers(COUNT) and dataset.hits >= before + COUNT)

@@ -80,6 +80,12 @@ def _up_options(command: Command) -> Command:
             help="A file of mode 600 with the token that the page needs; without it, --web is for this machine alone.",
         ),
         click.option(
+            "--pool-memory",
+            metavar="SIZE",
+            callback=size_of,
+            help="Run a server of the pool too, which holds datasets in so much memory of this host: 2GiB.",
+        ),
+        click.option(
             "--preload",
             metavar="MODULE",
             multiple=True,
@@ -153,6 +159,7 @@ def _print_up(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) 
     if as_json:
         facts = {"address": cluster.address, "connection_file": str(options.path), "metrics": options.metrics}
         facts["web"] = options.web
+        facts["pool"] = _pool_directory(options)
         click.echo(to_json({**facts, "pid": os.getpid(), "most_workers": cluster.workers}))
         return
     click.echo(f"dpflow is up at {cluster.address}\njobs find it by {options.path}")
@@ -162,9 +169,18 @@ def _print_up(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) 
     )
     if options.metrics:
         click.echo(f"metrics are at http://{options.metrics}/metrics")
+    if options.pool_memory:
+        click.echo(f"the pool holds datasets in {options.pool_memory:,} bytes, at {_pool_directory(options)}")
     if options.web:
         token = "; it asks for the token, as a password" if options.web_token_file else ""
         click.echo(f"the live page is at http://{options.web}{token}")
+
+
+def _pool_directory(options: ClusterOptions) -> str | None:
+    """Where the server of the pool is that the cluster runs."""
+    from torch_dpflow.dataservice.protocol import find_directory
+
+    return None if options.pool_memory is None else str(find_directory())
 
 
 @click.command()

@@ -15,6 +15,7 @@ from torch_dpflow.dataservice.arrays import array_set
 from torch_dpflow.dataservice.guards import check_keys
 from torch_dpflow.dataservice.pool_address import AddressLike, find_address
 from torch_dpflow.dataservice.pool_connection import PoolConnection
+from torch_dpflow.dataservice.pool_samples import PoolSamples
 from torch_dpflow.dataservice.pooled import PooledDataset
 from torch_dpflow.dataservice.pooled_array import PooledArray, Rows
 from torch_dpflow.dataservice.protocol import ArraySource, SetInfo
@@ -170,6 +171,10 @@ class DataClient:
                 )
             )
         return self._datasets[identity]
+
+    def samples(self, stored: StoredDataset) -> PoolSamples:
+        """What `DatasetReader(stored, through=...)` reads first. Raises OptionTypeError as `preload`."""
+        return PoolSamples(stored, self._address, self._silence_s, self._storage_options)
 
     @overload
     def read(self, stored: StoredDataset, index: int | str) -> Sample: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.utils.data import Dataset
 
+from torch_dpflow.announcing import Order, announce_order
 from torch_dpflow.datasets.sample_reader import Sample, SampleReader
 
 
@@ -25,7 +26,14 @@ class DatasetReader(SampleReader, Dataset[Sample]):
         on_error: "skip" leaves samples that cannot be read out of a batch, logs them
             (`torch_dpflow.datasets`) and counts them. A batch without any sample left raises its last error,
             as does a sample that is read by itself.
+        through: where samples may lie nearer than in the storage, such as what `DataClient.samples` returns. What is
+            not there is read from storage.
 
     Raises:
         OptionError, OptionTypeError: an option is not allowed.
     """
+
+    def announce_order(self, order: Order, spread: int) -> None:
+        """Pass on how samples will be read; see `announcing`. Loaders call it as an epoch begins."""
+        if self._through is not None:
+            announce_order(self._through, order, spread)

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from torch_dpflow.checks import check_int, check_type
 from torch_dpflow.datasets.checksums import matches
@@ -50,6 +50,19 @@ def check_how_to_read(
         check_type("check", check, bool, "True, False or None")
 
 
+class Through(Protocol):
+    """Where samples of a stored dataset may lie nearer than in its storage. A pickle of it reads elsewhere."""
+
+    def read(self, numbers: Sequence[int], lengths: Sequence[int | None]) -> Sequence[bytes | None]:
+        """The bytes of these samples; None for those that are not there.
+
+        lengths: of each in bytes; None where it is not known.
+        """
+
+    def close(self) -> None:
+        """End what this process has opened. It may be used again."""
+
+
 class SampleReader:
     """What `DatasetReader` is, without torch: for processes that read samples and make no batches of them."""
 
@@ -62,6 +75,7 @@ class SampleReader:
         metadata_cache: int = 64 << 20,
         check: bool | None = None,
         on_error: OnError = "raise",
+        through: Through | None = None,
     ) -> None:
         check_type("stored", stored, StoredDataset, "what DatasetStore.open returns")
         check_how_to_read(storage_options, read_options, metadata_cache, check)
@@ -73,6 +87,7 @@ class SampleReader:
         self._metadata_cache = metadata_cache
         self._check = check
         self._on_error = on_error
+        self._through = through
         self._prepare()
 
     def __len__(self) -> int:
@@ -125,7 +140,12 @@ class SampleReader:
         self, data: ObjectReader, wanted: Sequence[tuple[int, ByteRange]]
     ) -> Sequence[bytes | DPFlowError]:
         """The bytes of these samples, which lie there, or the error of each."""
-        return data.read_each([span for _, span in wanted])
+        if self._through is None:
+            return data.read_each([span for _, span in wanted])
+        found = self._through.read([number for number, _ in wanted], [span.length for _, span in wanted])
+        missing = [span for content, (_, span) in zip(found, wanted) if content is None]
+        rest = iter(data.read_each(missing) if missing else ())
+        return [next(rest) if content is None else content for content in found]
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -134,6 +154,8 @@ class SampleReader:
 
     def close(self) -> None:
         """Close this process's connections and end its threads. The reader may be used again."""
+        if self._through is not None:
+            self._through.close()
         opened = self._opened.drop()
         if opened is not None:
             opened.close()

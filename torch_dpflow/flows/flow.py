@@ -16,6 +16,8 @@ from torch_dpflow.flows.transforms import DataTransform, MapTransform, SampleTra
 
 Read_co = TypeVar("Read_co", covariant=True)
 
+#: Before the name of a dataset that is read from the pool.
+POOL = "pool://"
 #: If a sample cannot be loaded: raise its error, or skip the sample and count it.
 ErrorPolicy = Literal["raise", "skip"]
 
@@ -27,10 +29,12 @@ class FlowSource:
     ref: DatasetRef
     #: A map-style dataset that replaces the stored one; None: the stored one is read.
     samples: Any = None
+    #: Whether the stored one is read from the memory of the pool.
+    in_pool: bool = False
 
     def is_same(self, other: FlowSource) -> bool:
         """Whether both have the same samples, as far as that can be determined."""
-        if self.ref != other.ref:
+        if (self.ref, self.in_pool) != (other.ref, other.in_pool):
             return False
         if self.samples is other.samples:
             return True
@@ -40,7 +44,7 @@ class FlowSource:
             return False
 
     def __str__(self) -> str:
-        return f"Dataset({self.ref})"
+        return f"Dataset({POOL if self.in_pool else ''}{self.ref})"
 
 
 class DataLoadFlow:
@@ -86,7 +90,8 @@ class DataLoadFlow:
 
         Args:
             name: "namespace/name" of a stored dataset; version and variant may follow, as in
-                "core/cifar100:v1:train".
+                "core/cifar100:v1:train"; with pool:// before it samples come from the memory of the pool, as by
+                `PooledDataset`.
             version: of the dataset, such as "v1"; None: the last one when the flow is read.
             variant: such as "train"; None: the only one.
             samples: a map-style dataset to read instead of a stored one.
@@ -100,7 +105,13 @@ class DataLoadFlow:
                 f"samples is a {type(samples).__name__}, which has no length or cannot be indexed; give a "
                 "map-style dataset"
             )
-        self._source = FlowSource(_named(name, version=version, variant=variant), samples)
+        in_pool = isinstance(name, str) and name.startswith(POOL)
+        if in_pool and samples is not None:
+            raise OptionError(
+                f"{name!r} with samples: the pool holds stored datasets; leave out one of the two"
+            )
+        ref = _named(name.removeprefix(POOL) if in_pool else name, version=version, variant=variant)
+        self._source = FlowSource(ref, samples, in_pool)
         return self
 
     def map(

@@ -9,6 +9,8 @@ from typing import Any
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.caches.capacity import parse_capacity
 from torch_dpflow.checks import MAX_INT64, MIN_INT64, check_int, check_type
+from torch_dpflow.dataservice.pool_address import AddressLike, find_address
+from torch_dpflow.dataservice.pooled import PooledDataset
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.sample_reader import check_how_to_read
 from torch_dpflow.datasets.storage import ReadOptions
@@ -34,6 +36,8 @@ class LocalDataLoadFlowReader:
         check: compare each sample's bytes with its checksum, if the dataset has one; None: only of samples that do not
             come from local files.
         metadata_cache: bytes of metadata that each process keeps, and that all forked from one keep together.
+        pool: where the pool is from whose memory samples come, as for `PooledDataset`: "auto" or an address. None: the
+            one that "auto" finds, for datasets that are named pool://..., and storage for all others.
 
     Raises:
         OptionError, OptionTypeError: an argument is not allowed.
@@ -50,6 +54,7 @@ class LocalDataLoadFlowReader:
         read_options: ReadOptions | None = None,
         check: bool | None = None,
         metadata_cache: int = 64 << 20,
+        pool: AddressLike | None = None,
     ) -> None:
         if cache is not None:
             _check_capacity(cache)
@@ -58,6 +63,7 @@ class LocalDataLoadFlowReader:
             check_type(
                 "store", store, (DatasetStore, str, os.PathLike), "a DatasetStore, its path or URL, or None"
             )
+        self._pool = None if pool is None else find_address(pool)
         self._cache = cache
         self._seed = None if seed is None else check_int("seed", seed, minimum=MIN_INT64, maximum=MAX_INT64)
         self._store = DatasetStore(os.fspath(store)) if isinstance(store, str | os.PathLike) else store
@@ -90,7 +96,10 @@ class LocalDataLoadFlowReader:
             return source.samples
         if self._store is None:
             raise UsageError(f"{source} is in a store, and this reader has none; give it one, as store=…")
-        return DatasetReader(self._store.open(source.ref), **self._reading)
+        stored = self._store.open(source.ref)
+        if source.in_pool or self._pool is not None:
+            return PooledDataset(stored, "auto" if self._pool is None else self._pool, **self._reading)
+        return DatasetReader(stored, **self._reading)
 
 
 def _check_capacity(cache: int | str) -> None:

@@ -27,7 +27,7 @@ from torch_dpflow.remote.access.cluster_address import default_connection_file
 from torch_dpflow.remote.access.connection_file import generate_keys, read_key_file
 from torch_dpflow.remote.observe.metrics_server import check_metrics_address
 from torch_dpflow.remote.observe.page_access import PagePlace, check_page
-from torch_dpflow.remote.process.roles import COORDINATOR, KEEPER, PAGE
+from torch_dpflow.remote.process.roles import COORDINATOR, KEEPER, PAGE, POOL
 from torch_dpflow.remote.process.spec import ClusterPlace, MemberPlace
 from torch_dpflow.remote.services.host_processes import (
     check_installed,
@@ -58,6 +58,8 @@ class ClusterOptions:
         web: HOST:PORT at which people find the live page; None: nowhere.
         web_token_file: the path of a file with the token that its readers need, which is needed for any HOST but this
             machine's own; None: they need none.
+        pool_memory: bytes of a server of the pool, which holds datasets in memory for this user on this host;
+            None: there is none.
         log: how its processes log.
         preload: modules to import once for all workers, as "torchvision" (2 s and 130 MB a worker less): workers start
             at once and share their memory. Not derived from flows: a client must not choose what the fork server
@@ -84,6 +86,7 @@ class ClusterOptions:
     metrics_public: bool = False
     web: str | None = None
     web_token_file: str | None = None
+    pool_memory: int | None = None
     log: LogOptions = field(default_factory=LogOptions)
     preload: Sequence[str] = ()
     platform: str | None = None
@@ -234,6 +237,8 @@ class LocalCluster:
         page = options.page_place(vacant=False)
         if page is not None:
             own.append(Launch(PAGE, PAGE, msgspec.msgpack.encode(page)))
+        if options.pool_memory is not None:
+            own.append(Launch(POOL, POOL, msgspec.msgpack.encode(options.pool_memory)))
         node = Node(place, own, fork_platform(options.preload), members=members)
         self._announcement.track(lambda: node.address_of(COORDINATOR))
         return node

@@ -17,7 +17,7 @@ from torch_dpflow.platforms.base import Handle, Platform, ProcessSpec, require_s
 from torch_dpflow.platforms.local import DESCRIPTORS
 from torch_dpflow.platforms.members import PlatformSpec
 from torch_dpflow.remote.control.supervision import CleanUp, Kill, Spawn, Supervisor, SupervisorInstruction
-from torch_dpflow.remote.process.roles import COORDINATOR, KEEPER, PAGE, ROLES, main
+from torch_dpflow.remote.process.roles import COORDINATOR, KEEPER, PAGE, POOL, ROLES, main
 from torch_dpflow.remote.process.spec import ClusterPlace, ServiceSpec, subjects_of
 from torch_dpflow.remote.process.suspend_aware_clock import SuspendAwareClock
 from torch_dpflow.remote.rpc import LATER, IncomingCall, Later, Result, RpcServer, ServerOptions
@@ -85,8 +85,8 @@ class Node:
 
     Args:
         place: the sockets, keys and token of its processes.
-        own: the processes that it keeps running whatever is desired: the coordinator, a keeper, the live page. None of
-            them on a host that has joined a cluster.
+        own: the processes that it keeps running whatever is desired: the coordinator, a keeper, the live page, a
+            server of the pool. None of them on a host that has joined a cluster.
         platform: starts its processes; closed with the node.
         roles: those that may be desired.
         members: where workers run, for the keeper; None: this platform runs them.
@@ -304,7 +304,7 @@ class Node:
     def _on_desire(self, call: IncomingCall) -> None:
         desired: Desire = call.body
         for launch in desired.launches:
-            if launch.role not in self._roles or launch.id in (COORDINATOR, KEEPER, PAGE):
+            if launch.role not in self._roles or launch.id in (COORDINATOR, KEEPER, PAGE, POOL):
                 raise UsageError(f"{launch.id!r}: a node runs no process of role {launch.role!r} for clients")
         self._elsewhere = desired.elsewhere
         self._apply(self._supervisor.desire([*self._own, *desired.launches], self._clock()))

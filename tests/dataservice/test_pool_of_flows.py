@@ -1,0 +1,81 @@
+"""The pool where stored datasets are named: in flows, and below a reader."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dataservice.pool_servers import inner_server
+from tests.datasets.samples_source import Numbered, numbers, publish
+from tests.shared_cluster import PATIENCE_S
+from torch_dpflow import PooledDataset
+from torch_dpflow.dataservice import DataClient
+from torch_dpflow.datasets import DatasetStore, StoredDataset
+from torch_dpflow.datasets.reader import DatasetReader
+from torch_dpflow.errors import OptionError
+from torch_dpflow.flows import DataLoadFlow, LocalDataLoadFlowReader
+
+COUNT = 12
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DatasetStore:
+    return DatasetStore.create(str(tmp_path / "datasets"))
+
+
+@pytest.fixture
+def stored(store: DatasetStore) -> StoredDataset:
+    return publish(store, Numbered(COUNT))
+
+
+@pytest.fixture
+def pool(tmp_path: Path, stored: StoredDataset, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The address of a server that holds the dataset, whose files are gone."""
+    with inner_server(tmp_path / "p", 1 << 20):
+        DataClient(tmp_path / "p", silence_s=PATIENCE_S).preload(stored)
+        for pack in {stored.data_url(one).removeprefix("file://") for one in stored.samples()}:
+            Path(pack).unlink()
+        yield tmp_path / "p"
+
+
+def samples_of(flow: DataLoadFlow, reader: LocalDataLoadFlowReader) -> list[Any]:
+    mapped = flow.prepare_read(reader).to_mapped()
+    samples = mapped.__getitems__([*range(COUNT)])
+    mapped._samples._samples.close()
+    return samples
+
+
+def test_flows_read_what_they_name_in_the_pool(
+    store: DatasetStore, pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPFLOW_POOL", str(pool))
+    flow = DataLoadFlow("example/numbers", version=1).dataset("pool://core/numbers:v1:train")
+    assert str(flow) == "Dataset(pool://core/numbers:v1:train)"
+    assert samples_of(flow, LocalDataLoadFlowReader(store)) == numbers(COUNT)
+    again = DataLoadFlow("example/numbers", version=1).dataset("pool://core/numbers", "v1", "train")
+    assert again.source.is_same(flow.source)
+    plain = DataLoadFlow("example/numbers", version=1).dataset("core/numbers:v1:train")
+    assert not plain.source.is_same(flow.source)
+    with pytest.raises(OptionError, match="leave out one of the two"):
+        flow.dataset("pool://core/numbers", samples=[1])
+
+
+def test_a_flows_reader_is_told_of_the_pool(store: DatasetStore, pool: Path) -> None:
+    flow = DataLoadFlow("example/numbers", version=1).dataset("core/numbers:v1:train")
+    assert samples_of(flow, LocalDataLoadFlowReader(store, pool=pool)) == numbers(COUNT)
+
+
+def test_a_reader_reads_through_the_pool(stored: StoredDataset, pool: Path) -> None:
+    client = DataClient(pool, silence_s=PATIENCE_S)
+    with closing(DatasetReader(stored, through=client.samples(stored))) as reader:
+        assert reader.read_each(range(COUNT)) == numbers(COUNT)
+        with closing(pickle.loads(pickle.dumps(reader))) as copy:
+            assert copy.read_each(range(COUNT)) == numbers(COUNT)
+    with closing(pickle.loads(pickle.dumps(PooledDataset(stored, pool)))) as copy:
+        assert copy.read_each(range(COUNT)) == numbers(COUNT)
+        assert (copy.hits, copy.misses) == (COUNT, 0)

@@ -1,0 +1,75 @@
+"""The samples of a stored dataset that are in the pool: what a reader of the dataset may read through."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch_dpflow.announcing import Order
+from torch_dpflow.dataservice.pool_address import PoolAddress
+from torch_dpflow.dataservice.reading import SetReading
+from torch_dpflow.dataservice.sources import identity_of, source_of
+from torch_dpflow.datasets.storage.per_process import PerProcess
+from torch_dpflow.datasets.store import StoredDataset
+
+
+class PoolSamples:
+    """For `DatasetReader(stored, through=...)`. Thread-safe; each process has connections of its own.
+
+    Raises OptionTypeError: an option of the storage is not text, a number or a list of such.
+    """
+
+    def __init__(
+        self,
+        stored: StoredDataset,
+        address: PoolAddress,
+        silence_s: float,
+        storage_options: Mapping[str, Any] | None,
+    ) -> None:
+        self._address, self._silence_s = address, silence_s
+        self._source, self._identity = source_of(stored, storage_options), identity_of(stored)
+        #: The name of the order that was announced, and the process that has announced it.
+        self._order: str | None = None
+        self._announcer = 0
+        self._prepare()
+
+    @property
+    def hits(self) -> int:
+        """Samples that this process has got from memory."""
+        return self._reading.get().hits
+
+    @property
+    def misses(self) -> int:
+        """Samples that were not there for this process."""
+        return self._reading.get().misses
+
+    def read(self, numbers: Sequence[int], lengths: Sequence[int | None]) -> list[bytes | None]:
+        """A copy of each sample that is in memory, or read ahead; None for the others."""
+        return self._reading.get().read(numbers, lengths, self._order)
+
+    def announce_order(self, order: Order, spread: int) -> None:
+        """Have the server read ahead what it has no room for."""
+        if self._announcer != os.getpid():
+            # Ranks that are forked from one process read each in an order of its own.
+            self._announcer, self._order = os.getpid(), secrets.token_hex(8)
+        assert self._order is not None
+        self._reading.get().announce(self._order, order, spread)
+
+    def close(self) -> None:
+        """End this process's connections. It may be used again."""
+        reading = self._reading.drop()
+        if reading is not None:
+            reading.close()
+
+    def _prepare(self) -> None:
+        source, identity = self._source, self._identity
+        self._reading = PerProcess(lambda: SetReading(self._address, source, identity, self._silence_s))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_reading"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
