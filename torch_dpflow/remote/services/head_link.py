@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Callable
 from typing import Literal
 
 from torch_dpflow._version import __version__
@@ -54,8 +55,12 @@ class Joining:
             len(os.sched_getaffinity(0)),
         )
 
-    def join(self, patience_s: float = JOIN_S) -> NodeJoined:
-        """Join. Raises UsageError with the cluster's reason if it refuses, or does not answer in time."""
+    def join(self, patience_s: float = JOIN_S, *, is_over: Callable[[], bool] = lambda: False) -> NodeJoined:
+        """Join.
+
+        is_over: whether to give up, whatever time there is left.
+        Raises UsageError with the cluster's reason if it refuses, or does not answer in time.
+        """
         deadline, backoff = time.monotonic() + patience_s, Backoff()
         with self._cluster.connect(timeout_s=ANSWER_S) as head:
             while True:
@@ -63,11 +68,11 @@ class Joining:
                     joined: NodeJoined = head.call("join_node", self._body, reply_type=NodeJoined).body
                     return joined
                 except RemoteCallError as error:
-                    is_late = time.monotonic() >= deadline
+                    is_late = is_over() or time.monotonic() >= deadline
                     if is_late or error.kind is not ErrorKind.OVERLOADED:
                         raise UsageError(error.text) from error
                 except DPFlowError as error:
-                    if time.monotonic() >= deadline:
+                    if is_over() or time.monotonic() >= deadline:
                         raise UsageError(self._unanswered(patience_s)) from error
                 time.sleep(backoff.pause_s())
 
@@ -189,15 +194,17 @@ class HeadLink:
         SERVICE.warning("the cluster has given this node up, or was started anew; ending all, joining again")
         self._local.call("desire", Desire([]))
         self._applied = None
-        while not self._node.is_vacant:
+        while not (self._node.is_vacant or self._closes):
             time.sleep(_POLL_S)
-        if self._leaves_since:
-            self._node.stop()
-            return
         try:
-            self._joined = self._joining.join()
+            if not self.leaves:
+                self._joined = self._joining.join(is_over=lambda: self.leaves or self._closes)
         except UsageError as error:
-            self._end(str(error))
+            if not (self.leaves or self._closes):
+                self._end(str(error))
+                return
+        if self.leaves or self._closes:
+            self._node.stop()
             return
         self._node.begin(self._joined.token, self._joined.generation * _MOST_STARTS)
         SERVICE.info("joined again")
