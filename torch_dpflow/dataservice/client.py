@@ -13,6 +13,7 @@ import numpy.typing as npt
 from torch_dpflow.checks import check_seconds
 from torch_dpflow.dataservice.arrays import array_set
 from torch_dpflow.dataservice.guards import check_keys
+from torch_dpflow.dataservice.pixels import Transform, push_decoded
 from torch_dpflow.dataservice.pool_address import AddressLike, find_address
 from torch_dpflow.dataservice.pool_connection import PoolConnection
 from torch_dpflow.dataservice.pool_samples import PoolSamples
@@ -22,9 +23,9 @@ from torch_dpflow.dataservice.protocol import ArraySource, SetInfo
 from torch_dpflow.dataservice.pushing import appended_source, push, pushed_source
 from torch_dpflow.dataservice.record_paths import RecordPaths
 from torch_dpflow.dataservice.sources import identity_of, source_of
-from torch_dpflow.datasets.sample_reader import Sample
+from torch_dpflow.datasets.sample_reader import Sample, SampleReader
 from torch_dpflow.datasets.store import StoredDataset
-from torch_dpflow.errors import StorageError, UsageError
+from torch_dpflow.errors import OptionError, StorageError, UsageError
 
 
 class DataClient:
@@ -60,18 +61,36 @@ class DataClient:
         fit: Literal["all", "part"] = "all",
         on_error: Literal["raise", "skip"] = "raise",
         progress: Callable[[SetInfo], None] = lambda info: None,
+        transform: Transform | None = None,
+        rank: int = 0,
+        world: int = 1,
     ) -> SetInfo:
         """Load a dataset, or an array from `open_array`, which stays until it is unloaded; returns once it is there.
 
         fit: "part" holds as much as there is room for, where "all" refuses.
         on_error: "skip" leaves samples that cannot be read to those who read them; the result counts them.
         progress: called about ten times a second.
+        transform: of a dataset: decodes the bytes of a sample, in this process, to an array of a shape that all have.
+            The pool then holds these, as a set of its own that is read through the result's `pushed`, and is lost with
+            its server as what `push` holds. Another transform makes another set. Where it
+            raises, what was pushed stays.
+        rank, world: with a transform, this process decodes every world-th part alone, from its rank on.
 
         Raises:
             PoolFullError: there is no room for all of it.
+            OptionError: `fit` and `on_error` are not for transforms; or as its arrays differ in shape.
             StorageError: a sample could not be read.
             PeerLostError: there is no server, or it has died.
         """
+        if transform is not None:
+            if isinstance(stored, ArraySource) or (fit, on_error) != ("all", "raise"):
+                raise OptionError(
+                    "transform= is for datasets of a store, held as a whole, without fit= and on_error="
+                )
+            reader = SampleReader(stored, storage_options=self._storage_options)
+            return push_decoded(
+                self._address, stored, transform, reader, rank=rank, world=world, progress=progress
+            )
         source, identity = source_of(stored, self._storage_options), identity_of(stored)
         with PoolConnection(self._address) as connection:
             info = connection.preload(source, identity, whole=fit == "all", progress=progress)

@@ -17,7 +17,14 @@ import numpy.typing as npt
 from torch_dpflow.dataservice.arrays import array_identity, array_set
 from torch_dpflow.dataservice.pool_address import AddressLike
 from torch_dpflow.dataservice.pool_connection import PoolConnection
-from torch_dpflow.dataservice.protocol import ArraySource, PreloadSet, PushStripe, SetInfo
+from torch_dpflow.dataservice.protocol import (
+    ArraySource,
+    PreloadSet,
+    PushStripe,
+    RecordStates,
+    SetInfo,
+    WantRecords,
+)
 from torch_dpflow.dataservice.regions import PUSH_SEALS
 from torch_dpflow.datasets.names import DatasetRef, next_version
 from torch_dpflow.errors import OptionError, OptionTypeError, PoolFullError
@@ -96,6 +103,9 @@ def push(
         for stripe in range(source.shared, rows.stripes) if stripes is None else stripes:
             if info.error:
                 raise PoolFullError(f"{source.ref}: {info.error}")
+            asked, _ = connection.ask(WantRecords(rows.identity, [stripe * rows.blocks_per_stripe], 0.0))
+            if isinstance(asked, RecordStates) and stripe in asked.stripes:
+                continue
             own = rows.records_of(stripe)
             content = rows_of(own.start, own.stop)
             if (content.dtype, content.shape) != (rows.dtype, (len(own), *rows.shape)):

@@ -1,0 +1,101 @@
+"""Samples that clients decode and push: each rank its part, one set for each transform."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.dataservice.pool_servers import inner_server
+from tests.datasets.samples_source import Numbered, content, publish
+from tests.shared_cluster import PATIENCE_S
+from torch_dpflow.dataservice import DataClient
+from torch_dpflow.dataservice import sets as layouts
+from torch_dpflow.datasets import DatasetStore, StoredDataset
+from torch_dpflow.errors import OptionError, PeerLostError
+
+COUNT = 40
+
+
+class Decode:
+    """The first bytes as a picture of 2 x 3, and how often it was asked."""
+
+    def __init__(self, shift: int = 0) -> None:
+        self.shift = shift
+        self.calls: list[bytes] = []
+
+    def __call__(self, content: bytes) -> np.ndarray:
+        self.calls.append(content)
+        return np.frombuffer(content.ljust(6)[:6], np.uint8).reshape(2, 3) + np.uint8(self.shift)
+
+    def __getstate__(self) -> int:
+        return self.shift
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[DataClient]:
+    """A client of a server in a thread."""
+    with (
+        inner_server(tmp_path / "p", 1 << 20),
+        closing(DataClient(tmp_path / "p", silence_s=PATIENCE_S)) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> StoredDataset:
+    return publish(DatasetStore.create(str(tmp_path / "datasets")), Numbered(COUNT))
+
+
+def expected(shift: int) -> np.ndarray:
+    return np.stack([Decode(shift)(content(number)) for number in range(COUNT)])
+
+
+def test_pixels_are_decoded_once_and_read_by_everybody(stored: StoredDataset, client: DataClient) -> None:
+    decode = Decode()
+    info = client.preload(stored, transform=decode)
+    assert (info.records, info.loaded) == (COUNT, COUNT)
+    assert info.pushed is not None
+    assert np.array_equal(np.asarray(client.read_batch(info.pushed, range(COUNT))), expected(0))
+    assert len(decode.calls) == COUNT + 1  # the first one tells the shape
+    client.preload(stored, transform=decode)
+    assert len(decode.calls) == COUNT + 2
+    other = client.preload(stored, transform=Decode(1)).pushed
+    assert other is not None
+    assert other != info.pushed
+    assert np.array_equal(np.asarray(client.read_batch(other, range(COUNT))), expected(1))
+
+
+def test_each_rank_decodes_its_part(
+    stored: StoredDataset, client: DataClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = layouts.ArraySet.__init__
+    monkeypatch.setattr(
+        layouts.ArraySet,
+        "__init__",
+        lambda self, identity, records, dtype, shape: usual(self, identity, records, dtype, shape, 18, 18),
+    )
+    first, second = Decode(), Decode()
+    half = client.preload(stored, transform=first, rank=0, world=2)
+    assert half.loaded < COUNT
+    whole = client.preload(stored, transform=second, rank=1, world=2)
+    assert whole.loaded == COUNT
+    assert len(first.calls) + len(second.calls) == COUNT + 2
+    assert whole.pushed == half.pushed
+    assert whole.pushed is not None
+    assert np.array_equal(np.asarray(client.read_batch(whole.pushed, range(COUNT))), expected(0))
+    client.unload(whole.pushed)
+    with pytest.raises(PeerLostError, match="push it"):
+        client.read(whole.pushed, 3)
+
+
+def test_what_cannot_be_decoded_to_one_shape_is_refused(stored: StoredDataset, client: DataClient) -> None:
+    with pytest.raises(OptionError, match="for the first; have it crop, resize or pad to one shape"):
+        client.preload(stored, transform=lambda content: np.frombuffer(content, np.uint8))
+    with pytest.raises(OptionError, match="rank=2 of world=2"):
+        client.preload(stored, transform=Decode(), rank=2, world=2)
+    with pytest.raises(OptionError, match="transform= is for datasets of a store"):
+        client.preload(stored, transform=Decode(), fit="part")

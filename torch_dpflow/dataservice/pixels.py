@@ -1,0 +1,76 @@
+"""Samples of a stored dataset in decoded form: clients decode each once, and push rows of one shape into the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_dpflow.checks import check_int
+from torch_dpflow.dataservice.arrays import array_set
+from torch_dpflow.dataservice.pool_address import AddressLike
+from torch_dpflow.dataservice.protocol import ArraySource, SetInfo
+from torch_dpflow.dataservice.pushing import push
+from torch_dpflow.dataservice.sources import identity_of
+from torch_dpflow.datasets.sample_reader import SampleReader
+from torch_dpflow.datasets.store import StoredDataset
+from torch_dpflow.errors import DPFlowError, OptionError
+from torch_dpflow.remote.parcel.fingerprint import fingerprint
+
+#: The bytes of a sample to an array.
+Transform: TypeAlias = Callable[[bytes], npt.ArrayLike]
+
+
+def push_decoded(
+    address: AddressLike,
+    stored: StoredDataset,
+    transform: Transform,
+    reader: SampleReader,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    progress: Callable[[SetInfo], None] = lambda info: None,
+) -> SetInfo:
+    """Decode the stripes of this rank, every world-th one from its own number on, and push them.
+
+    Raises:
+        OptionError: the transform gives arrays of several shapes or types, or such as cannot be held.
+        StorageError, and what the transform raises: a sample cannot be read or decoded; what was pushed stays.
+        PoolFullError, PeerLostError: as for `push`.
+    """
+    check_int("world", world, minimum=1)
+    if check_int("rank", rank, minimum=0) >= world:
+        raise OptionError(f"rank={rank} of world={world}: give one below it")
+    with closing(reader):
+        decoding = _Decoding(reader, transform)
+        # A transform that differs makes another set: its fingerprint is that of flows' stages.
+        name, like = f"{stored.ref} by {fingerprint(transform)}", decoding.like
+        shape = [len(stored), *like.shape]
+        source = ArraySource(ref=name, dtype=like.dtype.str, shape=shape, stamp=identity_of(stored).hex())
+        stripes = range(rank, array_set(source).stripes, world)
+        return push(address, source, decoding.rows, stripes=stripes, progress=progress)
+
+
+class _Decoding:
+    """Rows of decoded samples. Raises what reading and decoding the first sample does."""
+
+    def __init__(self, reader: SampleReader, transform: Transform) -> None:
+        self._reader, self._transform = reader, transform
+        self.like = np.asarray(transform(reader.read(0)[0]))
+
+    def rows(self, first: int, stop: int) -> npt.NDArray[Any]:
+        out = np.empty((stop - first, *self.like.shape), self.like.dtype)
+        for at, sample in enumerate(self._reader.read_each(range(first, stop))):
+            if isinstance(sample, DPFlowError):
+                raise sample
+            one = np.asarray(self._transform(sample[0]))
+            if (one.dtype, one.shape) != (self.like.dtype, self.like.shape):
+                raise OptionError(
+                    f"the transform gives {one.dtype}{one.shape} for sample {first + at} of {self._reader.stored.ref}, "
+                    f"and {self.like.dtype}{self.like.shape} for the first; have it crop, resize or pad to one shape"
+                )
+            out[at] = one
+        return out
