@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.control.allotment import max_min, parts_of
+from torch_dpflow.remote.control.allotment import max_min, parts_of, spread
 from torch_dpflow.remote.wire.coordinator import ClusterLimits, Part
 from torch_dpflow.remote.wire.flow_spec import MIN_MEMORY, FlowSpec
 
@@ -73,3 +73,25 @@ def test_parts_are_max_min_fair(wishes: list[int], total: int) -> None:
         assert 0 <= part <= wish
         # Who does not get the wish has as much as anybody, but for what cannot be divided.
         assert part == wish or part >= max(parts) - 1
+
+
+@given(
+    shards=st.integers(1, 8),
+    workers=st.integers(0, 20),
+    memory=st.integers(8, 64).map(lambda count: count * MIN_MEMORY),
+    nodes=st.integers(1, 20),
+    may_rest=st.booleans(),
+)
+def test_a_flow_has_a_shard_for_each_node_that_it_has_a_worker_for(
+    shards: int, workers: int, memory: int, nodes: int, may_rest: bool
+) -> None:
+    part = Part(shards, max(workers, 0 if may_rest else shards), memory)
+    found = spread(part, nodes, may_rest=may_rest)
+    assert (found.workers, found.memory_bytes) == (part.workers, part.memory_bytes)
+    assert shards <= found.shards <= max(shards, nodes)
+    assert found.memory_bytes // found.shards >= MIN_MEMORY
+    if may_rest:
+        assert found.shards == max(shards, min(nodes, memory // MIN_MEMORY)), "whatever workers there are"
+    else:
+        assert found.shards <= found.workers
+    assert spread(part, 1, may_rest=may_rest) == part

@@ -146,3 +146,28 @@ def test_a_node_that_leaves_keeps_its_workers_until_others_have_its_keys() -> No
     after = launches_of(spec(), Part(1, 1, 1000), there, nodes=["b"])
     assert ids(after, "shard") == ["shard-b-000", "shard-a-000"], "jobs may read from it still"
     assert ids(after, "worker") == ["shard-b-000/worker-0"]
+
+
+def owners(launches: list[Launch]) -> list[str]:
+    """The shards that the router is told to give keys to."""
+    (router,) = (one for one in launches if one.role == "router")
+    told = msgspec.msgpack.decode(router.settings, type=RouterSettings).shards
+    return [id.removeprefix("f@1/") for id in told]
+
+
+def test_shards_keep_their_keys_until_all_that_are_to_have_them_listen() -> None:
+    """A node's first process imports torch for seconds, for which jobs would have nobody to ask."""
+    old = [ProcessView("f@1/shard-000", "shard", 1, 9, "tcp://x:1", {"keys": 100}), *workers(0, 2)]
+    a = ProcessView("f@1/shard-a-000", "shard", 1, 9, "", {}, node="a")
+    b = ProcessView("f@1/shard-b-000", "shard", 1, 9, "tcp://b:1", {}, node="b")
+    before = launches_of(spec(), Part(2, 2, 1000), [*old, a, b], nodes=["a", "b"])
+    assert owners(before) == ["shard-000", "shard-b-000"]
+    assert {"shard-000/worker-0", "shard-000/worker-1"} < {*ids(before, "worker")}
+    a = msgspec.structs.replace(a, address="tcp://a:1")
+    after = launches_of(spec(), Part(2, 2, 1000), [*old, a, b], nodes=["a", "b"])
+    assert owners(after) == ["shard-a-000", "shard-b-000"]
+
+
+def test_a_shard_that_is_dead_keeps_no_keys() -> None:
+    dead = ProcessView("f@1/shard-a-000", "shard", 1, 0, "", {"keys": 100}, runs=False, node="a")
+    assert owners(launches_of(spec(), Part(1, 1, 1000), [dead], nodes=["b"])) == ["shard-b-000"]
