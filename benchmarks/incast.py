@@ -1,27 +1,42 @@
 """Reading batches from many servers at once over one line: everything at once, Algorithm 1 of the paper, our window.
 
-    python -m benchmarks.incast --simulate [--json | --markdown] [--rounds N] [--quick]
+    python -m benchmarks.incast [--simulate] [--json | --markdown] [--rounds N] [--quick]
 
-Simulated time (`benchmarks.incast_network`): 100 Mbit/s, 64 KiB of buffer at the switch, 0.2 ms there and back,
-batches of 64 records, one after the other. Algorithm 1 is repaired (`torch_dpflow.dataservice.window` says of what)
-and told the line's rate and latency; our window is told nothing. The paper states no figures. No figure depends on
-the machine; a round is another order of the records.
+Real TCP (`benchmarks.incast_line`, which takes root): 32 connections, one to each of 32 addresses of a server of the
+pool, 100 Mbit/s, 64 KiB of buffer at the switch, batches of 64 records of 16 kB.
+
+Simulated time (`--simulate`, `benchmarks.incast_network`): the same line with 0.2 ms there and back, 1 to 128 servers,
+three sizes of records. No figure depends on the machine there; a round is another order of the records.
+
+Algorithm 1 is repaired (`torch_dpflow.dataservice.window` says of what) and told the line's rate and latency; our
+window is told nothing. The paper states no figures.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
+import tempfile
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
 import numpy as np
 
+from benchmarks import incast_line
 from benchmarks.incast_network import PAYLOAD_BYTES, Line, Network
-from benchmarks.report import Comparison, Figures, Metric, add_arguments, publish
+from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
+from torch_dpflow.dataservice import DataClient
 from torch_dpflow.dataservice.placement import place
 from torch_dpflow.dataservice.sets import ArraySet, FileSet, RecordSet, identity
+from torch_dpflow.dataservice.sources import identity_of
 from torch_dpflow.dataservice.window import BatchWindow, MeasuredWindow, StagedWindow, Unbounded
+from torch_dpflow.datasets import DatasetStore, Draft
+from torch_dpflow.datasets.importers.iterable import IterableImporter
+from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
+from torch_dpflow.testing.hosts import missing
 
 BATCH = 64
 SERVERS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -128,16 +143,46 @@ def simulate(names: Sequence[str], servers: Sequence[int], batches: int, rounds:
     ]
 
 
+def run_real(batches: int, rounds: int) -> Comparison:
+    """Every side over the same line, in turns."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        write_connection_file(folder / "keys", generate_keys(""))
+        store = DatasetStore.create(str(folder / "datasets"))
+        draft = Draft(store, "core/records", "v1")
+        chance = np.random.default_rng(0)
+        contents = ((chance.bytes(incast_line.RECORD_BYTES), {}) for _ in range(incast_line.RECORDS))
+        draft.add("train", IterableImporter(contents, name="records"))
+        draft.publish()
+        stored = store.open("core/records:v1:train")
+        line = stack.enter_context(incast_line.switched_line())
+        stack.enter_context(incast_line.incast_servers(line, folder))
+        DataClient(folder / "pool").preload(stored)
+        seeds = itertools.count()
+        sides = {
+            side: lambda side=side: incast_line.measure_line(
+                line, side, batches, next(seeds), folder, identity_of(stored)
+            )
+            for side in incast_line.windows()
+        }
+        return alternate("incast", "real TCP, files of 16 kB, 32 servers", sides, rounds=rounds)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.incast", description=__doc__)
     add_arguments(parser, rounds=3)
-    parser.add_argument("--simulate", action="store_true", required=True, help="in simulated time")
+    parser.add_argument("--simulate", action="store_true", help="in simulated time")
     parser.add_argument("--batches", type=int, default=10, help="of one reader (default: %(default)s)")
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.batches <= RECORDS // BATCH:
         parser.error(f"--batches {arguments.batches}: 1 to {RECORDS // BATCH} are allowed")
-    if arguments.quick:
+    if not arguments.simulate:
+        if reason := missing():
+            parser.error(f"{reason}; --simulate takes nothing")
+        batches, rounds = (3, 1) if arguments.quick else (arguments.batches, arguments.rounds)
+        comparisons = [run_real(batches, rounds)]
+    elif arguments.quick:
         comparisons = simulate(["files of 16 kB"], [1, 32], 3, 1)
     else:
         comparisons = simulate([*SETS], SERVERS, arguments.batches, arguments.rounds)

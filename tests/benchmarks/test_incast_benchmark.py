@@ -47,4 +47,4 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["workload"] for line in lines] == ["files of 16 kB, 1 server", "files of 16 kB, 32 servers"]
     with pytest.raises(SystemExit):
-        incast.main([])
+        incast.main(["--simulate", "--batches", "0"])

@@ -1,0 +1,194 @@
+"""Who has no keys, or speaks nonsense: gets nothing, costs nothing that grows, and disturbs no other lane."""
+
+from __future__ import annotations
+
+import random
+import socket
+import ssl
+import struct
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.dataservice.pool_servers import server
+from tests.datasets.samples_source import Numbered, numbers, publish
+from tests.shared_cluster import PATIENCE_S
+from torch_dpflow import PooledDataset
+from torch_dpflow.dataservice import DataClient
+from torch_dpflow.dataservice.guards import HELLO_BYTES, connect_stream, guard_of, receive_exactly
+from torch_dpflow.dataservice.pool_address import PoolAddress, find_address
+from torch_dpflow.dataservice.protocol import MOST_RECORDS
+from torch_dpflow.dataservice.sources import identity_of
+from torch_dpflow.dataservice.wire import (
+    ANSWER_BYTES,
+    CONTROL,
+    ENTRY_BYTES,
+    LANE,
+    RecordRequest,
+    hello,
+    purpose_of,
+    read_header,
+    read_table,
+    take_request,
+)
+from torch_dpflow.datasets import DatasetStore, StoredDataset
+from torch_dpflow.errors import MessageError
+from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
+
+COUNT = 40
+#: What a server's memory may vary by while strangers come and go, bytes.
+SLACK_BYTES = 16 << 20
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> StoredDataset:
+    return publish(DatasetStore.create(str(tmp_path / "datasets")), Numbered(COUNT))
+
+
+@contextmanager
+def tcp_server(folder: Path, *, trust_network: bool) -> Iterator[tuple[PoolAddress, psutil.Process]]:
+    """A server of its own process, which listens to other hosts."""
+    write_connection_file(folder / "keys", generate_keys("", certificates=True))
+    more = ["--listen", "tcp://127.0.0.1:0", "--connection", str(folder / "keys")]
+    with server(folder / "p", more=more + ["--trust-network"] * trust_network) as process:
+        address = process.said.rpartition(" and at ")[2].partition(",")[0]
+        found = find_address(address, folder / "keys", trust_network=trust_network)
+        yield found, psutil.Process(process.pid)
+
+
+def malformed(chance: random.Random) -> bytes:
+    """A request that something is wrong with, or bytes of any kind."""
+    count = chance.choice([0, 1, 2, 40, MOST_RECORDS, MOST_RECORDS + 1, 1 << 31])
+    records = [chance.choice([-1, 0, COUNT, 1 << 62]) for _ in range(min(count, 40))]
+    frame = bytearray(RecordRequest(chance.randbytes(16), records).pack())
+    frame[4:8] = struct.pack("<I", count)
+    for _ in range(chance.randrange(4)):
+        frame[chance.randrange(len(frame))] ^= 1 << chance.randrange(8)
+    return bytes(frame) if chance.random() < 0.8 else chance.randbytes(chance.randrange(1, 100))
+
+
+@pytest.mark.parametrize("frames", [5_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_frames_of_any_bytes_are_taken_or_refused(frames: int) -> None:
+    chance = random.Random(1)
+    refused, buffer = 0, bytearray()
+    for _ in range(frames):
+        buffer += malformed(chance)
+        try:
+            while (request := take_request(buffer)) is not None:
+                assert 1 <= len(request.records) <= MOST_RECORDS
+        except MessageError:
+            refused += 1
+            buffer.clear()
+        assert len(buffer) <= 8 * MOST_RECORDS + 200
+        content = chance.randbytes(ANSWER_BYTES)
+        with suppress(MessageError):
+            read_header(content)
+        with suppress(MessageError):
+            read_table(chance.randbytes(ENTRY_BYTES * chance.randrange(1, 4)))
+        with suppress(MessageError):
+            purpose_of(chance.randbytes(HELLO_BYTES))
+    assert refused > frames // 100  # a frame of many records swallows those behind it
+
+
+def answer_to(address: PoolAddress, sent: bytes) -> bytes:
+    """All that a stranger is told."""
+    told = b""
+    with (
+        socket.create_connection((address.host, address.port), PATIENCE_S) as stranger,
+        suppress(OSError),
+    ):
+        stranger.sendall(sent)
+        stranger.shutdown(socket.SHUT_WR)
+        while more := stranger.recv(1 << 16):
+            told += more
+    return told
+
+
+@pytest.mark.parametrize("trust_network", [False, True])
+def test_who_proves_nothing_gets_nothing(stored: StoredDataset, tmp_path: Path, trust_network: bool) -> None:
+    chance = random.Random(2)
+    with tcp_server(tmp_path, trust_network=trust_network) as (address, _):
+        DataClient(address, silence_s=PATIENCE_S).preload(stored)
+        request = RecordRequest(identity_of(stored), [0, 1]).pack()
+        with closing(PooledDataset(stored, address, silence_s=PATIENCE_S)) as dataset:
+            assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+            for sent in (
+                b"",
+                hello(LANE) + request,
+                hello(CONTROL) + b"\x00" * 100 + request,
+                hello(LANE) + chance.randbytes(32) + chance.randbytes(32) + hello(LANE) + request,
+                b"\x16\x03\x01\x00\x05hello" + request,
+                *(chance.randbytes(chance.randrange(1, 2_000)) for _ in range(20)),
+            ):
+                told = answer_to(address, sent)
+                # A number that was drawn for a proof, or TLS' refusal; never a hello, a proof or a record.
+                assert len(told) in (0, 7, 32)
+            assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+            assert dataset.misses == 0
+
+
+def test_a_certificate_is_needed_to_be_answered(stored: StoredDataset, tmp_path: Path) -> None:
+    with tcp_server(tmp_path, trust_network=False) as (address, _):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        plain = socket.create_connection((address.host, address.port), PATIENCE_S)
+        with context.wrap_socket(plain) as stranger:
+            stranger.sendall(hello(LANE) + RecordRequest(identity_of(stored), [0]).pack())
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                stranger.recv(100)
+
+
+def test_strangers_that_say_nothing_let_others_in(stored: StoredDataset, tmp_path: Path) -> None:
+    with tcp_server(tmp_path, trust_network=True) as (address, _):
+        strangers = [socket.create_connection((address.host, address.port), PATIENCE_S) for _ in range(64)]
+        DataClient(address, silence_s=PATIENCE_S).preload(stored)
+        for one in strangers:
+            one.settimeout(PATIENCE_S)
+            assert one.recv(10) == b""  # each is turned away in its time
+            one.close()
+
+
+@pytest.mark.parametrize("lanes", [30, pytest.param(3_000, marks=pytest.mark.slow)])
+def test_lanes_that_speak_nonsense_disturb_no_other(
+    stored: StoredDataset, tmp_path: Path, lanes: int
+) -> None:
+    chance = random.Random(3)
+    with tcp_server(tmp_path, trust_network=True) as (address, process):
+        DataClient(address, silence_s=PATIENCE_S).preload(stored)
+        guard = guard_of(address, serves=False)
+        with closing(PooledDataset(stored, address, silence_s=PATIENCE_S)) as dataset:
+            assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+            before = process.memory_info().rss
+            for number in range(lanes):
+                lane = connect_stream(address, guard, LANE, PATIENCE_S)
+                with suppress(ConnectionError):
+                    lane.sendall(b"".join(malformed(chance) for _ in range(10)))
+                lane.close()
+                if number % 10 == 0:
+                    assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+            assert dataset.misses == 0
+            assert process.memory_info().rss < before + SLACK_BYTES
+
+
+def test_a_lane_that_asks_and_takes_nothing_is_not_read_from(stored: StoredDataset, tmp_path: Path) -> None:
+    request = RecordRequest(identity_of(stored), [*range(COUNT)] * (MOST_RECORDS // COUNT)).pack()
+    with tcp_server(tmp_path, trust_network=True) as (address, process):
+        DataClient(address, silence_s=PATIENCE_S).preload(stored)
+        lane = connect_stream(address, guard_of(address, serves=False), LANE, PATIENCE_S)
+        assert isinstance(lane, socket.socket)
+        before = process.memory_info().rss
+        lane.setblocking(False)
+        with suppress(BlockingIOError):  # until both sides' buffers are full
+            while True:
+                lane.send(request)
+        with closing(PooledDataset(stored, address, silence_s=PATIENCE_S)) as dataset:
+            assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+            assert dataset.misses == 0
+        assert process.memory_info().rss < before + SLACK_BYTES
+        lane.setblocking(True)
+        _, count, identity = read_header(receive_exactly(lane, ANSWER_BYTES))
+        assert (count > 0, identity) == (True, identity_of(stored))
+        lane.close()
