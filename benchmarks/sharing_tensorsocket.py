@@ -42,6 +42,10 @@ class Producer:
         #: Its ports.
         self.address = address
 
+    def elsewhere_s(self) -> float:
+        """None of its processes stands for another host's."""
+        return 0.0
+
     def loads(self) -> int:
         """Samples that it has loaded."""
         assert self._process.stdin is not None
