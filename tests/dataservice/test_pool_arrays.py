@@ -23,6 +23,7 @@ from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.dataservice import ArraySource, DataClient, PooledArray, open_array
 from torch_dpflow.dataservice.arrays import array_identity, array_set
+from torch_dpflow.dataservice.pool_address import find_address
 from torch_dpflow.dataservice.sets import ArraySet
 from torch_dpflow.errors import (
     ChecksumError,
@@ -32,6 +33,7 @@ from torch_dpflow.errors import (
     OptionTypeError,
     TruncatedObjectError,
 )
+from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 
 ROWS = np.arange(5000 * 30, dtype=np.float32).reshape(5000, 5, 6)
 
@@ -252,3 +254,20 @@ def test_what_a_client_claims_is_checked(client: DataClient) -> None:
         with pytest.raises((OptionError, OptionTypeError)):
             array_set(wrong)
     assert client.sets() == []
+
+
+def test_rows_come_over_a_network_too(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    write_connection_file(keys, generate_keys("", certificates=True))
+    source = open_array(saved(tmp_path / "rows.npy"))
+    door = find_address("tcp://127.0.0.1:0", keys)
+    with inner_server(tmp_path / "p", 64 << 20, listen=door) as serving:
+        (tmp_path / "p").rename(
+            tmp_path / "q"
+        )  # as in another container, so that its memory cannot be mapped
+        with closing(DataClient(str(serving.address), connection=keys, silence_s=PATIENCE_S)) as client:
+            client.preload(source)
+            (tmp_path / "rows.npy").unlink()
+            chosen = np.random.default_rng(1).integers(-5000, 5000, 300)
+            assert np.array_equal(as_numpy(client.read_batch(source, chosen.tolist())), ROWS[chosen])
+            assert (client.dataset(source).hits, client.dataset(source).misses) == (300, 0)

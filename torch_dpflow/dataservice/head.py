@@ -289,14 +289,12 @@ class PoolHead:
 
     def _place(self, known: KnownSet, sizes: list[int]) -> list[KeeperInstruction]:
         identity, now = known.request.identity, self._clock()
-        if known.pushed is not None:
-            return self._keeper.preload(
-                identity, sizes, now, explicit=True, whole=True, only=self._server.name
-            )
-        if known.returned or now < self._returns_until:
+        only = None if known.pushed is None else self._server.name
+        if only is None and (known.returned or now < self._returns_until):
             living = {name: stripes for name, stripes in known.returned.items() if name in self._members}
             return self._keeper.recover(identity, sizes, living, now, explicit=known.is_explicit)
-        return self._keeper.preload(identity, sizes, now, explicit=known.is_explicit, whole=known.whole)
+        how = {"explicit": known.is_explicit, "whole": known.whole}
+        return self._keeper.preload(identity, sizes, now, only=only, **how)
 
     def _obey(self, instructions: Iterable[KeeperInstruction], why: int = IDLE) -> None:
         if self._is_closed:

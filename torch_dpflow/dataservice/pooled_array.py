@@ -130,6 +130,18 @@ class PooledArray(Dataset[Rows]):
             if own.any():
                 _gather(region.memory, (begins[block_of] + within)[own], np.flatnonzero(own), out)
             is_there |= own
+        lacking = np.unique(block_of[~is_there])
+        ends = np.minimum((blocks[lacking] + 1) * rows.per_block, rows.records)
+        lengths = (ends - blocks[lacking] * rows.per_block) * rows.record_bytes
+        for at, content in zip(
+            lacking,
+            self._reading.get().fetch(blocks[lacking].tolist(), lengths.tolist()) if len(lacking) else (),
+        ):
+            if content is not None:
+                own = block_of == at
+                table = np.frombuffer(content, rows.dtype).reshape(-1, *rows.shape)
+                out[own] = table[numbers[own] % rows.per_block]
+                is_there |= own
         return np.flatnonzero(~is_there)
 
     @staticmethod

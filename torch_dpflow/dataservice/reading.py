@@ -120,6 +120,14 @@ class SetReading:
                     found.append((place[0], begins))
         return found
 
+    def fetch(self, records: Sequence[int], lengths: Sequence[int]) -> list[bytes | None]:
+        """A copy of each record that a server of another host holds, and has looked up by `places`; else None."""
+        found: list[bytes | None] = [None] * len(records)
+        with self._lock:
+            if self._lanes is not None and self._table is not None:
+                self._read_afar(self._lanes, records, lengths, found)
+        return found
+
     def count(self, hits: int, misses: int) -> None:
         """So many more samples were found in memory by `places`, and were not."""
         with self._lock:
