@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -15,10 +17,14 @@ from benchmarks.oss_server import OSSServer
 from tests.dataservice.pool_servers import inner_server, server
 from tests.datasets.samples_source import Numbered, numbers, publish
 from tests.shared_cluster import PATIENCE_S, wait
+from torch_dpflow import PooledDataset
 from torch_dpflow.cli.main import root
-from torch_dpflow.dataservice import DataClient, DataServer
+from torch_dpflow.dataservice import DataClient, DataServer, SetInfo
 from torch_dpflow.dataservice.pool_connection import PoolConnection
+from torch_dpflow.dataservice.server_messages import Beat, Enlist
+from torch_dpflow.dataservice.sources import identity_of
 from torch_dpflow.datasets import DatasetStore, StoredDataset
+from torch_dpflow.errors import OptionError, UsageError
 
 COUNT = 200
 
@@ -61,6 +67,21 @@ def pool(folder: Path, count: int, memory: str = "1MiB") -> Iterator[list[subpro
         ]
         wait_for_servers(folder / "s0", count)
         yield processes
+
+
+def info_of(stored: StoredDataset, address: Path) -> SetInfo | None:
+    found = [one for one in DataClient(address).sets() if one.identity == identity_of(stored)]
+    return found[0] if found else None
+
+
+def loaded_of(stored: StoredDataset, address: Path) -> int:
+    info = info_of(stored, address)
+    return 0 if info is None else info.loaded
+
+
+def is_loaded(stored: StoredDataset, address: Path) -> bool:
+    info = info_of(stored, address)
+    return info is not None and info.is_placed and info.loaded == COUNT
 
 
 def remove_data(stored: StoredDataset) -> None:
@@ -117,3 +138,114 @@ def test_commands_show_servers(stored: StoredDataset, tmp_path: Path) -> None:
         assert listed.exit_code == 0, listed.output
         assert str(tmp_path / "s0") in listed.output
         assert str(tmp_path / "s1") in listed.output
+
+
+def test_stripes_of_a_killed_member_are_read_again_by_those_with_room(
+    stored: StoredDataset, tmp_path: Path
+) -> None:
+    with pool(tmp_path, 3) as processes, closing(DataClient(tmp_path / "s1", silence_s=PATIENCE_S)) as client:
+        client.preload(stored)
+        assert client.read(stored, 0) == numbers(1)[0]
+        with closing(PooledDataset(stored, tmp_path / "s2", silence_s=PATIENCE_S)) as dataset:
+            assert dataset.read_each(range(COUNT // 2)) == numbers(COUNT)[: COUNT // 2]
+            os.kill(processes[1].pid, signal.SIGKILL)
+            assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+            wait_for_servers(tmp_path / "s0", 2)
+            wait(lambda: is_loaded(stored, tmp_path / "s0"), what="the others")
+            remove_data(stored)
+            wait(lambda: all(isinstance(one, tuple) for one in dataset.read_each(range(COUNT))))
+            assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+        assert client.read_batch(stored, range(COUNT)) == numbers(COUNT)  # whose own server is gone
+
+
+def test_reads_go_on_without_a_head_and_a_new_one_learns_what_members_hold(
+    stored: StoredDataset, tmp_path: Path
+) -> None:
+    with pool(tmp_path, 2) as processes:
+        with closing(DataClient(tmp_path / "s1", silence_s=PATIENCE_S)) as client:
+            client.preload(stored)
+            assert client.read_batch(stored, range(COUNT)) == numbers(COUNT)
+        os.kill(processes[0].pid, signal.SIGKILL)
+        processes[0].wait()
+        with closing(PooledDataset(stored, tmp_path / "s1", silence_s=PATIENCE_S)) as dataset:
+            assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+            held = dataset.hits
+            assert 0 < held < COUNT  # what the member has
+            remove_data(stored)
+            with server(tmp_path / "s0", "1MiB"):
+                wait_for_servers(tmp_path / "s0", 2)
+                wait(lambda: info_of(stored, tmp_path / "s0") is not None, what="the set")
+                wait(lambda: dataset.read_each([*range(COUNT)]) and dataset.hits >= 2 * held, what="hits")
+                wait(lambda: loaded_of(stored, tmp_path / "s0") == held, what="what the member holds")
+                info = info_of(stored, tmp_path / "s0")
+                assert info is not None
+                assert info.is_explicit
+
+
+@pytest.mark.slow
+def test_a_frozen_member_is_given_up_and_joins_again(stored: StoredDataset, tmp_path: Path) -> None:
+    with pool(tmp_path, 3) as processes, closing(DataClient(tmp_path / "s0", silence_s=PATIENCE_S)) as client:
+        client.preload(stored)
+        os.kill(processes[1].pid, signal.SIGSTOP)
+        wait_for_servers(tmp_path / "s0", 2)
+        wait(lambda: is_loaded(stored, tmp_path / "s0"), what="the others")
+        assert client.read_batch(stored, range(COUNT)) == numbers(COUNT)
+        os.kill(processes[1].pid, signal.SIGCONT)
+        wait_for_servers(tmp_path / "s0", 3)
+        assert client.read_batch(stored, range(COUNT)) == numbers(COUNT)
+        os.kill(processes[0].pid, signal.SIGSTOP)
+        assert client.read_batch(stored, range(COUNT)) == numbers(COUNT)
+        with closing(PooledDataset(stored, tmp_path / "s2")) as dataset:
+            assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+        os.kill(processes[0].pid, signal.SIGCONT)
+        wait_for_servers(tmp_path / "s0", 3)
+        wait(lambda: is_loaded(stored, tmp_path / "s0"), what="the set")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_member_that_goes_while_a_set_is_preloaded(
+    stored: StoredDataset, tmp_path: Path, number: signal.Signals
+) -> None:
+    with pool(tmp_path, 3) as processes, closing(DataClient(tmp_path / "s0", silence_s=PATIENCE_S)) as client:
+        gone = list[int]()
+
+        def lose(info: SetInfo) -> None:
+            if not gone:
+                gone.append(processes[2].pid)
+                os.kill(processes[2].pid, number)
+
+        info = client.preload(stored, progress=lose)
+        assert (info.placed, info.loaded) == (COUNT, COUNT)
+        assert client.read_batch(stored, range(COUNT)) == numbers(COUNT)
+
+
+def test_a_member_that_begins_anew_at_its_address_is_empty(stored: StoredDataset, tmp_path: Path) -> None:
+    with (
+        inner_server(tmp_path / "s0", 1 << 20),
+        closing(PooledDataset(stored, tmp_path / "s0", silence_s=PATIENCE_S)) as dataset,
+    ):
+        for _ in range(2):
+            with inner_server(tmp_path / "s1", 1 << 20, join=tmp_path / "s0"):
+                wait_for_servers(tmp_path / "s0", 2)
+                DataClient(tmp_path / "s0").preload(stored)
+                assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+            wait_for_servers(tmp_path / "s0", 1)
+        wait(lambda: is_loaded(stored, tmp_path / "s0"), what="the set")
+        assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+
+
+def test_who_is_no_head_takes_no_members(tmp_path: Path) -> None:
+    with inner_pool(tmp_path, 1 << 20, 1 << 20):
+        wait_for_servers(tmp_path / "s0", 2)
+        with (
+            PoolConnection(tmp_path / "s1") as connection,
+            pytest.raises(UsageError, match="join its head, at"),
+        ):
+            connection.ask(Enlist(connection.servers()[0]))
+        with PoolConnection(tmp_path / "s0") as connection, pytest.raises(UsageError, match="enlist before"):
+            connection.ask(Beat(obeyed=0, states=[], patience_s=0.0))
+        with pytest.raises(OptionError, match="this server itself"):
+            DataServer(1 << 20, tmp_path / "s2", join=tmp_path / "s2")
+        with pytest.raises(OptionError, match="runs at"):
+            DataServer(1 << 20, tmp_path / "s0")

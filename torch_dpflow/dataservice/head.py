@@ -31,6 +31,7 @@ from torch_dpflow.dataservice.protocol import (
 from torch_dpflow.dataservice.pushed_sets import check_pushed_set, droppable, share_with_base
 from torch_dpflow.dataservice.regions import IDLE, UNLOADED
 from torch_dpflow.dataservice.residents import cut_that_fits, resident_set
+from torch_dpflow.dataservice.running_clock import RunningClock
 from torch_dpflow.dataservice.server_messages import (
     MOST_STRIPES,
     Beat,
@@ -49,11 +50,8 @@ from torch_dpflow.errors import PoolFullError, UsageError
 from torch_dpflow.log import SERVICE
 
 #: Silence after which a server is lost, seconds, and how long an answer to a beat waits for orders at most.
-LEASE_S = 3.0
-_BEAT_S = 1.0
-_TICK_S = 1.0
-#: A gap between ticks that is longer was this process's own, and lets nobody's lease end: seconds.
-_LONGEST_TICK_S = 1.5
+LEASE_S = 5.0
+_BEAT_S = _TICK_S = 1.0
 
 
 class PoolHead:
@@ -74,11 +72,10 @@ class PoolHead:
         self._members = Members(server.directory)
         self._generations = itertools.count(1)
         self._is_closed = False
-        #: The keeper's time, which does not pass while this process stands still.
-        self._now, self._ticked_at = 0.0, time.monotonic()
+        self._clock = RunningClock()
         #: Until when members of an earlier head may come back.
         self._returns_until = LEASE_S if self._members.had_some else 0.0
-        self._keeper.renew(server.name, 0, server.memory, self._now)
+        self._keeper.renew(server.name, 0, server.memory, self._clock())
 
     # -- what clients ask for --------------------------------------------------------------------------------
 
@@ -219,9 +216,7 @@ class PoolHead:
         with self._changed:
             while not self._is_closed:
                 self._tick()
-                until = time.monotonic() + _TICK_S
-                while not self._is_closed and time.monotonic() < until:
-                    self._changed.wait(until - time.monotonic())
+                self._changed.wait_for(lambda: self._is_closed, _TICK_S)
 
     def close(self) -> None:
         """Decide nothing any more."""
@@ -239,12 +234,6 @@ class PoolHead:
         self._forget_lost()
         for identity in [one for one, known in self._sets.items() if known.is_forgotten(now)]:
             del self._sets[identity]
-
-    def _clock(self) -> float:
-        now = time.monotonic()
-        self._now += min(now - self._ticked_at, _LONGEST_TICK_S)
-        self._ticked_at = now
-        return self._now
 
     def _begin(self, request: PreloadSet) -> KnownSet:
         if len(self._sets) >= MOST_SETS:

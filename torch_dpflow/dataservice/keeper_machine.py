@@ -13,6 +13,7 @@ they hold stays where it is. Storage is the second copy, so a reader needs none 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -23,6 +24,7 @@ import numpy.typing as npt
 
 from torch_dpflow.checks import check_seconds
 from torch_dpflow.dataservice.placement import NOBODY, place
+from torch_dpflow.dataservice.stripe_table import SetSummary, StripeTable
 from torch_dpflow.errors import PoolFullError, UsageError
 from torch_dpflow.remote.control.leases import ExpireLeases, LeaseChange, Leases, Leave, Lost, RenewLease
 
@@ -43,32 +45,6 @@ class Drop(msgspec.Struct, frozen=True):
 
 
 KeeperInstruction: TypeAlias = Fill | Drop
-
-
-class StripeTable(msgspec.Struct, frozen=True):
-    """Who owns each stripe: places in `servers`, or `NOBODY`. A later table has a higher generation."""
-
-    generation: int
-    servers: list[str]
-    owners: list[int]
-
-    def owned(self) -> dict[str, list[int]]:
-        """The stripes of each server."""
-        of_each = [list[int]() for _ in self.servers]
-        for stripe, owner in enumerate(self.owners):
-            if owner != NOBODY:
-                of_each[owner].append(stripe)
-        return dict(zip(self.servers, of_each))
-
-
-class SetSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One set, as people are told of it; placed: stripes that have an owner, and their bytes."""
-
-    identity: bytes
-    is_explicit: bool
-    readers: int
-    placed: int
-    placed_bytes: int
 
 
 @dataclass(eq=False)
@@ -138,10 +114,8 @@ class KeeperMachine:
         if not self.lives(server, generation) or server in self._capacity:
             return []
         self._capacity[server] = self._room[server] = capacity_bytes
-        out: list[KeeperInstruction] = []
-        for identity, stripes in (held or {}).items():
-            out += self._adopt(server, identity, stripes)
-        return out + self._place_all()
+        adopted = [self._adopt(server, one, stripes) for one, stripes in (held or {}).items()]
+        return [*itertools.chain(*adopted), *self._place_all()]
 
     def lives(self, server: str, generation: int) -> bool:
         """Whether this generation of a server is one of the pool's."""
@@ -179,7 +153,6 @@ class KeeperMachine:
     ) -> list[KeeperInstruction]:
         """Reserve room for a set, and have it read. Of one that is there, `whole` asks for what has no room yet.
 
-        stripe_bytes: of a set that is there, anything.
         only: the one server that may have it; None: any.
         whole: refuse a set that does not fit as a whole; else a part of it is held.
         Raises PoolFullError: there is not enough room; nothing has changed.
@@ -187,8 +160,7 @@ class KeeperMachine:
         known = self._sets.get(identity)
         if known is None:
             sizes = np.asarray(stripe_bytes, dtype=np.int64)
-            owners: list[str | None] = [None] * len(sizes)
-            known = _Set(sizes, explicit, owners, idle_since=now, only=only)
+            known = _Set(sizes, explicit, [None] * len(sizes), idle_since=now, only=only)
         elif not whole or known.returns_until is not None:
             known.is_explicit |= explicit
             return []
@@ -213,8 +185,7 @@ class KeeperMachine:
         """Know a set that servers hold and this machine has not known; held: their stripes, as for `renew`."""
         sizes = np.asarray(stripe_bytes, dtype=np.int64)
         until = now + self._lease_s
-        owners: list[str | None] = [None] * len(sizes)
-        self._sets[identity] = _Set(sizes, explicit, owners, idle_since=now, returns_until=until)
+        self._sets[identity] = _Set(sizes, explicit, [None] * len(sizes), idle_since=now, returns_until=until)
         return [one for server, stripes in held.items() for one in self._adopt(server, identity, stripes)]
 
     def read_by(self, identity: bytes, server: str, readers: int, now: float) -> None:

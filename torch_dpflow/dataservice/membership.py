@@ -41,7 +41,7 @@ from torch_dpflow.errors import DPFlowError, PeerLostError, UsageError
 from torch_dpflow.log import SERVICE
 
 #: How long the head may take to answer what is passed on, below what readers wait for this server; and a beat: seconds.
-_PASSED_ON_S, _SILENCE_S = 1.5, 3.0
+_PASSED_ON_S, _SILENCE_S = 1.5, 5.0
 #: How long a beat waits for orders: while something is read, so that progress is told, and else. Seconds.
 _BUSY_S, _CALM_S = 0.1, 1.0
 #: Between attempts to reach the head, seconds.
