@@ -17,7 +17,6 @@ from torch_dpflow.dataservice.protocol import (
     RecordStates,
     SetOpened,
 )
-from torch_dpflow.dataservice.regions import IDLE
 from torch_dpflow.dataservice.server_messages import (
     ALL_FAILED,
     DropOrder,
@@ -58,6 +57,7 @@ class Holdings:
         self._lock = threading.Lock()
         self._sets: dict[bytes, _Holding] = {}
         self._readers: dict[bytes, set[str]] = {}
+        self._is_closed = False
 
     # -- what it is told to hold -----------------------------------------------------------------------------
 
@@ -72,10 +72,13 @@ class Holdings:
             self.drop(order.identity, order.why)
             return
         with self._lock:
+            if self._is_closed:
+                return
             holding = self._sets.get(order.identity)
             if holding is None:
-                holding = self._sets[order.identity] = _Holding(order.is_explicit)
+                holding = _Holding(order.is_explicit)
                 start_thread(partial(self._open, order, holding), "dpflow-plan")
+                self._sets[order.identity] = holding
             holding.is_explicit = order.is_explicit
             if holding.held is None:
                 holding.waiting.append(order.stripes)
@@ -90,15 +93,11 @@ class Holdings:
         if holding is not None and holding.held is not None:
             holding.held.close(why)
 
-    def drop_all(self) -> None:
-        """Give everything up, as when it is idle."""
-        for identity in list(self._sets):
-            self.drop(identity, IDLE)
-
     def close(self) -> None:
         """Give everything up; readers go on with what they have mapped."""
         self.ahead.close()
         with self._lock:
+            self._is_closed = True
             sets, self._sets = self._sets, {}
         for holding in sets.values():
             if holding.held is not None:
