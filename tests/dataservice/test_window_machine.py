@@ -92,19 +92,40 @@ def test_ours_probes_alone_then_takes_half_more_than_the_line_holds() -> None:
     assert window.grant([1000] * 9, 0.0) == 0
     window.arrived(probe, 0.1)
     token = window.asked(1_000_000, 0.1)
-    window.arrived(token, 0.2)  # 10 MB/s, 0.1 s
-    assert window.size(0.2) == pytest.approx(1_500_000, rel=0.01)
+    for number in range(1, 9):  # 10 MB/s, 0.1 s
+        following = window.asked(1_000_000, 0.1 * number)
+        window.arrived(token, 0.1 * (number + 1))
+        token = following
+    assert window.size(0.9) == pytest.approx(1_500_000, rel=0.15)
+
+
+def test_what_does_not_come_says_nothing_of_the_line() -> None:
+    window = MeasuredWindow()
+    assert window.grant([1000] * 10, 0.0) == 1
+    window.given_up(window.asked(1000, 0.0))
+    assert window.grant([1000] * 10, 0.1) == 1  # another probe
+    window.arrived(window.asked(1000, 0.1), 0.2)
+    tokens = [window.asked(1 << 20, 0.2) for _ in range(20)]
+    for token in tokens:
+        window.given_up(token)
+    assert (window.bytes_out, window.size(2.0)) == (0, LEAST)
+
+
+def test_ours_is_shared_by_the_readers_of_a_host() -> None:
     assert MeasuredWindow(readers=2).size(0.0) == LEAST // 2
 
 
 def test_ours_halves_once_for_a_slow_round_trip() -> None:
     window = MeasuredWindow()
     window.arrived(window.asked(1_000_000, 0.0) if window.grant([1], 0.0) else None, 0.1)
-    before = window.size(0.1)
-    tokens = [window.asked(100_000, 0.1) for _ in range(4)]
+    for number in range(1, 10):  # 10 MB/s
+        window.arrived(window.asked(1_000_000, 0.1 * number), 0.1 * (number + 1))
+    before = window.size(1.0)
+    assert before > 2 * LEAST
+    tokens = [window.asked(100_000, 1.0) for _ in range(4)]
     for token in tokens:
-        window.arrived(token, 1.0)  # nine times the least round trip, all of one cause
-    assert before / 2 <= window.size(1.0) < before * 0.75
+        window.arrived(token, 1.9)  # nine times the least round trip, all of one cause
+    assert before / 2 <= window.size(1.9) < before * 0.75
 
 
 def test_numbers_that_are_none() -> None:

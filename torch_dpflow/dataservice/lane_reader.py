@@ -117,8 +117,10 @@ class LaneReader:
         if content == 0:  # it was LATER, and is there
             batch.again(one.place)
             return
-        if one.token is not None:
+        if isinstance(content, bytes):
             self._window.arrived(one.token, time.monotonic())
+        elif one.token is not None:
+            self._window.given_up(one.token)
         if content == LATER:
             lane.later.setdefault(one.record, []).append(one._replace(token=None))
         elif isinstance(content, bytes):
@@ -171,7 +173,7 @@ class LaneReader:
     def _close(self, owner: str) -> None:
         lane = self._lanes.pop(owner)
         for _, one in lane.asked:
-            self._window.arrived(one.token, time.monotonic())
+            self._window.given_up(one.token)
         self._poll.unregister(lane)
         lane.close()
 

@@ -32,6 +32,9 @@ MEMORY_S = 10.0
 SURPLUS = 1.5
 #: A round trip of so many times the least one tells of loss, or of others on the line.
 CONGESTED = 4.0
+#: A rate is that of so many round trips: a reader that was kept waiting finds several records at once, which would
+#: look like a line that is as much faster.
+MEASURED = 8.0
 
 
 class BatchWindow(ABC):
@@ -56,7 +59,12 @@ class BatchWindow(ABC):
         return length
 
     def arrived(self, token: object, now: float) -> None:
-        """A record has come, or its request was given up."""
+        """A record has come."""
+        assert isinstance(token, int)
+        self._leave(token)
+
+    def given_up(self, token: object) -> None:
+        """A record does not come, or not now."""
         assert isinstance(token, int)
         self._leave(token)
 
@@ -107,8 +115,6 @@ class StagedWindow(BatchWindow):
 class _OutRecord(NamedTuple):
     length: int
     at: float
-    #: Bytes that had come by then.
-    came: int
     #: Whether nothing else was out, and nothing else is asked for before it comes.
     alone: bool
 
@@ -126,7 +132,10 @@ class MeasuredWindow(BatchWindow):
     def __init__(self, *, readers: int = 1, stages: int = 4) -> None:
         super().__init__(stages)
         self.readers = check_int("readers", readers, minimum=1)
-        self._came = 0
+        #: Bytes that have come since the last measurement, and when that was.
+        self._came, self._since = 0, 0.0
+        #: When a record has come last.
+        self._last = 0.0
         self._rate = _Extreme(best=max)
         self._round_trip = _Extreme(best=min)
         self._cap = float(MOST)
@@ -158,21 +167,32 @@ class MeasuredWindow(BatchWindow):
         return granted
 
     def asked(self, length: int, now: float) -> _OutRecord:
-        token = _OutRecord(length, now, self._came, self._probing)
+        least = self._round_trip.value(now)
+        if not self.records_out and (least is None or now - self._last > least):
+            self._came, self._since = 0, now  # nothing was asked for meanwhile
+        token = _OutRecord(length, now, self._probing)
         super().asked(length, now)
         return token
 
     def arrived(self, token: object, now: float) -> None:
         assert isinstance(token, _OutRecord)
         self._leave(token.length)
-        self._came += token.length
+        self._came, self._last = self._came + token.length, now
         took = now - token.at
         if token.alone:
             self._probing = False
             self._round_trip.see(took, now)
-        if took > 0:
-            self._rate.see((self._came - token.came) / took, now)
+        least = self._round_trip.value(now)
+        if least and now - self._since >= MEASURED * least:
+            self._rate.see(self._came / (now - self._since), now)
+            self._came, self._since = 0, now
         self._adapt(token, took, now)
+
+    def given_up(self, token: object) -> None:
+        assert isinstance(token, _OutRecord)
+        self._leave(token.length)
+        if token.alone:
+            self._probing = False
 
     def _adapt(self, token: _OutRecord, took: float, now: float) -> None:
         least = self._round_trip.value(now)
