@@ -174,8 +174,7 @@ def test_memory_is_free_when_the_reader_ends(stored: StoredDataset, pool: DataSe
         next(iterator)
         (reading,) = pool._holdings.ahead._readings.values()
         assert reading._machine.used
-    wait(lambda: not pool._holdings.ahead._readings, what="the end of reading ahead")
-    assert pool._holdings.ahead._left == AHEAD
+    wait(lambda: pool._holdings.ahead._left == AHEAD, what="the end of reading ahead")
     wait(lambda: not reading._space.used and not reading._machine.used, what="its samples")
 
 
