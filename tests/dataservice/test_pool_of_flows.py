@@ -79,3 +79,11 @@ def test_a_reader_reads_through_the_pool(stored: StoredDataset, pool: Path) -> N
     with closing(pickle.loads(pickle.dumps(PooledDataset(stored, pool)))) as copy:
         assert copy.read_each(range(COUNT)) == numbers(COUNT)
         assert (copy.hits, copy.misses) == (COUNT, 0)
+
+
+def test_memory_of_the_pool_without_a_copy(stored: StoredDataset, pool: Path) -> None:
+    with closing(PooledDataset(stored, pool, copy=False, check=True, silence_s=PATIENCE_S)) as dataset:
+        samples = dataset.read_each(range(COUNT))
+        DataClient(pool, silence_s=PATIENCE_S).unload(stored)
+    assert [(bytes(content), fields) for content, fields in samples] == numbers(COUNT)
+    assert all(type(content) is memoryview and content.readonly for content, _ in samples)

@@ -68,15 +68,17 @@ class NearServer:
         """Whether all of a stripe is mapped."""
         return stripe in self._ready
 
-    def read(self, record: int) -> bytes | None:
-        """A copy of a record, if it is known to be there."""
+    def read(self, record: int, *, copy: bool) -> bytes | memoryview | None:
+        """A record, if it is known to be there: a copy, or its memory."""
         stripe, number = divmod(record, self._per_stripe)
         region = self._ready.get(stripe)
         if region is None:
             if self._states.get(record) != HERE:
                 return None
             region = self._regions[stripe]
-        return None if region.place(stripe, number)[1] == UNKNOWN else region.read(stripe, number)
+        if region.place(stripe, number)[1] == UNKNOWN:
+            return None
+        return region.read(stripe, number) if copy else region.view(stripe, number)
 
     def offsets(
         self, stripe: int, records: npt.NDArray[np.int64]

@@ -18,6 +18,8 @@ from torch_dpflow.datasets.store import StoredDataset
 class PoolSamples:
     """For `DatasetReader(stored, through=...)`. Thread-safe; each process has connections of its own.
 
+    copy: see `PooledDataset`.
+
     Raises OptionTypeError: an option of the storage is not text, a number or a list of such.
     """
 
@@ -27,8 +29,10 @@ class PoolSamples:
         address: PoolAddress,
         silence_s: float,
         storage_options: Mapping[str, Any] | None,
+        *,
+        copy: bool = True,
     ) -> None:
-        self._address, self._silence_s = address, silence_s
+        self._address, self._silence_s, self._copy = address, silence_s, copy
         self._source, self._identity = source_of(stored, storage_options), identity_of(stored)
         #: The name of the order that was announced, and the process that has announced it.
         self._order: str | None = None
@@ -45,9 +49,9 @@ class PoolSamples:
         """Samples that were not there for this process."""
         return self._reading.get().misses
 
-    def read(self, numbers: Sequence[int], lengths: Sequence[int | None]) -> list[bytes | None]:
-        """A copy of each sample that is in memory, or read ahead; None for the others."""
-        return self._reading.get().read(numbers, lengths, self._order)
+    def read(self, numbers: Sequence[int], lengths: Sequence[int | None]) -> list[Any]:
+        """Each sample that is in memory, or read ahead, a copy unless that was not wanted; None for the others."""
+        return self._reading.get().read(numbers, lengths, self._order, copy=self._copy)
 
     def announce_order(self, order: Order, spread: int) -> None:
         """Have the server read ahead what it has no room for."""

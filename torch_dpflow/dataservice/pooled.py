@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from torch_dpflow.checks import check_seconds, check_type
+from torch_dpflow.checks import check_flag, check_seconds, check_type
 from torch_dpflow.dataservice.guards import check_keys
 from torch_dpflow.dataservice.pool_address import AddressLike, find_address
 from torch_dpflow.dataservice.pool_samples import PoolSamples
@@ -31,6 +31,9 @@ class PooledDataset(DatasetReader):
         trust_network: samples come from another host as they are, without TLS, as its server has been told too.
         silence_s: after how long without an answer of the server, or a sample that it is to read, samples are read
             from storage, seconds.
+        copy: False gives the memory of the pool itself where it is on this host: a `memoryview`, which nobody can write
+            to and which stays as long as somebody has it, for decoders that take one, as `torch_dpflow.vision` does.
+            Other samples are bytes.
         storage_options, read_options, metadata_cache, check, on_error: as for `DatasetReader`.
 
     Raises:
@@ -45,6 +48,7 @@ class PooledDataset(DatasetReader):
         connection: str | os.PathLike[str] | None = None,
         trust_network: bool = False,
         silence_s: float = 5.0,
+        copy: bool = True,
         storage_options: Mapping[str, Any] | None = None,
         read_options: ReadOptions | None = None,
         metadata_cache: int = 64 << 20,
@@ -55,7 +59,13 @@ class PooledDataset(DatasetReader):
         check_keys(pool)
         check_type("stored", stored, StoredDataset, "what DatasetStore.open returns")
         check_how_to_read(storage_options, read_options, metadata_cache, check)
-        self._pool = PoolSamples(stored, pool, check_seconds("silence_s", silence_s), storage_options)
+        self._pool = PoolSamples(
+            stored,
+            pool,
+            check_seconds("silence_s", silence_s),
+            storage_options,
+            copy=check_flag("copy", copy),
+        )
         super().__init__(
             stored,
             storage_options=storage_options,

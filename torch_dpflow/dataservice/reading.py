@@ -83,16 +83,18 @@ class SetReading:
         records: Sequence[int],
         lengths: Sequence[int | None] | None = None,
         order: str | None = None,
-    ) -> list[bytes | None]:
+        copy: bool = True,
+    ) -> list[Any]:
         """A copy of each record that is in memory; None for those that have to be read from storage.
 
+        copy: False gives mapped memory where that is on this host, as memoryviews that nobody can write to.
         lengths: of each; None: unknown. What has another one is not taken from another host.
         order: the name of what was announced, in this process or its parent.
         """
         with self._lock:
             if not self._is_closed:
                 self._look(records)
-            found = [self._read(record) for record in records]
+            found = [self._read(record, copy=copy) for record in records]
             if self._lanes is not None:
                 self._read_afar(self._lanes, records, lengths or [None] * len(records), found)
             if order is not None and None in found:
@@ -149,9 +151,7 @@ class SetReading:
         is_part = self._table is not None and self._table.is_part
         return self._entry.connection if is_part and self._address.directory is not None else None
 
-    def _read_ahead(
-        self, order: str, records: Sequence[int], found: Sequence[bytes | None]
-    ) -> list[bytes | None]:
+    def _read_ahead(self, order: str, records: Sequence[int], found: Sequence[Any]) -> list[Any]:
         """What was found, and what the server reads ahead of the rest."""
         if (connection := self._ahead_from()) is not None:
             missing = [record for record, content in zip(records, found) if content is None]
@@ -163,9 +163,9 @@ class SetReading:
                 ]
         return [*found]
 
-    def _read(self, record: int) -> bytes | None:
+    def _read(self, record: int, *, copy: bool) -> Any:
         server = self._server_of(record)
-        return server.read(record) if isinstance(server, NearServer) else None
+        return server.read(record, copy=copy) if isinstance(server, NearServer) else None
 
     def _server_of(self, record: int) -> NearServer | str | None:
         """Who has a record's stripe mapped as a whole, or else its owner."""
@@ -182,7 +182,7 @@ class SetReading:
         lanes: LaneReader,
         records: Sequence[int],
         lengths: Sequence[int | None],
-        found: list[bytes | None],
+        found: list[Any],
     ) -> None:
         """Put what servers of other hosts hold into `found`."""
         owners = [self._server_of(record) for record in records]
