@@ -5,8 +5,8 @@
 Each sample is an object of its own, of 20 kB. A training loop reads shuffled epochs by a `DPFlowDataLoader` with two
 workers, 32 samples a step, which takes as long as is said. The storage is `benchmarks.oss_server`, in a thread of this
 process, with 30 ms to each answer. "reads" are its requests for samples, for each sample of the dataset; the memory is
-loaded before the first round. Each epoch starts workers, which the first batch waits for. A cache of that size that replaces what was least recently used would have
-1 - c - (1 - c) ln(1 - c) = 0.85 reads a sample.
+loaded before the first round. Each epoch starts workers, which the first batch waits for. A cache of that size that
+replaces what was least recently used would have 1 - c - (1 - c) ln(1 - c) = 0.85 reads a sample.
 """
 
 from __future__ import annotations

@@ -153,9 +153,15 @@ def run(part: str, count: int, batches: int, rounds: int) -> Comparison:
         DataClient(folder / "pool").preload(stored)
         plain = stack.enter_context(closing(DatasetReader(stored)))
         pooled = stack.enter_context(closing(PooledDataset(stored, folder / "pool")))
+        in_place = stack.enter_context(closing(PooledDataset(stored, folder / "pool", copy=False)))
         indices = [*range(0, count, max(1, count // 16))]
-        assert plain.read_each(indices) == pooled.read_each(indices)
-        reads = {name: plain.read_each, "pool": pooled.read_each, "bare copies": bare_copies(count)}
+        assert plain.read_each(indices) == pooled.read_each(indices) == in_place.read_each(indices)
+        reads = {
+            name: plain.read_each,
+            "pool": pooled.read_each,
+            "pool, not copied": in_place.read_each,
+            "bare copies": bare_copies(count),
+        }
         sides = {name: PoolSide(read, []) for name, read in reads.items()}
         return compare(name, sides, count, batches, rounds)
 
