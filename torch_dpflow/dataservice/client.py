@@ -67,14 +67,16 @@ class DataClient:
     ) -> SetInfo:
         """Load a dataset, or an array from `open_array`, which stays until it is unloaded; returns once it is there.
 
-        fit: "part" holds as much as there is room for, where "all" refuses.
-        on_error: "skip" leaves samples that cannot be read to those who read them; the result counts them.
-        progress: called about ten times a second.
-        transform: of a dataset: decodes the bytes of a sample, in this process, to an array of a shape that all have.
-            The pool then holds these, as a set of its own that is read through the result's `pushed`, and is lost with
-            its server as what `push` holds. Another transform makes another set. Where it
-            raises, what was pushed stays.
-        rank, world: with a transform, this process decodes every world-th part alone, from its rank on.
+        Args:
+            stored: what to load.
+            fit: "part" holds as much as there is room for, where "all" refuses.
+            on_error: "skip" leaves samples that cannot be read to those who read them; the result counts them.
+            progress: called about ten times a second.
+            transform: of a dataset: decodes the bytes of a sample, in this process, to an array of a shape that all
+                have. The pool then holds these, as a set of its own that is read through the result's `pushed`, and
+                is lost with its server as what `push` holds. Another transform makes another set. Where it raises,
+                what was pushed stays.
+            rank, world: with a transform, this process decodes every world-th part alone, from its rank on.
 
         Raises:
             PoolFullError: there is no room for all of it.

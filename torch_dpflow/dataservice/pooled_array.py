@@ -74,7 +74,7 @@ class PooledArray(Dataset[Rows]):
         return [*self.read_batch(indices)]
 
     def read_batch(self, indices: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Rows:
-        """These rows, in order, as one tensor of shape (n, *shape of a row).
+        """These rows, in order, as one tensor: its shape is their number, then that of a row.
 
         Raises:
             IndexError: there is no such row.
