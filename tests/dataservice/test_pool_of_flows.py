@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch_dpflow import PooledDataset
 from torch_dpflow.dataservice import DataClient
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.datasets.reader import DatasetReader
-from torch_dpflow.errors import OptionError
+from torch_dpflow.errors import ChecksumError, OptionError
 from torch_dpflow.flows import DataLoadFlow, LocalDataLoadFlowReader
 
 COUNT = 12
@@ -87,3 +87,25 @@ def test_memory_of_the_pool_without_a_copy(stored: StoredDataset, pool: Path) ->
         DataClient(pool, silence_s=PATIENCE_S).unload(stored)
     assert [(bytes(content), fields) for content, fields in samples] == numbers(COUNT)
     assert all(type(content) is memoryview and content.readonly for content, _ in samples)
+
+
+class Altered:
+    """Gives other bytes than the storage has."""
+
+    def read(self, numbers: Sequence[int], lengths: Sequence[int | None]) -> list[bytes | None]:
+        return [b"x" * length if length and number % 2 else None for number, length in zip(numbers, lengths)]
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_lies_nearer_is_compared_with_its_checksum_on_demand(stored: StoredDataset) -> None:
+    expected = numbers(COUNT)
+    with closing(DatasetReader(stored, through=Altered())) as reader:
+        found = reader.read_each(range(COUNT))
+        assert found[::2] == expected[::2]
+        assert [one[0] for one in found[1::2]] == [b"x" * len(one[0]) for one in expected[1::2]]
+    with closing(DatasetReader(stored, through=Altered(), check=True)) as reader:
+        found = reader.read_each(range(COUNT))
+        assert found[::2] == expected[::2]
+        assert all(isinstance(one, ChecksumError) for one in found[1::2])

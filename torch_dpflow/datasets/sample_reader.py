@@ -51,7 +51,8 @@ def check_how_to_read(
 
 
 class Through(Protocol):
-    """Where samples of a stored dataset may lie nearer than in its storage. A pickle of it reads elsewhere."""
+    """Where samples of a stored dataset may lie nearer than in its storage, compared with their checksums as a reader
+    compares them by default. A pickle of it reads elsewhere."""
 
     def read(self, numbers: Sequence[int], lengths: Sequence[int | None]) -> Sequence[bytes | None]:
         """The bytes of these samples; None for those that are not there.
@@ -134,18 +135,20 @@ class SampleReader:
             (number, what.span) for number, what in zip(numbers, described) if isinstance(what, _Described)
         ]
         contents = iter(self._contents(opened.data, wanted))
-        return [what.sample(next(contents)) if isinstance(what, _Described) else what for what in described]
+        return [what.sample(*next(contents)) if isinstance(what, _Described) else what for what in described]
 
     def _contents(
         self, data: ObjectReader, wanted: Sequence[tuple[int, ByteRange]]
-    ) -> Sequence[bytes | DPFlowError]:
-        """The bytes of these samples, which lie there, or the error of each."""
+    ) -> list[tuple[bytes | DPFlowError, bool]]:
+        """The bytes of these samples, or the error of each, and whether they need no further check."""
         if self._through is None:
-            return data.read_each([span for _, span in wanted])
+            return [(one, False) for one in data.read_each([span for _, span in wanted])]
         found = self._through.read([number for number, _ in wanted], [span.length for _, span in wanted])
         missing = [span for content, (_, span) in zip(found, wanted) if content is None]
         rest = iter(data.read_each(missing) if missing else ())
-        return [next(rest) if content is None else content for content in found]
+        # Who keeps them has compared them with their checksums when they came from storage.
+        is_checked = not self._check
+        return [(next(rest), False) if content is None else (content, is_checked) for content in found]
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -227,15 +230,18 @@ class _Described:
     checksum: str | None
     fields: dict[str, Any]
 
-    def sample(self, content: bytes | DPFlowError) -> Sample | DPFlowError:
-        """The sample with these bytes, or the error in them."""
+    def sample(self, content: bytes | DPFlowError, is_checked: bool) -> Sample | DPFlowError:
+        """The sample with these bytes, or the error in them.
+
+        is_checked: whether somebody has compared them with the checksum.
+        """
         if isinstance(content, DPFlowError):
             return content
         if self.length is not None and len(content) != self.length:
             text = f"{self.span}: the object has {len(content)} bytes, its dataset says {self.length}"
             kind = TruncatedObjectError if len(content) < self.length else ChecksumError
             return kind(f"{text}; it was replaced or cut short: restore it, or publish a new version")
-        if self.checksum is not None and not matches(content, self.checksum):
+        if self.checksum is not None and not is_checked and not matches(content, self.checksum):
             return ChecksumError(
                 f"{self.span}: the bytes do not match {self.checksum}; the object was altered"
             )
