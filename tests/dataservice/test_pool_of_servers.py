@@ -20,8 +20,9 @@ from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import PooledDataset
 from torch_dpflow.cli.main import root
 from torch_dpflow.dataservice import DataClient, DataServer, SetInfo
+from torch_dpflow.dataservice.pool_address import find_address
 from torch_dpflow.dataservice.pool_connection import PoolConnection
-from torch_dpflow.dataservice.server_messages import Beat, Enlist
+from torch_dpflow.dataservice.server_messages import Beat, Enlist, ServerInfo
 from torch_dpflow.dataservice.sources import identity_of
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import OptionError, UsageError
@@ -249,3 +250,21 @@ def test_who_is_no_head_takes_no_members(tmp_path: Path) -> None:
             DataServer(1 << 20, tmp_path / "s2", join=tmp_path / "s2")
         with pytest.raises(OptionError, match="runs at"):
             DataServer(1 << 20, tmp_path / "s0")
+
+
+def test_a_member_joins_over_the_network_and_hosts_read_from_each_other(
+    stored: StoredDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "keys.json"
+    assert CliRunner().invoke(root, ["keygen", str(keys)]).exit_code == 0
+    door = find_address("tcp://127.0.0.1:0", keys)
+    with inner_server(tmp_path / "s0", 1 << 20, listen=door) as head:
+        address = find_address(str(head.address), keys)
+        with inner_server(tmp_path / "s1", 1 << 20, listen=door, join=address):
+            wait_for_servers(tmp_path / "s0", 2)
+            DataClient(address, silence_s=PATIENCE_S).preload(stored)
+            remove_data(stored)
+            monkeypatch.setattr(ServerInfo, "is_near", False)  # as on a third host
+            with closing(PooledDataset(stored, address, silence_s=PATIENCE_S)) as dataset:
+                assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+                assert (dataset.hits, dataset.misses) == (COUNT, 0)
