@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.dataservice.spaces import BlockSpace, SlidingSpace, Space
+from benchmarks.sliding_space import SlidingSpace
+from torch_dpflow.dataservice.spaces import BlockSpace, Space
 from torch_dpflow.errors import OptionError, UsageError
 
 CAPACITY = 64

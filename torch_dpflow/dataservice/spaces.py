@@ -1,9 +1,7 @@
 """Where fetched samples lie in one block of memory: pure; the owner of the memory copies and frees as it is told.
 
-Two layouts behind one contract, `Space`. `SlidingSpace` is the patent's ([0010] to [0014], claims 1 and 4): one line
-that is filled from its start, with a list of what lies where. Once it is used up to a threshold, what was read goes,
-and what was not moves towards the start. `BlockSpace` keeps the samples of a request together in a block that is free
-once all of them were read: nothing moves, for more room.
+`BlockSpace` keeps the samples of a request together in a block that is free once all of them were read: nothing
+moves, for more room. The patent's layout, behind the same contract, is in `benchmarks/sliding_space`.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from torch_dpflow.checks import check_int
-from torch_dpflow.errors import OptionError, UsageError
+from torch_dpflow.errors import UsageError
 
 
 class Move(NamedTuple):
@@ -35,7 +33,7 @@ class Stored(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Entry:
+class SpaceEntry:
     offset: int
     length: int
     #: Whether it was read, which frees it.
@@ -54,7 +52,7 @@ class Space(ABC):
 
     def __init__(self, capacity: int) -> None:
         self.capacity = check_int("capacity", capacity, minimum=1)
-        self._entries: dict[Hashable, _Entry] = {}
+        self._entries: dict[Hashable, SpaceEntry] = {}
         #: Bytes of samples that were not read.
         self.live = 0
         #: Samples that moves have copied.
@@ -85,18 +83,18 @@ class Space(ABC):
     def spend(self, key: Hashable) -> None:
         """A sample was read, and nobody uses its bytes any more. Raises UsageError: it is not there."""
 
-    def _entry(self, key: Hashable) -> _Entry:
+    def _entry(self, key: Hashable) -> SpaceEntry:
         try:
             return self._entries[key]
         except KeyError:
             raise UsageError(f"{key!r} is not in this space; it was never stored, or it was read") from None
 
-    def _add(self, key: Hashable, offset: int, length: int) -> _Entry:
-        entry = self._entries[key] = _Entry(offset, length)
+    def _add(self, key: Hashable, offset: int, length: int) -> SpaceEntry:
+        entry = self._entries[key] = SpaceEntry(offset, length)
         self.live += length
         return entry
 
-    def _remove(self, key: Hashable) -> _Entry:
+    def _remove(self, key: Hashable) -> SpaceEntry:
         entry = self._entry(key)
         del self._entries[key]
         self.live -= entry.length
@@ -120,63 +118,6 @@ class Space(ABC):
         assert all(one.end <= other.offset for one, other in pairwise(entries))
         assert self.live == sum(entry.length for entry in entries)
         assert self.live <= self.used <= self.capacity
-
-
-class SlidingSpace(Space):
-    """One line, compacted once it is used up to `threshold`.
-
-    With L bytes live in the mean, each compaction moves L and frees the threshold less L, so of each byte stored L /
-    (threshold - L) are moved, less what lies at the start already: a threshold just above what is live copies much.
-    Readers have to copy a sample out before the next `store`. If those that are used in place stayed, and nothing
-    moved across them, what is stored behind them would creep towards the end: a shuffled epoch in batches of 64
-    filled 32 times the room that it needs.
-
-    Raises OptionError: a threshold above the capacity, or a number below 1.
-    """
-
-    def __init__(self, capacity: int, threshold: int | None = None) -> None:
-        super().__init__(capacity)
-        self.threshold = capacity if threshold is None else check_int("threshold", threshold, minimum=1)
-        if self.threshold > capacity:
-            raise OptionError(f"threshold={threshold} is above capacity={capacity}; give at most that")
-        #: By offset, read ones too until they are evicted.
-        self._line: list[_Entry] = []
-
-    @property
-    def used(self) -> int:
-        return self._line[-1].end if self._line else 0
-
-    def store(self, samples: Sequence[tuple[Hashable, int]]) -> Stored | None:
-        size = self._check(samples)
-        if size > self.capacity - self.live:
-            return None
-        moves = self._compact() if self.used + size > self.threshold else []
-        offset, offsets = self.used, []
-        for key, length in samples:
-            self._line.append(self._add(key, offset, length))
-            offsets.append(offset)
-            offset += length
-        return Stored(moves, offsets)
-
-    def spend(self, key: Hashable) -> None:
-        self._remove(key).spent = True
-
-    def _compact(self) -> list[Move]:
-        """Evict what was read; move what was not, neighbours at once."""
-        moves: list[Move] = []
-        self._line = [entry for entry in self._line if not entry.spent]
-        end = 0
-        for entry in self._line:
-            if entry.offset > end:
-                self.moved += 1
-                last = moves[-1] if moves else None
-                if last and (last.source + last.length, last.target + last.length) == (entry.offset, end):
-                    moves[-1] = last._replace(length=last.length + entry.length)
-                else:
-                    moves.append(Move(entry.offset, end, entry.length))
-                entry.offset = end
-            end = entry.end
-        return moves
 
 
 @dataclass(slots=True)
