@@ -177,6 +177,10 @@ def file_of(folder: Path, **changes: Any) -> str:
         ({"server_secret": None}, "holds no server_secret"),
         ({"address": "ipc:///x"}, "can be reached on its own host only; start it by `dpflow up --listen"),
         ({"address": "tcp://127.0.0.1:0"}, "no cluster's address"),
+        ({"address": "tcp://127.0.0.1:99999"}, "is not tcp://ADDRESS:PORT"),
+        ({"address": "tcp://[::1:7600"}, "is not tcp://ADDRESS:PORT"),
+        ({"address": "tcp://:7600"}, "is not tcp://ADDRESS:PORT"),
+        ({"server_secret": "short"}, r"--join .*file': secret has 5 bytes"),
     ],
 )
 def test_files_with_which_nobody_can_join(changes: dict[str, Any], text: str, tmp_path: Path) -> None:

@@ -181,10 +181,23 @@ def _keys_of(path: str) -> ConnectionFile:
             f"--join {path!r}: that cluster can be reached on its own host only; start it by `dpflow up --listen "
             "tcp://ADDRESS:PORT`"
         )
-    if not urlsplit(keys.address).port:
+    try:
+        parts = urlsplit(keys.address)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, 1
+    if not port:
         raise OptionError(
             f"--join {path!r}: it has keys, but no cluster's address, as `dpflow keygen` writes it; give the "
             "connection file that `dpflow up` has written"
         )
-    keys.server_keys()
+    if not host:
+        raise OptionError(
+            f"--join {path!r}: its address {keys.address!r:.80} is not tcp://ADDRESS:PORT; give the connection file "
+            "that `dpflow up` has written"
+        )
+    try:
+        keys.server_keys()
+    except OptionError as error:
+        raise OptionError(f"--join {path!r}: {error}") from error
     return keys
