@@ -111,12 +111,22 @@ def test_jobs_reach_nodes_and_nodes_the_head_and_nobody_else_does(tmp_path: Path
         (["--nodes", "257"], "256"),
         (["--nodes", "1", "--node-cpu", "many"], "--node-cpu='many': give a quantity"),
         (["--nodes", "1", "--node-memory", "16GB"], "--node-memory='16GB': give a quantity"),
+        (["--nodes", "1", "--node-memory", "16ki"], "--node-memory='16ki': give a quantity"),
     ],
 )
 def test_nodes_that_cannot_be(arguments: list[str], told: str) -> None:
     done = CliRunner().invoke(root, ["manifest", "kubernetes", *NEEDED, *arguments])
     assert done.exit_code != 0
     assert told in done.output
+
+
+@pytest.mark.parametrize("memory", ["16777216Ki", "16000000k", "16G", "17179869184"])
+def test_amounts_as_kubernetes_writes_them(memory: str) -> None:
+    done = CliRunner().invoke(
+        root, ["manifest", "kubernetes", *NEEDED, "--nodes", "1", "--node-memory", memory]
+    )
+    assert done.exit_code == 0, done.output
+    assert memory in done.output
 
 
 @pytest.mark.slow

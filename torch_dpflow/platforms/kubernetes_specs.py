@@ -33,7 +33,7 @@ STUCK = (
     "CreateContainerError",
 )
 _WHY = ("reason", "message")
-_QUANTITY = re.compile(r"\d{1,15}(\.\d{1,9})?(m|[kMGTPE]i?)?", re.ASCII)
+_QUANTITY = re.compile(r"\d{1,15}(\.\d{1,9})?(m|k|M|G|T|P|E|[KMGTPE]i)?", re.ASCII)
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", re.ASCII)
 #: After how long a pod that has ended is nobody's any more, and the longest that a start is waited for, seconds.
 #: Who has started it reads its end within `SWEEP_S`.
