@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torch_dpflow.dataservice.ahead import AnnouncedOrder
@@ -62,6 +62,9 @@ class Storage:
 orders = st.integers(1, 60).flatmap(lambda count: st.permutations(range(count)))
 
 
+@example(order=[0, 1, 2, 3, 4, 5, 6], nodes=6, k=3, lead=1, more=0).via(
+    "of the first request, most was beyond the lead"
+)
 @settings(max_examples=50, deadline=None)
 @given(
     order=orders,

@@ -204,6 +204,8 @@ class ReadAhead:
             positions = state.lists.following(first, min(self._k, room))
             within = sum(position < end for position in positions)
             beyond = max(0, room - state.lists.left_before(end))
+            if self.lead and not self._arrived:
+                beyond = 0  # it may take the room of what is read sooner: how many fit is not known yet
             out += self._want(reader, positions[: within + beyond])
         return out
 
