@@ -106,7 +106,8 @@ def explain(seen: Observed) -> Explanation:
     )
     verdict = _too_little(seen) or _from_waits(seen)
     if verdict is None:
-        verdict = _of_flow(seen) if seen.flow else _elsewhere(seen) if seen.platform else _here(seen)
+        is_elsewhere = seen.platform and seen.num_workers
+        verdict = _of_flow(seen) if seen.flow else _elsewhere(seen) if is_elsewhere else _here(seen)
     limited_by, meaning, change = verdict
     return Explanation(limited_by, measured, meaning, change)
 
