@@ -26,13 +26,14 @@ class StartedNode:
         *,
         prefix: Sequence[str] = (),
         folder: Path | None = None,
+        arguments: Sequence[str] = (),
     ) -> None:
-        """prefix: runs a command on another host. folder: for temporary files, where it is this host."""
+        """prefix: runs a command on another host. arguments: more. folder: for temporary files, if it is this one."""
         self.name, self.log = name, log
         own = {"TMPDIR": str(folder)} if folder is not None else {}
         with open(log, "ab") as out:
             self.process = subprocess.Popen(
-                [*prefix, *_command(cluster), "--name", name],
+                [*prefix, *_command(cluster), "--name", name, *arguments],
                 env={**os.environ, "PYTHONPATH": str(ROOT), **own},
                 stdout=out,
                 stderr=out,

@@ -48,6 +48,12 @@ class ForkServerPlatform(LocalPlatform):
         #: The pid of the fork server that forked the latest process.
         self._known: int | None = None
 
+    def begin(self) -> None:
+        """Wait until the fork server has imported what it is to import; the first launch would wait for it."""
+        process = self._context.Process(target=_nothing, daemon=True)
+        self._start(process)
+        process.join()
+
     def take_ended(self) -> list[LocalHandle]:
         pid = _fork_server()
         if pid is not None and pid == self._known:
@@ -86,6 +92,10 @@ class ForkServerPlatform(LocalPlatform):
         finally:
             made.set()
         self._known = _fork_server()
+
+
+def _nothing() -> None:
+    """What a process does that is forked to see that it can be."""
 
 
 def local_platform(context: Any) -> LocalPlatform:

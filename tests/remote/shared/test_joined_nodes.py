@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.joined_nodes import StartedNode, await_nodes, nodes_of, started
+from tests.new_process import ROOT
 from tests.shared_cluster import TestCluster, free_port, open_job, wait
 from tests.shared_datasets import SlowNumbers
 from tests.workers import has_ended
@@ -85,6 +86,28 @@ def test_shards_run_on_a_node_until_that_leaves(cluster: TestCluster, flow: str,
             assert not nodes_of(cluster)
         assert sorted(seen + keys(batches)) == [*range(240)]
         assert "given up" not in cluster.log.read_text()
+
+
+def test_a_node_joins_once_its_fork_server_has_imported(cluster: TestCluster, tmp_path: Path) -> None:
+    begun, may_end = tmp_path / "begun", tmp_path / "may_end"
+    (tmp_path / "long_import.py").write_text(
+        f"import os, time\nopen({str(begun)!r}, 'w').close()\n"
+        f"while not os.path.exists({str(may_end)!r}): time.sleep(0.02)\n"
+    )
+    node = StartedNode(
+        cluster,
+        "late",
+        tmp_path / "late",
+        prefix=["env", f"PYTHONPATH={tmp_path}:{ROOT}"],
+        folder=tmp_path,
+        arguments=["--preload", "long_import"],
+    )
+    with started(node):
+        wait(begun.exists, what="the import")
+        assert "late" not in nodes_of(cluster)
+        may_end.touch()
+        await_nodes(cluster, "late")
+        assert node.stop() == 0, node
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from torch_dpflow.descriptors import raise_limit
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.log import LogOptions, write_lines
+from torch_dpflow.platforms.fork_server import end_fork_server
 from torch_dpflow.remote.access.cluster_address import Cluster
 from torch_dpflow.remote.access.connection_file import ConnectionFile, read_connection_file
 from torch_dpflow.remote.process.spec import ClusterPlace
@@ -88,9 +89,13 @@ class JoiningNode:
         self._log = options.log
         raise_limit(WISHED_DESCRIPTORS)
         joining = Joining(self.cluster, keys, self.name, self.address)
-        joined = joining.join()
+        platform = fork_platform(options.preload)
         self._directory = private_directory()
+        keep_fork_server_in(self._directory.path)
         try:
+            # Before it joins: a node that imports answers nobody, and on a loaded host for longer than its lease.
+            platform.begin()
+            joined = joining.join()
             place = ClusterPlace(
                 directory=self._directory.path,
                 host=f"[{self.address}]" if ":" in self.address else self.address,
@@ -98,9 +103,10 @@ class JoiningNode:
                 log=options.log,
                 token=joined.token,
             )
-            self._node = Node(place, [], fork_platform(options.preload), roles=JOINED_ROLES)
+            self._node = Node(place, [], platform, roles=JOINED_ROLES)
             self._link = HeadLink(joining, joined, self.cluster, place, silence_s=options.silence_s)
         except BaseException:
+            end_fork_server()
             self._directory.remove()
             raise
 
@@ -111,7 +117,6 @@ class JoiningNode:
         Raises UsageError where the cluster does not answer any more, or refuses the node when it joins again.
         """
         write_lines(self._log, {"process": f"node {self.name}", "pid": os.getpid()})
-        keep_fork_server_in(self._directory.path)
         try:
             self._link.start(self._node)
             ready()
