@@ -24,6 +24,7 @@ UNASKED = (
     "PIL",
     "simplejpeg",
     "ray",
+    "alibabacloud_eci20180808",
     "alibabacloud_fc20230330",
     "darabonba",
     "boto3",

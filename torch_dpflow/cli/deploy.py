@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+import msgspec
 
+from torch_dpflow.cli.cluster_calls import size_of
+from torch_dpflow.errors import OptionError
 from torch_dpflow.platforms.registry import resolve
 
+if TYPE_CHECKING:
+    from torch_dpflow.remote.access.connection_file import ConnectionFile
+
+_CLUSTER = re.compile(r"[0-9a-f]{8}", re.ASCII)
 _F = TypeVar("_F", bound=Callable[..., None])
 
 
 @click.group()
 def deploy() -> None:
-    """Make, change or remove the function that a platform's workers are, with the settings of dpflow.toml."""
+    """Make, change or remove the function that a platform's workers are, by dpflow.toml, or nodes of a cluster."""
 
 
 def _with_options(command: _F) -> _F:
@@ -46,6 +54,105 @@ def lambda_(image: str, dry_run: bool, removes: bool) -> None:
     from torch_dpflow.platforms import lambda_deploy
 
     _say("lambda", lambda_deploy.deploy, lambda_deploy.remove, image, dry_run, removes)
+
+
+def _with_group_options(command: _F) -> _F:
+    """What container groups are."""
+    options = [
+        click.option(
+            "--join",
+            metavar="FILE",
+            help="The cluster's connection file, with its keys, as `dpflow up --listen` has written it.",
+        ),
+        click.option(
+            "--cluster", help="With --list and --remove, where that file is lost: what groups are named by."
+        ),
+        click.option("--nodes", type=click.IntRange(0, 256), help="As many groups as there are to be."),
+        click.option("--image", default="", help="The container's image, which `dpflow image` describes."),
+        click.option("--vswitch", default="", help="The vSwitch of the groups, in the cluster's network."),
+        click.option(
+            "--security-group", default="", help="Has to let jobs reach all TCP ports of the groups."
+        ),
+        click.option("--cpu", type=float, default=4.0, show_default=True, help="vCPUs of a group."),
+        click.option(
+            "--memory",
+            metavar="SIZE",
+            default="16GiB",
+            show_default=True,
+            callback=size_of,
+            help="Of a group.",
+        ),
+        click.option("--spot", is_flag=True, help="For less, and the platform may end them at any time."),
+        click.option("--region", default="cn-hangzhou", show_default=True),
+        click.option(
+            "--endpoint", default="", help="http(s)://HOST of the control plane; else the region's."
+        ),
+        click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing."),
+        click.option("--remove", "removes", is_flag=True, help="Remove all groups of the cluster."),
+        click.option("--list", "lists", is_flag=True, help="List the groups of the cluster."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@deploy.command()
+@_with_group_options
+def eci(
+    join: str | None,
+    cluster: str | None,
+    nodes: int | None,
+    memory: int,
+    region: str,
+    endpoint: str,
+    dry_run: bool,
+    removes: bool,
+    lists: bool,
+    **given: Any,
+) -> None:
+    """Nodes of a cluster as container groups of Alibaba Cloud's Elastic Container Instance.
+
+    Called again, it makes those that are missing or have ended, and removes those that are too many.
+    """
+    from torch_dpflow.platforms import eci_nodes
+    from torch_dpflow.platforms.eci_control import ContainerGroups
+
+    if removes and lists:
+        raise OptionError("--remove and --list exclude each other; give one of them")
+    file = _cluster_file(join, cluster if removes or lists else None)
+    name = eci_nodes.cluster_of(file.server_public) if file is not None else str(cluster)
+    groups = ContainerGroups(region, endpoint)
+    if removes or lists or file is None:
+        lines = eci_nodes.remove(groups, name, dry_run=dry_run) if removes else eci_nodes.listed(groups, name)
+    else:
+        if nodes is None:
+            raise OptionError("how many? Give --nodes, as 4")
+        file.server_keys()
+        wanted = eci_nodes.NodeGroups(
+            cluster=name,
+            address=file.address,
+            keys=msgspec.json.encode(file),
+            count=nodes,
+            memory_gib=memory / 2**30,
+            **given,
+        )
+        lines = eci_nodes.deploy(groups, wanted, dry_run=dry_run)
+    for line in lines:
+        click.echo(line)
+
+
+def _cluster_file(join: str | None, cluster: str | None) -> ConnectionFile | None:
+    """The cluster's file; None: there is its name alone."""
+    from torch_dpflow.remote.access.connection_file import read_connection_file
+
+    if join is not None:
+        return read_connection_file(join)
+    if cluster is None or not _CLUSTER.fullmatch(cluster):
+        raise OptionError(
+            "which cluster? Give --join FILE, its connection file; to list or remove groups, --cluster with the 8 "
+            "hexadecimal digits in their names does as well"
+        )
+    return None
 
 
 def _say(

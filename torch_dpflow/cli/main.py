@@ -31,7 +31,7 @@ COMMANDS = {
     "deploy": (
         "torch_dpflow.cli.deploy",
         "deploy",
-        "Make or remove the function that workers on a cloud are.",
+        "Make or remove the function that workers on a cloud are, or nodes there.",
     ),
     "image": ("torch_dpflow.cli.image", "image", "Write what a container's image of workers is built from."),
     "manifest": (

@@ -14,9 +14,10 @@ from torch_dpflow.byte_sizes import BYTES_ALLOWED, parse_bytes
 from torch_dpflow.checks import check_fields, check_int, check_number, check_type
 from torch_dpflow.durations import parse_duration
 from torch_dpflow.errors import OptionError, PlatformError
+from torch_dpflow.platforms.alibaba_client import ConflictError, MissingError
 from torch_dpflow.platforms.base import MAX_REPORT_CHARS, End, Limits
 from torch_dpflow.platforms.calls import Calls
-from torch_dpflow.platforms.fc_control import ConflictError, FunctionControl, MissingError, check_installed
+from torch_dpflow.platforms.fc_control import FunctionControl, check_installed
 from torch_dpflow.platforms.members import Adapter, AdoptingPlatform, Fate, Finding, Ref
 
 #: The longest that an invocation may run, and by how much the function's own limit is above the members', seconds.

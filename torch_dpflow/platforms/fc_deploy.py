@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch_dpflow.errors import OptionError
+from torch_dpflow.platforms.alibaba_client import MissingError
 from torch_dpflow.platforms.fc import MARGIN_S, QUEUE_S, FunctionCompute
-from torch_dpflow.platforms.fc_control import FunctionControl, MissingError
+from torch_dpflow.platforms.fc_control import FunctionControl
 from torch_dpflow.platforms.processes import MODULE
 
 #: What the image runs, and where the platform finds its server.

@@ -1,0 +1,187 @@
+"""What the vendor's clients for Alibaba Cloud share: credentials, one try of a call, and the errors that it ends in.
+
+Errors are those of `PlatformError`, by the status and code of the answer, and quote nothing of what was sent. The
+vendor's modules are imported late.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch_dpflow.errors import (
+    AnswerLostError,
+    DeniedError,
+    ExpiredError,
+    PlatformError,
+    QuotaError,
+    RejectedError,
+    ThrottledError,
+    UnavailableError,
+)
+
+#: How long a connection may take, and the answer to a call other than a start, seconds.
+CONNECT_S, ANSWER_S = 5.0, 20.0
+#: Parts of codes: of a quota that is used up, and of credentials that are wrong, expired or lack a right.
+_QUOTA = ("Exhausted", "Quota", "LimitExceeded", "NoStock")
+_DENIED = ("AccessKey", "SecurityToken", "Signature")
+_NO_RIGHT = ("AccessDenied", "Forbidden", "Unauthorized", "NoPermission")
+#: By which the vendor's client, and what it calls over HTTP, write tracebacks of what this module tells as an error,
+#: and addresses with what was sent.
+_LOGGERS = ("credentials", "urllib3.connectionpool")
+_CALLS = threading.local()
+_KEYS = ("ALIBABA_CLOUD_ACCESS_KEY_ID", "ALIBABA_CLOUD_ACCESS_KEY_SECRET", "ALIBABA_CLOUD_SECURITY_TOKEN")
+
+
+class MissingError(RejectedError):
+    """There is no such function, task or group."""
+
+
+class ConflictError(RejectedError):
+    """There is one of this name, or its state does not allow the call."""
+
+
+class AlibabaClient:
+    """One of the vendor's clients. Any thread may call; it tries nothing twice.
+
+    Args:
+        region: as "cn-hangzhou".
+        endpoint: `http(s)://HOST[:PORT]` of the control plane; empty: the region's.
+        subject: what rights are needed for, for people.
+    """
+
+    def __init__(self, region: str, endpoint: str, subject: str) -> None:
+        self.region, self.endpoint, self._subject = region, endpoint, subject
+        self._client: Any = None
+        #: Where credentials were looked for, for people.
+        self._source = ""
+
+    def make(self, config: Any) -> Any:
+        """The vendor's client, by its `Config`."""
+        raise NotImplementedError
+
+    def missing(self, code: str) -> str:
+        """What to do where the platform does not find something; empty: nothing."""
+        return ""
+
+    def call(self, what: str, call: str, *arguments: Any, answer_s: float = ANSWER_S) -> Any:
+        """Make a call; its answer. what: cannot be done if it fails, for the message. Raises PlatformError."""
+        from darabonba.runtime import RuntimeOptions
+
+        runtime = RuntimeOptions(
+            autoretry=False,
+            max_attempts=1,
+            connect_timeout=int(CONNECT_S * 1000),
+            read_timeout=int(answer_s * 1000),
+        )
+        _CALLS.under_way = True
+        try:
+            client = self._client
+            if client is None:
+                client = self._client = self._connect()
+            method: Callable[..., Any] = getattr(client, f"{call}_with_options")
+            return method(*arguments, runtime)
+        except Exception as error:
+            lost = self._failure(what, error)
+            if isinstance(lost, DeniedError):
+                self._client = None  # they are looked up again
+            # Not from it: it has the whole request in it, with the key of an order.
+            raise lost from None
+        finally:
+            _CALLS.under_way = False
+
+    def _connect(self) -> Any:
+        from alibabacloud_credentials.client import Client as Credentials
+        from alibabacloud_credentials.models import Config as Keys
+        from alibabacloud_tea_openapi.models import Config
+
+        for name in _LOGGERS:
+            logging.getLogger(name).addFilter(_is_others)
+        key_id, secret, token = (os.environ.get(name, "") for name in _KEYS)
+        if key_id and secret:
+            # The vendor's chain takes the environment as it was when it was imported.
+            self._source = f"the environment ({_KEYS[0]})"
+            keys = Credentials(
+                Keys(
+                    type="sts" if token else "access_key",
+                    access_key_id=key_id,
+                    access_key_secret=secret,
+                    security_token=token or None,
+                )
+            )
+        else:
+            self._source = (
+                "the vendor's chain: no ALIBABA_CLOUD_ACCESS_KEY_ID, then its files and the machine's role"
+            )
+            keys = Credentials()
+        scheme, _, host = self.endpoint.rpartition("://")
+        return self.make(
+            Config(
+                credential=keys,
+                region_id=self.region,
+                endpoint=host or None,
+                protocol=scheme or "https",
+            )
+        )
+
+    def _failure(self, what: str, error: Exception) -> PlatformError:
+        """An error of the vendor's client as one of ours."""
+        from alibabacloud_credentials.exceptions import CredentialException
+        from darabonba.exceptions import ResponseException
+        from requests.exceptions import ConnectTimeout, SSLError
+        from urllib3.exceptions import NewConnectionError
+
+        if isinstance(error, ResponseException):
+            return self._refusal(what, error)
+        chain: list[Any] = [error]
+        while chain[-1] is not None and len(chain) < 12:
+            one = chain[-1]
+            chain.append(getattr(one, "inner_exception", None) or one.__cause__ or one.__context__)
+        for one in chain:
+            if isinstance(one, CredentialException):
+                return DeniedError(
+                    f"{what}: no credentials were found in {self._source}; set {_KEYS[0]} and {_KEYS[1]}, or give this "
+                    f"machine a role ({_line_of(one)})"
+                )
+            reason = getattr(one.args[0] if one is not None and one.args else None, "reason", None)
+            if isinstance(one, ConnectTimeout | SSLError) or isinstance(reason, NewConnectionError):
+                place = self.endpoint or f"the control plane of {self.region}"
+                return UnavailableError(f"{what}: {place} cannot be reached: {type(one).__name__}")
+        return AnswerLostError(f"{what}: {_line_of(chain[-2])}")
+
+    def _refusal(self, what: str, error: Any) -> PlatformError:
+        status, code = int(error.status_code or 0), str(error.code)
+        text = f"{what}: {status} {code}: {_line_of(error.message)}"
+        if status == 429 or error.retry_after is not None or "Throttl" in code:
+            if any(part in code for part in _QUOTA):
+                return QuotaError(f"{text}; the account's quota of instances is shown in its Quota Center")
+            return ThrottledError(text, (error.retry_after or 0) / 1000)
+        if "Expired" in code and "Token" in code:
+            return ExpiredError(f"{text}; the credentials are from {self._source}: renew them there")
+        if any(part in code for part in _DENIED):
+            return DeniedError(f"{text}; the credentials are from {self._source}: give others there")
+        if any(part in code for part in _QUOTA):
+            return QuotaError(text)
+        if status in (401, 403) or any(part in code for part in _NO_RIGHT):
+            advice = f"give them the right to this for {self._subject} in {self.region}"
+            return DeniedError(f"{text}; the credentials are from {self._source}: {advice}")
+        if status == 404:
+            return MissingError(text + self.missing(code))
+        if status in (409, 412):
+            return ConflictError(text)
+        if status == 504:
+            return AnswerLostError(text)
+        return UnavailableError(text) if status >= 500 or status in (0, 408) else RejectedError(text)
+
+
+def _is_others(record: logging.LogRecord) -> bool:
+    """Whether what is logged is of no call that this module makes in this thread."""
+    return not getattr(_CALLS, "under_way", False)
+
+
+def _line_of(text: object) -> str:
+    """What an error says, on one line."""
+    return " ".join(str(text).split())[:600]
