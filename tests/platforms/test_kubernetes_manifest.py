@@ -194,6 +194,7 @@ def test_a_value_is_written_as_it_is_read(value: Any) -> None:
         ([*NEEDED, "--namespace", "n" * 64], "give at most 63"),
         ([*NEEDED, "--jobs-in", "a b"], "namespace='a b'"),
         ([*NEEDED, "--cpu", "two"], "--cpu='two': give a quantity"),
+        ([*NEEDED, "--cpu", "0.0"], "--cpu='0.0': give a quantity above 0"),
         ([*NEEDED, "--memory", "much"], "is no size"),
         ([*NEEDED, "--state", "/var/lib"], "--state: give redis://HOST"),
         ([*NEEDED, "--state", "redis://:s3same@h/0"], "belongs into a secret"),

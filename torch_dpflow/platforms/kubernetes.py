@@ -98,7 +98,7 @@ class Kubernetes:
                 if not isinstance(key, str) or not isinstance(value, str):
                     raise OptionTypeError(f"{table}[{key!r}]={value!r:.80}: give text, as Kubernetes has it")
         for key, value in self.requests.items():
-            check_quantity(f"requests[{key!r}]", value)
+            check_quantity(f"requests[{key!r}]", value, zero=True)
         if re.search(r"\s", self.image):
             raise OptionError(f"image={self.image!r:.300}: give REGISTRY/NAME:TAG, without spaces")
         if self.namespace:

@@ -46,10 +46,12 @@ SAFE_CONTAINER: Mapping[str, Any] = {
 }
 
 
-def check_quantity(name: str, text: str) -> None:
-    """Raise OptionError unless it is an amount, as Kubernetes writes it."""
-    if not _QUANTITY.fullmatch(text):
-        raise OptionError(f"{name}={text!r:.80}: give a quantity, as '500m' or '2Gi'")
+def check_quantity(name: str, text: str, *, zero: bool = False) -> None:
+    """Raise OptionError unless it is an amount, as Kubernetes writes it. zero: whether 0, no bound, is one."""
+    if not _QUANTITY.fullmatch(text) or not (zero or re.search(r"[1-9]", text)):
+        raise OptionError(
+            f"{name}={text!r:.80}: give a quantity{'' if zero else ' above 0'}, as '500m' or '2Gi'"
+        )
 
 
 def check_label(

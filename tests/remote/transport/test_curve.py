@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from torch_dpflow.errors import OptionError, PeerLostError
@@ -193,6 +194,13 @@ def test_a_secret_that_is_mounted_for_a_group_is_read_by_those_in_it_alone(
             else pytest.raises(OptionError, match=rf"mode {mode:o}, owner {owner}, group")
         ):
             assert read(link) == CLUSTER
+
+
+def test_connection_file_of_a_newer_release_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    write_connection_file(path, msgspec.structs.replace(CLUSTER, version=99))
+    with pytest.raises(OptionError, match="has version 99, and this release of torch_dpflow reads 1 to 2"):
+        read_connection_file(path)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,10 @@ from torch_dpflow.remote.transport.zeromq import draw_key_pair
 _NOT_REGULAR = " is a pipe, socket or device; give a regular file"
 
 
+#: The version of files with certificates, the newest one.
+_NEWEST = 2
+
+
 class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of a cluster's connection file."""
 
@@ -78,7 +82,7 @@ def generate_keys(address: str, *, certificates: bool = False) -> ConnectionFile
         client_public=client_public.decode(),
         client_secret=client_secret.decode(),
         certificates=draw_certificates() if certificates else None,
-        version=2 if certificates else 1,
+        version=_NEWEST if certificates else 1,
     )
 
 
@@ -174,4 +178,9 @@ def _read(path: str | os.PathLike[str], what: str, *, missing: str, other: str) 
         connection.client_keys()
     except (msgspec.MsgspecError, OptionError) as error:
         raise OptionError(f"{name} is not one of ours, or damaged: {error}; {other}") from error
+    if not 1 <= connection.version <= _NEWEST:
+        raise OptionError(
+            f"{name} has version {connection.version}, and this release of torch_dpflow reads 1 to {_NEWEST}; {other}, "
+            "or update the older side"
+        )
     return connection
