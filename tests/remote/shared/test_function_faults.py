@@ -80,7 +80,7 @@ def test_an_invocation_that_comes_twice_works_once(
     functions: FunctionCluster, job: Endless, flow: str
 ) -> None:
     double = functions.double
-    if double.platform == "fc":
+    if double.platform != "lambda":
         pytest.skip("the platform refuses a second one under a name")
     done, failed = len(double.server.done), double.failed()
     double.server.faults.append("twice")
@@ -94,6 +94,8 @@ def test_credentials_that_expire_pause_starts_until_they_are_renewed(
     functions: FunctionCluster, job: Endless, flow: str
 ) -> None:
     cluster, double = functions.cluster, functions.double
+    if double.platform == "kubernetes":
+        pytest.skip("its double has one token, which does not expire")
     job.until(lambda: len(working(cluster, flow)) >= 2, "two members")
     key: Any = double.server.keys["AKtest"] if double.platform == "fc" else double.server.credentials
     key.expired = True
@@ -112,8 +114,8 @@ def test_a_frozen_member_is_replaced_and_leaves_once_it_is_thawed(
     functions: FunctionCluster, job: Endless, flow: str
 ) -> None:
     cluster, double = functions.cluster, functions.double
-    if double.platform == "lambda":
-        pytest.skip("Lambda freezes nothing that is invoked")
+    if double.platform != "fc":
+        pytest.skip("the platform freezes nothing that works")
     job.until(lambda: len(working(cluster, flow)) >= 2, "two members")
     task = double.server.tasks[next(iter(working(cluster, flow)))]
     double.server.fault("StopAsyncTask", *[Fault(503, "ServiceUnavailable")] * 1000)
