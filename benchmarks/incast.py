@@ -28,11 +28,12 @@ import numpy as np
 from benchmarks import incast_line
 from benchmarks.incast_network import PAYLOAD_BYTES, Line, Network
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
+from benchmarks.staged_window import StagedWindow, Unbounded
 from torch_dpflow.dataservice import DataClient
 from torch_dpflow.dataservice.placement import place
 from torch_dpflow.dataservice.sets import ArraySet, FileSet, RecordSet, identity
 from torch_dpflow.dataservice.sources import identity_of
-from torch_dpflow.dataservice.window import BatchWindow, MeasuredWindow, StagedWindow, Unbounded
+from torch_dpflow.dataservice.window import BatchWindow, MeasuredWindow
 from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file

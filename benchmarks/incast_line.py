@@ -24,9 +24,10 @@ import numpy as np
 
 from benchmarks.incast_network import PAYLOAD_BYTES, Line
 from benchmarks.pool_sides import process
+from benchmarks.staged_window import StagedWindow, Unbounded
 from torch_dpflow.dataservice.lane_reader import LaneReader
 from torch_dpflow.dataservice.pool_address import find_address
-from torch_dpflow.dataservice.window import BatchWindow, MeasuredWindow, StagedWindow, Unbounded
+from torch_dpflow.dataservice.window import BatchWindow, MeasuredWindow
 
 SERVERS, BATCH, RECORD_BYTES, RECORDS, PORT = 32, 64, 16_000, 512, 7400
 LINE = Line()

@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -36,16 +35,6 @@ from torch_dpflow.errors import (
 from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 
 ROWS = np.arange(5000 * 30, dtype=np.float32).reshape(5000, 5, 6)
-
-
-@pytest.fixture
-def client(tmp_path: Path) -> Iterator[DataClient]:
-    """A client of a server in a thread."""
-    with (
-        inner_server(tmp_path / "p", 64 << 20),
-        closing(DataClient(tmp_path / "p", silence_s=PATIENCE_S)) as client,
-    ):
-        yield client
 
 
 def saved(path: Path, content: Any = ROWS, **how: Any) -> Path:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.dataservice.pool_servers import inner_server
 from tests.datasets.samples_source import Numbered, content, publish
-from tests.shared_cluster import PATIENCE_S
 from torch_dpflow.dataservice import DataClient
 from torch_dpflow.dataservice import sets as layouts
 from torch_dpflow.datasets import DatasetStore, StoredDataset
@@ -33,16 +29,6 @@ class Decode:
 
     def __getstate__(self) -> int:
         return self.shift
-
-
-@pytest.fixture
-def client(tmp_path: Path) -> Iterator[DataClient]:
-    """A client of a server in a thread."""
-    with (
-        inner_server(tmp_path / "p", 1 << 20),
-        closing(DataClient(tmp_path / "p", silence_s=PATIENCE_S)) as client,
-    ):
-        yield client
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -37,16 +36,6 @@ from torch_dpflow.errors import (
 
 NAME = "lab/rows:v1"
 ROWS = np.arange(5000 * 30, dtype=np.float32).reshape(5000, 5, 6)
-
-
-@pytest.fixture
-def client(tmp_path: Path) -> Iterator[DataClient]:
-    """A client of a server in a thread."""
-    with (
-        inner_server(tmp_path / "p", 64 << 20),
-        closing(DataClient(tmp_path / "p", silence_s=PATIENCE_S)) as client,
-    ):
-        yield client
 
 
 @pytest.fixture

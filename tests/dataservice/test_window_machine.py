@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.dataservice.window import LEAST, MOST, BatchWindow, MeasuredWindow, StagedWindow, Unbounded
+from benchmarks.staged_window import StagedWindow, Unbounded
+from torch_dpflow.dataservice.window import LEAST, MOST, BatchWindow, MeasuredWindow
 from torch_dpflow.errors import OptionError
 
 

@@ -27,8 +27,7 @@ from urllib.parse import parse_qsl
 import psutil
 
 from tests.new_process import ROOT
-from tests.platforms.fc_server.server import Fault, Key, Refusal
-from tests.platforms.fc_server.signature import is_signed, key_id_of
+from tests.platforms.fc_server.server import Fault, Key, Refusal, check_signed
 
 VERSION = "2018-08-08"
 _TEXT = r"[\s\S]+"
@@ -171,13 +170,7 @@ class GroupServer:
 
     def check(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> None:
         """Raise Refusal unless it is signed with a valid key."""
-        key = self.keys.get(key_id_of(headers))
-        if key is None:
-            raise Refusal(404, "InvalidAccessKeyId.NotFound", "Specified access key is not found.")
-        if not is_signed(method, target, headers, body, key.secret):
-            raise Refusal(400, "SignatureDoesNotMatch", "Specified signature does not match our calculation.")
-        if (headers.get("x-acs-security-token") or "") != key.token:
-            raise Refusal(403, "InvalidSecurityToken.Expired", "Specified SecurityToken is expired.")
+        check_signed(self.keys, method, target, headers, body)
         if headers.get("x-acs-version") != VERSION:
             raise Refusal(400, "InvalidVersion", "Specified parameter Version is not valid.")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,7 @@ class ConflictError(RejectedError):
     """There is one of this name, or its state does not allow the call."""
 
 
-class AlibabaClient:
+class AlibabaClient(ABC):
     """One of the vendor's clients. Any thread may call; it tries nothing twice.
 
     Args:
@@ -59,9 +60,9 @@ class AlibabaClient:
         #: Where credentials were looked for, for people.
         self._source = ""
 
+    @abstractmethod
     def make(self, config: Any) -> Any:
         """The vendor's client, by its `Config`."""
-        raise NotImplementedError
 
     def missing(self, code: str) -> str:
         """What to do where the platform does not find something; empty: nothing."""

@@ -54,6 +54,19 @@ class Refusal(Exception):
         self.status, self.code, self.message = status, code, message
 
 
+def check_signed(
+    keys: Mapping[str, Key], method: str, target: str, headers: Mapping[str, str], body: bytes
+) -> None:
+    """Raise Refusal unless a request is signed with one of these keys that is valid."""
+    key = keys.get(key_id_of(headers))
+    if key is None:
+        raise Refusal(404, "InvalidAccessKeyId.NotFound", "Specified access key is not found.")
+    if not is_signed(method, target, headers, body, key.secret):
+        raise Refusal(400, "SignatureDoesNotMatch", "Specified signature does not match our calculation.")
+    if (headers.get("x-acs-security-token") or "") != key.token or key.expired:
+        raise Refusal(403, "InvalidSecurityToken.Expired", "Specified SecurityToken is expired.")
+
+
 class FunctionServer(Invocations):
     """The control plane of one account in one region.
 
@@ -142,13 +155,7 @@ class FunctionServer(Invocations):
 
     def check(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> None:
         """Raise Refusal unless it is signed with a valid key, for the first time."""
-        key = self.keys.get(key_id_of(headers))
-        if key is None:
-            raise Refusal(404, "InvalidAccessKeyId.NotFound", "Specified access key is not found.")
-        if not is_signed(method, target, headers, body, key.secret):
-            raise Refusal(400, "SignatureDoesNotMatch", "Specified signature does not match our calculation.")
-        if (headers.get("x-acs-security-token") or "") != key.token or key.expired:
-            raise Refusal(403, "InvalidSecurityToken.Expired", "Specified SecurityToken is expired.")
+        check_signed(self.keys, method, target, headers, body)
         nonce = headers["x-acs-signature-nonce"]
         with self._changed:
             if nonce in self._nonces:
