@@ -164,8 +164,8 @@ def test_what_is_held_for_readers_that_skip_samples_is_given_up(
             assert dataset.read(number)[0] == CONTENTS[number]
         assert dataset.misses == 0
         (reading,) = pool._holdings.ahead._readings.values()
-        wait(lambda: not reading._requests, what="what was asked for")
-        assert reading._machine.used <= 8 * 1000
+        # What is on its way when it is given up keeps its room until it arrives.
+        wait(lambda: reading._machine.used <= 8 * 1000, what="the end of what was given up")
 
 
 def test_memory_is_free_when_the_reader_ends(stored: StoredDataset, pool: DataServer) -> None:
