@@ -8,8 +8,8 @@ pool, 100 Mbit/s, 64 KiB of buffer at the switch, batches of 64 records of 16 kB
 Simulated time (`--simulate`, `benchmarks.incast_network`): the same line with 0.2 ms there and back, 1 to 128 servers,
 three sizes of records. No figure depends on the machine there; a round is another order of the records.
 
-Algorithm 1 is repaired (`torch_dpflow.dataservice.window` says of what) and told the line's rate and latency; our
-window is told nothing. The paper states no figures.
+Algorithm 1 is repaired (`torch_dpflow.dataservice.planning.window` says of what) and told the line's rate and
+latency; our window is told nothing. The paper states no figures.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from benchmarks.incast_network import PAYLOAD_BYTES, Line, Network
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
 from benchmarks.staged_window import StagedWindow, Unbounded
 from torch_dpflow.dataservice import DataClient
-from torch_dpflow.dataservice.placement import place
-from torch_dpflow.dataservice.sets import ArraySet, FileSet, RecordSet, identity
-from torch_dpflow.dataservice.sources import identity_of
-from torch_dpflow.dataservice.window import BatchWindow, MeasuredWindow
+from torch_dpflow.dataservice.planning.placement import place
+from torch_dpflow.dataservice.planning.sets import ArraySet, FileSet, RecordSet, identity
+from torch_dpflow.dataservice.planning.window import BatchWindow, MeasuredWindow
+from torch_dpflow.dataservice.sources.set_names import identity_of
 from torch_dpflow.datasets import DatasetStore, Draft
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file

@@ -34,7 +34,7 @@ from benchmarks.read_batch import RECORD_BYTES, Records
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
 from torch_dpflow import PooledDataset
 from torch_dpflow.dataservice import DataClient
-from torch_dpflow.dataservice.pool_connection import PoolConnection
+from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader

@@ -22,10 +22,10 @@ import numpy as np
 import psutil
 import zmq
 
-from torch_dpflow.dataservice.lane_reader import LaneReader
-from torch_dpflow.dataservice.pool_address import find_address
-from torch_dpflow.dataservice.pool_connection import PoolConnection
-from torch_dpflow.dataservice.sources import identity_of, source_of
+from torch_dpflow.dataservice.lanes.lane_reader import LaneReader
+from torch_dpflow.dataservice.lanes.pool_address import find_address
+from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
+from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
 from torch_dpflow.datasets import StoredDataset
 from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 

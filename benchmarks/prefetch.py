@@ -24,9 +24,9 @@ import numpy as np
 
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, publish
 from benchmarks.sliding_space import SlidingSpace
-from torch_dpflow.dataservice.node_lists import by_modulo
-from torch_dpflow.dataservice.read_ahead import NodeRequest, ReadAhead, ReadAheadInstruction
-from torch_dpflow.dataservice.spaces import BlockSpace, Space
+from torch_dpflow.dataservice.planning.node_lists import by_modulo
+from torch_dpflow.dataservice.planning.read_ahead import NodeRequest, ReadAhead, ReadAheadInstruction
+from torch_dpflow.dataservice.planning.spaces import BlockSpace, Space
 from torch_dpflow.remote.pool.objects import Arrival, Serve
 
 SAMPLE_BYTES = 110_000

@@ -48,9 +48,9 @@ from benchmarks.pool_sides import (
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
 from torch_dpflow import PooledDataset
 from torch_dpflow.dataservice import DataClient
-from torch_dpflow.dataservice.pool_address import PoolAddress
-from torch_dpflow.dataservice.reading import SetReading
-from torch_dpflow.dataservice.sources import identity_of, source_of
+from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
+from torch_dpflow.dataservice.reader.reading import SetReading
+from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader

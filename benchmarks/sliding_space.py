@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from torch_dpflow.checks import check_int
-from torch_dpflow.dataservice.spaces import Move, Space, SpaceEntry, Stored
+from torch_dpflow.dataservice.planning.spaces import Move, Space, SpaceEntry, Stored
 from torch_dpflow.errors import OptionError
 
 

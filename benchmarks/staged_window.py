@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from torch_dpflow.checks import check_int, check_number
-from torch_dpflow.dataservice.window import BatchWindow
+from torch_dpflow.dataservice.planning.window import BatchWindow
 
 
 class Unbounded(BatchWindow):

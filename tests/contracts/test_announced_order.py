@@ -102,9 +102,10 @@ def test_nothing_else_changes(how: str) -> None:
 
 
 def test_nor_with_workers() -> None:
-    assert states_and_batches(Told(), "own generator", 2, 3) == states_and_batches(
-        Plain(), "own generator", 2, 3
-    )
+    told, plain = (states_and_batches(data, "own generator", 2, 3) for data in (Told(), Plain()))
+    for _, state in [*told[:-1], *plain[:-1]]:
+        del state["generator"]  # how far it was drawn ahead differs between runs
+    assert told == plain
 
 
 class Changing(Sampler[int]):

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dpflow.dataservice.keeper_machine import Drop, Fill, KeeperInstruction, KeeperMachine
-from torch_dpflow.dataservice.placement import NOBODY, place
+from torch_dpflow.dataservice.planning.keeper_machine import Drop, Fill, KeeperInstruction, KeeperMachine
+from torch_dpflow.dataservice.planning.placement import NOBODY, place
 from torch_dpflow.errors import OptionError, PoolFullError, UsageError
 
 LEASE_S, IDLE_S = 3.0, 10.0

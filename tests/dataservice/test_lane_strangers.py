@@ -18,11 +18,9 @@ from tests.datasets.samples_source import Numbered, numbers, publish
 from tests.shared_cluster import PATIENCE_S
 from torch_dpflow import PooledDataset
 from torch_dpflow.dataservice import DataClient
-from torch_dpflow.dataservice.guards import HELLO_BYTES, connect_stream, guard_of, receive_exactly
-from torch_dpflow.dataservice.pool_address import PoolAddress, find_address
-from torch_dpflow.dataservice.protocol import MOST_RECORDS
-from torch_dpflow.dataservice.sources import identity_of
-from torch_dpflow.dataservice.wire import (
+from torch_dpflow.dataservice.lanes.guards import HELLO_BYTES, connect_stream, guard_of, receive_exactly
+from torch_dpflow.dataservice.lanes.pool_address import PoolAddress, find_address
+from torch_dpflow.dataservice.lanes.wire import (
     ANSWER_BYTES,
     CONTROL,
     ENTRY_BYTES,
@@ -34,6 +32,8 @@ from torch_dpflow.dataservice.wire import (
     read_table,
     take_request,
 )
+from torch_dpflow.dataservice.messages.protocol import MOST_RECORDS
+from torch_dpflow.dataservice.sources.set_names import identity_of
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import MessageError
 from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file

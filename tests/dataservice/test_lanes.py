@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch_dpflow.dataservice.pool_address import PoolAddress, find_address
+from torch_dpflow.dataservice.lanes.pool_address import PoolAddress, find_address
 from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 from torch_dpflow.testing.lanes import LaneContract
 

@@ -21,9 +21,9 @@ from tests.dataservice.pool_servers import inner_server, server
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.dataservice import ArraySource, DataClient, PooledArray, open_array
-from torch_dpflow.dataservice.arrays import array_identity, array_set
-from torch_dpflow.dataservice.pool_address import find_address
-from torch_dpflow.dataservice.sets import ArraySet
+from torch_dpflow.dataservice.lanes.pool_address import find_address
+from torch_dpflow.dataservice.planning.sets import ArraySet
+from torch_dpflow.dataservice.sources.arrays import array_identity, array_set
 from torch_dpflow.errors import (
     ChecksumError,
     MissingExtraError,

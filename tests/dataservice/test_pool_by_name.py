@@ -15,7 +15,7 @@ from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow.cli.main import root
 from torch_dpflow.cli.pool_printing import read_rates
 from torch_dpflow.dataservice import DataClient
-from torch_dpflow.dataservice.protocol import SetList
+from torch_dpflow.dataservice.messages.protocol import SetList
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.importer_registry import make_importer
 from torch_dpflow.errors import ObjectMissingError, OptionError

@@ -20,10 +20,10 @@ from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import PooledDataset
 from torch_dpflow.cli.main import root
 from torch_dpflow.dataservice import DataClient, DataServer, SetInfo
-from torch_dpflow.dataservice.pool_address import find_address
-from torch_dpflow.dataservice.pool_connection import PoolConnection
-from torch_dpflow.dataservice.server_messages import Beat, Enlist, ServerInfo
-from torch_dpflow.dataservice.sources import identity_of
+from torch_dpflow.dataservice.lanes.pool_address import find_address
+from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
+from torch_dpflow.dataservice.messages.server_messages import Beat, Enlist, ServerInfo
+from torch_dpflow.dataservice.sources.set_names import identity_of
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import OptionError, UsageError
 

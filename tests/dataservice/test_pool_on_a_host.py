@@ -23,10 +23,8 @@ from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import DPFlowDataLoader, PooledDataset
 from torch_dpflow.cli.main import root
 from torch_dpflow.dataservice import DataClient, SetInfo
-from torch_dpflow.dataservice.filling import open_held
-from torch_dpflow.dataservice.known_set import KnownSet
-from torch_dpflow.dataservice.pool_connection import PoolConnection
-from torch_dpflow.dataservice.protocol import (
+from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
+from torch_dpflow.dataservice.messages.protocol import (
     ELSEWHERE,
     PreloadSet,
     RecordStates,
@@ -34,8 +32,10 @@ from torch_dpflow.dataservice.protocol import (
     find_directory,
     socket_path,
 )
-from torch_dpflow.dataservice.set_source import SetSource
-from torch_dpflow.dataservice.sources import identity_of, source_of
+from torch_dpflow.dataservice.messages.set_source import SetSource
+from torch_dpflow.dataservice.server.filling import open_held
+from torch_dpflow.dataservice.server.known_set import KnownSet
+from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import (
     OptionError,

@@ -19,7 +19,7 @@ from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import PooledDataset
 from torch_dpflow.cli.main import root
 from torch_dpflow.dataservice import DataClient, DataServer
-from torch_dpflow.dataservice.pool_address import PoolAddress, find_address
+from torch_dpflow.dataservice.lanes.pool_address import PoolAddress, find_address
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import OptionError, OptionTypeError, PeerLostError
 from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file

@@ -9,7 +9,7 @@ import pytest
 
 from tests.datasets.samples_source import Numbered, content, publish
 from torch_dpflow.dataservice import DataClient
-from torch_dpflow.dataservice import sets as layouts
+from torch_dpflow.dataservice.planning import sets as layouts
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import OptionError, PeerLostError
 

@@ -20,11 +20,11 @@ from tests.dataservice.pool_servers import inner_server, server
 from tests.shared_cluster import PATIENCE_S
 from torch_dpflow import DPFlowDataLoader
 from torch_dpflow.dataservice import ArraySource, DataClient, PooledArray
-from torch_dpflow.dataservice import sets as layouts
-from torch_dpflow.dataservice.arrays import array_identity
-from torch_dpflow.dataservice.pool_connection import PoolConnection
-from torch_dpflow.dataservice.protocol import PushStripe
+from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
+from torch_dpflow.dataservice.messages.protocol import PushStripe
+from torch_dpflow.dataservice.planning import sets as layouts
 from torch_dpflow.dataservice.pushing import push, pushed_source
+from torch_dpflow.dataservice.sources.arrays import array_identity
 from torch_dpflow.errors import (
     DPFlowError,
     OptionError,

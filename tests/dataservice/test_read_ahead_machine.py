@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torch_dpflow.dataservice.ahead import AnnouncedOrder
-from torch_dpflow.dataservice.node_lists import NodeLists, by_modulo
-from torch_dpflow.dataservice.read_ahead import NodeRequest, ReadAhead, ReadAheadInstruction
+from torch_dpflow.dataservice.planning.node_lists import NodeLists, by_modulo
+from torch_dpflow.dataservice.planning.read_ahead import NodeRequest, ReadAhead, ReadAheadInstruction
+from torch_dpflow.dataservice.server.ahead import AnnouncedOrder
 from torch_dpflow.errors import OptionError, UsageError
 from torch_dpflow.remote.pool.objects import Arrival, Cancel, Serve
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_dpflow.dataservice.sets import ALIGNMENT, ArraySet, FileSet, RecordSet, identity
+from torch_dpflow.dataservice.planning.sets import ALIGNMENT, ArraySet, FileSet, RecordSet, identity
 from torch_dpflow.errors import OptionError, OptionTypeError
 
 NAME = identity("files", {"dataset": "a"})

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.sliding_space import SlidingSpace
-from torch_dpflow.dataservice.spaces import BlockSpace, Space
+from torch_dpflow.dataservice.planning.spaces import BlockSpace, Space
 from torch_dpflow.errors import OptionError, UsageError
 
 CAPACITY = 64

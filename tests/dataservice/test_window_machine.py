@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.staged_window import StagedWindow, Unbounded
-from torch_dpflow.dataservice.window import LEAST, MOST, BatchWindow, MeasuredWindow
+from torch_dpflow.dataservice.planning.window import LEAST, MOST, BatchWindow, MeasuredWindow
 from torch_dpflow.errors import OptionError
 
 

@@ -178,7 +178,7 @@ def _print_up(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) 
 
 def _pool_directory(options: ClusterOptions) -> str | None:
     """Where the server of the pool is that the cluster runs."""
-    from torch_dpflow.dataservice.protocol import find_directory
+    from torch_dpflow.dataservice.messages.protocol import find_directory
 
     return None if options.pool_memory is None else str(find_directory())
 

@@ -17,11 +17,11 @@ from torch_dpflow.cli.console import stdout_console
 from torch_dpflow.cli.dataset_options import Command, store_options
 from torch_dpflow.cli.dataset_printing import preload_progress, problem_line, verify_progress
 from torch_dpflow.cli.pool_printing import read_rates, servers_table, set_id, sets_table
-from torch_dpflow.dataservice.pool_address import CONNECTION_VARIABLE, PoolAddress, find_address
-from torch_dpflow.dataservice.pool_connection import PoolConnection
-from torch_dpflow.dataservice.protocol import SetInfo
-from torch_dpflow.dataservice.server import DataServer
-from torch_dpflow.dataservice.sources import identity_of, source_of
+from torch_dpflow.dataservice.lanes.pool_address import CONNECTION_VARIABLE, PoolAddress, find_address
+from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
+from torch_dpflow.dataservice.messages.protocol import SetInfo
+from torch_dpflow.dataservice.server.data_server import DataServer
+from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
 from torch_dpflow.dataservice.verifying import PoolComparison, verify_pool
 from torch_dpflow.datasets.store import DatasetStore
 from torch_dpflow.errors import OptionError

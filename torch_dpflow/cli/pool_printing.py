@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from torch_dpflow.dataservice.protocol import SetInfo, SetList
-from torch_dpflow.dataservice.server_messages import ServerInfo
+from torch_dpflow.dataservice.messages.protocol import SetInfo, SetList
+from torch_dpflow.dataservice.messages.server_messages import ServerInfo
 
 
 def set_id(info: SetInfo) -> str:

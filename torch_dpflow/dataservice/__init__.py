@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING
 from torch_dpflow.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from torch_dpflow.dataservice.arrays import open_array
     from torch_dpflow.dataservice.client import DataClient
+    from torch_dpflow.dataservice.messages.protocol import ArraySource, SetInfo
     from torch_dpflow.dataservice.pooled import PooledDataset
     from torch_dpflow.dataservice.pooled_array import PooledArray
-    from torch_dpflow.dataservice.protocol import ArraySource, SetInfo
-    from torch_dpflow.dataservice.server import DataServer
+    from torch_dpflow.dataservice.server.data_server import DataServer
+    from torch_dpflow.dataservice.sources.arrays import open_array
 
 __all__ = ["ArraySource", "DataClient", "DataServer", "PooledArray", "PooledDataset", "SetInfo", "open_array"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "arrays": ["open_array"],
+        "sources.arrays": ["open_array"],
         "client": ["DataClient"],
         "pooled": ["PooledDataset"],
         "pooled_array": ["PooledArray"],
-        "protocol": ["ArraySource", "SetInfo"],
-        "server": ["DataServer"],
+        "messages.protocol": ["ArraySource", "SetInfo"],
+        "server.data_server": ["DataServer"],
     },
 )

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_dpflow.checks import check_int
-from torch_dpflow.dataservice.arrays import array_set
-from torch_dpflow.dataservice.pool_address import AddressLike
-from torch_dpflow.dataservice.protocol import ArraySource, SetInfo
+from torch_dpflow.dataservice.lanes.pool_address import AddressLike
+from torch_dpflow.dataservice.messages.protocol import ArraySource, SetInfo
 from torch_dpflow.dataservice.pushing import push
-from torch_dpflow.dataservice.sources import identity_of
+from torch_dpflow.dataservice.sources.arrays import array_set
+from torch_dpflow.dataservice.sources.set_names import identity_of
 from torch_dpflow.datasets.sample_reader import SampleReader
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.errors import DPFlowError, OptionError

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch_dpflow.announcing import Order
-from torch_dpflow.dataservice.pool_address import PoolAddress
-from torch_dpflow.dataservice.reading import SetReading
-from torch_dpflow.dataservice.sources import identity_of, source_of
+from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
+from torch_dpflow.dataservice.reader.reading import SetReading
+from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.datasets.store import StoredDataset
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_dpflow.checks import check_flag, check_seconds, check_type
-from torch_dpflow.dataservice.guards import check_keys
-from torch_dpflow.dataservice.pool_address import AddressLike, find_address
+from torch_dpflow.dataservice.lanes.guards import check_keys
+from torch_dpflow.dataservice.lanes.pool_address import AddressLike, find_address
 from torch_dpflow.dataservice.pool_samples import PoolSamples
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.sample_reader import OnError, check_how_to_read

@@ -14,13 +14,13 @@ import torch
 from torch.utils.data import Dataset
 
 from torch_dpflow.checks import check_seconds, check_type
-from torch_dpflow.dataservice.arrays import ArrayReader, array_identity, array_set
-from torch_dpflow.dataservice.guards import check_keys
-from torch_dpflow.dataservice.pool_address import AddressLike, find_address
-from torch_dpflow.dataservice.protocol import ArraySource
-from torch_dpflow.dataservice.reading import SetReading
-from torch_dpflow.dataservice.regions import PoolRegion
-from torch_dpflow.dataservice.sources import source_of
+from torch_dpflow.dataservice.lanes.guards import check_keys
+from torch_dpflow.dataservice.lanes.pool_address import AddressLike, find_address
+from torch_dpflow.dataservice.lanes.regions import PoolRegion
+from torch_dpflow.dataservice.messages.protocol import ArraySource
+from torch_dpflow.dataservice.reader.reading import SetReading
+from torch_dpflow.dataservice.sources.arrays import ArrayReader, array_identity, array_set
+from torch_dpflow.dataservice.sources.set_names import source_of
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.storage.per_process import PerProcess
 from torch_dpflow.errors import DPFlowError, PeerLostError

@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.dataservice.arrays import array_identity, array_set
-from torch_dpflow.dataservice.pool_address import AddressLike
-from torch_dpflow.dataservice.pool_connection import PoolConnection
-from torch_dpflow.dataservice.protocol import (
+from torch_dpflow.dataservice.lanes.pool_address import AddressLike
+from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
+from torch_dpflow.dataservice.lanes.regions import PUSH_SEALS
+from torch_dpflow.dataservice.messages.protocol import (
     ArraySource,
     PreloadSet,
     PushStripe,
@@ -25,7 +25,7 @@ from torch_dpflow.dataservice.protocol import (
     SetInfo,
     WantRecords,
 )
-from torch_dpflow.dataservice.regions import PUSH_SEALS
+from torch_dpflow.dataservice.sources.arrays import array_identity, array_set
 from torch_dpflow.datasets.names import DatasetRef, next_version
 from torch_dpflow.errors import OptionError, OptionTypeError, PoolFullError
 

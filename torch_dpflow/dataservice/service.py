@@ -8,8 +8,8 @@ import time
 
 import msgspec
 
-from torch_dpflow.dataservice.protocol import find_directory
-from torch_dpflow.dataservice.server import DataServer
+from torch_dpflow.dataservice.messages.protocol import find_directory
+from torch_dpflow.dataservice.server.data_server import DataServer
 from torch_dpflow.errors import OptionError
 from torch_dpflow.log import SERVICE
 from torch_dpflow.remote.process.heartbeat import HeartbeatSender

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
-from torch_dpflow.dataservice.pool_address import AddressLike, find_address
-from torch_dpflow.dataservice.pool_connection import PoolConnection
-from torch_dpflow.dataservice.reading import SetReading
-from torch_dpflow.dataservice.sources import identity_of, source_of
+from torch_dpflow.dataservice.lanes.pool_address import AddressLike, find_address
+from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
+from torch_dpflow.dataservice.reader.reading import SetReading
+from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
 from torch_dpflow.datasets.sample_reader import SampleReader
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.datasets.verify import Problem

@@ -9,7 +9,7 @@ from typing import Any
 from torch_dpflow.caches import ALSDCache
 from torch_dpflow.caches.capacity import parse_capacity
 from torch_dpflow.checks import MAX_INT64, MIN_INT64, check_int, check_type
-from torch_dpflow.dataservice.pool_address import AddressLike, find_address
+from torch_dpflow.dataservice.lanes.pool_address import AddressLike, find_address
 from torch_dpflow.dataservice.pooled import PooledDataset
 from torch_dpflow.datasets.reader import DatasetReader
 from torch_dpflow.datasets.sample_reader import check_how_to_read

@@ -22,10 +22,10 @@ except ImportError as error:
     ) from error
 
 from torch_dpflow.dataservice import DataServer
-from torch_dpflow.dataservice.pool_address import PoolAddress
-from torch_dpflow.dataservice.pool_connection import PoolConnection
-from torch_dpflow.dataservice.reading import SetReading
-from torch_dpflow.dataservice.sources import identity_of, source_of
+from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
+from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
+from torch_dpflow.dataservice.reader.reading import SetReading
+from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 

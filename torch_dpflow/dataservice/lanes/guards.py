@@ -1,0 +1,209 @@
+"""Who is at the other side of a stream, proved before anything else is said.
+
+Over TLS 1.3 both sides have certificates of the cluster. Where the operator says that the network is trusted, bytes
+travel as they are, and both sides prove by HMAC that they have the cluster's key: the client first, on a number that
+the server has drawn, so that a stranger gets nothing else.
+
+    client: hello, its number -> server: its number -> client: its proof -> server: its proof
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import ssl
+import time
+from abc import ABC, abstractmethod
+from typing import TypeAlias
+
+from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
+from torch_dpflow.dataservice.lanes.tls_stream import TLSStream
+from torch_dpflow.dataservice.lanes.wire import HELLO_BYTES, hello, purpose_of
+from torch_dpflow.errors import MessageError, OptionError, PeerLostError
+from torch_dpflow.remote.access.certificates import SERVER_NAME, client_context, server_context
+from torch_dpflow.remote.access.connection_file import ConnectionFile
+
+#: What control messages and records are carried by.
+Stream: TypeAlias = socket.socket | TLSStream
+#: Bytes of a number that is drawn once, and of a proof.
+_NONCE_BYTES = 32
+#: The first byte of any client that speaks TLS, and what TLS says to one that it does not understand.
+_HANDSHAKE = b"\x16"
+_ALERT = b"\x15\x03\x03\x00\x02\x02\x46"
+
+
+class StreamGuard(ABC):
+    """Lets in whoever has the keys of one cluster. Its methods raise OSError and DPFlowError."""
+
+    @abstractmethod
+    def admit(self, connection: socket.socket, until: float) -> socket.socket:
+        """Server: the connection to speak over, once the client has proved who it is; until: of `time.monotonic`."""
+
+    @abstractmethod
+    def approach(self, connection: socket.socket) -> Stream:
+        """Client: the connection to speak over, once both have proved who they are."""
+
+
+class TLSGuard(StreamGuard):
+    """TLS 1.3 with certificates on both sides."""
+
+    def __init__(self, keys: ConnectionFile, *, serves: bool) -> None:
+        if keys.certificates is None:
+            raise OptionError(
+                "the connection file has no certificates, and without them nothing is sent off this host: write "
+                "another by `dpflow keygen` where cryptography is installed (pip install 'torch_dpflow[pool]'), or "
+                "say that the network is trusted (--trust-network, trust_network=True)"
+            )
+        self._context = server_context(keys.certificates) if serves else client_context(keys.certificates)
+
+    def admit(self, connection: socket.socket, until: float) -> socket.socket:
+        _limit(connection, until)
+        if connection.recv(1, socket.MSG_PEEK) != _HANDSHAKE:
+            _refuse(connection)
+            raise MessageError("a client that does not speak TLS")
+        _limit(connection, until)
+        return self._context.wrap_socket(connection, server_side=True)
+
+    def approach(self, connection: socket.socket) -> Stream:
+        try:
+            return TLSStream(connection, self._context, SERVER_NAME)
+        except ssl.SSLCertVerificationError as error:
+            raise PeerLostError(
+                f"its certificate is not one of this cluster's servers ({error.verify_message}); give the connection "
+                "file that it was started with"
+            ) from None
+        except ssl.SSLError as error:
+            raise PeerLostError(
+                f"it does not speak TLS ({error.reason or error}); it may have been started with --trust-network: "
+                "give that here too, or start it without"
+            ) from None
+
+
+class ProofGuard(StreamGuard):
+    """Bytes as they are; both sides prove that they have the cluster's key."""
+
+    def __init__(self, keys: ConnectionFile) -> None:
+        self._key = hashlib.blake2b(keys.client_secret.encode(), person=b"dpflow-pool").digest()
+
+    def admit(self, connection: socket.socket, until: float) -> socket.socket:
+        _limit(connection, until)
+        if connection.recv(1, socket.MSG_PEEK) == _HANDSHAKE:
+            _refuse(connection)
+            raise MessageError("a client that speaks TLS")
+        begun = receive_exactly(connection, HELLO_BYTES + _NONCE_BYTES, until)
+        purpose_of(begun[:HELLO_BYTES])
+        drawn = secrets.token_bytes(_NONCE_BYTES)
+        connection.sendall(drawn)
+        proof = receive_exactly(connection, _NONCE_BYTES, until)
+        if not hmac.compare_digest(proof, self._proof(b"client", begun, drawn)):
+            raise MessageError("a client that has another key")
+        connection.sendall(self._proof(b"server", begun, drawn))
+        return connection
+
+    def approach(self, connection: socket.socket) -> Stream:
+        begun = hello(1) + secrets.token_bytes(_NONCE_BYTES)
+        connection.sendall(begun)
+        drawn = b""
+        try:
+            drawn = receive_exactly(connection, _NONCE_BYTES)
+            connection.sendall(self._proof(b"client", begun, drawn))
+            proof = receive_exactly(connection, _NONCE_BYTES)
+        except (PeerLostError, ConnectionError):
+            raise PeerLostError(
+                "it has another key; give the connection file that it was started with"
+                if drawn
+                else "it speaks TLS, or is no server of a pool; leave out --trust-network and trust_network=True"
+            ) from None
+        if not hmac.compare_digest(proof, self._proof(b"server", begun, drawn)):
+            raise PeerLostError("it has another key; give the connection file that it was started with")
+        return connection
+
+    def _proof(self, who: bytes, begun: bytes, drawn: bytes) -> bytes:
+        return hmac.digest(self._key, who + begun + drawn, "sha256")
+
+
+def guard_of(address: PoolAddress, *, serves: bool) -> StreamGuard:
+    """How strangers are kept out at this address. Raises OptionError: there are no keys for it."""
+    keys = address.keys()
+    return ProofGuard(keys) if address.trust_network else TLSGuard(keys, serves=serves)
+
+
+def check_keys(address: PoolAddress) -> None:
+    """Raises OptionError: it is reached over a network, and there are no keys for it."""
+    if address.directory is None:
+        guard_of(address, serves=False)
+
+
+def connect_stream(address: PoolAddress, guard: StreamGuard, purpose: int, silence_s: float) -> Stream:
+    """A connection to a server, whose identity is proved.
+
+    silence_s: how long all of it may take, and each wait for the server later, seconds.
+
+    Raises PeerLostError: there is no server, it does not answer, or it belongs to another cluster.
+    """
+    try:
+        plain = socket.create_connection((address.host, address.port), silence_s)
+    except OSError as error:
+        raise PeerLostError(
+            f"no server of the pool answers at {address} ({error.strerror or error}); start one: "
+            f"dpflow pool serve --memory 8GiB --listen {address} --connection FILE"
+        ) from None
+    connection: Stream = plain
+    try:
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = guard.approach(plain)
+        connection.sendall(hello(purpose))
+        purpose_of(receive_exactly(connection, HELLO_BYTES))
+    except (OSError, MessageError, PeerLostError) as error:
+        connection.close()
+        raise PeerLostError(
+            f"the server of the pool at {address} cannot be spoken to: {_told(error)}"
+        ) from None
+    return connection
+
+
+def admit_stream(connection: socket.socket, guard: StreamGuard, within_s: float) -> tuple[socket.socket, int]:
+    """The connection of a client that has proved who it is, and what it is for. Raises OSError, DPFlowError."""
+    until = time.monotonic() + within_s
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    admitted = guard.admit(connection, until)
+    try:
+        purpose = purpose_of(receive_exactly(admitted, HELLO_BYTES, until))
+        admitted.sendall(hello(purpose))
+        admitted.settimeout(None)
+    except BaseException:
+        admitted.close()
+        raise
+    return admitted, purpose
+
+
+def receive_exactly(connection: Stream, count: int, until: float | None = None) -> bytes:
+    """So many bytes. Raises OSError, TimeoutError too, or PeerLostError where the connection ends before."""
+    content = bytearray()
+    while len(content) < count:
+        if until is not None:
+            _limit(connection, until)
+        more = connection.recv(count - len(content))
+        if not more:
+            raise PeerLostError("it has closed the connection")
+        content += more
+    return bytes(content)
+
+
+def _limit(connection: Stream, until: float) -> None:
+    """Nothing may take longer, whatever comes meanwhile."""
+    connection.settimeout(max(1e-3, until - time.monotonic()))
+
+
+def _refuse(connection: socket.socket) -> None:
+    """Say so in the way of TLS, which clients of either kind recognise."""
+    connection.recv(1 << 16)  # else the kernel would throw the answer away with what nobody has read
+    connection.sendall(_ALERT)
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return f"it refuses this side's certificate ({error.reason or error}); give its connection file"
+    return str(error)

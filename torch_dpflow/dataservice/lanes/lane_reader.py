@@ -1,0 +1,219 @@
+"""Reads batches over stream lanes, one to each server.
+
+The request is the grant: a server sends what it was asked for at once, so no more is asked for than can be taken.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from torch_dpflow.backoff import Backoff
+from torch_dpflow.dataservice.lanes.guards import StreamGuard, guard_of
+from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
+from torch_dpflow.dataservice.lanes.stream_lane import AskedRecord, StreamLane
+from torch_dpflow.dataservice.lanes.wire import GONE, LATER
+from torch_dpflow.dataservice.planning.window import BatchWindow, MeasuredWindow
+from torch_dpflow.errors import DPFlowError
+from torch_dpflow.log import DATASETS
+
+#: Records that the window is asked about at a time.
+_LOOKED_AT = 64
+#: What one server is asked for before the next, bytes: about what it sends in a turn.
+_TOGETHER_BYTES = 256 << 10
+#: What a record is taken for whose length only the server knows, bytes.
+_GUESSED_BYTES = 64 << 10
+#: Between attempts to reach a server, seconds.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+
+
+class LaneReader:
+    """Reads records from servers of one pool, for one thread at a time. A server that fails costs speed alone.
+
+    Args:
+        pool: one of its servers; the others have the same keys.
+        silence_s: after how long without a byte that is due a server is left, seconds.
+        window: how much may be asked for that has not come; None: what this reader measures.
+
+    Raises OptionError: there are no keys.
+    """
+
+    def __init__(self, pool: PoolAddress, silence_s: float, window: BatchWindow | None = None) -> None:
+        self._pool, self._silence_s = pool, silence_s
+        self._guard: StreamGuard = guard_of(pool, serves=False)
+        self._window = MeasuredWindow() if window is None else window
+        self._lanes: dict[str, StreamLane] = {}
+        #: Servers that have failed: until when they are left alone, and what says for how long the next time.
+        self._left: dict[str, tuple[float, Backoff]] = {}
+        self._poll = select.poll()
+        #: Sets that a server has given up.
+        self.gone: set[bytes] = set()
+
+    def read(
+        self, identity: bytes, owners: Sequence[str], records: Sequence[int], lengths: Sequence[int | None]
+    ) -> list[bytes | None]:
+        """Records of one set; None for those that have to be read from storage.
+
+        owners: the server of each, tcp://HOST:PORT.
+        lengths: of each; None: unknown.
+        """
+        batch = _LaneBatch(identity, owners, records, lengths)
+        try:
+            while True:
+                self._ask(batch)
+                busy = [one for one in self._lanes.items() if one[1].is_busy]
+                if not busy:
+                    return batch.contents
+                self._take(busy, batch)
+        except BaseException:
+            self.close()  # what comes late must not be taken for what is asked for next
+            raise
+
+    def close(self) -> None:
+        """Close all lanes; they are opened again where they are needed."""
+        for owner in [*self._lanes]:
+            self._close(owner)
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _ask(self, batch: _LaneBatch) -> None:
+        """Ask for as much as the window has room for."""
+        while batch.has_more:
+            if self._lane(batch.owners[batch.order[batch.at]]) is None:
+                batch.at += 1
+                continue
+            now = time.monotonic()
+            granted = self._window.grant(batch.sizes[batch.at : batch.at + _LOOKED_AT], now)
+            if not granted:
+                return
+            asked: dict[str, list[AskedRecord]] = {}
+            for at in range(batch.at, batch.at + granted):
+                place = batch.order[at]
+                owner = batch.owners[place]
+                if owner in asked or self._lane(owner) is not None:
+                    token = self._window.asked(batch.sizes[at], now)
+                    one = AskedRecord(batch.records[place], batch.lengths[place], place, token)
+                    asked.setdefault(owner, []).append(one)
+            batch.at += granted
+            for owner, ones in asked.items():
+                try:
+                    self._lanes[owner].ask(batch.identity, ones)
+                except OSError as error:
+                    self._lose(owner, error)
+
+    def _take(self, busy: Sequence[tuple[str, StreamLane]], batch: _LaneBatch) -> None:
+        """Take an answer of each lane that has one; leave those that have been silent for too long."""
+        for owner, lane in self._having(busy):
+            try:
+                for one, content in lane.take():
+                    self._settle(batch, lane, one, content)
+            except (OSError, DPFlowError) as error:
+                self._lose(owner, error)
+
+    def _settle(self, batch: _LaneBatch, lane: StreamLane, one: AskedRecord, content: bytes | int) -> None:
+        if content == 0:  # it was LATER, and is there
+            batch.again(one.place)
+            return
+        if isinstance(content, bytes):
+            self._window.arrived(one.token, time.monotonic())
+        elif one.token is not None:
+            self._window.given_up(one.token)
+        if content == LATER:
+            lane.later.setdefault(one.record, []).append(one._replace(token=None))
+        elif isinstance(content, bytes):
+            batch.contents[one.place] = content
+        elif content == GONE:
+            self.gone.add(batch.identity)
+
+    def _having(self, busy: Sequence[tuple[str, StreamLane]]) -> Sequence[tuple[str, StreamLane]]:
+        """Those of these lanes from which something has come."""
+        if len(busy) == 1 and busy[0][1].asked:
+            return busy  # which waits for it
+        if found := [one for one in busy if one[1].has_bytes]:
+            return found
+        ready = {fd for fd, _ in self._poll.poll(self._silence_s * 1000)}
+        for owner, lane in busy if not ready else ():
+            if lane.asked:
+                self._lose(owner, TimeoutError())
+            else:  # its storage does not answer; ours may, and says so if it does not
+                lane.later.clear()
+        return [one for one in busy if one[1].fileno() in ready]
+
+    def _lane(self, owner: str) -> StreamLane | None:
+        """The lane to a server; None: it has failed, and it is too early to try again."""
+        if (lane := self._lanes.get(owner)) is not None:
+            return lane
+        until, backoff = self._left.get(owner) or (-math.inf, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S))
+        if time.monotonic() < until:
+            return None
+        try:
+            lane = StreamLane(self._pool.at(owner), self._guard, self._silence_s)
+        except DPFlowError as error:
+            self._leave(owner, error, backoff)
+            return None
+        self._left.pop(owner, None)
+        self._lanes[owner] = lane
+        self._poll.register(lane, select.POLLIN)
+        return lane
+
+    def _lose(self, owner: str, error: Exception) -> None:
+        """A server has failed: what it was asked for is read from storage."""
+        is_silent = isinstance(error, BlockingIOError | TimeoutError)
+        text = f"it has sent nothing for {self._silence_s:g} s" if is_silent else str(error)
+        self._leave(owner, text, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S))
+        self._close(owner)
+
+    def _leave(self, owner: str, why: object, backoff: Backoff) -> None:
+        self._left[owner] = time.monotonic() + backoff.pause_s(), backoff
+        DATASETS.info("samples of %s are read from storage for now: %s", owner, why)
+
+    def _close(self, owner: str) -> None:
+        lane = self._lanes.pop(owner)
+        for _, one in lane.asked:
+            self._window.given_up(one.token)
+        self._poll.unregister(lane)
+        lane.close()
+
+
+class _LaneBatch:
+    """What one call reads."""
+
+    def __init__(
+        self, identity: bytes, owners: Sequence[str], records: Sequence[int], lengths: Sequence[int | None]
+    ) -> None:
+        self.identity, self.owners, self.records, self.lengths = identity, owners, records, lengths
+        self.contents: list[bytes | None] = [None] * len(records)
+        sizes = [_GUESSED_BYTES if length is None else length for length in lengths]
+        #: Places of the records in the order in which they are asked for, and the bytes of each.
+        self.order = _in_turns(owners, sizes)
+        self.sizes = [sizes[place] for place in self.order]
+        #: Those before this one were asked for.
+        self.at = 0
+
+    @property
+    def has_more(self) -> bool:
+        return self.at < len(self.order)
+
+    def again(self, place: int) -> None:
+        """It is to be asked for once more."""
+        self.order.append(place)
+        self.sizes.append(self.lengths[place] or _GUESSED_BYTES)
+
+
+def _in_turns(owners: Sequence[str], sizes: Sequence[int]) -> list[int]:
+    """The places of records, for each server in turn so many that it sends them in one turn."""
+    places: dict[str, deque[int]] = {}
+    for place, owner in enumerate(owners):
+        places.setdefault(owner, deque()).append(place)
+    order, line = list[int](), deque(places.values())
+    while line:
+        own, size = line.popleft(), 0
+        while own and size < _TOGETHER_BYTES:
+            size += sizes[own[0]]
+            order.append(own.popleft())
+        if own:
+            line.append(own)
+    return order

@@ -1,0 +1,170 @@
+"""A connection to a server of the pool: what commands and readers ask it for."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from torch_dpflow.dataservice.lanes.framing import Channel, PacketChannel, StreamChannel
+from torch_dpflow.dataservice.lanes.guards import connect_stream, guard_of
+from torch_dpflow.dataservice.lanes.pool_address import AddressLike, find_address
+from torch_dpflow.dataservice.lanes.wire import CONTROL
+from torch_dpflow.dataservice.messages.protocol import (
+    ANSWERS,
+    MOST_REGIONS,
+    AnySource,
+    CountReads,
+    ListSets,
+    PoolAnswer,
+    PoolRefusal,
+    PoolRequest,
+    PreloadSet,
+    SetInfo,
+    SetList,
+    UnloadSet,
+    check_private,
+    socket_path,
+)
+from torch_dpflow.dataservice.messages.server_messages import ListServers, ServerInfo, ServerList
+from torch_dpflow.errors import MessageError, PeerLostError
+
+#: A server that does not answer for so long is taken for dead: by commands, seconds.
+_SILENCE_S = 60.0
+_POLL_S = 0.1
+
+
+class PoolConnection:
+    """One connection to a server. Thread-safe: one call at a time.
+
+    silence_s: how long an answer may take, seconds.
+
+    Raises:
+        PeerLostError: there is no server, it does not answer, or it belongs to another cluster.
+        OptionError: others may enter the directory of its socket, or there are no keys.
+    """
+
+    def __init__(self, address: AddressLike = "auto", *, silence_s: float = _SILENCE_S) -> None:
+        found = find_address(address)
+        self._lock = threading.Lock()
+        self._channel: Channel
+        if found.directory is None:
+            guard = guard_of(found, serves=False)
+            self._channel = StreamChannel(connect_stream(found, guard, CONTROL, silence_s))
+        else:
+            self._channel = PacketChannel(_connect_here(found.directory, silence_s))
+
+    def ask(self, request: PoolRequest, fds: list[int] | None = None) -> tuple[PoolAnswer, list[int]]:
+        """The server's answer, and the descriptors that came with it, which the caller closes.
+
+        fds: descriptors that go with the request.
+
+        Raises:
+            PeerLostError: the server has died, or does not answer; the connection is closed.
+            DPFlowError: it refuses, by the class that it names.
+        """
+        with self._lock:
+            self.send(request, fds)
+            return self.hear()
+
+    def send(self, request: PoolRequest, fds: list[int] | None = None) -> None:
+        """The first half of `ask`; nobody else may ask before `hear`. Raises PeerLostError."""
+        try:
+            self._channel.send(request, fds)
+        except OSError as error:
+            self._channel.close()
+            raise PeerLostError(f"the server of the pool does not answer: {error}") from error
+
+    def hear(self) -> tuple[PoolAnswer, list[int]]:
+        """The second half of `ask`. Raises as it does."""
+        try:
+            answer, fds = self._channel.receive(ANSWERS, MOST_REGIONS)
+        except (OSError, MessageError, PeerLostError) as error:
+            # An answer that came later would be taken for that of the next request.
+            self._channel.close()
+            raise PeerLostError(f"the server of the pool does not answer: {error}") from error
+        if isinstance(answer, PoolRefusal):
+            raise answer.error()
+        return answer, fds
+
+    def tell(self, message: CountReads) -> bool:
+        """Send what has no answer, without waiting; whether it was sent."""
+        with self._lock:
+            return self._channel.tell(message)
+
+    def contents(self) -> SetList:
+        """Every set, and the memory that is free."""
+        found: dict[bytes, SetInfo] = {}
+        first = 0
+        while True:
+            answer, _ = self.ask(ListSets(first))
+            assert isinstance(answer, SetList)
+            first += len(answer.sets)
+            found |= {one.identity: one for one in answer.sets}
+            if not answer.sets or first >= answer.total:
+                return msgspec.structs.replace(answer, sets=[*found.values()])
+
+    def servers(self) -> list[ServerInfo]:
+        """The servers of the pool, its head first."""
+        answer, _ = self.ask(ListServers())
+        assert isinstance(answer, ServerList)
+        return answer.servers
+
+    def preload(
+        self,
+        source: AnySource,
+        identity: bytes,
+        *,
+        whole: bool,
+        progress: Callable[[SetInfo], None] = lambda info: None,
+    ) -> SetInfo:
+        """Have a set held until it is unloaded; returns once every sample was read, or could not be.
+
+        Raises PoolFullError: there is no room for the whole set; and what `ask` does.
+        """
+        request = PreloadSet(source=source, identity=identity, is_explicit=True, whole=whole)
+        while True:
+            info, _ = self.ask(request)
+            assert isinstance(info, SetInfo)
+            progress(info)
+            if info.is_placed and info.loaded + info.failed >= info.placed:
+                return info
+            time.sleep(_POLL_S)
+
+    def unload(self, identity: bytes) -> SetList:
+        """Give a set up. Raises UsageError: it is not there."""
+        answer, _ = self.ask(UnloadSet(identity))
+        assert isinstance(answer, SetList)
+        return answer
+
+    def close(self) -> None:
+        """Close it; the server then knows that this reader has ended."""
+        self._channel.close()
+
+    def __enter__(self) -> PoolConnection:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _connect_here(directory: Path, silence_s: float) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(silence_s)
+    try:
+        check_private(directory)
+        connection.connect(socket_path(directory))
+    except OSError as error:
+        connection.close()
+        raise PeerLostError(
+            f"no server of the pool answers at {directory} ({error.strerror or error}); start one: "
+            "dpflow pool serve --memory 8GiB"
+        ) from None
+    except BaseException:
+        connection.close()
+        raise
+    return connection

@@ -1,0 +1,154 @@
+"""A reader's side of one stream lane."""
+
+from __future__ import annotations
+
+import io
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from torch_dpflow.dataservice.lanes.guards import StreamGuard, connect_stream
+from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
+from torch_dpflow.dataservice.lanes.tls_stream import TLSStream
+from torch_dpflow.dataservice.lanes.wire import (
+    ANSWER_BYTES,
+    ENTRY_BYTES,
+    LANE,
+    READY,
+    RecordRequest,
+    read_header,
+    read_table,
+)
+from torch_dpflow.errors import MessageError, PeerLostError
+
+#: Records of less than this many bytes in the mean are received together, and cut apart.
+_SMALL_BYTES = 16 << 10
+#: What one call receives, at most.
+_PIECE_BYTES = 1 << 20
+
+
+class AskedRecord(NamedTuple):
+    """A record that was asked for."""
+
+    record: int
+    #: Its bytes; None: only the server knows.
+    length: int | None
+    #: What the asker knows it by.
+    place: int
+    token: object
+
+
+class StreamLane:
+    """A connection over which records of sets are asked for, and come in the order in which they were.
+
+    silence_s: after how long without a byte that is due the server is given up, seconds.
+
+    Raises PeerLostError: there is no server, or it does not prove that it is of the cluster.
+    """
+
+    def __init__(self, address: PoolAddress, guard: StreamGuard, silence_s: float) -> None:
+        self._socket = connect_stream(address, guard, LANE, silence_s)
+        self._silence_s = silence_s
+        #: What was asked for and has not been answered.
+        self.asked: deque[tuple[bytes, AskedRecord]] = deque()
+        #: What the server has answered LATER, by its record.
+        self.later: dict[int, list[AskedRecord]] = {}
+        if isinstance(self._socket, socket.socket):
+            # One call then returns a whole record, in memory of its own.
+            self._socket.settimeout(None)
+            seconds, rest = divmod(silence_s, 1)
+            timeout = struct.pack("ll", int(seconds), max(1, int(rest * 1e6)))
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                self._socket.setsockopt(socket.SOL_SOCKET, option, timeout)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something of it is waited for."""
+        return bool(self.asked or self.later)
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether some have come that the socket does not tell of."""
+        return isinstance(self._socket, TLSStream) and self._socket.has_bytes
+
+    def ask(self, identity: bytes, records: Sequence[AskedRecord]) -> None:
+        """Ask for these. Raises OSError."""
+        self.asked.extend((identity, one) for one in records)
+        self._socket.sendall(RecordRequest(identity, [one.record for one in records]).pack())
+
+    def take(self) -> list[tuple[AskedRecord, bytes | int]]:
+        """The next answer: each record, or why it does not come, as in `wire`; those that were LATER, with 0 or ABSENT.
+
+        Raises:
+            PeerLostError: the connection has ended, or nothing comes.
+            MessageError: this is not what was asked for.
+            OSError: the connection has failed.
+        """
+        kind, count, identity = read_header(self._bytes(ANSWER_BYTES))
+        records, lengths = read_table(self._bytes(count * ENTRY_BYTES))
+        if kind == READY:
+            named = zip(records, lengths)
+            return [(one, state) for record, state in named for one in self.later.pop(record, ())]
+        asked = self._check(identity, records, lengths)
+        return list(zip(asked, self._contents(lengths)))
+
+    def close(self) -> None:
+        """Close it; what was asked for does not come."""
+        self._socket.close()
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _check(self, identity: bytes, records: list[int], lengths: list[int]) -> list[AskedRecord]:
+        """Take what this answers off what was asked for. Raises MessageError: it is something else."""
+        if len(records) > len(self.asked):
+            raise MessageError(f"{len(records)} records came where {len(self.asked)} were asked for")
+        asked = [*islice(self.asked, len(records))]
+        for (wanted, one), record, length in zip(asked, records, lengths):
+            is_other = length >= 0 and one.length is not None and length != one.length
+            if wanted != identity or one.record != record or is_other:
+                raise MessageError(
+                    f"record {record} of set {identity.hex()} with {length} bytes came where record {one.record} of "
+                    f"{wanted.hex()} with {one.length} bytes was asked for"
+                )
+        for _ in asked:
+            self.asked.popleft()
+        return [one for _, one in asked]
+
+    def _contents(self, lengths: list[int]) -> Sequence[bytes | int]:
+        total = sum(length for length in lengths if length > 0)
+        if not len(lengths) < total < len(lengths) * _SMALL_BYTES:
+            return [
+                self._bytes(length) if length > 0 else b"" if length == 0 else length for length in lengths
+            ]
+        joined, at, contents = self._bytes(total), 0, list[bytes | int]()
+        for length in lengths:
+            contents.append(joined[at : at + length] if length >= 0 else length)
+            at += max(0, length)
+        return contents
+
+    def _bytes(self, count: int) -> bytes:
+        """The next so many bytes, received where they stay."""
+        if isinstance(self._socket, socket.socket) and count <= _PIECE_BYTES:
+            content = self._socket.recv(count, socket.MSG_WAITALL)
+            if len(content) == count:
+                return content
+            if not content:
+                raise PeerLostError("it has closed the connection")
+        else:
+            content = b""
+        buffer = io.BytesIO(bytes(count))  # hands out its memory as it is
+        with buffer.getbuffer() as view:
+            view[: len(content)] = content
+            at = len(content)
+            while at < count:
+                came = self._socket.recv_into(view[at : at + _PIECE_BYTES])
+                if not came:
+                    raise PeerLostError("it has closed the connection")
+                at += came
+        return buffer.getvalue()

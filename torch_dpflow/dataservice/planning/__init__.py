@@ -1,0 +1,1 @@
+"""What decides in the data service: pure, no sockets, threads or clocks."""

@@ -1,0 +1,139 @@
+"""Where a reader asks what a pool holds of a set: the server that it was given, or another that it has heard of."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
+from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
+from torch_dpflow.dataservice.messages.protocol import CountReads, PreloadSet, ReadSet, SetInfo
+from torch_dpflow.dataservice.messages.server_messages import AskTable, ServerInfo, TablePart
+from torch_dpflow.dataservice.messages.set_source import AnySource
+from torch_dpflow.errors import MessageError, PeerLostError, UsageError
+
+#: How often a server is told how many samples were read, seconds.
+_TELL_S = 1.0
+
+
+class SetTable(NamedTuple):
+    """Who holds each stripe of a set: places in `servers`, or -1."""
+
+    generation: int
+    per_stripe: int
+    servers: list[ServerInfo]
+    owners: list[int]
+    #: Whether all of them have made room for it.
+    is_placed: bool
+    #: The name of the server that was asked.
+    asked: str
+    #: Whether some samples have no place in memory.
+    is_part: bool
+
+
+class PoolEntry:
+    """Asks a pool for one set, for one process. One thread at a time.
+
+    Args:
+        address: of a server of the pool.
+        silence_s: how long an answer may take, seconds.
+    """
+
+    def __init__(self, address: PoolAddress, source: AnySource, identity: bytes, silence_s: float) -> None:
+        self._address, self._source, self._identity = address, source, identity
+        self._silence_s = silence_s
+        self._connection: PoolConnection | None = None
+        #: Other servers of this host.
+        self._others: list[PoolAddress] = []
+        #: How many samples were read from memory and from storage, as servers were told, and when.
+        self._told, self._told_at = (0, 0), 0.0
+
+    def table(self) -> SetTable | None:
+        """Who holds the set, which the pool begins to hold if it does not; None: that is not known yet.
+
+        Raises PeerLostError: no server answers; and what keeps the set from being held.
+        """
+        for address in [self._address, *self._others]:
+            try:
+                connection = self._connection = self._connection or PoolConnection(
+                    address, silence_s=self._silence_s
+                )
+                return self._table(connection)
+            except PeerLostError as error:
+                self.close()
+                lost = error
+        raise lost
+
+    def address_of(self, server: ServerInfo) -> PoolAddress | None:
+        """How this process reaches a server; None: it cannot."""
+        if server.is_near and os.access(server.directory, os.X_OK):
+            return PoolAddress(directory=Path(server.directory))
+        has_keys = self._address.connection is not None
+        return self._address.at(server.listen) if server.listen and has_keys else None
+
+    def is_unloaded(self) -> bool:
+        """Whether the pool does not hold the set any more. Raises PeerLostError."""
+        if self._connection is None:
+            return False
+        return all(one.identity != self._identity for one in self._connection.contents().sets)
+
+    @property
+    def connection(self) -> PoolConnection | None:
+        """To the server that is asked; None: there is none for now."""
+        return self._connection
+
+    def tell(self, hits: int, misses: int, pause_s: float = _TELL_S) -> None:
+        """Tell a server how many samples were read in all, for people, if the last time is so long ago."""
+        now = time.monotonic()
+        if self._connection is None or now < self._told_at + pause_s:
+            return
+        before = self._told
+        if self._connection.tell(CountReads(self._identity, hits - before[0], misses - before[1])):
+            self._told, self._told_at = (hits, misses), now
+
+    def close(self) -> None:
+        """End the connection; the pool then knows that this reader has ended."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _table(self, connection: PoolConnection) -> SetTable | None:
+        request = PreloadSet(source=self._source, identity=self._identity, is_explicit=False, whole=False)
+        info, _ = connection.ask(request)
+        assert isinstance(info, SetInfo)
+        if not info.records:
+            return None
+        connection.ask(ReadSet(self._identity))
+        try:
+            parts = [self._part(connection, 0)]
+            while (known := sum(len(one.owners) // 2 for one in parts)) < parts[0].stripes:
+                parts.append(self._part(connection, known))
+                if parts[-1].generation != parts[0].generation or not parts[-1].owners:
+                    return None
+        except UsageError:  # it has been given up since
+            return None
+        table = parts[0]
+        self._others = [one for one in map(self.address_of, table.servers) if one is not None]
+        owners = np.frombuffer(b"".join(one.owners for one in parts), dtype="<i2").tolist()
+        if table.per_stripe < 1 or not all(-1 <= one < len(table.servers) for one in owners):
+            raise MessageError("the pool's table of a set cannot be read")
+        return SetTable(
+            table.generation,
+            table.per_stripe,
+            table.servers,
+            owners,
+            info.is_placed,
+            table.asked,
+            table.is_part,
+        )
+
+    def _part(self, connection: PoolConnection, first: int) -> TablePart:
+        part, _ = connection.ask(AskTable(self._identity, first))
+        assert isinstance(part, TablePart)
+        return part

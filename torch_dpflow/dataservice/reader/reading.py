@@ -1,0 +1,304 @@
+"""What a process sees of one set in the pool: which server has each sample, and the memory of those on this host."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_dpflow.dataservice.lanes.lane_reader import LaneReader
+from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
+from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
+from torch_dpflow.dataservice.lanes.regions import UNLOADED, PoolRegion
+from torch_dpflow.dataservice.messages.server_messages import ServerInfo
+from torch_dpflow.dataservice.messages.set_source import AnySource
+from torch_dpflow.dataservice.reader.ahead_reader import AheadReader
+from torch_dpflow.dataservice.reader.entry import PoolEntry, SetTable
+from torch_dpflow.dataservice.reader.near import FIRST_PAUSE_S, LONGEST_PAUSE_S, NearServer
+from torch_dpflow.errors import DPFlowError
+from torch_dpflow.log import DATASETS
+
+#: How long a set's places are waited for before samples are read from storage again, seconds.
+_PLANNING_S = 0.2
+#: How often the pool is asked who has what is in nobody's memory, seconds.
+_TABLE_S = 1.0
+#: How long an epoch begins later for that, seconds: its order can be announced at its beginning only.
+_ANNOUNCING_S = 2.0
+Keys = npt.NDArray[np.integer[Any]]
+
+
+class SetReading:
+    """Reads samples of one set from memory, for one process. Thread-safe; never waits for a server that is gone.
+
+    What has been mapped stays readable when its server dies, so its samples still come from memory.
+
+    silence_s: after how long without an answer, or a sample that it waits for, it goes on without a server, seconds.
+    """
+
+    def __init__(self, address: PoolAddress, source: AnySource, identity: bytes, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._address, self._ref, self._identity = address, source.ref, identity
+        #: How servers on other hosts are read from, where there are keys for it.
+        self._lanes = None if address.connection is None else LaneReader(address, silence_s)
+        self._entry = PoolEntry(address, source, identity, silence_s)
+        self._ahead = AheadReader(identity, silence_s)
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._table: SetTable | None = None
+        #: Servers by name, those that are lost and whose memory is mapped too.
+        self._servers: dict[str, NearServer] = {}
+        #: The owner of each stripe, where it is near; or the address of its lane.
+        self._owners: list[NearServer | str | None] = []
+        #: Whether another host has not given what it should have.
+        self._is_stale = False
+        #: When the pool may be asked again.
+        self._ask_at, self._pause_s = 0.0, FIRST_PAUSE_S
+        #: Samples that came from memory, and that did not.
+        self.hits = self.misses = 0
+
+    def announce(self, order: str, keys: Callable[[], Keys], spread: int) -> None:
+        """Tell the server in which order, of this name, records are read from now on, if that is of use.
+
+        keys: called at most once.
+        spread: records that are asked for between an earlier one and its turn, at most.
+        """
+        with self._lock, self._from_storage():
+            deadline = time.monotonic() + _ANNOUNCING_S
+            while self._table is None and (wait_s := self._ask_at - time.monotonic()) < _PLANNING_S:
+                time.sleep(max(0.0, wait_s))
+                self._ask_pool()
+                if time.monotonic() > deadline:
+                    break
+            if (connection := self._ahead_from()) is not None:
+                self._ahead.announce(connection, order, keys(), spread)
+
+    def read(
+        self,
+        records: Sequence[int],
+        lengths: Sequence[int | None] | None = None,
+        order: str | None = None,
+        copy: bool = True,
+    ) -> list[Any]:
+        """A copy of each record that is in memory; None for those that have to be read from storage.
+
+        copy: False gives mapped memory where that is on this host, as memoryviews that nobody can write to.
+        lengths: of each; None: unknown. What has another one is not taken from another host.
+        order: the name of what was announced, in this process or its parent.
+        """
+        with self._lock:
+            if not self._is_closed:
+                self._look(records)
+            found = [self._read(record, copy=copy) for record in records]
+            if self._lanes is not None:
+                self._read_afar(self._lanes, records, lengths or [None] * len(records), found)
+            if order is not None and None in found:
+                found = self._read_ahead(order, records, found)
+            self.misses += found.count(None)
+            self.hits += len(found) - found.count(None)
+            self._entry.tell(self.hits, self.misses)
+        return found
+
+    def places(self, records: npt.NDArray[np.int64]) -> list[tuple[PoolRegion, npt.NDArray[np.int64]]]:
+        """Regions in which some of these records are mapped, and where each begins there; -1: not in this one."""
+        found: list[tuple[PoolRegion, npt.NDArray[np.int64]]] = []
+        with self._lock:
+            if not self._is_closed:
+                self._look(records.tolist())
+            if self._table is None:
+                return found
+            stripes = records // self._table.per_stripe
+            for stripe in np.unique(stripes).tolist():
+                own, server = stripes == stripe, self._server_of(stripe * self._table.per_stripe)
+                place = server.offsets(stripe, records[own]) if isinstance(server, NearServer) else None
+                if place is not None:
+                    begins = np.full(len(records), -1, np.int64)
+                    begins[own] = place[1]
+                    found.append((place[0], begins))
+        return found
+
+    def fetch(self, records: Sequence[int], lengths: Sequence[int]) -> list[bytes | None]:
+        """A copy of each record that a server of another host holds, and has looked up by `places`; else None."""
+        found: list[bytes | None] = [None] * len(records)
+        with self._lock:
+            if self._lanes is not None and self._table is not None:
+                self._read_afar(self._lanes, records, lengths, found)
+        return found
+
+    def count(self, hits: int, misses: int) -> None:
+        """So many more samples were found in memory by `places`, and were not."""
+        with self._lock:
+            self.hits += hits
+            self.misses += misses
+            self._entry.tell(self.hits, self.misses)
+
+    def close(self) -> None:
+        """End reading; memory is freed, and everything is in storage from now on."""
+        with self._lock:
+            self._is_closed = True
+            self._entry.tell(self.hits, self.misses, 0.0)
+            self._forget()
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _ahead_from(self) -> PoolConnection | None:
+        """Who reads ahead for this process; None: nobody, or all has a place in memory."""
+        is_part = self._table is not None and self._table.is_part
+        return self._entry.connection if is_part and self._address.directory is not None else None
+
+    def _read_ahead(self, order: str, records: Sequence[int], found: Sequence[Any]) -> list[Any]:
+        """What was found, and what the server reads ahead of the rest."""
+        if (connection := self._ahead_from()) is not None:
+            missing = [record for record, content in zip(records, found) if content is None]
+            with self._from_storage():
+                ahead = self._ahead.read(connection, order, missing)
+                return [
+                    ahead.get(record) if content is None else content
+                    for record, content in zip(records, found)
+                ]
+        return [*found]
+
+    def _read(self, record: int, *, copy: bool) -> Any:
+        server = self._server_of(record)
+        return server.read(record, copy=copy) if isinstance(server, NearServer) else None
+
+    def _server_of(self, record: int) -> NearServer | str | None:
+        """Who has a record's stripe mapped as a whole, or else its owner."""
+        if self._table is None:
+            return None
+        stripe = record // self._table.per_stripe
+        owner = self._owners[stripe]
+        if isinstance(owner, NearServer) and owner.holds(stripe):
+            return owner
+        return next((one for one in self._servers.values() if one.holds(stripe)), owner)
+
+    def _read_afar(
+        self,
+        lanes: LaneReader,
+        records: Sequence[int],
+        lengths: Sequence[int | None],
+        found: list[Any],
+    ) -> None:
+        """Put what servers of other hosts hold into `found`."""
+        owners = [self._server_of(record) for record in records]
+        places = [place for place, owner in enumerate(owners) if isinstance(owner, str)]
+        contents = lanes.read(
+            self._identity,
+            [str(owners[place]) for place in places],
+            [records[place] for place in places],
+            [lengths[place] for place in places],
+        )
+        for place, content in zip(places, contents):
+            found[place] = content
+        self._is_stale |= None in contents
+        if self._identity in lanes.gone:
+            lanes.gone.clear()
+            self._see_what_is_gone()
+
+    def _see_what_is_gone(self) -> None:
+        """A server of another host does not hold the set: it is not there yet, is new, or somebody has unloaded it."""
+        try:
+            if self._entry.is_unloaded():
+                self._forget()
+                # This reader has kept it from being idle.
+                self._ask_at = math.inf
+        except DPFlowError:
+            self._forget()
+
+    def _look(self, records: Sequence[int]) -> None:
+        """Learn where these are, and wait for those that are on their way to memory."""
+        self._see_what_is_given_up()
+        if self._table is None:
+            self._ask_pool()
+        self._ask_servers(records)
+        if time.monotonic() >= self._ask_at and (
+            self._is_stale or any(self._is_homeless(one) for one in records)
+        ):
+            self._is_stale = False
+            self._ask_pool()
+            self._ask_servers(records)
+
+    def _see_what_is_given_up(self) -> None:
+        for server in self._servers.values():
+            if why := server.retired:
+                self._forget()
+                # Where somebody has unloaded it, this process loads it no more.
+                self._ask_at = math.inf if UNLOADED in why else 0.0
+                return
+
+    def _is_homeless(self, record: int) -> bool:
+        """Whether a record is in storage as far as is known, though another server may have it by now."""
+        server = self._server_of(record)
+        return server is None or (isinstance(server, NearServer) and server.lacks(record))
+
+    def _ask_pool(self) -> None:
+        if time.monotonic() < self._ask_at:
+            return
+        with self._from_storage():
+            table = self._entry.table()
+            self._pause_s = FIRST_PAUSE_S
+            is_settled = table is not None and table.is_placed
+            self._ask_at = time.monotonic() + (_TABLE_S if is_settled else _PLANNING_S)
+            if table is not None:
+                self._take(table)
+
+    @contextmanager
+    def _from_storage(self) -> Iterator[None]:
+        """Go on without the server that was asked where it is not there, or does not answer."""
+        try:
+            yield
+        except DPFlowError as error:
+            self._entry.close()
+            self._ask_at = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            DATASETS.info("%s is read from storage for now: %s", self._ref, error)
+
+    def _take(self, table: SetTable) -> None:
+        self._table = table
+        owners = [self._servers.get(one.name) or self._open(one, table) for one in table.servers]
+        self._owners = [owners[one] if one >= 0 else None for one in table.owners]
+        for server in owners:
+            if isinstance(server, NearServer):
+                server.refresh()
+
+    def _open(self, info: ServerInfo, table: SetTable) -> NearServer | str | None:
+        """How to read from a server; None: it cannot be reached."""
+        if info.name == table.asked and self._address.directory is None:
+            return str(self._address)  # as it was given
+        address = self._entry.address_of(info)
+        if address is not None and address.directory is not None:
+            server = NearServer(address.directory, self._identity, table.per_stripe, self._silence_s)
+            self._servers[info.name] = server
+            return server
+        return None if address is None else str(address)
+
+    def _ask_servers(self, records: Sequence[int]) -> None:
+        deadline = time.monotonic() + self._silence_s
+        while asked := self._send(records):
+            if sum(server.hear(own) for server, own in asked):
+                deadline = time.monotonic() + self._silence_s
+            elif time.monotonic() > deadline:
+                return  # their storage does not answer; ours may, and says so if it does not
+
+    def _send(self, records: Sequence[int]) -> list[tuple[NearServer, Sequence[int]]]:
+        """Ask each server for what only it can tell of."""
+        by_server = dict[NearServer, list[int]]()
+        for record in records:
+            server = self._server_of(record)
+            if isinstance(server, NearServer):
+                by_server.setdefault(server, []).append(record)
+        wanted = [(server, server.pending(own)) for server, own in by_server.items()]
+        return [(server, own) for server, own in wanted if own and server.send(own)]
+
+    def _forget(self) -> None:
+        self._entry.close()
+        if self._lanes is not None:
+            self._lanes.close()
+        for server in self._servers.values():
+            server.disconnect()
+        self._table, self._servers, self._owners = None, {}, []

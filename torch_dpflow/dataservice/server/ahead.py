@@ -1,0 +1,330 @@
+"""Reading ahead in a server: what a set has no place for is read in the orders that its readers announce.
+
+What is read for one of them is there for all who want it soon, and its place is free when nobody does. Its bytes lie
+in memory that readers map and copy from, and that is written to again. So a place is kept while a reader may copy from
+it, and what a reader copied counts once the server has told it that the place was its until then (`took`): a reader
+whose connection ends meanwhile drops its copy.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_dpflow.dataservice.lanes.regions import sealed_memory
+from torch_dpflow.dataservice.messages.ahead_messages import (
+    COMES,
+    LEFT,
+    LONGEST_ORDER,
+    AheadPlaces,
+    AnnounceOrder,
+)
+from torch_dpflow.dataservice.planning.read_ahead import NodeRequest, ReadAhead, ReadAheadInstruction
+from torch_dpflow.dataservice.planning.spaces import BlockSpace
+from torch_dpflow.dataservice.sources.set_names import RecordReader
+from torch_dpflow.errors import DPFlowError, PoolFullError, UsageError
+from torch_dpflow.log import SERVICE
+from torch_dpflow.remote.pool.objects import Arrival, Cancel, Load, Serve
+
+Keys = npt.NDArray[np.int32]
+#: Samples of one request to the storage, and the threads that make them.
+REQUEST_SAMPLES, FETCHERS = 16, 4
+#: The part of the memory that is planned with: blocks of several samples are free once all of them were read.
+_PLANNED = 0.85
+#: Requests for which there is room at least.
+_LEAST_BLOCKS = 16
+#: How long an answer waits for room that others have to free, seconds.
+_REFUSED_S = 0.05
+
+
+class AheadPlace:
+    """A sample in memory, whose bytes stay as long as somebody refers to this."""
+
+    __slots__ = ("_free", "length", "offset")
+
+    def __init__(self, offset: int, length: int, free: Callable[[], None]) -> None:
+        self.offset, self.length = offset, length
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free()
+
+
+class AnnouncedOrder:
+    """One reader's order, of those records that have no place in memory.
+
+    owner: the connection that has announced it.
+    """
+
+    def __init__(self, owner: str, spread: int, keys: Keys) -> None:
+        self.owner, self.spread, self.keys = owner, spread, keys
+        self._by_key = np.argsort(keys, kind="stable").astype(np.int32)
+        #: What was served and not taken, by position: its place, or why there is none.
+        self.served: dict[int, AheadPlace | DPFlowError] = {}
+        #: Positions whose answer was that there is no room until others are taken.
+        self.refused: set[int] = set()
+
+    def positions(self, key: int) -> list[int]:
+        """Where this record is read."""
+        first, end = (int(np.searchsorted(self.keys, key, side, sorter=self._by_key)) for side in _SIDES)
+        found: list[int] = self._by_key[first:end].tolist()
+        return found
+
+
+_SIDES: tuple[Any, Any] = ("left", "right")
+
+
+class AheadReading:
+    """The records of one set that have no place in memory. Thread-safe.
+
+    Args:
+        may_read: whether each record is read ahead.
+        lengths: of each of those, bytes.
+        reader: of the set's samples; not closed.
+        memory_bytes: that samples are read into.
+        number: of this memory, among all that this server has had.
+
+    Raises:
+        PoolFullError: there is not so much memory.
+    """
+
+    def __init__(
+        self,
+        may_read: npt.NDArray[np.bool_],
+        lengths: npt.NDArray[np.integer[Any]],
+        reader: RecordReader,
+        memory_bytes: int,
+        number: int,
+    ) -> None:
+        self._may_read, self._lengths, self._reader = may_read, lengths, reader
+        self.fd, self._memory = sealed_memory(memory_bytes, "reading ahead")
+        self.memory_bytes, self.number = memory_bytes, number
+        mean = max(1, int(lengths[may_read].mean())) if may_read.any() else 1
+        planned = max(1, int(_PLANNED * memory_bytes))
+        # A block is in use until the last of its samples was read, so many small ones waste less.
+        k = min(REQUEST_SAMPLES, max(1, planned // mean // _LEAST_BLOCKS))
+        self._machine = ReadAhead(capacity_bytes=planned, k=k, lead=1, sample_bytes=mean)
+        self._space = BlockSpace(memory_bytes)
+        # Reentrant: a place is freed by whoever drops the last reference to it.
+        self._changed = threading.Condition(threading.RLock())
+        self._orders: dict[str, AnnouncedOrder] = {}
+        self._parts: dict[str, list[Keys]] = {}
+        #: What each connection may copy: order and position of each record, and its place.
+        self._lent: dict[str, dict[int, tuple[AnnouncedOrder, int, AheadPlace]]] = {}
+        self._requests: deque[list[Load]] = deque()
+        self._cancelled: set[int] = set()
+        self._threads = 0
+        self._is_closed = False
+
+    def announce(self, connection: str, part: AnnounceOrder) -> None:
+        """Take a part of an order; with the last one reading begins. Raises UsageError: it is no such part."""
+        keys = np.frombuffer(part.records, dtype="<i4").astype(np.int32)
+        with self._changed:
+            parts = self._parts.setdefault(part.order, [])
+            if not part.first:
+                parts.clear()
+            come = sum(map(len, parts))
+            if part.first != come or not come + len(keys) <= part.total <= LONGEST_ORDER:
+                raise UsageError(
+                    f"records {part.first} of an order of {part.total}, of which {come} have come"
+                )
+            if len(keys) and not 0 <= keys.min() <= keys.max() < len(self._may_read):
+                raise UsageError(f"an order with records that the set of {len(self._may_read)} does not have")
+            parts.append(keys)
+            if come + len(keys) == part.total:
+                whole = np.concatenate(self._parts.pop(part.order))
+                order = AnnouncedOrder(connection, max(1, part.spread), whole[self._may_read[whole]])
+                self._begin(part.order, order)
+
+    def want(self, connection: str, name: str, records: Sequence[int], patience_s: float) -> AheadPlaces:
+        """Where these are, once none is on its way, or after so many seconds, or when there is no room for all."""
+        deadline = time.monotonic() + patience_s
+        with self._changed:
+            order = self._orders.get(name)
+            positions = {} if order is None else self._open(name, order, records)
+            if order is None:
+                return AheadPlaces(self.number, [0] * len(records), [LEFT] * len(records))
+            for position in positions.values():
+                if position not in order.served:
+                    self._obey(self._machine.read(name, position), is_urgent=True)
+            due = positions.values() - order.served.keys()
+            while due and not self._is_closed:
+                # What is refused has room once others are taken: at once if the asker has some, and else soon.
+                refused = bool(due & order.refused)
+                left = min(deadline - time.monotonic(), _REFUSED_S if refused else patience_s)
+                if (refused and due < set(positions.values())) or not self._changed.wait(left):
+                    break
+                due -= order.served.keys()
+            order.refused -= due
+            return self._places(
+                connection, name, order, [(one, positions.get(one, -1)) for one in records], due
+            )
+
+    def _places(
+        self, connection: str, name: str, order: AnnouncedOrder, asked: list[tuple[int, int]], due: set[int]
+    ) -> AheadPlaces:
+        """The answer, by which the connection may copy what is there; what cannot be read is consumed."""
+        lent = self._lent.setdefault(connection, {})
+        places: list[tuple[int, int]] = []
+        for record, position in asked:
+            place = order.served.get(position)
+            if isinstance(place, AheadPlace):
+                lent[record] = order, position, place
+                places.append((place.offset, place.length))
+            else:
+                places.append((0, COMES if position in due and not self._is_closed else LEFT))
+        failed = [position for _, position in asked if isinstance(order.served.get(position), DPFlowError)]
+        self._consume(name, order, failed)
+        return AheadPlaces(self.number, [one for one, _ in places], [one for _, one in places])
+
+    def took(self, connection: str, records: Sequence[int]) -> None:
+        """A connection has copied these. Raises UsageError: it was not told where one of them is."""
+        with self._changed:
+            lent = self._lent.get(connection, {})
+            if missing := [one for one in records if one not in lent]:
+                raise UsageError(f"record {missing[0]} was not read ahead for this connection")
+            for name, order in list(self._orders.items()):
+                own = [one for one in records if lent[one][0] is order]
+                self._consume(name, order, [lent[one][1] for one in own])
+            for record in records:
+                lent.pop(record, None)
+
+    def leave(self, connection: str) -> None:
+        """A connection has ended: with it its orders, and what it may copy."""
+        with self._changed:
+            self._lent.pop(connection, None)
+            for name in [name for name, order in self._orders.items() if order.owner == connection]:
+                self._end(name)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody has announced an order."""
+        return not self._orders and not self._parts
+
+    def close(self) -> None:
+        """Give everything up; readers that map the memory drop what they copy."""
+        with self._changed:
+            self._is_closed = True
+            for name in list(self._orders):
+                self._end(name)
+            self._lent = {}
+            self._changed.notify_all()
+            os.close(self.fd)
+            self._memory.close()
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _begin(self, name: str, order: AnnouncedOrder) -> None:
+        if name in self._orders:
+            self._end(name)
+        self._obey(self._machine.announce(name, order.keys))
+        self._orders[name] = order
+        self._machine.lead = max(1, self._machine.room - 1)
+        for _ in range(FETCHERS - self._threads):
+            try:
+                threading.Thread(target=self._fetch, name="dpflow-ahead", daemon=True).start()
+            except (
+                RuntimeError
+            ) as error:  # no thread is free: those that there are do it, or readers themselves
+                SERVICE.warning("reading ahead has %d threads: %s", self._threads, error)
+                break
+            self._threads += 1
+
+    def _end(self, name: str) -> None:
+        self._orders.pop(name).served.clear()
+        self._obey(self._machine.leave(name))
+
+    def _open(self, name: str, order: AnnouncedOrder, records: Sequence[int]) -> dict[int, int]:
+        """The position of each of these that was not consumed; those that were passed over are now."""
+        found: dict[int, int] = {}
+        for record in records:
+            where = (one for one in order.positions(record) if self._machine.is_open(name, one))
+            if (position := next(where, None)) is not None:
+                found[record] = position
+        before = max(found.values(), default=0) + 1 - order.spread
+        self._obey(self._machine.pass_over(name, before))
+        for position in [one for one in order.served if one < before]:
+            del order.served[position]
+        return {record: position for record, position in found.items() if position >= before}
+
+    def _consume(self, name: str, order: AnnouncedOrder, positions: list[int]) -> None:
+        for position in positions:
+            order.served.pop(position, None)
+        self._obey(self._machine.consumed(name, positions))
+
+    def _obey(self, instructions: Iterable[ReadAheadInstruction], *, is_urgent: bool = False) -> None:
+        for one in instructions:
+            match one:
+                case NodeRequest(_, loads):
+                    (self._requests.appendleft if is_urgent else self._requests.append)(loads)
+                    self._changed.notify_all()
+                case Serve(request, samples):
+                    name, position = self._machine.asked_by(request)
+                    order = self._orders.get(name)
+                    if order is not None and samples:
+                        order.served[position] = samples[0][1]
+                    elif order is not None:
+                        order.refused.add(position)
+                    self._changed.notify_all()
+                case Cancel(loads):
+                    self._cancelled.update(loads)
+
+    def _fetch(self) -> None:
+        while (loads := self._next()) is not None:
+            try:
+                samples = self._reader.read_each([one.key for one in loads])
+            except Exception as error:  # whatever it is, its readers have to go on
+                samples = [DPFlowError(f"{type(error).__name__}: {error}")] * len(loads)
+            self._arrive(loads, [one if isinstance(one, DPFlowError) else one[0] for one in samples])
+
+    def _next(self) -> list[Load] | None:
+        """What is to be read next; None once this is closed."""
+        with self._changed:
+            while not self._requests and not self._is_closed:
+                self._changed.wait()
+            if self._is_closed:
+                return None
+            loads = self._requests.popleft()
+            live = [one for one in loads if one.load not in self._cancelled]
+            self._cancelled.difference_update(one.load for one in loads)
+            return live
+
+    def _arrive(self, loads: Sequence[Load], contents: Sequence[bytes | DPFlowError]) -> None:
+        with self._changed:
+            if self._is_closed:
+                return
+            arrivals = [
+                Arrival(load.load, value, getattr(value, "length", 0), keep=False)
+                for load, value in zip(loads, self._stored(contents))
+            ]
+            self._cancelled.difference_update(one.load for one in loads)
+            self._obey(self._machine.arrived(arrivals))
+
+    def _stored(self, contents: Sequence[bytes | DPFlowError]) -> list[AheadPlace | DPFlowError]:
+        """Put these into memory together, or where there is no such room, each by itself."""
+        keys = [object() for _ in contents]
+        sized = [(key, len(one)) for key, one in zip(keys, contents) if isinstance(one, bytes)]
+        is_together = self._space.store(sized) is not None
+        out: list[AheadPlace | DPFlowError] = []
+        for key, one in zip(keys, contents):
+            if isinstance(one, DPFlowError):
+                out.append(one)
+            elif is_together or self._space.store([(key, len(one))]) is not None:
+                offset, length = self._space.locate(key)
+                self._memory[offset : offset + length] = one
+                out.append(AheadPlace(offset, length, partial(self._free, key)))
+            else:
+                out.append(PoolFullError("the memory for reading ahead is in use"))
+        return out
+
+    def _free(self, key: object) -> None:
+        with self._changed:
+            self._space.spend(key)

@@ -1,0 +1,98 @@
+"""The sets that a server reads ahead, and the memory that they share for it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+
+from torch_dpflow.dataservice.messages.ahead_messages import (
+    AheadOpened,
+    AheadPlaces,
+    AnnounceOrder,
+    OpenAhead,
+    TookAhead,
+    WantAhead,
+)
+from torch_dpflow.dataservice.messages.protocol import (
+    MOST_RECORDS,
+)
+from torch_dpflow.dataservice.server.ahead import AheadReading
+from torch_dpflow.dataservice.server.filling import HeldSet
+from torch_dpflow.errors import UsageError
+
+
+class AheadMemory:
+    """Reads sets ahead while orders of them are announced. Thread-safe.
+
+    memory_bytes: for all of them. Each gets half of what is left when its first order is announced.
+    """
+
+    def __init__(self, memory_bytes: int) -> None:
+        self._left = memory_bytes
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._readings: dict[bytes, AheadReading] = {}
+
+    def announce(self, held: HeldSet, connection: str, part: AnnounceOrder) -> AheadOpened:
+        """Take a part of an order. Raises PoolFullError: there is no memory for it; UsageError: it is no such part."""
+        with self._lock:
+            reading = self._readings.get(part.identity)
+            if reading is None:
+                reading = held.read_ahead(self._left // 2, next(self._numbers))
+                self._readings[part.identity] = reading
+                self._left -= reading.memory_bytes
+            reading.announce(connection, part)
+        return AheadOpened(reading.number)
+
+    def open(self, request: OpenAhead) -> tuple[AheadOpened, list[int]]:
+        """The memory that a set is read ahead into, which the caller closes. Raises UsageError: it is not."""
+        with self._lock:
+            reading = self._reading(request.identity)
+            return AheadOpened(reading.number), [os.dup(reading.fd)]
+
+    def want(self, request: WantAhead, connection: str, patience_s: float) -> AheadPlaces:
+        """Where these records are. Raises UsageError: the set is not read ahead, or there are too many."""
+        if len(request.records) > MOST_RECORDS:
+            raise UsageError(f"{len(request.records)} records: at most {MOST_RECORDS} are allowed")
+        with self._lock:
+            reading = self._reading(request.identity)
+        return reading.want(connection, request.order, request.records, patience_s)
+
+    def took(self, request: TookAhead, connection: str) -> AheadOpened:
+        """These were copied. Raises UsageError: what was copied may be wrong."""
+        with self._lock:
+            reading = self._reading(request.identity)
+        reading.took(connection, request.records)
+        return AheadOpened(reading.number)
+
+    def leave(self, connection: str) -> None:
+        """A connection has ended; the memory of sets whose last order goes with it is free."""
+        with self._lock:
+            for identity, reading in list(self._readings.items()):
+                reading.leave(connection)
+                if reading.is_idle:
+                    self._drop(identity)
+
+    def drop(self, identity: bytes) -> None:
+        """A set is given up."""
+        with self._lock:
+            self._drop(identity)
+
+    def close(self) -> None:
+        """Give everything up."""
+        with self._lock:
+            for identity in list(self._readings):
+                self._drop(identity)
+
+    def _reading(self, identity: bytes) -> AheadReading:
+        try:
+            return self._readings[identity]
+        except KeyError:
+            raise UsageError(f"no order of set {identity.hex()} is announced; announce one") from None
+
+    def _drop(self, identity: bytes) -> None:
+        reading = self._readings.pop(identity, None)
+        if reading is not None:
+            reading.close()
+            self._left += reading.memory_bytes

@@ -1,0 +1,302 @@
+"""DataServer: a server of the pool, and its door on this host. It has one thread for each control connection."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+
+from torch_dpflow.checks import check_int, check_seconds
+from torch_dpflow.dataservice.lanes.framing import Channel, PacketChannel, StreamChannel
+from torch_dpflow.dataservice.lanes.pool_address import AddressLike, PoolAddress, find_address
+from torch_dpflow.dataservice.messages.ahead_messages import (
+    AnnounceOrder,
+    OpenAhead,
+    TookAhead,
+    WantAhead,
+)
+from torch_dpflow.dataservice.messages.protocol import (
+    REQUESTS,
+    CountReads,
+    ListSets,
+    OpenSet,
+    PoolAnswer,
+    PoolRefusal,
+    PoolRequest,
+    PreloadSet,
+    PushStripe,
+    ReadSet,
+    SetOpened,
+    UnloadSet,
+    WantRecords,
+    check_private,
+    find_directory,
+    peer_uid,
+    socket_path,
+)
+from torch_dpflow.dataservice.messages.server_messages import (
+    AskTable,
+    Beat,
+    Enlist,
+    Enlisted,
+    ListServers,
+    Noted,
+    ReportSet,
+    ServerInfo,
+    boot_id,
+)
+from torch_dpflow.dataservice.server.door import MOST_CONNECTIONS, StreamDoor
+from torch_dpflow.dataservice.server.head import LEASE_S, PoolHead
+from torch_dpflow.dataservice.server.holdings import ANSWER_S, MOST_SETS, Holdings
+from torch_dpflow.dataservice.server.membership import PoolMember
+from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLostError, UsageError
+from torch_dpflow.log import SERVICE
+
+#: Most memory for reading ahead where none is given.
+MOST_AHEAD = 1 << 30
+
+
+class DataServer:
+    """Holds sets for the processes of this user on this host, and of its cluster on others.
+
+    Args:
+        memory_bytes: most bytes of samples.
+        address: the directory of its socket; "auto" as for clients.
+        idle_s: how long a set that no command has loaded stays when nobody reads it, seconds; the head's counts.
+        ahead_bytes: memory beside that, for reading ahead what has no room; None: an eighth of `memory_bytes`, and at
+            most `MOST_AHEAD`.
+        listen: where other hosts reach it; None: nowhere.
+        join: where the head of a pool is, whose member it is to be; None: it is the head of a pool of its own.
+
+    Raises:
+        OptionError: a value is not allowed, another server has this address, others may enter the directory, or there
+            are no keys for other hosts.
+    """
+
+    def __init__(
+        self,
+        memory_bytes: int,
+        address: str | os.PathLike[str] = "auto",
+        *,
+        idle_s: float = 600.0,
+        ahead_bytes: int | None = None,
+        listen: PoolAddress | None = None,
+        join: AddressLike | None = None,
+    ) -> None:
+        check_int("memory_bytes", memory_bytes, minimum=1)
+        check_seconds("idle_s", idle_s, zero=True)
+        if ahead_bytes is None:
+            ahead_bytes = min(memory_bytes // 8, MOST_AHEAD)
+        self._holdings = Holdings(check_int("ahead_bytes", ahead_bytes, minimum=0))
+        self._readers = itertools.count(1)
+        self._connections: set[socket.socket] = set()
+        self._stop = threading.Event()
+        self.directory = find_directory(address)
+        head = None if join is None else find_address(join)
+        if head is not None and head.directory == self.directory:
+            raise OptionError(
+                f"join={str(head)!r} is this server itself; give the address of the pool's head"
+            )
+        self._door = None if listen is None else StreamDoor(listen, self._talk_afar, self._holdings)
+        #: Where other hosts reach it.
+        self.address = None if self._door is None else self._door.address
+        self._listener, self._held_lock = _listen(self.directory)
+        server = ServerInfo(
+            directory=str(self.directory),
+            host=socket.gethostname(),
+            boot=boot_id(),
+            memory=memory_bytes,
+            listen=self.address or "",
+        )
+        self._pool: PoolHead | PoolMember
+        if head is None:
+            self._pool = PoolHead(server, idle_s, self._holdings)
+        else:
+            self._pool = PoolMember(server, head, self._holdings)
+
+    def serve(self) -> None:
+        """Serve until `stop`."""
+        threading.Thread(target=self._pool.run, name="dpflow-beat", daemon=True).start()
+        if self._door is not None:
+            threading.Thread(target=self._door.run, name="dpflow-door", daemon=True).start()
+        while not self._stop.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._stop.is_set():
+                    break
+                time.sleep(0.1)  # no descriptor is free
+                continue
+            if peer_uid(connection) != os.getuid() or len(self._connections) >= MOST_CONNECTIONS:
+                connection.close()
+                continue
+            self._connections.add(connection)
+            thread = threading.Thread(
+                target=self._talk_here, args=(connection,), name="dpflow-talk", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # the machine has no thread left; those who are connected go on
+                SERVICE.warning("a client of the pool is refused: %s", error)
+                self._connections.discard(connection)
+                connection.close()
+
+    def stop(self) -> None:
+        """End `serve`, and give up everything. Any thread may call."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        with contextlib.suppress(OSError):
+            os.unlink(socket_path(self.directory))
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        if self._door is not None:
+            self._door.close()
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._pool.close()
+        self._holdings.close()
+        os.close(self._held_lock)
+
+    # -- one client ------------------------------------------------------------------------------------------
+
+    def _talk_here(self, connection: socket.socket) -> None:
+        try:
+            self._talk(PacketChannel(connection))
+        finally:
+            self._connections.discard(connection)
+
+    def _talk_afar(self, connection: socket.socket) -> None:
+        self._talk(StreamChannel(connection))
+
+    def _talk(self, channel: Channel) -> None:
+        client = _PoolClient(f"reader {next(self._readers)}", maps=channel.carries_regions)
+        try:
+            while True:
+                request, given = channel.receive(REQUESTS, 1)
+                fds = given
+                try:
+                    if isinstance(request, CountReads):
+                        self._pool.count(request)
+                        continue
+                    answer, taken = self._answer_safely(request, client, given)
+                    fds = [*given, *taken]
+                    channel.send(answer, taken)
+                finally:
+                    for fd in fds:
+                        os.close(fd)
+        except (OSError, MessageError, OptionError, PeerLostError) as error:
+            if isinstance(error, MessageError | OptionError):
+                SERVICE.warning("a client of the pool is left: %s", error)
+        finally:
+            self._leave(client)
+            channel.close()
+
+    def _leave(self, client: _PoolClient) -> None:
+        if client.member is not None:
+            self._pool.gone(*client.member)
+        self._holdings.leave(client.name)
+        if client.reads:
+            self._pool.leave()
+
+    def _answer_safely(
+        self, request: PoolRequest, client: _PoolClient, given: list[int]
+    ) -> tuple[PoolAnswer, list[int]]:
+        try:
+            return self._answer(request, client, given)
+        except DPFlowError as error:
+            return PoolRefusal.of(error), []
+
+    def _answer(
+        self, request: PoolRequest, client: _PoolClient, given: list[int]
+    ) -> tuple[PoolAnswer, list[int]]:
+        match request:
+            case PreloadSet():
+                return self._pool.preload(request), []
+            case AskTable(identity, first):
+                return self._pool.table(identity, max(0, first)), []
+            case ReadSet(identity):
+                client.reads = True
+                self._holdings.read(identity, client.name)
+                self._pool.read(identity)
+                return Noted(), []
+            case OpenSet(identity, first):
+                return self._holdings.open(identity, max(0, first)) if client.maps else (SetOpened(0, 0), [])
+            case WantRecords(identity, records, patience_s):
+                return self._holdings.want(identity, records, patience_s), []
+            case PushStripe(identity, stripe):
+                return self._holdings.push(identity, stripe, given), []
+            case AnnounceOrder(identity=identity):
+                return self._holdings.ahead.announce(self._holdings.get(identity), client.name, request), []
+            case OpenAhead():
+                return self._holdings.ahead.open(request)
+            case WantAhead():
+                return self._holdings.ahead.want(request, client.name, ANSWER_S), []
+            case TookAhead():
+                return self._holdings.ahead.took(request, client.name), []
+            case UnloadSet(identity):
+                return self._pool.unload(identity), []
+            case ListSets(first):
+                return self._pool.contents(max(0, first)), []
+            case ListServers():
+                return self._pool.servers(), []
+            case ReportSet() | Enlist() | Beat():
+                return self._answer_member(request, client), []
+
+    def _answer_member(self, request: ReportSet | Enlist | Beat, client: _PoolClient) -> PoolAnswer:
+        match request:
+            case ReportSet():
+                if len(client.reports) >= MOST_SETS:
+                    raise UsageError(f"{MOST_SETS} parts of sets were reported; more are not allowed")
+                client.reports.append(request)
+                return Noted()
+            case Enlist(server):
+                generation = self._pool.enlist(server, client.reports)
+                client.member, client.reports = (server.name, generation), []
+                return Enlisted(LEASE_S)
+            case Beat():
+                if client.member is None:
+                    raise UsageError("a server has to enlist before it beats")
+                return self._pool.beat(*client.member, request)
+
+
+@dataclass(eq=False)
+class _PoolClient:
+    """One connection."""
+
+    name: str
+    #: Whether it is on this host, and gets regions.
+    maps: bool
+    reads: bool = False
+    #: What a server has said that it holds, before it enlists.
+    reports: list[ReportSet] = field(default_factory=list)
+    #: The member that speaks over it, and its generation.
+    member: tuple[str, int] | None = None
+
+
+def _listen(directory: os.PathLike[str]) -> tuple[socket.socket, int]:
+    """The socket, and the lock that says that the address is taken."""
+    path = find_directory(directory)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private(path)
+    lock = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise OptionError(
+            f"a server of the pool runs at {path} already; give another address, or end it"
+        ) from None
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(socket_path(path))
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(socket_path(path))
+    listener.listen(128)
+    return listener, lock

@@ -1,0 +1,348 @@
+"""One set in a server: what of it is in memory, and the threads that read it from storage, each sample once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from torch_dpflow.dataservice.lanes.regions import PoolRegion, check_pushed, create_region
+from torch_dpflow.dataservice.messages.protocol import (
+    ELSEWHERE,
+    HERE,
+    IN_STORAGE,
+    PENDING,
+    AnySource,
+    RecordStates,
+)
+from torch_dpflow.dataservice.planning.residents import ALL, resident, resident_set
+from torch_dpflow.dataservice.server.ahead import AheadReading
+from torch_dpflow.dataservice.sources.set_names import OpenedSource, open_source
+from torch_dpflow.datasets.sample_reader import Sample
+from torch_dpflow.errors import DamagedStoreError, DPFlowError, PoolFullError, UsageError
+from torch_dpflow.log import SERVICE
+
+#: Samples that are read at the same time, by the thread that reads everything.
+_AT_ONCE = 64
+#: Least bytes to read ahead into: some samples.
+_LEAST_AHEAD = 64 << 10
+
+
+def start_thread(run: Callable[[], None], name: str) -> None:
+    """Start a daemon thread. Raises PoolFullError: this process may have no more."""
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError as error:
+        raise PoolFullError(
+            f"the server of the pool: {error}; let it have more threads (ulimit -u)"
+        ) from error
+
+
+def open_held(source: AnySource, identity: bytes, cut: int = ALL) -> HeldSet:
+    """A set of which nothing is held yet; reads its metadata. Raises DatasetError, StorageError or OptionError."""
+    return HeldSet(source, open_source(source, identity), cut)
+
+
+class HeldSet:
+    """The regions of a set, and their threads. Thread-safe.
+
+    A record that somebody waits for is read before all others; one that cannot be read is left to its readers.
+
+    Args:
+        opened: of this source; its reader is closed with this.
+        cut: of those that have a place in memory; see `residents`.
+    """
+
+    def __init__(self, source: AnySource, opened: OpenedSource, cut: int = ALL) -> None:
+        #: Where its dataset lies.
+        self.url, records, known, self._reader = opened
+        self.source = source
+        self.records = records
+        self.cut, self.is_part = cut, cut != ALL
+        stays = resident(records.identity, records.records, cut)
+        #: Where those that have a place lie; the others take none.
+        self._places = resident_set(records, cut)
+        self._has_place = known & stays
+        self._may_read_ahead = known & ~stays
+        self._stays = stays
+        self.regions: list[PoolRegion] = []
+        #: The first error of a sample, or of its memory.
+        self.error = ""
+        self._changed = threading.Condition()
+        #: The state of each record.
+        self._states = bytearray([ELSEWHERE]) * records.records
+        #: Records that a thread reads or has read.
+        self._taken = bytearray(records.records)
+        self._region_of: dict[int, PoolRegion] = {}
+        #: Those that have memory, or are about to.
+        self._stripes: set[int] = set()
+        #: Records that are in `_wanted`.
+        self._is_wanted = bytearray(records.records)
+        #: Records of each stripe that are not in memory.
+        self._left: Counter[int] = Counter()
+        self._wanted: deque[int] = deque()
+        #: Who is told when a record is there, or could not be read.
+        self._watchers: dict[int, list[Callable[[bool], None]]] = {}
+        #: Fills whose memory is not there yet.
+        self._making = 0
+        self._loaded = self._failed = 0
+        self._is_closed = False
+        #: Older versions whose first stripes are this one's too, and how many.
+        self.shares: dict[bytes, int] = {}
+        self._demand: threading.Thread | None = None
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Records that are in memory, and that could not be read."""
+        return self._loaded, self._failed
+
+    def placed_in(self, stripes: Iterable[int]) -> int:
+        """Records of these stripes that are to be in memory."""
+        return sum(
+            int(self._stays[own.start : own.stop].sum()) for own in map(self.records.records_of, stripes)
+        )
+
+    def read_ahead(self, memory_bytes: int, number: int) -> AheadReading:
+        """Begin to read ahead what has no place. Raises PoolFullError: there is not so much memory, or none."""
+        if memory_bytes < _LEAST_AHEAD or self._reader is None:
+            raise PoolFullError(
+                f"{memory_bytes:,} bytes are left for reading ahead; give the server more (--ahead-memory)"
+            )
+        return AheadReading(self._may_read_ahead, self.records.lengths, self._reader, memory_bytes, number)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether all memory that it is to have is there."""
+        return not self._making
+
+    @property
+    def stripes(self) -> list[int]:
+        """The stripes that have memory here, or are about to."""
+        with self._changed:
+            return sorted(self._stripes)
+
+    def share(self, older: HeldSet, stripes: int) -> None:
+        """Have the first stripes of an older version, whose memory lives as long as one of the two.
+
+        Raises UsageError: not all of them are in memory.
+        """
+        with older._changed, self._changed:
+            if any(one not in older._region_of or older._left[one] for one in range(stripes)):
+                raise UsageError(f"{older.source.ref} is not in memory as a whole; push it to its end first")
+            shared = {id(one): one.share() for one in older.regions}
+            self.regions += shared.values()
+            self._region_of |= {one: shared[id(older._region_of[one])] for one in range(stripes)}
+            self._stripes.update(range(stripes))
+            self._loaded = stripes * self.records.per_stripe
+            self._states[: self._loaded] = bytes([HERE]) * self._loaded
+            self._taken[: self._loaded] = bytes([True]) * self._loaded
+            self.shares = {name: min(of, stripes) for name, of in older.shares.items()}
+            self.shares[older.records.identity] = stripes
+
+    def push(self, stripe: int, fds: Sequence[int]) -> RecordStates:
+        """Copy a stripe from sealed memory; one that is there already stays as it is.
+
+        Raises UsageError: it has no place, or the memory is not that of its rows.
+        """
+        if self._reader is not None or stripe not in self._region_of or len(fds) != 1:
+            raise UsageError(
+                f"stripe {stripe} of {self.source.ref} cannot be pushed: it has no place in this server"
+            )
+        own, region = self.records.records_of(stripe), self._region_of[stripe]
+        check_pushed(fds[0], int(self.records.lengths[own.start : own.stop].sum()))
+        with self._changed:
+            is_new = not self._taken[own.start]
+            self._taken[own.start : own.stop] = bytes([True]) * len(own)
+        at = 0
+        for number in range(len(own)) if is_new else ():
+            at += region.copy_from(fds[0], at, stripe, number)
+        with self._changed:
+            if is_new:
+                self._states[own.start : own.stop] = bytes([HERE]) * len(own)
+                self._left[stripe] = 0
+                self._loaded += len(own)
+                self._changed.notify_all()
+                for one in own:
+                    self._tell(one, is_here=True)
+            ready = [] if self._left[stripe] else [stripe]
+            return RecordStates(bytes(self._states[own.start : own.stop]), ready)
+
+    def fill(self, stripes: Sequence[int]) -> None:
+        """Make room for these stripes, and read them, in a thread."""
+        stripes = [one for one in stripes if one not in self._region_of]
+        if not stripes:
+            return
+        with self._changed:
+            self._making += 1
+            self._stripes.update(stripes)
+        try:
+            start_thread(partial(self._fill, stripes), "dpflow-fill")
+        except PoolFullError as error:
+            self._leave(stripes, error)
+
+    def want(self, records: Iterable[int], patience_s: float) -> RecordStates:
+        """The states of these, once none is on its way, or after so many seconds; those are read first."""
+        asked = list(records)
+        deadline = time.monotonic() + patience_s
+        with self._changed:
+            for one in asked:
+                self._want(one)
+            self._changed.notify_all()
+            while any(self._states[one] == PENDING for one in asked) and not self._is_closed:
+                if not self._changed.wait(deadline - time.monotonic()):
+                    break
+            stripes = {one // self.records.per_stripe for one in asked}
+            ready = [one for one in sorted(stripes) if one in self._region_of and not self._left[one]]
+            return RecordStates(bytes(self._states[one] for one in asked), ready)
+
+    def look(self, record: int, watch: Callable[[int], Callable[[bool], None] | None]) -> memoryview | int:
+        """The memory of a record, or its state; one that is on its way is then read first.
+
+        watch: says of such a one whom to tell whether it is there; None: nobody.
+        Raises UsageError: there is no such record.
+        """
+        if not 0 <= record < self.records.records:
+            raise UsageError(f"record {record} of a set of {self.records.records}; give one that exists")
+        if self._states[record] == PENDING:
+            with self._changed:
+                if self._states[record] == PENDING and not self._is_closed:
+                    tell = watch(record)
+                    if tell is not None:
+                        self._watchers.setdefault(record, []).append(tell)
+                    self._want(record)
+                    self._changed.notify_all()
+                    return PENDING
+        if self._states[record] != HERE:
+            return IN_STORAGE
+        stripe, number = divmod(record, self.records.per_stripe)
+        return self._region_of[stripe].view(stripe, number)
+
+    def close(self, why: int | None = None) -> None:
+        """Give it up, and tell readers why. Without a reason they go on with what they have mapped."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            for one in [*self._watchers]:
+                self._tell(one, is_here=False)
+        for region in self.regions:
+            if why is not None:
+                region.retire(why)
+            region.close()
+        if self._reader is not None:
+            self._reader.close()
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _want(self, record: int) -> None:
+        """Have it read before others, if nobody reads it or has asked for it."""
+        if self._reader is None:
+            return
+        if self._states[record] == PENDING and not self._taken[record] and not self._is_wanted[record]:
+            self._is_wanted[record] = True
+            self._wanted.append(record)
+
+    def _fill(self, stripes: Sequence[int]) -> None:
+        own = [one for stripe in stripes for one in self.records.records_of(stripe)]
+        try:
+            region = create_region(self._places, stripes, self._has_place)
+        except (DPFlowError, OSError) as error:
+            self._leave(stripes, error)
+            return
+        with self._changed:
+            if self._is_closed:  # meanwhile, so nobody else would free it
+                self._making -= 1
+                region.close()
+                return
+            self.regions.append(region)
+            self._region_of |= dict.fromkeys(stripes, region)
+            for one in own:
+                if self._has_place[one]:
+                    self._states[one] = PENDING
+                    self._left[one // self.records.per_stripe] += 1
+                else:
+                    self._states[one] = IN_STORAGE
+                    self._failed += bool(self._stays[one])  # its length is not known
+            self._making -= 1
+            if self._demand is None and self._reader is not None:
+                self._demand = threading.Thread(target=self._serve_demand, name="dpflow-demand", daemon=True)
+                self._demand.start()
+        self._read_all(own)
+
+    def _leave(self, stripes: Sequence[int], error: Exception) -> None:
+        """They get no memory."""
+        self._note(error)
+        with self._changed:
+            self._making -= 1
+            self._stripes.difference_update(stripes)
+            self._failed += self.placed_in(stripes)
+            for one in (one for stripe in stripes for one in self.records.records_of(stripe)):
+                self._states[one] = IN_STORAGE
+
+    def _read_all(self, records: Sequence[int]) -> None:
+        for start in range(0, len(records) if self._reader is not None else 0, _AT_ONCE):
+            if self._is_closed:
+                return
+            self._read(records[start : start + _AT_ONCE])
+
+    def _serve_demand(self) -> None:
+        while True:
+            with self._changed:
+                while not self._wanted and not self._is_closed:
+                    self._changed.wait()
+                if self._is_closed:
+                    return
+                wanted = [self._wanted.popleft() for _ in range(min(_AT_ONCE, len(self._wanted)))]
+                for one in wanted:
+                    self._is_wanted[one] = False
+            self._read(wanted)
+
+    def _read(self, records: Iterable[int]) -> None:
+        """Read those of these that nobody reads or has read."""
+        with self._changed:
+            own = [
+                one for one in dict.fromkeys(records) if self._states[one] == PENDING and not self._taken[one]
+            ]
+            for one in own:
+                self._taken[one] = True
+        assert self._reader is not None
+        try:
+            samples: Sequence[Sample | DPFlowError] = self._reader.read_each(own)
+        except Exception as error:  # whatever it is, its readers have to go on
+            samples = [DPFlowError(f"{type(error).__name__}: {error}")] * len(own)
+        states: list[tuple[int, int]] = []
+        for one, sample in zip(own, samples):
+            problem = sample if isinstance(sample, DPFlowError) else self._put(one, sample[0])
+            if problem is not None:
+                self._note(problem)
+            states.append((one, HERE if problem is None else IN_STORAGE))
+        with self._changed:
+            for one, state in states:
+                self._states[one] = state
+                self._left[one // self.records.per_stripe] -= state == HERE
+                self._loaded += state == HERE
+                self._failed += state != HERE
+                self._tell(one, is_here=state == HERE)
+            self._changed.notify_all()
+
+    def _tell(self, record: int, *, is_here: bool) -> None:
+        for tell in self._watchers.pop(record, ()):
+            tell(is_here)
+
+    def _put(self, record: int, content: bytes) -> DPFlowError | None:
+        """Put it into its place; what is wrong with it instead."""
+        stripe, number = divmod(record, self.records.per_stripe)
+        region = self._region_of[stripe]
+        length = region.place(stripe, number)[1]
+        if length != len(content):
+            return DamagedStoreError(
+                f"sample {record} has {len(content)} bytes, and {length} by the dataset's metadata"
+            )
+        region.write(stripe, number, content)
+        return None
+
+    def _note(self, error: BaseException) -> None:
+        if not self.error:
+            self.error = f"{type(error).__name__}: {error}"
+            SERVICE.warning("%s: left to its readers: %s", self.source.ref, self.error)

@@ -1,0 +1,347 @@
+"""The head of a pool: decides what each of its servers holds, and says what there is.
+
+It keeps nothing that its members do not know too. Where it dies reads go on; one that begins anew at its address hears
+from them what they hold, and gives none of that to others before they had time to come back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterable
+from functools import partial
+
+import msgspec
+import numpy as np
+
+from torch_dpflow.dataservice.lanes.regions import IDLE, UNLOADED
+from torch_dpflow.dataservice.messages.protocol import (
+    MOST_BYTES,
+    CountReads,
+    PoolRefusal,
+    PreloadSet,
+    SetInfo,
+    SetList,
+)
+from torch_dpflow.dataservice.messages.server_messages import (
+    MOST_STRIPES,
+    Beat,
+    DropOrder,
+    FillOrder,
+    Orders,
+    ReportSet,
+    ServerInfo,
+    ServerList,
+    TablePart,
+)
+from torch_dpflow.dataservice.planning.keeper_machine import Fill, KeeperInstruction, KeeperMachine
+from torch_dpflow.dataservice.planning.residents import cut_that_fits, resident_set
+from torch_dpflow.dataservice.planning.sets import FileSet
+from torch_dpflow.dataservice.server.filling import HeldSet, start_thread
+from torch_dpflow.dataservice.server.holdings import MOST_SETS, Holdings
+from torch_dpflow.dataservice.server.known_set import KnownSet, index_bytes, request_of, stripe_bytes
+from torch_dpflow.dataservice.server.members import Members
+from torch_dpflow.dataservice.server.pushed_sets import check_pushed_set, droppable, share_with_base
+from torch_dpflow.dataservice.server.running_clock import RunningClock
+from torch_dpflow.dataservice.server.set_progress import with_progress
+from torch_dpflow.dataservice.sources.set_names import open_source
+from torch_dpflow.errors import PoolFullError, UsageError
+from torch_dpflow.log import SERVICE
+
+#: Silence after which a server is lost, seconds, and how long an answer to a beat waits for orders at most.
+LEASE_S = 5.0
+_BEAT_S = _TICK_S = 1.0
+
+
+class PoolHead:
+    """Decides what the pool holds. Thread-safe.
+
+    Args:
+        server: this one.
+        idle_s: how long a set that no command has loaded stays when nobody reads it, seconds.
+        holdings: what this server holds.
+    """
+
+    def __init__(self, server: ServerInfo, idle_s: float, holdings: Holdings) -> None:
+        self._server = server
+        self._keeper = KeeperMachine(lease_s=LEASE_S, idle_s=idle_s)
+        self._holdings = holdings
+        self._changed = threading.Condition()
+        self._sets: dict[bytes, KnownSet] = {}
+        self._members = Members(server.directory)
+        self._generations = itertools.count(1)
+        self._is_closed = False
+        self._clock = RunningClock()
+        #: Until when members of an earlier head may come back.
+        self._returns_until = LEASE_S if self._members.had_some else 0.0
+        self._keeper.renew(server.name, 0, server.memory, self._clock())
+
+    # -- what clients ask for --------------------------------------------------------------------------------
+
+    def preload(self, request: PreloadSet) -> SetInfo:
+        """Hold a set, and tell how far that is. Raises PoolFullError, and what kept it from being held."""
+        with self._changed:
+            known = self._sets.get(request.identity)
+            if known is None:
+                known = self._begin(request)
+            elif known.refusal is not None:
+                del self._sets[request.identity]
+                if not known.is_forgotten(self._clock()):
+                    raise known.refusal.error()
+                known = self._begin(request)
+            elif request.is_explicit:
+                if known.held is not None:
+                    if request.whole and known.held.is_part:
+                        raise PoolFullError(
+                            f"{request.source.ref} is held in part, as there was no room for more: unload it to load "
+                            "all of it, or have a part of this one held"
+                        )
+                    self._obey(
+                        self._keeper.preload(
+                            request.identity, [], self._clock(), explicit=True, whole=request.whole
+                        )
+                    )
+                known.is_unloaded = False
+                if not known.is_explicit:
+                    known.is_explicit = True
+                    self._tell(request.identity)
+                known.whole |= request.whole
+            return self._info(known)
+
+    def table(self, identity: bytes, first: int) -> TablePart:
+        """Who holds the stripes of a set from this one on. Raises UsageError: it is not here, or not yet."""
+        with self._changed:
+            table, held = self._keeper.table(identity), self._holdings.get(identity)
+            infos = self._infos()
+            return TablePart(
+                generation=table.generation,
+                per_stripe=held.records.per_stripe,
+                stripes=len(table.owners),
+                servers=[infos[name] for name in table.servers],
+                asked=self._server.name,
+                is_part=held.is_part,
+                owners=np.array(table.owners[first : first + MOST_STRIPES], dtype="<i2").tobytes(),
+            )
+
+    def read(self, identity: bytes) -> None:
+        """Somebody has begun to read a set here."""
+        with self._changed:
+            self._count_readers(identity)
+
+    def leave(self) -> None:
+        """Somebody reads sets here no longer."""
+        with self._changed:
+            for identity in self._sets:
+                self._count_readers(identity)
+
+    def count(self, reads: CountReads) -> None:
+        """A reader has read so many more samples."""
+        with self._changed:
+            known = self._sets.get(reads.identity)
+            if known is not None:
+                known.hits += reads.hits
+                known.misses += reads.misses
+
+    def unload(self, identity: bytes) -> SetList:
+        """Give a set up. Raises UsageError: it is not there."""
+        with self._changed:
+            known = self._sets.get(identity)
+            if known is None:
+                raise UsageError(f"set {identity.hex()} is not in the pool; `dpflow pool list` has what is")
+            if known.held is None:
+                del self._sets[identity]
+            else:
+                known.is_unloaded = True
+                while (free := droppable(self._sets)) is not None:
+                    self._obey(self._keeper.unload(free), UNLOADED)
+            return self._list(0)
+
+    def contents(self, first: int) -> SetList:
+        """The sets from this number on, as many as one message has room for."""
+        with self._changed:
+            return self._list(first)
+
+    def servers(self) -> ServerList:
+        """The servers of the pool."""
+        with self._changed:
+            return ServerList([*self._infos().values()])
+
+    # -- what members say ------------------------------------------------------------------------------------
+
+    def enlist(self, server: ServerInfo, reports: Iterable[ReportSet]) -> int:
+        """A server joins, with what it holds; returns its generation. Raises UsageError: there are too many."""
+        with self._changed:
+            generation, held = next(self._generations), dict[bytes, list[int]]()
+            self._members.add(server, generation)
+            for report in reports:
+                known = self._sets.get(report.identity)
+                if known is None:
+                    known = self._begin(request_of(report))
+                if known.held is None:
+                    known.returned.setdefault(server.name, []).extend(report.stripes)
+                else:
+                    held.setdefault(report.identity, []).extend(report.stripes)
+                known.is_explicit |= report.is_explicit
+                if known.held is None:
+                    known.cut = report.cut
+            self._obey(self._keeper.renew(server.name, generation, server.memory, self._clock(), held))
+            return generation
+
+    def beat(self, name: str, generation: int, beat: Beat) -> Orders:
+        """A member lives; what it has to do, once there is something or its patience ends.
+
+        Raises PeerLostError: it was given up meanwhile, and has to enlist anew.
+        """
+        until = time.monotonic() + min(beat.patience_s, _BEAT_S)
+        with self._changed:
+            member = self._members.get(name, generation)
+            self._obey(self._keeper.renew(name, generation, member.info.memory, self._clock()))
+            for state in member.take(beat):
+                self._keeper.read_by(state.identity, name, state.readers, self._clock())
+            while not member.orders and not self._is_closed:
+                if not self._changed.wait(until - time.monotonic()):
+                    break
+            self._members.get(name, generation)
+            return member.next_orders()
+
+    def gone(self, name: str, generation: int) -> None:
+        """A member's connection has ended."""
+        with self._changed:
+            self._obey(self._keeper.leave(name, generation, self._clock()))
+            self._forget_lost()
+
+    def run(self) -> None:
+        """Watch the time, until `close`. For a thread."""
+        with self._changed:
+            while not self._is_closed:
+                self._tick()
+                self._changed.wait_for(lambda: self._is_closed, _TICK_S)
+
+    def close(self) -> None:
+        """Decide nothing any more."""
+        with self._changed:
+            self._is_closed = True
+            self._sets.clear()
+            self._changed.notify_all()
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        now = self._clock()
+        self._obey(self._keeper.renew(self._server.name, 0, self._server.memory, now))
+        self._obey(self._keeper.expire(now))
+        self._forget_lost()
+        for identity in [one for one, known in self._sets.items() if known.is_forgotten(now)]:
+            del self._sets[identity]
+
+    def _begin(self, request: PreloadSet) -> KnownSet:
+        if len(self._sets) >= MOST_SETS:
+            raise PoolFullError(f"the pool has {MOST_SETS} sets; unload one")
+        check_pushed_set(request, self._sets.values())
+        known = KnownSet(request, request.is_explicit, request.whole)
+        start_thread(partial(self._plan, known), "dpflow-plan")
+        self._sets[request.identity] = known
+        return known
+
+    def _plan(self, known: KnownSet) -> None:
+        request, held = known.request, None
+        identity = request.identity
+        try:
+            opened = open_source(request.source, identity)
+            with self._changed:
+                if self._sets.get(identity) is not known:  # it was given up meanwhile
+                    if opened.reader is not None:
+                        opened.reader.close()
+                    return
+                cut = self._cut(known, opened.records)
+                held = HeldSet(request.source, opened, cut)
+                shared = share_with_base(held, self._holdings)
+                sizes = stripe_bytes(resident_set(opened.records, cut))
+                instructions = self._place(known, [0] * shared + sizes[shared:])
+                known.held = held
+                self._holdings.add(identity, held, known.is_explicit)
+                self._obey(instructions)
+        except Exception as error:  # whoever asked has to be told, whatever it is
+            SERVICE.warning("%s cannot be held: %s", request.source.ref, str(error))  # not its frames
+            with self._changed:
+                known.refused_at, known.refusal = self._clock(), PoolRefusal.of(error)
+                for name in filter(self._members.__contains__, known.returned):
+                    self._order(name, DropOrder(identity, IDLE))
+            if held is not None and known.held is None:
+                held.close()
+
+    def _cut(self, known: KnownSet, records: FileSet) -> int:
+        if known.whole or known.returned:
+            return known.cut
+        return cut_that_fits(records, self._keeper.room() - index_bytes(records))
+
+    def _place(self, known: KnownSet, sizes: list[int]) -> list[KeeperInstruction]:
+        identity, now = known.request.identity, self._clock()
+        only = None if known.pushed is None else self._server.name
+        if only is None and (known.returned or now < self._returns_until):
+            living = {name: stripes for name, stripes in known.returned.items() if name in self._members}
+            return self._keeper.recover(identity, sizes, living, now, explicit=known.is_explicit)
+        how = {"explicit": known.is_explicit, "whole": known.whole}
+        return self._keeper.preload(identity, sizes, now, only=only, **how)
+
+    def _obey(self, instructions: Iterable[KeeperInstruction], why: int = IDLE) -> None:
+        if self._is_closed:
+            return
+        for one in instructions:
+            if isinstance(one, Fill):
+                self._order(one.server, self._sets[one.identity].order(one.stripes))
+            else:
+                self._order(one.server, DropOrder(one.identity, why))
+        for identity, known in list(self._sets.items()):
+            if known.held is not None and not self._keeper.holds(identity):
+                self._holdings.drop(identity, why)
+                del self._sets[identity]
+
+    def _order(self, server: str, order: FillOrder | DropOrder) -> None:
+        if server != self._server.name:
+            self._members.order(server, order)
+            self._changed.notify_all()
+        elif isinstance(order, FillOrder):
+            self._holdings.obey(order)
+
+    def _tell(self, identity: bytes) -> None:
+        """Tell who holds a set what has changed of it."""
+        if self._sets[identity].held is not None:
+            for server in self._keeper.table(identity).servers:
+                self._order(server, self._sets[identity].order([]))
+
+    def _forget_lost(self) -> None:
+        self._members.forget(self._keeper.lives)
+        self._changed.notify_all()
+
+    def _count_readers(self, identity: bytes) -> None:
+        self._keeper.read_by(identity, self._server.name, self._holdings.readers(identity), self._clock())
+
+    def _infos(self) -> dict[str, ServerInfo]:
+        rooms = self._keeper.servers()
+        infos = {self._server.name: self._server, **self._members.infos()}
+        return {
+            name: msgspec.structs.replace(info, free=rooms[name][1])
+            for name, info in infos.items()
+            if name in rooms
+        }
+
+    def _list(self, first: int) -> SetList:
+        shown = [one for one in self._sets.values() if one.refusal is None and not one.is_unloaded]
+        sets = [self._info(known) for known in shown]
+        ends = itertools.accumulate(len(msgspec.msgpack.encode(one)) for one in sets[first:])
+        count = max(1, sum(end <= MOST_BYTES // 2 for end in ends))
+        rooms = self._keeper.servers().values()
+        capacity, free = sum(memory for memory, _ in rooms), sum(free for _, free in rooms)
+        return SetList(sets[first : first + count], free, capacity, len(sets))
+
+    def _info(self, known: KnownSet) -> SetInfo:
+        info, held = known.info(), known.held
+        if held is None:
+            return info
+        identity = known.request.identity
+        summary, table = self._keeper.summary(identity), self._keeper.table(identity)
+        info = msgspec.structs.replace(info, reserved_bytes=summary.placed_bytes, readers=summary.readers)
+        states = self._members.states(identity) | {self._server.name: self._holdings.state(identity)}
+        return with_progress(info, held, table.owned(), states)

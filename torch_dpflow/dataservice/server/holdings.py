@@ -1,0 +1,222 @@
+"""What one server holds: its sets, whoever has decided that it holds them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch_dpflow.dataservice.messages.protocol import (
+    ELSEWHERE,
+    MOST_RECORDS,
+    MOST_REGIONS,
+    RecordStates,
+    SetOpened,
+)
+from torch_dpflow.dataservice.messages.server_messages import (
+    ALL_FAILED,
+    DropOrder,
+    FillOrder,
+    ReportSet,
+    SetState,
+)
+from torch_dpflow.dataservice.server.ahead_memory import AheadMemory
+from torch_dpflow.dataservice.server.filling import HeldSet, open_held, start_thread
+from torch_dpflow.errors import UsageError
+from torch_dpflow.log import SERVICE
+
+#: How long an answer to `WantRecords` waits for what is on its way at most, seconds.
+ANSWER_S = 1.0
+#: Most sets of a pool.
+MOST_SETS = 4096
+#: Most characters of an error in a list.
+_LONGEST_ERROR = 2000
+
+
+@dataclass(eq=False)
+class _Holding:
+    is_explicit: bool
+    #: None while its metadata is read.
+    held: HeldSet | None = None
+    #: Stripes that are to be read once its metadata is there.
+    waiting: list[list[int]] = field(default_factory=list)
+    #: Why its metadata could not be read.
+    error: str = ""
+
+
+class Holdings:
+    """The sets that a server holds, by identity, and who reads them there. Thread-safe.
+
+    ahead_bytes: memory for reading ahead what has no place.
+    """
+
+    def __init__(self, ahead_bytes: int) -> None:
+        self.ahead = AheadMemory(ahead_bytes)
+        self._lock = threading.Lock()
+        self._sets: dict[bytes, _Holding] = {}
+        self._readers: dict[bytes, set[str]] = {}
+        self._is_closed = False
+
+    # -- what it is told to hold -----------------------------------------------------------------------------
+
+    def add(self, identity: bytes, held: HeldSet, is_explicit: bool) -> None:
+        """Know a set, of which nothing is held yet."""
+        with self._lock:
+            self._sets[identity] = _Holding(is_explicit, held)
+
+    def obey(self, order: FillOrder | DropOrder) -> None:
+        """Hold more, or less. Raises PoolFullError: no thread can start."""
+        if isinstance(order, DropOrder):
+            self.drop(order.identity, order.why)
+            return
+        with self._lock:
+            if self._is_closed:
+                return
+            holding = self._sets.get(order.identity)
+            if holding is None:
+                holding = _Holding(order.is_explicit)
+                start_thread(partial(self._open, order, holding), "dpflow-plan")
+                self._sets[order.identity] = holding
+            holding.is_explicit = order.is_explicit
+            if holding.held is None:
+                holding.waiting.append(order.stripes)
+            elif order.stripes:
+                holding.held.fill(order.stripes)
+
+    def drop(self, identity: bytes, why: int) -> None:
+        """Give a set up, and tell its readers why."""
+        with self._lock:
+            holding = self._sets.pop(identity, None)
+        self.ahead.drop(identity)
+        if holding is not None and holding.held is not None:
+            holding.held.close(why)
+
+    def close(self) -> None:
+        """Give everything up; readers go on with what they have mapped."""
+        self.ahead.close()
+        with self._lock:
+            self._is_closed = True
+            sets, self._sets = self._sets, {}
+        for holding in sets.values():
+            if holding.held is not None:
+                holding.held.close()
+
+    # -- what it is asked for --------------------------------------------------------------------------------
+
+    def get(self, identity: bytes) -> HeldSet:
+        """A set. Raises UsageError: it is not here."""
+        holding = self._sets.get(identity)
+        if holding is None or holding.held is None:
+            raise UsageError(f"set {identity.hex()} is not in the pool (any more); preload it")
+        return holding.held
+
+    def read(self, identity: bytes, reader: str) -> None:
+        """A reader has begun to read a set. Raises UsageError: too many are read."""
+        with self._lock:
+            if identity not in self._readers and len(self._readers) >= MOST_SETS:
+                raise UsageError(f"{MOST_SETS} sets are read here; close one")
+            self._readers.setdefault(identity, set()).add(reader)
+
+    def open(self, identity: bytes, first: int) -> tuple[SetOpened, list[int]]:
+        """Regions of a set from this one on; the caller closes the descriptors. Raises OSError: none is free."""
+        holding = self._sets.get(identity)
+        regions = [] if holding is None or holding.held is None else holding.held.regions
+        fds: list[int] = []
+        try:
+            fds.extend(os.dup(region.fd) for region in regions[first : first + MOST_REGIONS])
+        except OSError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        shares = {} if holding is None or holding.held is None else holding.held.shares
+        return SetOpened(len(fds), len(regions), shares), fds
+
+    def want(self, identity: bytes, records: Sequence[int], patience_s: float) -> RecordStates:
+        """The states of these records, which are read first. Raises UsageError: one does not exist."""
+        holding = self._sets.get(identity)
+        held = None if holding is None else holding.held
+        if held is None:
+            return RecordStates(bytes([ELSEWHERE]) * len(records), [])
+        if len(records) > MOST_RECORDS or not all(0 <= one < held.records.records for one in records):
+            raise UsageError(f"{len(records)} records: at most {MOST_RECORDS} that exist are allowed")
+        return held.want(records, min(patience_s, ANSWER_S))
+
+    def push(self, identity: bytes, stripe: int, fds: Sequence[int]) -> RecordStates:
+        """Take a stripe that a client has pushed. Raises UsageError: it is none of a set that is pushed."""
+        return self.get(identity).push(stripe, fds)
+
+    def leave(self, reader: str) -> None:
+        """A reader has ended."""
+        self.ahead.leave(reader)
+        with self._lock:
+            for identity, readers in list(self._readers.items()):
+                readers.discard(reader)
+                if not readers:
+                    del self._readers[identity]
+
+    def readers(self, identity: bytes) -> int:
+        """How many processes read a set here."""
+        return len(self._readers.get(identity, ()))
+
+    # -- what its head is told -------------------------------------------------------------------------------
+
+    def reports(self) -> list[ReportSet]:
+        """What is in memory."""
+        with self._lock:
+            held = [
+                (identity, one.is_explicit, one.held)
+                for identity, one in self._sets.items()
+                if one.held is not None
+            ]
+        return [
+            ReportSet(
+                source=one.source,
+                identity=identity,
+                is_explicit=is_explicit,
+                cut=one.cut,
+                stripes=one.stripes,
+            )
+            for identity, is_explicit, one in held
+        ]
+
+    def states(self) -> list[SetState]:
+        """How far each set is that is held or read here."""
+        with self._lock:
+            return [self.state(identity) for identity in self._sets.keys() | self._readers.keys()]
+
+    def state(self, identity: bytes) -> SetState:
+        """How far a set is here."""
+        holding = self._sets.get(identity)
+        held = None if holding is None else holding.held
+        loaded, failed = (0, 0) if held is None else held.counts
+        error = held.error if held is not None else "" if holding is None else holding.error
+        if held is None and error:
+            failed = ALL_FAILED
+        return SetState(
+            identity=identity,
+            is_placed=holding is None or bool(holding.error) or (held is not None and held.is_placed),
+            loaded=loaded,
+            failed=failed,
+            readers=self.readers(identity),
+            error=error[:_LONGEST_ERROR],
+        )
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _open(self, order: FillOrder, holding: _Holding) -> None:
+        try:
+            held = open_held(order.source, order.identity, order.cut)
+        except Exception as error:  # its readers have to go on, whatever it is
+            SERVICE.warning("%s cannot be held: %s", order.source.ref, error)
+            holding.error = f"{type(error).__name__}: {error}"
+            return
+        with self._lock:
+            if self._sets.get(order.identity) is holding:
+                holding.held = held
+                for stripes in holding.waiting:
+                    if stripes:
+                        held.fill(stripes)
+                return
+        held.close()  # it was given up meanwhile

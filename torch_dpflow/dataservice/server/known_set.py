@@ -1,0 +1,100 @@
+"""What the head of a pool knows of one set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch_dpflow.dataservice.messages.protocol import ArraySource, PoolRefusal, PreloadSet, SetInfo
+from torch_dpflow.dataservice.messages.server_messages import FillOrder, ReportSet
+from torch_dpflow.dataservice.planning.residents import ALL
+from torch_dpflow.dataservice.planning.sets import FileSet
+from torch_dpflow.dataservice.server.filling import HeldSet
+
+#: What the index of a region has for each stripe and each record.
+_INDEX_BYTES = 16
+#: How long a refusal is kept for whoever has asked, and asks again a few times a second: seconds.
+_REFUSAL_S = 2.0
+
+
+@dataclass(eq=False)
+class KnownSet:
+    """A set from when it is first asked for."""
+
+    request: PreloadSet
+    is_explicit: bool
+    #: Whether somebody wants all of it or nothing.
+    whole: bool
+    #: None while its metadata is read.
+    held: HeldSet | None = None
+    #: Of what members hold, if they do.
+    cut: int = ALL
+    #: What members hold of it, by their names, that have said so meanwhile.
+    returned: dict[str, list[int]] = field(default_factory=dict)
+    #: Why it is not held, for whoever asks next; and since when.
+    refusal: PoolRefusal | None = None
+    refused_at: float = 0.0
+    #: Samples that readers have got from memory, and from storage.
+    hits: int = 0
+    misses: int = 0
+    #: Whether it was unloaded, and stays for a further version that shares its memory.
+    is_unloaded: bool = False
+
+    @property
+    def pushed(self) -> ArraySource | None:
+        """What opens it, where clients push it."""
+        source = self.request.source
+        return source if isinstance(source, ArraySource) and source.is_pushed else None
+
+    def info(self) -> SetInfo:
+        """What is known without asking anybody."""
+        return SetInfo(
+            identity=self.request.identity,
+            ref=self.request.source.ref,
+            url="not opened yet" if self.held is None else self.held.url,
+            records=0,
+            placed=0,
+            loaded=0,
+            failed=0,
+            reserved_bytes=0,
+            is_explicit=self.is_explicit,
+            readers=0,
+            is_placed=False,
+            hits=self.hits,
+            misses=self.misses,
+            pushed=self.pushed,
+        )
+
+    def is_forgotten(self, now: float) -> bool:
+        """Whether it was refused, and whoever asks now asks anew."""
+        return self.refusal is not None and now - self.refused_at > _REFUSAL_S
+
+    def order(self, stripes: list[int]) -> FillOrder:
+        """What has a server hold these."""
+        request = self.request
+        return FillOrder(
+            source=request.source,
+            identity=request.identity,
+            is_explicit=self.is_explicit,
+            cut=ALL if self.held is None else self.held.cut,
+            stripes=stripes,
+        )
+
+
+def request_of(report: ReportSet) -> PreloadSet:
+    """What would have made it hold what a member holds."""
+    return PreloadSet(
+        source=report.source, identity=report.identity, is_explicit=report.is_explicit, whole=False
+    )
+
+
+def index_bytes(records: FileSet) -> int:
+    """What the index of all of them takes in regions."""
+    return _INDEX_BYTES * (records.stripes + records.records)
+
+
+def stripe_bytes(records: FileSet) -> list[int]:
+    """What each stripe takes in a region."""
+    return [
+        records.stripe_bytes(stripe) + _INDEX_BYTES * (1 + len(records.records_of(stripe)))
+        for stripe in range(records.stripes)
+    ]

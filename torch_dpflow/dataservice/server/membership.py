@@ -1,0 +1,246 @@
+"""A server that has joined a pool: it does what the head orders, and passes on to it what clients ask."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
+from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
+from torch_dpflow.dataservice.messages.protocol import (
+    CountReads,
+    ListSets,
+    PoolAnswer,
+    PoolRequest,
+    PreloadSet,
+    SetInfo,
+    SetList,
+    UnloadSet,
+)
+from torch_dpflow.dataservice.messages.server_messages import (
+    MOST_STRIPES,
+    AskTable,
+    Beat,
+    Enlist,
+    Enlisted,
+    ListServers,
+    Orders,
+    ReportSet,
+    ServerInfo,
+    ServerList,
+    SetState,
+    TablePart,
+)
+from torch_dpflow.dataservice.server.holdings import MOST_SETS, Holdings
+from torch_dpflow.dataservice.server.set_progress import with_progress
+from torch_dpflow.errors import DPFlowError, PeerLostError, UsageError
+from torch_dpflow.log import SERVICE
+
+#: How long the head may take to answer what is passed on, below what readers wait for this server; and a beat: seconds.
+_PASSED_ON_S, _SILENCE_S = 1.5, 5.0
+#: How long a beat waits for orders: while something is read, so that progress is told, and else. Seconds.
+_BUSY_S, _CALM_S = 0.1, 1.0
+#: Between attempts to reach the head, seconds.
+_RETRY_S = 0.5
+#: Most states in one beat.
+_MOST_STATES = 200
+
+
+class PoolMember:
+    """What clients ask of a server that is not the head, and its life as a member. Thread-safe.
+
+    server: this one.
+    head: where the head is.
+    """
+
+    def __init__(self, server: ServerInfo, head: PoolAddress, holdings: Holdings) -> None:
+        self._server = server
+        self._head = head
+        self._holdings = holdings
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._connection: PoolConnection | None = None
+        self._retry_at = 0.0
+        #: The head's last word on who holds what, for readers that begin while there is no head.
+        self._tables: dict[tuple[bytes, int], TablePart] = {}
+
+    # -- what clients ask for --------------------------------------------------------------------------------
+
+    def preload(self, request: PreloadSet) -> SetInfo:
+        """As the head does; without it, what is held here can be read."""
+        try:
+            answer = self._pass_on(request)
+        except PeerLostError:
+            if request.is_explicit or not (held := self._own(request.identity)):
+                raise
+            return held
+        assert isinstance(answer, SetInfo)
+        return answer
+
+    def table(self, identity: bytes, first: int) -> TablePart:
+        """As the head does; without it, as it has said last, or what is held here."""
+        try:
+            answer = self._pass_on(AskTable(identity, first))
+        except PeerLostError:
+            return self._tables.get((identity, first)) or self._own_table(identity, first)
+        except UsageError:
+            self._tables.pop((identity, first), None)
+            raise
+        assert isinstance(answer, TablePart)
+        answer = msgspec.structs.replace(answer, asked=self._server.name)
+        if len(self._tables) >= MOST_SETS:
+            self._tables.clear()
+        self._tables[identity, first] = answer
+        return answer
+
+    def unload(self, identity: bytes) -> SetList:
+        """As the head does. Raises PeerLostError: it does not answer."""
+        answer = self._pass_on(UnloadSet(identity))
+        assert isinstance(answer, SetList)
+        return answer
+
+    def contents(self, first: int) -> SetList:
+        """As the head does. Raises PeerLostError: it does not answer."""
+        answer = self._pass_on(ListSets(first))
+        assert isinstance(answer, SetList)
+        return answer
+
+    def servers(self) -> ServerList:
+        """As the head does. Raises PeerLostError: it does not answer."""
+        answer = self._pass_on(ListServers())
+        assert isinstance(answer, ServerList)
+        return answer
+
+    def count(self, reads: CountReads) -> None:
+        """Tell the head how much was read, if it is there."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.tell(reads)
+
+    def read(self, identity: bytes) -> None:
+        """Somebody has begun to read a set here; the next beat tells."""
+
+    def leave(self) -> None:
+        """Somebody reads sets here no longer; the next beat tells."""
+
+    def enlist(self, server: ServerInfo, reports: Iterable[ReportSet]) -> int:
+        """Raises UsageError: only the head takes members."""
+        raise UsageError(
+            f"this server is a member itself; have {server.directory} join its head, at {self._head}"
+        )
+
+    def beat(self, name: str, generation: int, beat: Beat) -> Orders:
+        """Raises UsageError: it has no members."""
+        raise UsageError("this server has no members")
+
+    def gone(self, name: str, generation: int) -> None:
+        """It has no members."""
+
+    # -- its life --------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Be a member, until `close`. For a thread."""
+        is_lost = False
+        while not self._stop.is_set():
+            try:
+                with PoolConnection(self._head, silence_s=_SILENCE_S) as connection:
+                    self._enlist(connection)
+                    SERVICE.info("joined the pool at %s", self._head)
+                    is_lost = False
+                    self._serve(connection)
+            except DPFlowError as error:
+                if not is_lost:
+                    SERVICE.warning("the head of the pool at %s is lost: %s", self._head, error)
+                is_lost = True
+                self._stop.wait(_RETRY_S)
+
+    def close(self) -> None:
+        """End `run`."""
+        self._stop.set()
+        with self._lock:
+            self._disconnect()
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _enlist(self, connection: PoolConnection) -> None:
+        for report in self._holdings.reports():
+            for first in range(0, len(report.stripes), MOST_STRIPES):
+                part = report.stripes[first : first + MOST_STRIPES]
+                connection.ask(msgspec.structs.replace(report, stripes=part))
+        answer, _ = connection.ask(Enlist(self._server))
+        assert isinstance(answer, Enlisted)
+
+    def _serve(self, connection: PoolConnection) -> None:
+        told, obeyed = dict[bytes, SetState](), 0
+        while not self._stop.is_set():
+            states = self._holdings.states()
+            left = told.keys() - {one.identity for one in states}
+            states += [self._holdings.state(identity) for identity in left]
+            changed = [one for one in states if told.get(one.identity) != one][:_MOST_STATES]
+            patience_s = _CALM_S if all(one.is_placed for one in states) and not changed else _BUSY_S
+            answer, _ = connection.ask(Beat(obeyed=obeyed, states=changed, patience_s=patience_s))
+            assert isinstance(answer, Orders)
+            told |= {one.identity: one for one in changed}
+            told = {identity: one for identity, one in told.items() if identity not in left}
+            for order in answer.orders:
+                self._holdings.obey(order)
+                told.pop(order.identity, None)
+            obeyed = answer.last
+
+    def _pass_on(self, request: PoolRequest) -> PoolAnswer:
+        with self._lock:
+            if time.monotonic() < self._retry_at:
+                raise PeerLostError(f"the head of the pool at {self._head} does not answer; start it anew")
+            try:
+                if self._connection is None:
+                    self._connection = PoolConnection(self._head, silence_s=_PASSED_ON_S)
+                return self._connection.ask(request)[0]
+            except PeerLostError:
+                self._disconnect()
+                self._retry_at = time.monotonic() + _RETRY_S
+                raise
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _own(self, identity: bytes) -> SetInfo | None:
+        """A set that is held here, as this server knows it."""
+        try:
+            held = self._holdings.get(identity)
+        except UsageError:
+            return None
+        state = self._holdings.state(identity)
+        info = SetInfo(
+            identity=identity,
+            ref=held.source.ref,
+            url=held.url,
+            records=0,
+            placed=0,
+            loaded=0,
+            failed=0,
+            reserved_bytes=sum(held.records.stripe_bytes(one) for one in held.stripes),
+            is_explicit=False,
+            readers=state.readers,
+            is_placed=True,
+        )
+        return with_progress(info, held, {self._server.name: held.stripes}, {self._server.name: state})
+
+    def _own_table(self, identity: bytes, first: int) -> TablePart:
+        held = self._holdings.get(identity)
+        owners = np.full(held.records.stripes, -1, dtype="<i2")
+        owners[held.stripes] = 0
+        return TablePart(
+            generation=0,
+            per_stripe=held.records.per_stripe,
+            stripes=len(owners),
+            servers=[self._server],
+            asked=self._server.name,
+            is_part=held.is_part,
+            owners=owners[first : first + MOST_STRIPES].tobytes(),
+        )

@@ -1,0 +1,38 @@
+"""How far a set is over all of its servers, as people and clients are told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import msgspec
+
+from torch_dpflow.dataservice.messages.protocol import SetInfo
+from torch_dpflow.dataservice.messages.server_messages import ALL_FAILED, SetState
+from torch_dpflow.dataservice.server.filling import HeldSet
+from torch_dpflow.dataservice.sources.set_names import samples_in
+
+
+def with_progress(
+    info: SetInfo,
+    held: HeldSet,
+    owned: Mapping[str, Sequence[int]],
+    states: Mapping[str, SetState],
+) -> SetInfo:
+    """What is known of a set, with counts over its servers.
+
+    owned: the stripes of each server that has some.
+    states: what servers have said last; without those that have not heard of all of their stripes yet.
+    """
+    records, samples = held.records, partial(samples_in, held.source)
+    placed = {name: held.placed_in(stripes) for name, stripes in owned.items()}
+    told = [(count, states[name]) for name, count in placed.items() if name in states]
+    return msgspec.structs.replace(
+        info,
+        records=samples(records.records),
+        placed=samples(sum(placed.values())),
+        loaded=samples(sum(state.loaded for _, state in told)),
+        failed=samples(sum(count if state.failed == ALL_FAILED else state.failed for count, state in told)),
+        is_placed=len(told) == len(placed) and all(state.is_placed for _, state in told),
+        error=next((state.error for _, state in told if state.error), ""),
+    )

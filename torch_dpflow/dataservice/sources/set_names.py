@@ -1,0 +1,120 @@
+"""Stored datasets and arrays as sets of the pool: their names, what a server needs to read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from torch_dpflow.dataservice.messages.protocol import AnySource, ArraySource, SetSource
+from torch_dpflow.dataservice.planning.sets import FileSet, identity
+from torch_dpflow.dataservice.sources.arrays import ArrayReader, array_identity, array_set
+from torch_dpflow.datasets.sample_reader import Sample, SampleReader
+from torch_dpflow.datasets.spec import SampleMeta
+from torch_dpflow.datasets.storage import ReadOptions
+from torch_dpflow.datasets.store import DatasetStore, StoredDataset
+from torch_dpflow.datasets.urls import without_login
+from torch_dpflow.errors import DamagedStoreError, DPFlowError, OptionTypeError
+
+#: Metadata shards that are read at the same time.
+_READ_THREADS = 16
+#: Samples of a set that a server reads at the same time.
+_CONCURRENCY = 64
+_SOURCES: msgspec.msgpack.Decoder[AnySource] = msgspec.msgpack.Decoder(AnySource)
+
+
+class RecordReader(Protocol):
+    """Reads records of a set; those of arrays are blocks of rows."""
+
+    def read_each(self, indices: Sequence[int]) -> Sequence[Sample | DPFlowError]:
+        """Each record, or its error."""
+
+    def close(self) -> None:
+        """Close what was opened."""
+
+
+class OpenedSource(NamedTuple):
+    """What a server needs of a set."""
+
+    url: str
+    records: FileSet
+    #: Whether the length of each record is known.
+    known: npt.NDArray[np.bool_]
+    #: None: clients push them.
+    reader: RecordReader | None
+
+
+def identity_of(stored: StoredDataset | ArraySource) -> bytes:
+    """The name of the set of a variant, which never changes once it is published, or of an array."""
+    if isinstance(stored, ArraySource):
+        return array_identity(stored)
+    return identity(
+        "files", {"url": stored.url, "digest": stored.dataset.digest, "variant": stored.variant_name}
+    )
+
+
+def source_of(stored: StoredDataset | ArraySource, data_options: Mapping[str, Any] | None) -> AnySource:
+    """What a server needs to read it. Raises OptionTypeError: an option is not text, a number or a list of such."""
+    source: AnySource = (
+        stored
+        if isinstance(stored, ArraySource)
+        else SetSource(
+            store=stored.url.removesuffix(f"/{stored.dataset.id}"),
+            options=stored.options,
+            ref=str(stored.ref),
+            data_options=None if data_options is None else dict(data_options),
+        )
+    )
+    try:
+        return _SOURCES.decode(msgspec.msgpack.encode(source))
+    except (TypeError, msgspec.MsgspecError) as error:
+        raise OptionTypeError(
+            f"options of a storage that a server of the pool reads have to be text, numbers or lists of such: {error}"
+        ) from None
+
+
+def open_source(source: AnySource, wanted: bytes) -> OpenedSource:
+    """Open what is to be read. Raises DatasetError, StorageError, or OptionError: it is none."""
+    if isinstance(source, ArraySource):
+        blocks = array_set(source).blocks()
+        _check_name(array_identity(source), wanted, source.ref)
+        known = np.ones(blocks.records, dtype=bool)
+        where = "memory of a client" if source.is_pushed else without_login(source.url)
+        return OpenedSource(where, blocks, known, None if source.is_pushed else ArrayReader(source))
+    stored = DatasetStore(source.store, **source.options).open(source.ref)
+    _check_name(identity_of(stored), wanted, f"{source.ref} in {source.store}")
+    records, known = record_set(stored)
+    reader = SampleReader(
+        stored, storage_options=source.data_options, read_options=ReadOptions(concurrency=_CONCURRENCY)
+    )
+    return OpenedSource(stored.url, records, known, reader)
+
+
+def samples_in(source: AnySource, records: int) -> int:
+    """How many samples so many records of a set are, for people: a record of an array is a block of rows."""
+    if isinstance(source, ArraySource):
+        return min(records * array_set(source).per_block, source.shape[0])
+    return records
+
+
+def _check_name(found: bytes, wanted: bytes, what: str) -> None:
+    if found != wanted:
+        raise DamagedStoreError(f"{what} is another version than the one that was asked for; open it again")
+
+
+def all_samples(stored: StoredDataset) -> Iterator[SampleMeta]:
+    """As `StoredDataset.samples`, with metadata shards that are read at the same time."""
+    with ThreadPoolExecutor(_READ_THREADS, "dpflow-read") as threads:
+        for shard in threads.map(stored.shard, range(len(stored.variant.shards))):
+            yield from shard.samples
+
+
+def record_set(stored: StoredDataset) -> tuple[FileSet, npt.NDArray[np.bool_]]:
+    """Where each sample lies, and whether its length is known: reads all metadata. Raises as `StoredDataset.shard`."""
+    lengths = [-1 if one.length is None else one.length for one in all_samples(stored)]
+    known = np.array(lengths, dtype=np.int64)
+    return FileSet(identity_of(stored), np.maximum(known, 0), stored.variant.shard_size), known >= 0
