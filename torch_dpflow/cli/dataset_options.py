@@ -60,22 +60,29 @@ def version_ref(context: click.Context, parameter: click.Parameter, text: str) -
     return target
 
 
-def store_options(command: Command) -> Command:
-    storage = click.option(
-        "--storage-option",
-        "storage_options",
-        metavar="NAME=VALUE",
-        multiple=True,
-        callback=storage_options_of,
-        help="What fsspec needs to open the store, such as key=…, secret=…, endpoint=…; may be repeated.",
-    )
-    store = click.option(
+storage_option = click.option(
+    "--storage-option",
+    "storage_options",
+    metavar="NAME=VALUE",
+    multiple=True,
+    callback=storage_options_of,
+    help="What fsspec needs to open the storage, such as key=…, secret=…, endpoint=…; may be repeated.",
+)
+
+
+def store_option(*, required: bool) -> Callable[[Command], Command]:
+    """The option that names a store; the command gets it as `url`."""
+    return click.option(
         "--store",
         "url",
         metavar="URL",
         envvar="DPFLOW_STORE",
-        required=True,
+        required=required,
         show_envvar=True,
         help="The directory of the store: a path, s3://…, oss://…",
     )
-    return store(storage(command))
+
+
+def store_options(command: Command) -> Command:
+    """The options that open a store."""
+    return store_option(required=True)(storage_option(command))

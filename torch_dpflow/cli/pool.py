@@ -14,17 +14,17 @@ from rich.live import Live
 
 from torch_dpflow.byte_sizes import parse_bytes
 from torch_dpflow.cli.console import stdout_console
-from torch_dpflow.cli.dataset_options import Command, store_options
+from torch_dpflow.cli.dataset_options import Command
 from torch_dpflow.cli.dataset_printing import preload_progress, problem_line, verify_progress
 from torch_dpflow.cli.pool_printing import read_rates, servers_table, set_id, sets_table
+from torch_dpflow.cli.pool_sets import HELD, find_held, opens_set
 from torch_dpflow.dataservice.lanes.pool_address import CONNECTION_VARIABLE, PoolAddress, find_address
 from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
-from torch_dpflow.dataservice.messages.protocol import SetInfo
+from torch_dpflow.dataservice.messages.protocol import ArraySource, SetInfo
 from torch_dpflow.dataservice.server.data_server import DataServer
 from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
-from torch_dpflow.dataservice.verifying import PoolComparison, verify_pool
-from torch_dpflow.datasets.store import DatasetStore
-from torch_dpflow.errors import OptionError
+from torch_dpflow.dataservice.verifying import PoolComparison, samples_of, verify_pool
+from torch_dpflow.datasets.store import StoredDataset
 
 _address = click.option(
     "--address",
@@ -128,13 +128,15 @@ def serve(
 
 
 @pool.command()
-@click.argument("target", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
 @click.option("--part", is_flag=True, help="Hold as much as there is room for, where it would be refused.")
 @_at_pool
-@store_options
-def preload(url: str, storage_options: dict[str, Any], target: str, part: bool, address: PoolAddress) -> None:
-    """Load a dataset; it stays until it is unloaded."""
-    stored = DatasetStore(url, **storage_options).open(target)
+@opens_set
+def preload(stored: StoredDataset | ArraySource, part: bool, address: PoolAddress) -> None:
+    """Load a dataset, or an array; it stays until it is unloaded.
+
+    An array is named by its file, .npy or HDF5: a URL, or a path that begins with / or has a dot, as ./FILE. Behind it
+    stands the path of the dataset in an HDF5 file, as rows.h5:train/x.
+    """
     with preload_progress(str(stored.ref)) as progress, PoolConnection(address) as connection:
 
         def show(info: SetInfo) -> None:
@@ -148,24 +150,22 @@ def preload(url: str, storage_options: dict[str, Any], target: str, part: bool, 
 
 
 @pool.command()
-@click.argument("target", metavar="NAMESPACE/NAME[:VERSION[:VARIANT]]")
 @_at_pool
-@store_options
-def verify(url: str, storage_options: dict[str, Any], target: str, address: PoolAddress) -> None:
-    """Compare what the pool holds of a dataset with its storage, which is read again.
+@opens_set
+def verify(stored: StoredDataset | ArraySource, address: PoolAddress) -> None:
+    """Compare what the pool holds of a dataset, or an array, with its storage, which is read again.
 
     Prints one line for each sample that differs; the exit status is 1 if there was any.
     """
-    stored = DatasetStore(url, **storage_options).open(target)
     bad, compared = 0, PoolComparison()
-    with verify_progress(str(stored.ref), len(stored)) as progress:
+    with verify_progress(str(stored.ref), samples_of(stored)) as progress:
         for problem in verify_pool(stored, address, progress=progress, compared=compared):
             bad += 1
             click.echo(problem_line(str(stored.ref), problem))
     equal, alone = compared.equal, compared.in_storage
     click.echo(f"{stored.ref}: {equal:,} samples are in memory as in storage, {alone:,} in storage alone")
     if bad:
-        raise click.ClickException(f"{bad:,} of {len(stored):,} samples differ")
+        raise click.ClickException(f"{bad:,} of {samples_of(stored):,} samples differ")
 
 
 @pool.command("list")
@@ -196,12 +196,12 @@ def top(interval_s: float, count: int | None, address: PoolAddress) -> None:
 
 
 @pool.command()
-@click.argument("target", metavar="ID|NAMESPACE/NAME[:VERSION[:VARIANT]]")
+@click.argument("target", metavar=HELD)
 @_at_pool
 def show(target: str, address: PoolAddress) -> None:
-    """Show one dataset in the pool."""
+    """Show one dataset or array in the pool."""
     with PoolConnection(address) as connection:
-        info = _find(connection, target)
+        info = find_held(connection, target)
     click.echo(f"{info.ref}\nid: {set_id(info)}\nlies in: {info.url}\nsamples: {info.records:,}")
     click.echo(f"in memory: {info.loaded:,} of {info.placed:,} that have room, {info.reserved_bytes:,} bytes")
     click.echo(f"could not be read: {info.failed:,}" + (f", as {info.error}" if info.error else ""))
@@ -211,21 +211,11 @@ def show(target: str, address: PoolAddress) -> None:
 
 
 @pool.command()
-@click.argument("target", metavar="ID|NAMESPACE/NAME[:VERSION[:VARIANT]]")
+@click.argument("target", metavar=HELD)
 @_at_pool
 def unload(target: str, address: PoolAddress) -> None:
-    """Give up a dataset; who reads it goes on from storage."""
+    """Give up a dataset or an array; who reads it goes on from storage."""
     with PoolConnection(address) as connection:
-        info = _find(connection, target)
+        info = find_held(connection, target)
         connection.unload(info.identity)
     click.echo(f"{info.ref}: unloaded, {info.reserved_bytes:,} bytes are free once nobody reads them")
-
-
-def _find(connection: PoolConnection, target: str) -> SetInfo:
-    """The set of this id or name, which may leave out version and variant where one fits."""
-    sets = connection.contents().sets
-    found = [one for one in sets if target in (one.ref, set_id(one)) or one.ref.startswith(f"{target}:")]
-    if len(found) == 1:
-        return found[0]
-    has = ", ".join(f"{set_id(one)} ({one.ref})" for one in found or sets) or "nothing is there"
-    raise OptionError(f"{target!r} names {len(found)} of the sets in the pool; give one of: {has}")

@@ -1,4 +1,4 @@
-"""Compares what the pool holds of a dataset with what its storage has."""
+"""Compares what the pool holds of a dataset, or of an array, with what its storage has."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from dataclasses import dataclass
 
 from torch_dpflow.dataservice.lanes.pool_address import AddressLike, find_address
 from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
+from torch_dpflow.dataservice.messages.protocol import ArraySource
 from torch_dpflow.dataservice.reader.reading import SetReading
-from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
+from torch_dpflow.dataservice.sources.arrays import ArrayReader, array_set
+from torch_dpflow.dataservice.sources.set_names import RecordReader, identity_of, source_of
 from torch_dpflow.datasets.sample_reader import SampleReader
 from torch_dpflow.datasets.store import StoredDataset
 from torch_dpflow.datasets.verify import Problem
-from torch_dpflow.errors import DPFlowError, UsageError
+from torch_dpflow.errors import DPFlowError, OptionError, UsageError
 
-#: Samples that are read at the same time.
-_AT_ONCE = 256
+#: Samples that are read at the same time; or rows, of so many bytes unless one has more.
+_AT_ONCE, _AT_ONCE_BYTES = 256, 64 << 20
 
 
 @dataclass
@@ -27,50 +29,75 @@ class PoolComparison:
     in_storage: int = 0
 
 
+def samples_of(stored: StoredDataset | ArraySource) -> int:
+    """How many samples, or rows, there are."""
+    return stored.shape[0] if isinstance(stored, ArraySource) else len(stored)
+
+
 def verify_pool(
-    stored: StoredDataset,
+    stored: StoredDataset | ArraySource,
     address: AddressLike = "auto",
     *,
     silence_s: float = 5.0,
     progress: Callable[[int], None] = lambda samples: None,
     compared: PoolComparison | None = None,
 ) -> Iterator[Problem]:
-    """Read every sample of a held dataset from storage again, past the pool; yields those that differ from memory.
+    """Read every sample, or row, of a held set from storage again, past the pool; yields those that differ from memory.
 
     progress: is told how many samples were looked at.
     compared: filled with how many are equal.
 
-    Raises UsageError: the pool does not hold it; PeerLostError: there is no server.
+    Raises UsageError: the pool does not hold it; OptionError: no storage has it; PeerLostError: there is no server.
     """
     source, identity = source_of(stored, None), identity_of(stored)
     with PoolConnection(address) as connection:
         if all(one.identity != identity for one in connection.contents().sets):
             raise UsageError(f"{stored.ref} is not in the pool; `dpflow pool list` has what is")
-    counts = compared if compared is not None else PoolComparison()
+    counts, samples = compared if compared is not None else PoolComparison(), samples_of(stored)
+    reader, per_record, at_once = _past_the_pool(stored)
     with (
-        closing(SampleReader(stored, check=True)) as storage,
+        closing(reader) as storage,
         closing(SetReading(find_address(address), source, identity, silence_s)) as memory,
     ):
-        for first in range(0, len(stored), _AT_ONCE):
-            numbers = range(first, min(first + _AT_ONCE, len(stored)))
-            for number, held, sample in zip(numbers, memory.read(numbers), storage.read_each(numbers)):
+        records = -(-samples // per_record)
+        for first in range(0, records, at_once):
+            numbers = range(first, min(first + at_once, records))
+            for number, held, found in zip(numbers, memory.read(numbers), storage.read_each(numbers)):
+                own = range(number * per_record, min((number + 1) * per_record, samples))
                 if held is None:
-                    counts.in_storage += 1
-                elif difference := _difference(held, sample):
-                    yield Problem(number, 1, difference)
-                else:
-                    counts.equal += 1
-            progress(numbers.stop)
+                    counts.in_storage += len(own)
+                    continue
+                problems = [*_problems(own, held, found)]
+                counts.equal += len(own) - sum(one.samples for one in problems)
+                yield from problems
+            progress(min(numbers.stop * per_record, samples))
 
 
-def _difference(held: bytes, sample: tuple[bytes, object] | DPFlowError) -> str:
-    """How they differ; empty where they do not."""
-    if isinstance(sample, DPFlowError):
-        return f"is in memory, and cannot be compared: {type(sample).__name__}: {sample}"
-    content = sample[0]
-    if held == content:
-        return ""
-    if len(held) != len(content):
-        return f"has {len(held)} bytes in memory, and {len(content)} in storage"
+def _past_the_pool(stored: StoredDataset | ArraySource) -> tuple[RecordReader, int, int]:
+    """What reads records from storage, the samples of each, and how many records are read at the same time."""
+    if not isinstance(stored, ArraySource):
+        return SampleReader(stored, check=True), 1, _AT_ONCE
+    if stored.is_pushed:
+        raise OptionError(f"{stored.ref} was pushed from memory, so there is no storage to compare it with")
+    rows = array_set(stored)
+    return ArrayReader(stored), rows.per_block, max(1, _AT_ONCE_BYTES // (rows.per_block * rows.record_bytes))
+
+
+def _problems(own: range, held: bytes, found: tuple[bytes, object] | DPFlowError) -> Iterator[Problem]:
+    """What is wrong with the samples of one record: one, or rows of the same length."""
+    if isinstance(found, DPFlowError):
+        what = f"is in memory, and cannot be compared: {type(found).__name__}: {found}"
+        yield Problem(own.start, len(own), what)
+    elif len(held) != len(found[0]):
+        yield Problem(own.start, len(own), f"has {len(held)} bytes in memory, and {len(found[0])} in storage")
+    elif held != found[0]:
+        size = len(held) // len(own)
+        for at, sample in enumerate(own):
+            mine, other = (one[at * size : (at + 1) * size] for one in (held, found[0]))
+            if mine != other:
+                yield Problem(sample, 1, _first_difference(mine, other))
+
+
+def _first_difference(held: bytes, content: bytes) -> str:
     at = next(place for place, (one, other) in enumerate(zip(held, content)) if one != other)
     return f"byte {at} of {len(held)} is {held[at]} in memory, and {content[at]} in storage: unload it, load it again"

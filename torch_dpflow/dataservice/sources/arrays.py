@@ -43,8 +43,7 @@ def open_array(url: str | os.PathLike[str], *, path: str = "", **storage_options
         StorageError: the file cannot be read.
         MissingExtraError: the extra is not installed.
     """
-    place = os.fspath(url)
-    place = place if "://" in place else os.path.abspath(place)
+    place = _place_of(url)
     size, stamp = _stamp(place, storage_options)
     with ObjectReader(storage_options) as reader:
         head = reader.read(place, 0, min(size, _HEAD_BYTES))
@@ -57,7 +56,7 @@ def open_array(url: str | os.PathLike[str], *, path: str = "", **storage_options
     else:
         shape, dtype, start = _npy_header(name, head)
     found = ArraySource(
-        ref=f"{name}:{path}" if path else name,
+        ref=array_ref(place, path),
         url=place,
         options=storage_options,
         path=path,
@@ -70,6 +69,12 @@ def open_array(url: str | os.PathLike[str], *, path: str = "", **storage_options
     if start is not None and (ends := start + rows.records * rows.record_bytes) > size:
         raise TruncatedObjectError(f"{name} has {size:,} bytes of {ends:,}; restore it from a copy")
     return found
+
+
+def array_ref(url: str | os.PathLike[str], path: str = "") -> str:
+    """What an array in a file is called; `path` of the dataset in an HDF5 file."""
+    name = without_login(_place_of(url))
+    return f"{name}:{path}" if path else name
 
 
 def array_identity(source: ArraySource) -> bytes:
@@ -139,6 +144,12 @@ class ArrayReader:
             if self._hdf5 is None:
                 self._hdf5 = HDF5Dataset(self._source.url, self._source.options, self._source.path)
             return self._hdf5.rows(first, stop)
+
+
+def _place_of(url: str | os.PathLike[str]) -> str:
+    """A URL as it is, a path as every process finds it."""
+    place = os.fspath(url)
+    return place if "://" in place else os.path.abspath(place)
 
 
 def _npy_header(name: str, head: bytes) -> tuple[tuple[int, ...], np.dtype[Any], int]:

@@ -1,0 +1,139 @@
+"""Commands of the pool: arrays beside stored datasets, and pools that are not there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from tests.dataservice.pool_servers import inner_server
+from tests.datasets.samples_source import Numbered, publish
+from torch_dpflow.cli.main import root
+from torch_dpflow.dataservice import DataClient, open_array
+from torch_dpflow.dataservice.verifying import verify_pool
+from torch_dpflow.datasets import DatasetStore
+from torch_dpflow.errors import OptionError
+
+ROWS = np.arange(5000 * 30, dtype=np.float32).reshape(5000, 5, 6)
+
+
+def run(address: Path | str, *words: str, code: int = 0) -> str:
+    """What a command prints."""
+    # Wide enough for the table's names.
+    result = CliRunner().invoke(
+        root, ["pool", *words, "--address", str(address)], env={"COLUMNS": "250", "DPFLOW_STORE": None}
+    )
+    assert result.exit_code == code, result.output
+    assert code == 0 or result.exception is None or isinstance(result.exception, SystemExit)
+    return result.output
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where `rows.npy` is, the current directory."""
+    monkeypatch.chdir(tmp_path)
+    np.save("rows.npy", ROWS)
+    return tmp_path
+
+
+@pytest.mark.parametrize("named", ["rows.npy", "./plain", "/", "./12:30.npy"])
+def test_commands_take_arrays_by_their_files(files: Path, client: DataClient, named: str) -> None:
+    target = str(files / "plain") if named == "/" else named
+    if named != "rows.npy":
+        shutil.copy("rows.npy", target)
+    address = files / "p"
+    assert "5,000 of 5,000 samples" in run(address, "preload", target)
+    assert f"{files / Path(target).name}" in run(address, "list")
+    shown = run(address, "show", target)
+    assert "samples: 5,000" in shown
+    assert "until unloaded" in shown
+    ref, number = shown.splitlines()[0], shown.splitlines()[1].removeprefix("id: ")
+    assert ref == str(files / Path(target).name)
+    assert "samples: 5,000" in run(address, "show", number)
+    assert "5,000 samples are in memory as in storage, 0 in storage alone" in run(address, "verify", target)
+    assert "unloaded" in run(address, "unload", target)
+    assert client.sets() == []
+    assert "is not in the pool" in run(address, "verify", target, code=1)
+    assert "names 0 of the sets" in run(address, "show", target, code=1)
+
+
+def test_commands_take_arrays_of_hdf5_files_and_of_storages(files: Path, client: DataClient) -> None:
+    h5py = pytest.importorskip("h5py", reason="the extra hdf5 is not installed")
+    with h5py.File("rows.h5", "w") as file:
+        file["train/x"], file["train/y"] = ROWS, np.arange(10)
+    address = files / "p"
+    for name, count in (("x", "5,000"), ("y", "10")):
+        assert f"{count} of {count} samples" in run(address, "preload", f"rows.h5:train/{name}")
+        assert f"{count} samples are in memory" in run(address, "verify", f"rows.h5:train/{name}")
+    assert "names 2 of the sets" in run(address, "show", "rows.h5", code=1)
+    run(address, "unload", "rows.h5:train/y")
+    assert "train/x" in run(address, "show", "rows.h5")
+    for wrong in ("rows.h5", "rows.h5:train"):
+        assert "one of ['train/x', 'train/y']" in run(address, "preload", wrong, code=1)
+    with fsspec.open("memory://arrays/rows.npy", "wb") as stream:
+        np.save(stream, ROWS)
+    try:
+        run(address, "preload", "memory://arrays/rows.npy")
+        assert "5,000 samples are in memory" in run(address, "verify", "memory://arrays/rows.npy")
+    finally:
+        fsspec.filesystem("memory").rm("/arrays/rows.npy")
+
+
+def test_verifying_tells_each_row_that_differs(files: Path, client: DataClient) -> None:
+    path, address = files / "rows.npy", files / "p"
+    source = open_array(path)
+    client.preload(source)
+    status = path.stat()
+    content = bytearray(path.read_bytes())
+    for row in (0, 2222, 4999):
+        content[128 + row * 120 + 7] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))  # so that nothing tells of the change
+    told = run(address, "verify", "rows.npy", code=1)
+    for row in (0, 2222, 4999):
+        assert f"{path}, sample {row}: byte 7 of 120 is" in told
+    assert "4,997 samples are in memory as in storage" in told
+    assert "3 of 5,000 samples differ" in told
+    path.unlink()
+    problems = [*verify_pool(source, address)]
+    assert sum(one.samples for one in problems) == 5000
+    assert "cannot be compared: ObjectMissingError" in problems[0].what
+    pushed = client.push("lab/rows:v1", ROWS)
+    with pytest.raises(OptionError, match="no storage to compare"):
+        [*verify_pool(pushed, address)]
+
+
+def test_what_names_no_set_is_refused(files: Path, client: DataClient) -> None:
+    address = files / "p"
+    DatasetStore.create("datasets")
+    for words, code, says in [
+        (("core/numbers:v1",), 2, "Missing option '--store'"),
+        (("core/numbers:v1", "--store", "nothing"), 1, "nothing"),
+        (("other.npy",), 1, "other.npy"),
+        (("rows.npy:x",), 1, "rows.npy is no HDF5 file; leave out path='x'"),
+        (("rows.npy", "--storage-option", "path=x"), 1, "path is no option of a storage"),
+        (("rows", "--store", "datasets"), 1, "is no name of a dataset"),
+    ]:
+        assert says in run(address, "preload", *words, code=code)
+    assert client.sets() == []
+
+
+def test_a_part_of_an_array_is_held_where_it_is_asked_for(files: Path) -> None:
+    with inner_server(files / "p", 300_000):
+        assert "the servers have room for 300,000" in run(files / "p", "preload", "rows.npy", code=1)
+        run(files / "p", "preload", "rows.npy", "--part")
+        told = run(files / "p", "verify", "rows.npy")
+        held = int(told.rpartition(": ")[2].partition(" ")[0].replace(",", ""))
+        assert 0 < held < 5000
+        assert f"{5000 - held:,} in storage alone" in told
+
+
+def test_datasets_are_named_as_before(files: Path, client: DataClient) -> None:
+    publish(DatasetStore.create(str(files / "datasets")), Numbered(40))
+    assert "40 of 40" in run(files / "p", "preload", "core/numbers:v1", "--store", "datasets")
+    assert "samples: 40" in run(files / "p", "show", "core/numbers")
