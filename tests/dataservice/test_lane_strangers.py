@@ -50,10 +50,11 @@ def stored(tmp_path: Path) -> StoredDataset:
 
 @contextmanager
 def tcp_server(folder: Path, *, trust_network: bool) -> Iterator[tuple[PoolAddress, psutil.Process]]:
-    """A server of its own process, which listens to other hosts."""
+    """A server of its own process, which listens to other hosts, and whose memory nobody can map."""
     write_connection_file(folder / "keys", generate_keys("", certificates=True))
     more = ["--listen", "tcp://127.0.0.1:0", "--connection", str(folder / "keys")]
     with server(folder / "p", more=more + ["--trust-network"] * trust_network) as process:
+        (folder / "p").rename(folder / "q")  # as in another container
         address = process.said.rpartition(" and at ")[2].partition(",")[0]
         found = find_address(address, folder / "keys", trust_network=trust_network)
         yield found, psutil.Process(process.pid)

@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -48,10 +48,11 @@ def stored(tmp_path: Path) -> StoredDataset:
 
 @contextmanager
 def tcp_server(folder: Path, keys: Path, *, trust_network: bool) -> Iterator[PoolAddress]:
-    """A server in a thread, and where clients with its keys find it."""
+    """A server in a thread whose memory nobody can map, and where clients with its keys find it."""
     door = find_address("tcp://127.0.0.1:0", keys / "ours", trust_network=trust_network)
     with inner_server(folder / "p", 1 << 20, listen=door) as serving:
         assert serving.address is not None
+        (folder / "p").rename(folder / "q")  # as in another container
         yield find_address(serving.address, keys / "ours", trust_network=trust_network)
 
 
@@ -91,6 +92,16 @@ def test_what_cannot_be_kept_from_strangers_is_refused(
         DataServer(1 << 20, tmp_path / "p", listen=find_address("tcp://0.0.0.0:0"))
     with pytest.raises(OptionError, match=r"pip install 'torch_dpflow\[pool\]'"):
         DataServer(1 << 20, tmp_path / "p", listen=find_address("tcp://0.0.0.0:0", keys / "old"))
+    for host in ("0.0.0.0", "[::]", "0"):
+        with pytest.raises(OptionError, match="others are told this address; give that of this host"):
+            DataServer(1 << 20, tmp_path / "p", listen=find_address(f"tcp://{host}:0", keys / "ours"))
+    head, own = (find_address(f"tcp://{host}:7070", keys / "ours") for host in ("192.0.2.1", "127.0.0.1"))
+    with pytest.raises(OptionError, match="is reached over one too; give it an address, --listen"):
+        DataServer(1 << 20, tmp_path / "p", join=head)
+    with pytest.raises(
+        OptionError, match=r"the pool at tcp://192.0.2.1:7070 and its readers cannot reach it"
+    ):
+        DataServer(1 << 20, tmp_path / "p", join=head, listen=own)
     with pytest.raises(OptionError, match="no certificate for servers"):
         DataServer(1 << 20, tmp_path / "p", listen=find_address("tcp://127.0.0.1:0", keys / "jobs"))
     with pytest.raises(OptionError, match="give the file"):
@@ -187,6 +198,28 @@ class Relay:
                 near.sendall(content)
                 self.passed += len(content)
             near.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_memory_of_a_server_on_this_host_is_mapped_though_it_is_given_as_a_port(
+    stored: StoredDataset, keys: Path, tmp_path: Path, is_other: bool
+) -> None:
+    door = find_address("tcp://127.0.0.1:0", keys / "ours")
+    with inner_server(tmp_path / "p", 1 << 20, listen=door) as serving:
+        other: AbstractContextManager[DataServer] = nullcontext(serving)
+        if is_other:  # a directory of the same name, of another server: as in another container
+            (tmp_path / "p").rename(tmp_path / "q")
+            other = inner_server(tmp_path / "p", 1 << 20)
+        address = find_address(str(serving.address), keys / "ours")
+        with other, closing(Relay(address, 1 << 60, "")) as relay:
+            DataClient(address).preload(stored)
+            with closing(PooledDataset(stored, relay.address, silence_s=PATIENCE_S)) as dataset:
+                assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+                told = relay.passed
+                assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+                assert (dataset.hits, dataset.misses) == (2 * COUNT, 0)
+            samples = sum(len(content) for content, _ in numbers(COUNT))
+            assert (relay.passed - told >= samples) is is_other
 
 
 def total_bytes(stored: StoredDataset, address: PoolAddress) -> int:

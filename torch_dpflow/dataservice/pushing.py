@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -94,7 +93,7 @@ def push(
     with ExitStack() as opened:
         connection = opened.enter_context(PoolConnection(address))
         head = connection.servers()[0]  # which has it, whomever this process asks
-        if head.is_near and Path(head.directory).is_dir():
+        if head.is_near:
             connection = opened.enter_context(PoolConnection(head.directory))
         info = _ask(connection, request)
         while not info.is_placed:

@@ -31,7 +31,8 @@ class PoolAddress:
     trust_network: bool = False
 
     def __str__(self) -> str:
-        return str(self.directory) if self.directory else f"{_TCP}{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return str(self.directory) if self.directory else f"{_TCP}{host}:{self.port}"
 
     def at(self, address: str) -> PoolAddress:
         """Another server of the same cluster, at tcp://HOST:PORT."""

@@ -6,6 +6,7 @@ its head -> Noted, Enlisted, then Orders
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from torch_dpflow.dataservice.messages.set_source import AnySource
 
 #: Most servers of a pool.
 MOST_SERVERS = 100
+#: In a server's directory: the lock of its address, with the name of its incarnation.
+LOCK_FILE = "lock"
 #: Most stripes in one message; a table or an order that has more comes in parts.
 MOST_STRIPES = 8192
 
@@ -35,6 +38,8 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     boot: str
     #: tcp://HOST:PORT, where other hosts reach it; "": nowhere.
     listen: str = ""
+    #: What it has drawn as it began, which is in its directory too; "": an older release's.
+    incarnation: str = ""
     #: Bytes for samples, and those that are free.
     memory: int
     free: int = 0
@@ -46,8 +51,16 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_near(self) -> bool:
-        """Whether it runs on this machine; in another container, its directory may not be there."""
-        return self.boot == boot_id()
+        """Whether this process may map its memory: it runs on this machine, and its directory is here and this user's.
+
+        In another container there may be none, or that of another server.
+        """
+        try:
+            lock = Path(self.directory, LOCK_FILE)
+            is_ours = lock.stat().st_uid == os.getuid()
+            return self.boot == boot_id() and is_ours and lock.read_text() == self.incarnation != ""
+        except (OSError, ValueError):
+            return False
 
 
 class ReportSet(msgspec.Struct, frozen=True, tag=True, kw_only=True):

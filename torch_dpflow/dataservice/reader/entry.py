@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -70,7 +69,7 @@ class PoolEntry:
 
     def address_of(self, server: ServerInfo) -> PoolAddress | None:
         """How this process reaches a server; None: it cannot."""
-        if server.is_near and os.access(server.directory, os.X_OK):
+        if server.is_near:
             return PoolAddress(directory=Path(server.directory))
         has_keys = self._address.connection is not None
         return self._address.at(server.listen) if server.listen and has_keys else None

@@ -268,13 +268,13 @@ class SetReading:
 
     def _open(self, info: ServerInfo, table: SetTable) -> NearServer | str | None:
         """How to read from a server; None: it cannot be reached."""
-        if info.name == table.asked and self._address.directory is None:
-            return str(self._address)  # as it was given
         address = self._entry.address_of(info)
         if address is not None and address.directory is not None:
             server = NearServer(address.directory, self._identity, table.per_stripe, self._silence_s)
             self._servers[info.name] = server
             return server
+        if info.name == table.asked and self._address.directory is None:
+            return str(self._address)  # as it was given
         return None if address is None else str(address)
 
     def _ask_servers(self, records: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import secrets
 import socket
 import threading
 import time
@@ -40,6 +41,7 @@ from torch_dpflow.dataservice.messages.protocol import (
     socket_path,
 )
 from torch_dpflow.dataservice.messages.server_messages import (
+    LOCK_FILE,
     AskTable,
     Beat,
     Enlist,
@@ -56,6 +58,7 @@ from torch_dpflow.dataservice.server.holdings import ANSWER_S, MOST_SETS, Holdin
 from torch_dpflow.dataservice.server.membership import PoolMember
 from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLostError, UsageError
 from torch_dpflow.log import SERVICE
+from torch_dpflow.remote.transport.base import is_loopback
 
 #: Most memory for reading ahead where none is given.
 MOST_AHEAD = 1 << 30
@@ -102,16 +105,20 @@ class DataServer:
             raise OptionError(
                 f"join={str(head)!r} is this server itself; give the address of the pool's head"
             )
+        if head is not None and head.directory is None:
+            _check_reach(listen, head)
         self._door = None if listen is None else StreamDoor(listen, self._talk_afar, self._holdings)
         #: Where other hosts reach it.
         self.address = None if self._door is None else self._door.address
-        self._listener, self._held_lock = _listen(self.directory)
+        incarnation = secrets.token_hex(8)
+        self._listener, self._held_lock = _listen(self.directory, incarnation)
         server = ServerInfo(
             directory=str(self.directory),
             host=socket.gethostname(),
             boot=boot_id(),
             memory=memory_bytes,
             listen=self.address or "",
+            incarnation=incarnation,
         )
         self._pool: PoolHead | PoolMember
         if head is None:
@@ -281,12 +288,25 @@ class _PoolClient:
     member: tuple[str, int] | None = None
 
 
-def _listen(directory: os.PathLike[str]) -> tuple[socket.socket, int]:
-    """The socket, and the lock that says that the address is taken."""
+def _check_reach(listen: PoolAddress | None, head: PoolAddress) -> None:
+    """Raises OptionError: what this server holds would be read by nobody on the head's host."""
+    if listen is None:
+        raise OptionError(
+            f"join={str(head)!r}: who reaches its head over a network is reached over one too; give it an address, "
+            "--listen or listen="
+        )
+    if is_loopback(str(listen)) and not is_loopback(str(head)):
+        raise OptionError(
+            f"--listen {listen}: the pool at {head} and its readers cannot reach it; give an address of this host"
+        )
+
+
+def _listen(directory: os.PathLike[str], incarnation: str) -> tuple[socket.socket, int]:
+    """The socket, and the lock that says that the address is taken, and by whom."""
     path = find_directory(directory)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(path)
-    lock = os.open(path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    lock = os.open(path / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -294,6 +314,8 @@ def _listen(directory: os.PathLike[str]) -> tuple[socket.socket, int]:
         raise OptionError(
             f"a server of the pool runs at {path} already; give another address, or end it"
         ) from None
+    os.ftruncate(lock, 0)
+    os.write(lock, incarnation.encode())
     with contextlib.suppress(FileNotFoundError):
         os.unlink(socket_path(path))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import ipaddress
 import socket
 import threading
 import time
@@ -44,16 +46,19 @@ class StreamDoor:
         self._talking: set[socket.socket] = set()
         self._is_closed = False
         self._logged_at, self._turned_away = -_LOG_S, 0
-        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         try:
-            self._listener = socket.create_server((address.host, address.port), family=family, backlog=1024)
+            family, _, _, _, place = socket.getaddrinfo(
+                address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            _check_host(address, str(place[0]))
+            self._listener = socket.create_server(place, family=family, backlog=1024)
         except OSError as error:
             raise OptionError(
                 f"nobody can listen at {address}: {error.strerror or error}; give another port"
             ) from None
         self._lanes = LaneServer(holdings)
         #: Where clients find it.
-        self.address = f"tcp://{address.host}:{self._listener.getsockname()[1]}"
+        self.address = str(dataclasses.replace(address, port=self._listener.getsockname()[1]))
 
     def run(self) -> None:
         """Let clients in until `close`."""
@@ -107,6 +112,13 @@ class StreamDoor:
         if time.monotonic() - self._logged_at >= _LOG_S:
             self._logged_at = time.monotonic()
             SERVICE.warning("%s is turned away (%d so far): %s", name, self._turned_away, error)
+
+
+def _check_host(address: PoolAddress, host: str) -> None:
+    if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
+        raise OptionError(
+            f"--listen {address}: others are told this address; give that of this host by which they reach it"
+        )
 
 
 def _name_of(connection: socket.socket) -> str:
