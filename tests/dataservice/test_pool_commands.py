@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import fsspec
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tests.dataservice.pool_servers import inner_server
+from tests.dataservice.pool_servers import inner_server, server
 from tests.datasets.samples_source import Numbered, publish
 from torch_dpflow.cli.main import root
 from torch_dpflow.dataservice import DataClient, open_array
@@ -137,3 +140,41 @@ def test_datasets_are_named_as_before(files: Path, client: DataClient) -> None:
     publish(DatasetStore.create(str(files / "datasets")), Numbered(40))
     assert "40 of 40" in run(files / "p", "preload", "core/numbers:v1", "--store", "datasets")
     assert "samples: 40" in run(files / "p", "show", "core/numbers")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("list",), ("show", "x"), ("unload", "x"), ("top",), ("preload", "rows.npy"), ("verify", "rows.npy")],
+)
+def test_commands_at_a_pool_that_is_not_there(files: Path, words: tuple[str, ...]) -> None:
+    told = run(files / "none", *words, code=1)
+    assert "Error: no server of the pool answers at" in told
+    assert "start one: dpflow pool serve" in told
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "says"),
+    [("server", 1, "Error: the server of the pool does not answer"), ("command", 0, "")],
+)
+def test_top_ends_with_its_server_and_by_ctrl_c(tmp_path: Path, ends: str, code: int, says: str) -> None:
+    command = [sys.executable, "-m", "torch_dpflow.cli", "pool", "top", "--interval-s", "0.1"]
+    with (
+        server(tmp_path / "p") as serving,
+        subprocess.Popen(
+            [*command, "--address", str(tmp_path / "p")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as top,
+    ):
+        assert top.stdout is not None
+        while "bytes are free" not in top.stdout.readline():
+            assert top.poll() is None
+        if ends == "server":
+            serving.kill()
+        else:
+            top.send_signal(signal.SIGINT)
+        told = top.communicate()[1]
+        assert top.returncode == code
+        assert told.count("\n") == code  # no traceback
+        assert says in told

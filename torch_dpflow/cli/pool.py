@@ -6,17 +6,17 @@ import functools
 import itertools
 import signal
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 import click
-from rich.live import Live
 
 from torch_dpflow.byte_sizes import parse_bytes
 from torch_dpflow.cli.console import stdout_console
 from torch_dpflow.cli.dataset_options import Command
 from torch_dpflow.cli.dataset_printing import preload_progress, problem_line, verify_progress
-from torch_dpflow.cli.pool_printing import read_rates, servers_table, set_id, sets_table
+from torch_dpflow.cli.pool_printing import read_rates, servers_table, set_id, sets_table, updated_table
 from torch_dpflow.cli.pool_sets import HELD, find_held, opens_set
 from torch_dpflow.dataservice.lanes.pool_address import CONNECTION_VARIABLE, PoolAddress, find_address
 from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
@@ -185,14 +185,18 @@ def list_(address: PoolAddress) -> None:
 @_at_pool
 def top(interval_s: float, count: int | None, address: PoolAddress) -> None:
     """Show what the pool holds and how fast it is read, again and again."""
-    with PoolConnection(address) as connection, Live(console=stdout_console(highlight=False)) as live:
+    with (
+        suppress(KeyboardInterrupt),  # the usual way to end it
+        PoolConnection(address) as connection,
+        updated_table(stdout_console(highlight=False)) as show_table,
+    ):
         listed, since = connection.contents(), time.monotonic()
-        live.update(sets_table(listed, {}))
+        show_table(sets_table(listed, {}))
         for _ in range(count - 1) if count else itertools.count():
             time.sleep(interval_s)
             before, listed = listed, connection.contents()
             since, seconds = time.monotonic(), time.monotonic() - since
-            live.update(sets_table(listed, read_rates(before, listed, seconds)))
+            show_table(sets_table(listed, read_rates(before, listed, seconds)))
 
 
 @pool.command()

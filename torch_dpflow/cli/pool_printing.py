@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
+from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 
 from torch_dpflow.dataservice.messages.protocol import SetInfo, SetList
@@ -22,6 +25,16 @@ def servers_table(servers: Sequence[ServerInfo]) -> Table:
         part = "member" if number else "head"
         table.add_row(one.directory, one.host, part, f"{one.memory:,}", f"{one.free:,}")
     return table
+
+
+@contextmanager
+def updated_table(console: Console) -> Iterator[Callable[[Table], None]]:
+    """Shows a table in the place of the one before; below it, where the console is no terminal."""
+    if not console.is_terminal:
+        yield console.print
+        return
+    with Live(console=console) as live:
+        yield live.update
 
 
 def read_rates(before: SetList, now: SetList, seconds: float) -> dict[bytes, tuple[float, float]]:

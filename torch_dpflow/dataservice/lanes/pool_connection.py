@@ -77,7 +77,9 @@ class PoolConnection:
             self._channel.send(request, fds)
         except OSError as error:
             self._channel.close()
-            raise PeerLostError(f"the server of the pool does not answer: {error}") from error
+            raise PeerLostError(
+                f"the server of the pool does not answer: {error.strerror or error}"
+            ) from error
 
     def hear(self) -> tuple[PoolAnswer, list[int]]:
         """The second half of `ask`. Raises as it does."""
