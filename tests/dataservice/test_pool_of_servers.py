@@ -28,6 +28,8 @@ from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import OptionError, UsageError
 
 COUNT = 200
+#: How long readers wait for a server that is frozen, seconds: what they do not get, they read from storage.
+FROZEN_S = 2.0
 
 
 @pytest.fixture
@@ -185,7 +187,7 @@ def test_reads_go_on_without_a_head_and_a_new_one_learns_what_members_hold(
 
 @pytest.mark.slow
 def test_a_frozen_member_is_given_up_and_joins_again(stored: StoredDataset, tmp_path: Path) -> None:
-    with pool(tmp_path, 3) as processes, closing(DataClient(tmp_path / "s0", silence_s=PATIENCE_S)) as client:
+    with pool(tmp_path, 3) as processes, closing(DataClient(tmp_path / "s0", silence_s=FROZEN_S)) as client:
         client.preload(stored)
         os.kill(processes[1].pid, signal.SIGSTOP)
         wait_for_servers(tmp_path / "s0", 2)
@@ -196,7 +198,7 @@ def test_a_frozen_member_is_given_up_and_joins_again(stored: StoredDataset, tmp_
         assert client.read_batch(stored, range(COUNT)) == numbers(COUNT)
         os.kill(processes[0].pid, signal.SIGSTOP)
         assert client.read_batch(stored, range(COUNT)) == numbers(COUNT)
-        with closing(PooledDataset(stored, tmp_path / "s2")) as dataset:
+        with closing(PooledDataset(stored, tmp_path / "s2", silence_s=FROZEN_S)) as dataset:
             assert dataset.read_each(range(COUNT)) == numbers(COUNT)
         os.kill(processes[0].pid, signal.SIGCONT)
         wait_for_servers(tmp_path / "s0", 3)
@@ -208,7 +210,7 @@ def test_a_frozen_member_is_given_up_and_joins_again(stored: StoredDataset, tmp_
 def test_a_member_that_goes_while_a_set_is_preloaded(
     stored: StoredDataset, tmp_path: Path, number: signal.Signals
 ) -> None:
-    with pool(tmp_path, 3) as processes, closing(DataClient(tmp_path / "s0", silence_s=PATIENCE_S)) as client:
+    with pool(tmp_path, 3) as processes, closing(DataClient(tmp_path / "s0", silence_s=FROZEN_S)) as client:
         gone = list[int]()
 
         def lose(info: SetInfo) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
@@ -103,6 +104,14 @@ def test_a_preloaded_set_is_read_from_memory_also_without_its_files(
     client.unload(stored)
     with pytest.raises(UsageError, match="not in the pool"):
         client.unload(stored)
+
+
+def test_a_server_ends_by_a_signal_that_another_of_its_threads_has_got(tmp_path: Path) -> None:
+    with server(tmp_path / "p") as process:
+        threads = map(int, os.listdir(f"/proc/{process.pid}/task"))
+        other = next(one for one in threads if one != process.pid)
+        assert ctypes.CDLL(None).tgkill(process.pid, other, signal.SIGTERM) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_workers_of_a_loader_get_the_same_samples(stored: StoredDataset, pool: Path) -> None:

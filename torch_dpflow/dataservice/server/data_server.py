@@ -62,6 +62,8 @@ from torch_dpflow.remote.transport.base import is_loopback
 
 #: Most memory for reading ahead where none is given.
 MOST_AHEAD = 1 << 30
+#: How long a signal that ends the process may wait for the thread that serves, seconds.
+_LOOK_S = 1.0
 
 
 class DataServer:
@@ -134,6 +136,8 @@ class DataServer:
         while not self._stop.is_set():
             try:
                 connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
             except OSError:
                 if self._stop.is_set():
                     break
@@ -321,4 +325,6 @@ def _listen(directory: os.PathLike[str], incarnation: str) -> tuple[socket.socke
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(socket_path(path))
     listener.listen(128)
+    # A signal that the kernel gives to another thread, as it may after SIGCONT, does not end `accept`.
+    listener.settimeout(_LOOK_S)
     return listener, lock
