@@ -108,8 +108,9 @@ def test_a_preloaded_set_is_read_from_memory_also_without_its_files(
 
 def test_a_server_ends_by_a_signal_that_another_of_its_threads_has_got(tmp_path: Path) -> None:
     with server(tmp_path / "p") as process:
-        threads = map(int, os.listdir(f"/proc/{process.pid}/task"))
-        other = next(one for one in threads if one != process.pid)
+        threads = Path(f"/proc/{process.pid}/task")
+        wait(lambda: len([*threads.iterdir()]) > 1, what="its threads")
+        other = next(one for one in map(int, os.listdir(threads)) if one != process.pid)
         assert ctypes.CDLL(None).tgkill(process.pid, other, signal.SIGTERM) == 0
         assert process.wait(PATIENCE_S) == 0
 
