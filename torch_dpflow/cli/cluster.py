@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -250,23 +251,43 @@ def _show_updates(coordinator: RpcClient, interval: float, count: int | None, *,
         updates, earlier = updates + 1, figures
 
 
+def _pem_option(name: str, text: str) -> Callable[[Command], Command]:
+    return click.option(
+        f"--{name}", metavar="FILE", type=click.Path(path_type=Path), multiple=True, help=text
+    )
+
+
 @click.command()
 @click.argument("path", type=click.Path(dir_okay=False, path_type=Path))
+@_pem_option("authority", "The certificate of your own authority, PEM, in the place of one that is drawn.")
+@_pem_option(
+    "server", "The servers' certificate for the name server.dpflow, and its key; twice for two files."
+)
+@_pem_option(
+    "client", "The clients' certificate for the name client.dpflow, and its key; twice for two files."
+)
 @json_option
-def keygen(path: Path, as_json: bool) -> None:
+def keygen(
+    path: Path, authority: tuple[Path, ...], server: tuple[Path, ...], client: tuple[Path, ...], as_json: bool
+) -> None:
     """Generate the keys of a cluster into PATH, for `dpflow up --listen ... --keys PATH`.
 
-    With the extra `pool` it gets certificates too, for `dpflow pool serve --listen ... --connection PATH`.
+    With the extra `pool` it gets certificates too, for `dpflow pool serve --listen ... --connection PATH`; or with
+    --authority, --server and --client those that you have.
     """
-    from torch_dpflow.remote.access.certificates import can_draw_certificates
+    from torch_dpflow.remote.access.certificates import can_draw_certificates, read_certificates
     from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 
     if path == Path():
         raise OptionError("PATH is empty or a directory; give the path of a file")
     if os.path.lexists(path):
         raise UsageError(f"{str(path)!r} exists already; remove it, or give another path")
+    own = [authority, client, server]
+    if any(own) and not all(own):
+        raise UsageError("own certificates are given as --authority, --server and --client, all three")
     try:
-        keys = generate_keys("tcp://127.0.0.1:0", certificates=can_draw_certificates())
+        keys = generate_keys("tcp://127.0.0.1:0", certificates=not any(own) and can_draw_certificates())
+        keys = keys.with_certificates(read_certificates(*own)) if any(own) else keys
         write_connection_file(path, keys)
     except OSError as error:
         raise OptionError(f"{str(path)!r} cannot be written: {error.strerror}; give another path") from error

@@ -22,7 +22,14 @@ from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
 from torch_dpflow.dataservice.lanes.tls_stream import TLSStream
 from torch_dpflow.dataservice.lanes.wire import HELLO_BYTES, hello, purpose_of
 from torch_dpflow.errors import MessageError, OptionError, PeerLostError
-from torch_dpflow.remote.access.certificates import SERVER_NAME, client_context, server_context
+from torch_dpflow.remote.access.certificates import (
+    CLIENT_NAME,
+    SERVER_NAME,
+    check_certificates,
+    client_context,
+    is_client,
+    server_context,
+)
 from torch_dpflow.remote.access.connection_file import ConnectionFile
 
 #: What control messages and records are carried by.
@@ -53,10 +60,15 @@ class TLSGuard(StreamGuard):
         if keys.certificates is None:
             raise OptionError(
                 "the connection file has no certificates, and without them nothing is sent off this host: write "
-                "another by `dpflow keygen` where cryptography is installed (pip install 'torch_dpflow[pool]'), or "
-                "say that the network is trusted (--trust-network, trust_network=True)"
+                "another by `dpflow keygen` where cryptography is installed (pip install 'torch_dpflow[pool]') or "
+                "with certificates of your own (--authority, --server, --client), or say that the network is trusted "
+                "(--trust-network, trust_network=True)"
             )
-        self._context = server_context(keys.certificates) if serves else client_context(keys.certificates)
+        if serves:
+            self._context = server_context(keys.certificates)
+            check_certificates(keys.certificates)
+        else:
+            self._context = client_context(keys.certificates)
 
     def admit(self, connection: socket.socket, until: float) -> socket.socket:
         _limit(connection, until)
@@ -64,7 +76,11 @@ class TLSGuard(StreamGuard):
             _refuse(connection)
             raise MessageError("a client that does not speak TLS")
         _limit(connection, until)
-        return self._context.wrap_socket(connection, server_side=True)
+        admitted = self._context.wrap_socket(connection, server_side=True)
+        if not is_client(admitted.getpeercert()):
+            admitted.close()
+            raise MessageError(f"a client whose certificate is not for {CLIENT_NAME}")
+        return admitted
 
     def approach(self, connection: socket.socket) -> Stream:
         try:

@@ -1,8 +1,8 @@
 """Certificates of a cluster, by which both sides of a TLS connection prove that they belong to it.
 
 An authority of the cluster's own signs one certificate for its servers and one for its clients; its key is thrown away,
-so it never signs another. Names are those of roles: a cluster's servers may move, and nobody else has such
-certificates.
+so it never signs another. An operator may give others, whose authority signs for other purposes too. Names are those of
+roles, and both sides check them: a cluster's servers may move, and nobody else has such certificates.
 """
 
 from __future__ import annotations
@@ -10,16 +10,22 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import os
+import re
 import ssl
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from torch_dpflow.errors import MissingExtraError, OptionError
 
-#: The name in the certificate of every server.
-SERVER_NAME = "server.dpflow"
-_CLIENT_NAME = "client.dpflow"
+#: The name in the certificate of every server, and of every client.
+SERVER_NAME, CLIENT_NAME = "server.dpflow", "client.dpflow"
 _DAYS = 3650
+#: Certificates and keys in a PEM file; what stands between them is for people.
+_BLOCKS = re.compile(rb"-----BEGIN [A-Z0-9 ]+-----.+?-----END [A-Z0-9 ]+-----", re.DOTALL)
 
 
 class ClusterCertificates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,9 +85,57 @@ def draw_certificates() -> ClusterCertificates:
     )
     return ClusterCertificates(
         authority=pem(root),
-        client=member(_CLIENT_NAME, ExtendedKeyUsageOID.CLIENT_AUTH),
+        client=member(CLIENT_NAME, ExtendedKeyUsageOID.CLIENT_AUTH),
         server=member(SERVER_NAME, ExtendedKeyUsageOID.SERVER_AUTH),
     )
+
+
+def read_certificates(
+    authority: Sequence[Path], client: Sequence[Path], server: Sequence[Path]
+) -> ClusterCertificates:
+    """An operator's own, from PEM files.
+
+    authority: certificates of who has signed the others.
+    client, server: a certificate, with those between it and the authority, and its key, in one file or in several.
+
+    Raises OptionError: one cannot be read, or as `check_certificates`.
+    """
+    found = ClusterCertificates(
+        authority=_pem("authority", authority), client=_pem("client", client), server=_pem("server", server)
+    )
+    check_certificates(found)
+    return found
+
+
+def check_certificates(certificates: ClusterCertificates) -> None:
+    """Have both sides look at each other's certificate as they will: its key, signature, time, purpose and name.
+
+    Raises OptionError: one of them is refused.
+    """
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = client_context(certificates).wrap_bio(to_client, to_server, server_hostname=SERVER_NAME)
+    server = server_context(certificates).wrap_bio(to_server, to_client, server_side=True)
+    for side, refused in 2 * ((client, "server"), (server, "client")):
+        try:
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+        except ssl.SSLCertVerificationError as error:
+            raise OptionError(
+                f"the certificate of the {refused} is refused: {error.verify_message}; give one that the authority "
+                f"has signed, valid now, for the name {refused}.dpflow and for use by a TLS {refused}"
+            ) from error
+        except ssl.SSLError as error:
+            raise OptionError(f"the certificates cannot be used: {_why(error)}; give others") from error
+    if not is_client(server.getpeercert()):
+        raise OptionError(
+            f"the certificate of the client is not for {CLIENT_NAME}; give one that has this name (DNS, subject "
+            "alternative name)"
+        )
+
+
+def is_client(certificate: dict[str, Any] | None) -> bool:
+    """Whether a certificate, as `ssl` shows it, is for clients of clusters, and not only of the same authority."""
+    return ("DNS", CLIENT_NAME) in (certificate or {}).get("subjectAltName", ())
 
 
 def server_context(certificates: ClusterCertificates) -> ssl.SSLContext:
@@ -112,8 +166,36 @@ def _prepared(context: ssl.SSLContext, authority: str, own: str) -> ssl.SSLConte
         context.load_cert_chain(f"/proc/self/fd/{descriptor}")
     except (ssl.SSLError, ValueError) as error:
         raise OptionError(
-            f"a certificate or key in the connection file cannot be read: {error}; write another by `dpflow keygen`"
+            f"a certificate or key of the cluster cannot be read: {_why(error)}; write another connection file by "
+            "`dpflow keygen`"
         ) from error
     finally:
         os.close(descriptor)
     return context
+
+
+def _pem(role: str, files: Sequence[Path]) -> str:
+    """The certificates and keys in one role's files. Raises OptionError: it is not what the role needs."""
+    what = f"--{role} {' and '.join(str(file) for file in files)}"
+    try:
+        found = [one for file in files for one in _BLOCKS.findall(file.read_bytes())]
+    except OSError as error:
+        raise OptionError(f"{what}: {error.strerror}; give PEM files") from error
+    text = b"\n".join(found).decode("ascii", "replace") + "\n"
+    has_key = "PRIVATE KEY-----" in text
+    if "-----BEGIN CERTIFICATE-----" not in text:
+        raise OptionError(f"{what}: there is no certificate in it; give PEM files")
+    if role == "authority" and has_key:
+        raise OptionError(f"{what}: there is a key in it, which signs others; give certificates alone")
+    if role != "authority" and not has_key:
+        raise OptionError(f"{what}: there is no key in it; give --{role} a second time, with the key's file")
+    if "ENCRYPTED" in text:
+        raise OptionError(
+            f"{what}: its key is encrypted, and servers start unattended; decrypt it (openssl pkey)"
+        )
+    return text
+
+
+def _why(error: Exception) -> str:
+    reason = getattr(error, "reason", None)
+    return reason.lower().replace("_", " ") if reason else str(error)

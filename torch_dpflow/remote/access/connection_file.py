@@ -46,6 +46,10 @@ class ConnectionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             certificates = msgspec.structs.replace(certificates, server=None)
         return msgspec.structs.replace(self, server_secret=None, certificates=certificates)
 
+    def with_certificates(self, certificates: ClusterCertificates) -> ConnectionFile:
+        """With these in the place of its own."""
+        return msgspec.structs.replace(self, certificates=certificates, version=_NEWEST)
+
     def client_keys(self) -> ClientKeys:
         """The keys of a job or worker."""
         return ClientKeys(
@@ -75,15 +79,14 @@ def generate_keys(address: str, *, certificates: bool = False) -> ConnectionFile
     """
     server_public, server_secret = draw_key_pair()
     client_public, client_secret = draw_key_pair()
-    return ConnectionFile(
+    keys = ConnectionFile(
         address=address,
         server_public=server_public.decode(),
         server_secret=server_secret.decode(),
         client_public=client_public.decode(),
         client_secret=client_secret.decode(),
-        certificates=draw_certificates() if certificates else None,
-        version=_NEWEST if certificates else 1,
     )
+    return keys.with_certificates(draw_certificates()) if certificates else keys
 
 
 def write_connection_file(path: str | os.PathLike[str], connection: ConnectionFile) -> None:
