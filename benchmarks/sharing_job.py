@@ -45,14 +45,17 @@ class CentreCrops(JpegCrops):
         )
 
 
-class FastCrops(DrawnCrops):
-    """The same by torch_dpflow.vision."""
+class FastCrops(Dataset[torch.Tensor]):
+    """The same by torch_dpflow.vision. Holds nothing of torchvision's, which workers would take seconds to import."""
 
     def __init__(self, files: list[Path], length: int) -> None:
         from torch_dpflow.vision import DecodeRandomResizedCrop
 
-        super().__init__(files, length, as_float=False)
+        self.files, self.length = files, length
         self._decode = DecodeRandomResizedCrop(224)
+
+    def __len__(self) -> int:
+        return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self._decode(self.files[index % len(self.files)])

@@ -39,6 +39,14 @@ class Draws(Numbers):
         return index, torch.tensor([torch.rand(()).item(), random.random(), np.random.random()])
 
 
+class Pictures(Numbers):
+    """Sample `i` is an image of 3 x 160 x 150 whose pixels lie one after the other in memory."""
+
+    def __getitem__(self, index: int) -> Any:
+        values = (torch.arange(160 * 150 * 3) + index) % 251
+        return values.to(torch.uint8).reshape(160, 150, 3).permute(2, 0, 1)
+
+
 class Failing(Numbers):
     """One sample raises; one kills its worker."""
 

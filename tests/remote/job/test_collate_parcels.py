@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from torch_dpflow.channels_last import collate_channels_last
 from torch_dpflow.remote.job.collate import collate_parcels, collate_samples
 from torch_dpflow.remote.parcel.codec import decode
 from torch_dpflow.remote.parcel.fast_path import encode_sample
@@ -35,12 +36,18 @@ def image(value: int, dtype: torch.dtype = torch.uint8, size: int = 160) -> torc
     return ((torch.arange(count) + value) % 251).to(dtype).reshape(3, size, size)
 
 
-def parcels_of(samples: list[Any], *, in_a_row: bool) -> list[tuple[ParcelTable, list[Frame]]]:
+def in_pixels(value: int) -> torch.Tensor:
+    return image(value).permute(1, 2, 0).contiguous().permute(2, 0, 1)
+
+
+def parcels_of(
+    samples: list[Any], *, in_a_row: bool, keep_layout: bool = False
+) -> list[tuple[ParcelTable, list[Frame]]]:
     """As workers pack them, and a shard hands them over."""
     arena, reader = Arena(budget_bytes=1 << 26), ArenaReader(os.getpid())
     settled = []
     for sample in samples:
-        table, frames = encode_sample(sample, arena=arena)
+        table, frames = encode_sample(sample, arena=arena, keep_layout=keep_layout)
         settled.append(detach(SAMPLE, table, [memoryview(bytearray(frame)) for frame in frames], reader))
     arena.close()
     reader.close()
@@ -82,7 +89,7 @@ def test_what_is_alike_is_put_together_as_torch_does(
 
 @pytest.mark.parametrize("in_a_row", [True, False])
 def test_tensors_alone_and_channels_last(in_a_row: bool) -> None:
-    samples = [image(value).permute(1, 2, 0).contiguous().permute(2, 0, 1) for value in range(4)]
+    samples = [in_pixels(value) for value in range(4)]
     made = collate_parcels(parcels_of(samples, in_a_row=in_a_row))
     assert made is not None
     assert torch.equal(made, default_collate(samples))
@@ -90,6 +97,40 @@ def test_tensors_alone_and_channels_last(in_a_row: bool) -> None:
     made += 1  # it is the job's own memory, and stays when what it came in is gone
     gc.collect()
     assert torch.equal(made, default_collate(samples) + 1)
+
+
+@pytest.mark.parametrize("in_a_row", [True, False])
+@pytest.mark.parametrize("beside", [None, 3])
+def test_images_whose_pixels_stay_where_they_are(in_a_row: bool, beside: int | None) -> None:
+    samples: list[Any] = [in_pixels(value) for value in range(4)]
+    if beside is not None:
+        samples = [(one, beside + place) for place, one in enumerate(samples)]
+    parcels = parcels_of(samples, in_a_row=in_a_row, keep_layout=True)
+    assert collate_parcels(parcels) is None, "the default collate makes planes"
+    assert torch.equal(
+        *(one if beside is None else one[0] for one in (opened(samples), default_collate(samples)))
+    )
+    made, expected = collate_parcels(parcels, keep_layout=True), collate_channels_last(samples)
+    if beside is not None:
+        assert torch.equal(made[1], expected[1])
+        made, expected = made[0], expected[0]
+    assert made.stride() == expected.stride()
+    assert torch.equal(made, expected)
+    made += 1  # it is the job's own memory
+    assert torch.equal(made, expected + 1)
+
+
+def test_planes_stay_planes_where_a_layout_is_kept() -> None:
+    samples = [image(value) for value in range(3)]
+    made = collate_parcels(parcels_of(samples, in_a_row=True, keep_layout=True), keep_layout=True)
+    assert made is not None
+    assert made.is_contiguous()
+    assert torch.equal(made, default_collate(samples))
+
+
+def test_one_layout_beside_the_other_is_left_to_where_each_is_opened() -> None:
+    parcels = parcels_of([in_pixels(1), image(2)], in_a_row=False, keep_layout=True)
+    assert collate_parcels(parcels, keep_layout=True) is None
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,10 @@ samples = st.one_of(
 
 
 @settings(deadline=None)
-@given(sample=samples, shared=st.booleans())
-def test_what_is_packed_is_what_comes_out(sample: Any, shared: bool) -> None:
+@given(sample=samples, shared=st.booleans(), keep_layout=st.booleans())
+def test_what_is_packed_is_what_comes_out(sample: Any, shared: bool, keep_layout: bool) -> None:
     with shared_memory() as (arena, reader):
-        table, frames = encode_sample(sample, arena=arena if shared else None)
+        table, frames = encode_sample(sample, arena=arena if shared else None, keep_layout=keep_layout)
         arrived = decode(table, [memoryview(bytearray(frame)) for frame in frames], reader=reader)
         assert same(sample, arrived)
 
@@ -118,6 +118,20 @@ def test_what_is_less_common_goes_the_long_way(sample: Any, monkeypatch: pytest.
     arrived = decode(*encode_sample(sample))
     assert asked[0] is sample
     assert type(arrived) is type(sample)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("beside", [(), (7, 0.5)])
+def test_an_image_stays_pixel_by_pixel_where_its_layout_is_kept(
+    shared: bool, beside: tuple[Any, ...]
+) -> None:
+    image = (torch.arange(150 * 120 * 3) % 251).to(torch.uint8).reshape(150, 120, 3).permute(2, 0, 1)
+    sample: Any = (image, *beside) if beside else image
+    with shared_memory() as (arena, reader):
+        table, frames = encode_sample(sample, arena=arena if shared else None, keep_layout=True)
+        arrived = decode(table, [memoryview(bytearray(frame)) for frame in frames], reader=reader)
+        assert same(sample, arrived)
+        assert (arrived[0] if beside else arrived).stride() == image.stride()
 
 
 def test_a_tensor_that_is_there_twice_stays_one() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.shared_datasets import Draws, Failing, Numbers
+from tests.shared_datasets import Draws, Failing, Numbers, Pictures
 from torch_dpflow import ALSDCache
+from torch_dpflow.channels_last import collate_channels_last
 from torch_dpflow.errors import OptionError, PoisonTaskError, StateError, UsageError
 from torch_dpflow.remote.job.client import SharedJob
 
@@ -150,6 +151,20 @@ def test_a_sample_that_takes_down_its_workers_fails_alone(join: Join, flow: str)
     with pytest.raises(PoisonTaskError, match=r"sample 13: loading it took down 3 workers"):
         next(reading)
     assert keys(reading) == [14, 15]
+
+
+def test_pixels_stay_as_they_lie_for_a_job_that_wants_them_so_and_others_get_planes(
+    join: Join, flow: str
+) -> None:
+    pictures = Pictures(8)
+    expected = torch.stack([pictures[key] for key in range(8)])
+    wants_pixels = join(flow, pictures, batch_size=8, collate_fn=collate_channels_last)
+    wants_planes = join(flow, pictures, batch_size=8)
+    [pixels], [planes] = (list(job.read([list(range(8))], 0)) for job in (wants_pixels, wants_planes))
+    assert torch.equal(pixels, expected)
+    assert torch.equal(planes, expected)
+    assert pixels.is_contiguous(memory_format=torch.channels_last)
+    assert planes.is_contiguous()
 
 
 def test_what_cannot_be_put_together_says_so(join: Join, flow: str) -> None:

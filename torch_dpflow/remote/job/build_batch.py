@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from torch_dpflow.channels_last import collate_channels_last
 from torch_dpflow.errors import MessageError, PoisonTaskError, WorkerError, WorkerStartError
 from torch_dpflow.remote.job.collate import collate_parcels, collate_samples
 from torch_dpflow.remote.job.ready_batches import ReadyBatch
@@ -19,9 +20,11 @@ Received: TypeAlias = tuple[ParcelTable, list[Frame]] | WorkerError
 
 def build_batch(ready: ReadyBatch, came: list[Received | None], collate: Callable[[list[Any]], Any]) -> None:
     """Set the value of `ready` to the batch, or its error to the first error among the samples."""
-    if collate is collate_samples and (made := _made_at_once(came)) is not None:
-        ready.value = made
-        return
+    keeps_layout = collate is collate_channels_last
+    if keeps_layout or collate is collate_samples:
+        ready.value = _made_at_once(came, keeps_layout)
+        if ready.value is not None:
+            return
     values = [_opened(one) if isinstance(one, tuple) else one for one in came]
     broken = next(((key, value) for key, value in zip(ready.keys, values) if _is_error(value)), None)
     if broken is not None:
@@ -42,12 +45,12 @@ def received_sample(sample: ServedSample, frames: list[memoryview]) -> Received:
     return sample.parcel, [*frames]
 
 
-def _made_at_once(came: list[Received | None]) -> Any | None:
+def _made_at_once(came: list[Received | None], keep_layout: bool) -> Any | None:
     parcels = [one for one in came if isinstance(one, tuple)]
     if len(parcels) < len(came):
         return None
     try:
-        return collate_parcels(parcels)
+        return collate_parcels(parcels, keep_layout=keep_layout)
     except Exception:  # opening the samples one by one raises it again, and names the sample
         return None
 

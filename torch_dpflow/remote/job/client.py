@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from torch_dpflow.channels_last import collate_channels_last
 from torch_dpflow.errors import OptionError
 from torch_dpflow.remote.access.cluster_address import Cluster, find_cluster
 from torch_dpflow.remote.job.collate import collate_function
@@ -48,7 +49,11 @@ def open_job(
     source = source_of(flow.dataset, options)
     size = length_of(source.dataset.cacheable)
     indices = None if reading.indices is None else check_indices(reading.indices, size)
-    assignment = SampleAssignment(dataset=source.dataset, worker_init_fn=flow.worker_init_fn)
+    assignment = SampleAssignment(
+        dataset=source.dataset,
+        worker_init_fn=flow.worker_init_fn,
+        keeps_layout=reading.collate_fn is collate_channels_last,
+    )
 
     def register_with(cluster: Cluster, patience_s: float, outages: OutageLog | None = None) -> None:
         packed = _packed_for(cluster, assignment)

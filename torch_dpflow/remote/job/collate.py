@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from torch_dpflow.channels_last import has_channels_last
 from torch_dpflow.remote.parcel.codec import decode_heads
 from torch_dpflow.remote.parcel.fast_path import numbers_beside
 from torch_dpflow.remote.shm.memory import storage_over, tensor_over
@@ -47,11 +48,15 @@ def collate_samples(samples: list[Any]) -> Any:
     return collate(samples, collate_fn_map=mapping)
 
 
-def collate_parcels(parcels: Sequence[tuple[ParcelTable, Sequence[Frame]]]) -> Any | None:
+def collate_parcels(
+    parcels: Sequence[tuple[ParcelTable, Sequence[Frame]]], *, keep_layout: bool = False
+) -> Any | None:
     """What `collate_samples` makes of the samples in these parcels, without opening each; None unless all are alike.
 
     Each must be a large tensor, or a tuple of one and numbers, with the dtype and shape of the others. Opening a parcel
     costs more than all else that a job does for a sample. The frames become the batch's, unless the result is None.
+
+    keep_layout: make what `collate_channels_last` makes of them.
     """
     found = decode_heads(parcels)
     if not found or default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:
@@ -62,9 +67,12 @@ def collate_parcels(parcels: Sequence[tuple[ParcelTable, Sequence[Frame]]]) -> A
     first = sample[0] if type(sample) is tuple and sample else sample
     if type(first) is not torch.Tensor or not _SMALL_BYTES <= first.nbytes == buffer.nbytes:
         return None
-    numbers = [numbers_beside(head, first, alone=alone) for head, _ in found]
-    counts = {None if one is None else len(one) for one in numbers}
-    if len(counts) > 1 or None in counts or any(buffer.nbytes != first.nbytes for _, buffer in found):
+    if not (first.is_contiguous() or (keep_layout and has_channels_last(first))):
+        return None
+    numbers = numbers_beside([head for head, _ in found], first, alone=alone)
+    if numbers is None or len(set(map(len, numbers))) > 1:
+        return None
+    if any(buffer.nbytes != first.nbytes for _, buffer in found):
         return None
     tensors = _joined([buffer for _, buffer in found], first)
     if alone:
@@ -74,17 +82,16 @@ def collate_parcels(parcels: Sequence[tuple[ParcelTable, Sequence[Frame]]]) -> A
 
 
 def _joined(buffers: list[memoryview], first: torch.Tensor) -> torch.Tensor:
-    """Stack tensors like `first`, of which each buffer holds one."""
+    """Stack tensors like `first`, of which each buffer holds one, in its layout."""
     begin, nbytes = first.data_ptr(), first.nbytes
-    shape = (len(buffers), *first.shape)
     if all(_address(buffer) == begin + place * nbytes for place, buffer in enumerate(buffers)):
-        return tensor_over(
-            storage_over(np.asarray(_Row(begin, len(buffers) * nbytes, buffers))), first.dtype, shape
-        )
-    out = torch.empty(shape, dtype=first.dtype)
-    for row, buffer in zip(_bytes_of(out).reshape(len(buffers), nbytes), buffers):
-        np.copyto(row, np.frombuffer(buffer, np.uint8))
-    return out
+        memory = np.asarray(_Row(begin, len(buffers) * nbytes, buffers))
+    else:
+        memory = torch.empty(len(buffers) * nbytes, dtype=torch.uint8, device="cpu").numpy()
+        for row, buffer in zip(memory.reshape(len(buffers), nbytes), buffers):
+            np.copyto(row, np.frombuffer(buffer, np.uint8))
+    stride = (first.numel(), *first.stride())
+    return tensor_over(storage_over(memory), first.dtype, (len(buffers), *first.shape), stride)
 
 
 def _address(memory: memoryview) -> int:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
+from torch_dpflow.channels_last import has_channels_last
 from torch_dpflow.log import TRANSPORT
 from torch_dpflow.remote.parcel.codec import LARGE_BYTES, decode, encode
 from torch_dpflow.remote.parcel.pickling import ParcelPickler, is_plain
@@ -32,38 +34,47 @@ _BEGIN = pickle.PROTO + b"\x05"
 _ROW_BYTES = 16
 
 
-def encode_sample(sample: Any, *, arena: Arena | None = None) -> tuple[ParcelTable, list[Frame]]:
-    """Encode a sample for `decode`. As `parcel.encode` with `contiguous`, whose errors it raises."""
+def encode_sample(
+    sample: Any, *, arena: Arena | None = None, keep_layout: bool = False
+) -> tuple[ParcelTable, list[Frame]]:
+    """Encode a sample for `decode`. As `parcel.encode` with `contiguous`, whose errors it raises.
+
+    keep_layout: without `contiguous`; who collates wants images pixel by pixel, as they were decoded.
+    """
     if not _QUICK:
         quick = None
     elif type(sample) is torch.Tensor:
-        quick = _encode_tensor(sample, None, arena)
+        quick = _encode_tensor(sample, None, arena, keep_layout)
     elif type(sample) is tuple and 0 < len(sample) <= _MOST_ITEMS and type(sample[0]) is torch.Tensor:
-        quick = _encode_tensor(sample[0], sample[1:], arena)
+        quick = _encode_tensor(sample[0], sample[1:], arena, keep_layout)
     else:
         quick = None
-    return quick or encode(sample, arena=arena, contiguous=True)
+    return quick or encode(sample, arena=arena, contiguous=not keep_layout)
 
 
-def numbers_beside(head: bytes, tensor: torch.Tensor, *, alone: bool) -> tuple[Any, ...] | None:
-    """The numbers beside such a tensor in the head of a sample's parcel; None where the head has something else.
+def numbers_beside(
+    heads: Sequence[bytes], tensor: torch.Tensor, *, alone: bool
+) -> list[tuple[Any, ...]] | None:
+    """The numbers beside such a tensor in each sample's head; None where any of the heads has something else.
 
-    alone: whether the sample should be the tensor, and not a tuple that begins with it.
+    alone: whether the samples should be the tensors, and not tuples that begin with them.
     """
-    if not _QUICK:
-        return None
+    value = _instructions(tensor.dtype, tensor.shape, _is_in_pixels(tensor))
     if alone:
-        is_so = head == _BEGIN + _instructions(tensor.dtype, tensor.shape) + pickle.STOP
-        return () if is_so else None
-    begin = _BEGIN + pickle.MARK + _instructions(tensor.dtype, tensor.shape)
-    if not head.startswith(begin):
+        whole = _BEGIN + value + pickle.STOP
+        return [()] * len(heads) if _QUICK and all(head == whole for head in heads) else None
+    begin = _BEGIN + pickle.MARK + value
+    if not _QUICK or not all(head.startswith(begin) for head in heads):
         return None
-    numbers: tuple[Any, ...] = pickle.loads(_BEGIN + pickle.MARK + head[len(begin) :])
-    return numbers
+    return [pickle.loads(_BEGIN + pickle.MARK + head[len(begin) :]) for head in heads]
+
+
+def _is_in_pixels(tensor: torch.Tensor) -> bool:
+    return not tensor.is_contiguous() and has_channels_last(tensor)
 
 
 def _encode_tensor(
-    tensor: torch.Tensor, numbers: tuple[Any, ...] | None, arena: Arena | None
+    tensor: torch.Tensor, numbers: tuple[Any, ...] | None, arena: Arena | None, keep_layout: bool = False
 ) -> tuple[ParcelTable, list[Frame]] | None:
     """The parcel; None where the sample is of another kind, or where there is no shared memory for it.
 
@@ -73,9 +84,12 @@ def _encode_tensor(
         return None
     nbytes, in_order = tensor.nbytes, tensor.is_contiguous()
     large = nbytes >= LARGE_BYTES
-    if not (large or 0 < nbytes < SHARED_BYTES) or not (in_order or (large and tensor.dim() <= 3)):
+    in_pixels = keep_layout and large and _is_in_pixels(tensor)
+    if not (large or 0 < nbytes < SHARED_BYTES):
         return None
-    value = _instructions(tensor.dtype, tensor.shape)
+    if not (in_order or in_pixels or (large and tensor.dim() <= 3 and not keep_layout)):
+        return None
+    value = _instructions(tensor.dtype, tensor.shape, in_pixels)
     if numbers is not None:
         rest = [pickle.dumps(number, 2)[2:-1] for number in numbers]
         value = b"".join((pickle.MARK, value, *rest, pickle.TUPLE))
@@ -85,7 +99,7 @@ def _encode_tensor(
     block = None if arena is None else arena.allocate(nbytes)
     if arena is None or block is None:
         return None
-    if in_order:
+    if in_order or in_pixels:
         ctypes.memmove(block.address, tensor.data_ptr(), nbytes)
     else:
         _lay_out(tensor, block)
@@ -110,10 +124,14 @@ def _lay_out(tensor: torch.Tensor, block: Block) -> None:
 
 
 @lru_cache(maxsize=512)
-def _instructions(dtype: torch.dtype, shape: torch.Size) -> bytes:
-    """The pickle that makes a contiguous tensor of the parcel's first buffer, without its begin and end."""
+def _instructions(dtype: torch.dtype, shape: torch.Size, in_pixels: bool = False) -> bytes:
+    """The pickle that makes a tensor of the parcel's first buffer, without its begin and end.
+
+    in_pixels: an image whose pixels lie one after the other; else it is contiguous.
+    """
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
     pickler = ParcelPickler()
-    pickler.dump(torch.empty(shape, dtype=dtype, device="cpu"))
+    pickler.dump(tensor.permute(1, 2, 0).contiguous().permute(2, 0, 1) if in_pixels else tensor)
     head = b"".join(pickler.chunks)[2:-1]
     return head[9:] if head.startswith(pickle.FRAME) else head
 
@@ -125,12 +143,12 @@ def _writes_as_pickle() -> bool:
     try:
         for sample, rest in samples:
             table, frames = _encode_tensor(tensor, rest, None) or encode(None)
-            beside = numbers_beside(bytes(frames[0][: table.head.size]), tensor, alone=rest is None)
+            beside = numbers_beside([bytes(frames[0][: table.head.size])], tensor, alone=rest is None)
             found = decode(table, frames)
             first, *others = found if isinstance(sample, tuple) else (found,)
             if type(found) is not type(sample) or not torch.equal(first, tensor):
                 return False
-            if not (tuple(others) == beside == (rest or ())):
+            if beside != [tuple(others)] or tuple(others) != (rest or ()):
                 return False
     except Exception:
         return False

@@ -62,6 +62,9 @@ class SampleAssignment:
 
     dataset: TwoStageDataset
     worker_init_fn: Callable[[int], Any] | None
+    #: Whether images travel pixel by pixel, as they were decoded, and are not sorted into planes: the job that started
+    #: the flow collates by `collate_channels_last`. Others get the same batches, at more processor time.
+    keeps_layout: bool = False
 
     def pack(self) -> bytes:
         """Pickle it, with the code of whatever a worker cannot import, such as functions of a script.
@@ -95,13 +98,15 @@ class SampleSource:
     def __init__(self, packed: IO[bytes], worker: int, workers: int) -> None:
         self._worker = worker
         self._broken: Any = None
+        #: As of `SampleAssignment`.
+        self.keeps_layout = False
         self._dataset = TwoStageDataset(None)
         try:
             assignment = _unpack(packed)
             _become_worker(assignment, worker, workers)
             if assignment.worker_init_fn is not None:
                 assignment.worker_init_fn(worker)
-            self._dataset = assignment.dataset
+            self._dataset, self.keeps_layout = assignment.dataset, assignment.keeps_layout
         except Exception:
             self._broken = failure(worker)
 

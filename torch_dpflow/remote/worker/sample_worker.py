@@ -211,7 +211,7 @@ class SampleWorker:
         self._running.note(task)
         kind, value = self._source.load(payload)
         try:
-            table, frames = encode_sample(value, arena=self._arena)
+            table, frames = encode_sample(value, arena=self._arena, keep_layout=self._source.keeps_layout)
         except NotPicklableError as error:
             kind = FAILED
             table, frames = encode_sample(unpicklable_failure(self._number, error))

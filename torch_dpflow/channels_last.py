@@ -1,4 +1,4 @@
-"""Batches of images that lie pixel by pixel in memory, as they were decoded."""
+"""Images that lie pixel by pixel in memory, as they were decoded, and batches of them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ def _stack(
 ) -> Any:
     # In a worker of ours the registry's function stacks into shared memory.
     stack = default_collate_fn_map[torch.Tensor]
-    if all(_has_channels_last(one) for one in batch):
+    if all(has_channels_last(one) for one in batch):
         rows = [one.permute(1, 2, 0) for one in batch]
         return stack(rows, collate_fn_map=collate_fn_map).permute(0, 3, 1, 2)
     return stack(batch, collate_fn_map=collate_fn_map)
 
 
-def _has_channels_last(tensor: torch.Tensor) -> bool:
+def has_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether it is an image, (channels, height, width), whose pixels lie one after the other, and not its planes."""
     if tensor.dim() != 3 or tensor.layout is not torch.strided or tensor.is_contiguous():
         return False
     return tensor.permute(1, 2, 0).is_contiguous()
