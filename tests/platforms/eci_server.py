@@ -1,7 +1,8 @@
 """Elastic Container Instance without a cloud: an HTTP control plane for the vendor's real client, groups as processes.
 
-It checks signatures and parameters, has a quota, remembers tokens, and refuses requests or loses answers where a test
-says so. What it cannot show: billing, whether hosts of a VPC reach each other, images and their pulls.
+It checks signatures, taking each once, and parameters, has a quota, remembers tokens, and refuses requests or loses
+answers where a test says so. What it cannot show: billing, whether hosts of a VPC reach each other, images and their
+pulls.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from urllib.parse import parse_qsl
 import psutil
 
 from tests.new_process import ROOT
-from tests.platforms.fc_server.server import Fault, Key, Refusal, check_signed
+from tests.platforms.fc_server.server import Fault, Key, Refusal, Signatures
 
 VERSION = "2018-08-08"
 _TEXT = r"[\s\S]+"
@@ -137,6 +138,7 @@ class GroupServer:
 
     def __init__(self, keys: Mapping[str, Key], *, quota: int = 100, runs: bool = False) -> None:
         self.keys, self.quota, self.runs = dict(keys), quota, runs
+        self._signatures = Signatures(self.keys)
         #: By id: those that are there; and by token, the ids of all that ever were.
         self.groups: dict[str, Group] = {}
         self.tokens: dict[str, str] = {}
@@ -169,8 +171,8 @@ class GroupServer:
         return [one for one, _ in self.log].count(action)
 
     def check(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> None:
-        """Raise Refusal unless it is signed with a valid key."""
-        check_signed(self.keys, method, target, headers, body)
+        """Raise Refusal unless it is signed with a valid key, for the first time, and of this version."""
+        self._signatures.check(method, target, headers, body)
         if headers.get("x-acs-version") != VERSION:
             raise Refusal(400, "InvalidVersion", "Specified parameter Version is not valid.")
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from tests.joined_nodes import await_nodes, nodes_of
 from tests.platforms.eci_server import Group, GroupServer
 from tests.platforms.fc_server.account import KEYS, keys  # noqa: F401 - a fixture
-from tests.platforms.fc_server.server import Fault
+from tests.platforms.fc_server.server import Fault, Refusal
 from tests.platforms.test_kubernetes_manifest import own_address
 from tests.remote.shared.test_shared_platform import keys as numbers_of
 from tests.shared_cluster import TestCluster, open_job, wait
@@ -111,6 +111,16 @@ def test_a_group_has_what_a_node_needs_and_its_keys_are_in_a_file_alone(
     for secret in (connection.server_secret, connection.client_secret, asked[content]):
         assert secret not in said
         assert not [value for value in others if secret in value]
+
+
+def test_the_control_plane_takes_a_signature_once(
+    server: GroupServer, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, signed = server.check, []
+    monkeypatch.setattr(server, "check", lambda *request: (check(*request), signed.append(request)))
+    assert dpflow(server, "--join", file, "--list")[0] == 0
+    with pytest.raises(Refusal, match="nonce has been used"):
+        check(*signed[0])
 
 
 @pytest.mark.parametrize(

@@ -54,17 +54,31 @@ class Refusal(Exception):
         self.status, self.code, self.message = status, code, message
 
 
-def check_signed(
-    keys: Mapping[str, Key], method: str, target: str, headers: Mapping[str, str], body: bytes
-) -> None:
-    """Raise Refusal unless a request is signed with one of these keys that is valid."""
-    key = keys.get(key_id_of(headers))
-    if key is None:
-        raise Refusal(404, "InvalidAccessKeyId.NotFound", "Specified access key is not found.")
-    if not is_signed(method, target, headers, body, key.secret):
-        raise Refusal(400, "SignatureDoesNotMatch", "Specified signature does not match our calculation.")
-    if (headers.get("x-acs-security-token") or "") != key.token or key.expired:
-        raise Refusal(403, "InvalidSecurityToken.Expired", "Specified SecurityToken is expired.")
+class Signatures:
+    """Which requests are let in: those signed with a key that is valid, each once. Thread-safe.
+
+    keys: those that are valid, by their ids.
+    """
+
+    def __init__(self, keys: Mapping[str, Key]) -> None:
+        self._keys = keys
+        self._nonces: set[str] = set()
+        self._lock = threading.Lock()
+
+    def check(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> None:
+        """Raise Refusal unless it is let in."""
+        key = self._keys.get(key_id_of(headers))
+        if key is None:
+            raise Refusal(404, "InvalidAccessKeyId.NotFound", "Specified access key is not found.")
+        if not is_signed(method, target, headers, body, key.secret):
+            raise Refusal(400, "SignatureDoesNotMatch", "Specified signature does not match our calculation.")
+        if (headers.get("x-acs-security-token") or "") != key.token or key.expired:
+            raise Refusal(403, "InvalidSecurityToken.Expired", "Specified SecurityToken is expired.")
+        nonce = headers["x-acs-signature-nonce"]
+        with self._lock:
+            if nonce in self._nonces:
+                raise Refusal(400, "SignatureNonceUsed", "The request signature nonce has been used.")
+            self._nonces.add(nonce)
 
 
 class FunctionServer(Invocations):
@@ -101,7 +115,8 @@ class FunctionServer(Invocations):
         #: All that was asked, as (action, status).
         self.log: list[tuple[str, int]] = []
         self._threads: list[threading.Thread] = []
-        self._nonces: set[str] = set()
+        #: Raises Refusal unless a request may be served.
+        self.check = Signatures(self.keys).check
         self._http = _Server(("127.0.0.1", 0), _Handler)
         self._http.owner = self
         self.endpoint = f"http://127.0.0.1:{self._http.server_address[1]}"
@@ -152,15 +167,6 @@ class FunctionServer(Invocations):
         thread.start()
 
     # --- requests ---
-
-    def check(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> None:
-        """Raise Refusal unless it is signed with a valid key, for the first time."""
-        check_signed(self.keys, method, target, headers, body)
-        nonce = headers["x-acs-signature-nonce"]
-        with self._changed:
-            if nonce in self._nonces:
-                raise Refusal(400, "SignatureNonceUsed", "The request signature nonce has been used.")
-            self._nonces.add(nonce)
 
     def serve(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
         """Do what is asked. Raises Refusal."""
