@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -22,8 +23,15 @@ from torch_dpflow.cli.main import root
 from torch_dpflow.dataservice import DataClient, DataServer, SetInfo
 from torch_dpflow.dataservice.lanes.pool_address import find_address
 from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
-from torch_dpflow.dataservice.messages.server_messages import Beat, Enlist, ServerInfo
-from torch_dpflow.dataservice.sources.set_names import identity_of
+from torch_dpflow.dataservice.messages.server_messages import (
+    Beat,
+    DropOrder,
+    Enlist,
+    Orders,
+    ReportSet,
+    ServerInfo,
+)
+from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import OptionError, UsageError
 
@@ -184,6 +192,65 @@ def test_reads_go_on_without_a_head_and_a_new_one_learns_what_members_hold(
                 info = info_of(stored, tmp_path / "s0")
                 assert info is not None
                 assert info.is_explicit
+
+
+@pytest.mark.slow
+def test_a_reader_that_asks_a_new_head_before_its_members_have_come_back_changes_no_part(
+    stored: StoredDataset, tmp_path: Path
+) -> None:
+    with pool(tmp_path, 2, "12KiB") as processes:
+        with closing(DataClient(tmp_path / "s0", silence_s=PATIENCE_S)) as client:
+            client.preload(stored)  # one server alone has no room for it
+        os.kill(processes[1].pid, signal.SIGSTOP)
+        os.kill(processes[0].pid, signal.SIGKILL)
+        processes[0].wait()
+        with (
+            server(tmp_path / "s0", "12KiB"),
+            closing(PooledDataset(stored, tmp_path / "s0", silence_s=PATIENCE_S)) as dataset,
+        ):
+            assert dataset[0] == numbers(1)[0]
+            wait(lambda: info_of(stored, tmp_path / "s0") is not None, what="the set")
+            os.kill(processes[1].pid, signal.SIGCONT)
+            wait(lambda: is_loaded(stored, tmp_path / "s0"), what="all of it")
+
+
+def test_a_preload_waits_for_members_of_a_head_that_was_killed(
+    stored: StoredDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_dpflow.dataservice.server.head.LEASE_S", 0.5)
+    (tmp_path / "p").mkdir(mode=0o700)
+    (tmp_path / "p" / "members").write_text("host:/run/pool/1\n")  # they do not come
+    with (
+        inner_server(tmp_path / "p", 1 << 20),
+        closing(DataClient(tmp_path / "p", silence_s=PATIENCE_S)) as client,
+    ):
+        assert client.preload(stored).loaded == COUNT
+
+
+def test_a_member_that_comes_back_with_another_part_gives_it_up(
+    stored: StoredDataset, tmp_path: Path
+) -> None:
+    identity = identity_of(stored)
+    with inner_server(tmp_path / "s0", 1 << 20), PoolConnection(tmp_path / "s0") as connection:
+        DataClient(tmp_path / "s0", silence_s=PATIENCE_S).preload(stored)
+        source = source_of(stored, None)
+        connection.ask(ReportSet(source=source, identity=identity, is_explicit=True, cut=7, stripes=[0]))
+        (head,) = connection.servers()
+        connection.ask(Enlist(msgspec.structs.replace(head, directory=str(tmp_path / "s1"))))
+        orders, _ = connection.ask(Beat(obeyed=0, states=[], patience_s=0.0))
+        assert isinstance(orders, Orders)
+        assert [one.identity for one in orders.orders if isinstance(one, DropOrder)] == [identity]
+
+
+def test_of_a_stripe_that_no_server_has_room_for_a_part_is_held(tmp_path: Path) -> None:
+    store = DatasetStore.create(str(tmp_path / "datasets"))
+    stored = publish(store, Numbered(COUNT), shard_size=COUNT)
+    with inner_pool(tmp_path, 8 << 10, 8 << 10):
+        wait_for_servers(tmp_path / "s0", 2)
+        with closing(DataClient(tmp_path / "s0", silence_s=PATIENCE_S)) as client:
+            info = client.preload(stored, fit="part")
+            assert COUNT // 4 < info.loaded == info.placed < COUNT
+            assert client.read_batch(stored, range(COUNT)) == numbers(COUNT)
 
 
 @pytest.mark.slow

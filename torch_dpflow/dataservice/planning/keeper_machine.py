@@ -169,9 +169,9 @@ class KeeperMachine:
         self._sets[identity] = known
         return out + self._place(identity)
 
-    def room(self) -> int:
-        """Bytes that a further set may have: free ones, and those of sets that nobody reads and nobody has loaded."""
-        return sum(self._room_without(one for one in self._sets if self._sets[one].may_go).values())
+    def rooms(self) -> list[int]:
+        """Bytes that a further set may have of each server: free ones, and those of sets that may go."""
+        return [*self._room_without(one for one in self._sets if self._sets[one].may_go).values()]
 
     def recover(
         self,
@@ -223,6 +223,7 @@ class KeeperMachine:
             readers=sum(one.readers.values()),
             placed=sum(owner is not None for owner in one.owners),
             placed_bytes=one.placed_bytes,
+            is_settled=one.returns_until is None,
         )
 
     def summaries(self) -> list[SetSummary]:

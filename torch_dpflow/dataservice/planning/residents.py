@@ -24,12 +24,25 @@ def resident(identity: bytes, records: int, cut: int) -> Flags:
     return stays
 
 
-def cut_that_fits(records: FileSet, room: int) -> int:
-    """The cut with as many records as fit into `room` bytes; `ALL` where all do."""
+def cut_that_fits(records: FileSet, room: int, largest: int) -> int:
+    """The cut with as many records as fit into `room` bytes; `ALL` where all do.
+
+    largest: most bytes of a stripe, which has to fit into one server.
+    """
     sizes = -(-records.lengths.astype(np.int64) // ALIGNMENT) * ALIGNMENT
+    scores = _scores(records.identity, len(sizes))
+    cut = _cut(sizes, scores, room)
+    stripes = np.add.reduceat(sizes, np.arange(0, len(sizes), records.per_stripe))
+    for stripe in np.flatnonzero(stripes > largest).tolist():
+        own = slice(stripe * records.per_stripe, (stripe + 1) * records.per_stripe)
+        cut = min(cut, _cut(sizes[own], scores[own], largest))
+    return cut
+
+
+def _cut(sizes: npt.NDArray[np.int64], scores: npt.NDArray[np.uint64], room: int) -> int:
+    """The one under which as many of these fit as can."""
     if int(sizes.sum()) <= room:
         return ALL
-    scores = _scores(records.identity, len(sizes))
     by_score = np.argsort(scores)
     fit = int(np.searchsorted(np.cumsum(sizes[by_score], dtype=np.int64), room, side="right"))
     return int(scores[by_score[fit]])

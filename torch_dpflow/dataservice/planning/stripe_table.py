@@ -24,10 +24,15 @@ class StripeTable(msgspec.Struct, frozen=True):
 
 
 class SetSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One set, as people are told of it; placed: stripes that have an owner, and their bytes."""
+    """One set, as people are told of it.
+
+    placed: stripes that have an owner, and their bytes.
+    is_settled: whether what has no owner waits for no server to come back with it.
+    """
 
     identity: bytes
     is_explicit: bool
     readers: int
     placed: int
     placed_bytes: int
+    is_settled: bool

@@ -36,11 +36,11 @@ from torch_dpflow.dataservice.messages.server_messages import (
     TablePart,
 )
 from torch_dpflow.dataservice.planning.keeper_machine import Fill, KeeperInstruction, KeeperMachine
-from torch_dpflow.dataservice.planning.residents import cut_that_fits, resident_set
+from torch_dpflow.dataservice.planning.residents import resident_set
 from torch_dpflow.dataservice.planning.sets import FileSet
 from torch_dpflow.dataservice.server.filling import HeldSet, start_thread
 from torch_dpflow.dataservice.server.holdings import MOST_SETS, Holdings
-from torch_dpflow.dataservice.server.known_set import KnownSet, index_bytes, request_of, stripe_bytes
+from torch_dpflow.dataservice.server.known_set import KnownSet, cut_in, request_of, stripe_bytes
 from torch_dpflow.dataservice.server.members import Members
 from torch_dpflow.dataservice.server.pushed_sets import check_pushed_set, droppable, share_with_base
 from torch_dpflow.dataservice.server.running_clock import RunningClock
@@ -178,13 +178,11 @@ class PoolHead:
                 known = self._sets.get(report.identity)
                 if known is None:
                     known = self._begin(request_of(report))
-                if known.held is None:
-                    known.returned.setdefault(server.name, []).extend(report.stripes)
-                else:
-                    held.setdefault(report.identity, []).extend(report.stripes)
                 known.is_explicit |= report.is_explicit
-                if known.held is None:
-                    known.cut = report.cut
+                if not known.take_back(server.name, report):
+                    self._members.order(server.name, DropOrder(report.identity, IDLE))
+                elif known.held is not None:
+                    held.setdefault(report.identity, []).extend(report.stripes)
             self._obey(self._keeper.renew(server.name, generation, server.memory, self._clock(), held))
             return generation
 
@@ -250,6 +248,7 @@ class PoolHead:
         try:
             opened = open_source(request.source, identity)
             with self._changed:
+                self._await_members(known)
                 if self._sets.get(identity) is not known:  # it was given up meanwhile
                     if opened.reader is not None:
                         opened.reader.close()
@@ -271,15 +270,24 @@ class PoolHead:
             if held is not None and known.held is None:
                 held.close()
 
+    def _await_members(self, known: KnownSet) -> None:
+        """Members of an earlier head come first: what they hold says which part of a set is held."""
+        identity = known.request.identity
+        while known.pushed is None and not known.returned and self._sets.get(identity) is known:
+            left_s = self._returns_until - self._clock()
+            if left_s <= 0:
+                return
+            self._changed.wait(left_s)
+
     def _cut(self, known: KnownSet, records: FileSet) -> int:
         if known.whole or known.returned:
             return known.cut
-        return cut_that_fits(records, self._keeper.room() - index_bytes(records))
+        return cut_in(records, self._keeper.rooms())
 
     def _place(self, known: KnownSet, sizes: list[int]) -> list[KeeperInstruction]:
         identity, now = known.request.identity, self._clock()
         only = None if known.pushed is None else self._server.name
-        if only is None and (known.returned or now < self._returns_until):
+        if only is None and known.returned:
             living = {name: stripes for name, stripes in known.returned.items() if name in self._members}
             return self._keeper.recover(identity, sizes, living, now, explicit=known.is_explicit)
         how = {"explicit": known.is_explicit, "whole": known.whole}
@@ -319,13 +327,7 @@ class PoolHead:
         self._keeper.read_by(identity, self._server.name, self._holdings.readers(identity), self._clock())
 
     def _infos(self) -> dict[str, ServerInfo]:
-        rooms = self._keeper.servers()
-        infos = {self._server.name: self._server, **self._members.infos()}
-        return {
-            name: msgspec.structs.replace(info, free=rooms[name][1])
-            for name, info in infos.items()
-            if name in rooms
-        }
+        return self._members.infos(self._server, self._keeper.servers())
 
     def _list(self, first: int) -> SetList:
         shown = [one for one in self._sets.values() if one.refusal is None and not one.is_unloaded]
@@ -337,11 +339,10 @@ class PoolHead:
         return SetList(sets[first : first + count], free, capacity, len(sets))
 
     def _info(self, known: KnownSet) -> SetInfo:
-        info, held = known.info(), known.held
+        held = known.held
         if held is None:
-            return info
+            return known.info()
         identity = known.request.identity
         summary, table = self._keeper.summary(identity), self._keeper.table(identity)
-        info = msgspec.structs.replace(info, reserved_bytes=summary.placed_bytes, readers=summary.readers)
         states = self._members.states(identity) | {self._server.name: self._holdings.state(identity)}
-        return with_progress(info, held, table.owned(), states)
+        return with_progress(known.placed_info(summary), held, table.owned(), states)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from torch_dpflow.dataservice.messages.protocol import ArraySource, PoolRefusal, PreloadSet, SetInfo
 from torch_dpflow.dataservice.messages.server_messages import FillOrder, ReportSet
-from torch_dpflow.dataservice.planning.residents import ALL
+from torch_dpflow.dataservice.planning.residents import ALL, cut_that_fits
 from torch_dpflow.dataservice.planning.sets import FileSet
+from torch_dpflow.dataservice.planning.stripe_table import SetSummary
 from torch_dpflow.dataservice.server.filling import HeldSet
 
 #: What the index of a region has for each stripe and each record.
@@ -45,6 +48,14 @@ class KnownSet:
         source = self.request.source
         return source if isinstance(source, ArraySource) and source.is_pushed else None
 
+    def take_back(self, server: str, report: ReportSet) -> bool:
+        """A member has come back with a part of it; whether that is of the part that is held."""
+        cut = self.held.cut if self.held is not None else self.cut if self.returned else report.cut
+        if report.cut == cut and self.held is None:
+            self.cut = cut
+            self.returned.setdefault(server, []).extend(report.stripes)
+        return report.cut == cut
+
     def info(self) -> SetInfo:
         """What is known without asking anybody."""
         return SetInfo(
@@ -62,6 +73,15 @@ class KnownSet:
             hits=self.hits,
             misses=self.misses,
             pushed=self.pushed,
+        )
+
+    def placed_info(self, summary: SetSummary) -> SetInfo:
+        """What is known of one that has places, without its counts."""
+        return msgspec.structs.replace(
+            self.info(),
+            reserved_bytes=summary.placed_bytes,
+            readers=summary.readers,
+            is_placed=summary.is_settled,
         )
 
     def is_forgotten(self, now: float) -> bool:
@@ -87,14 +107,20 @@ def request_of(report: ReportSet) -> PreloadSet:
     )
 
 
-def index_bytes(records: FileSet) -> int:
-    """What the index of all of them takes in regions."""
-    return _INDEX_BYTES * (records.stripes + records.records)
+def cut_in(records: FileSet, rooms: list[int]) -> int:
+    """The cut with as many records as have room in servers that have so many bytes each."""
+    room = sum(rooms) - _index_bytes(records.stripes, records.records)
+    return cut_that_fits(records, room, max(rooms) - _index_bytes(1, len(records.records_of(0))))
 
 
 def stripe_bytes(records: FileSet) -> list[int]:
     """What each stripe takes in a region."""
     return [
-        records.stripe_bytes(stripe) + _INDEX_BYTES * (1 + len(records.records_of(stripe)))
+        records.stripe_bytes(stripe) + _index_bytes(1, len(records.records_of(stripe)))
         for stripe in range(records.stripes)
     ]
+
+
+def _index_bytes(stripes: int, records: int) -> int:
+    """What the index of so many takes in regions."""
+    return _INDEX_BYTES * (stripes + records)

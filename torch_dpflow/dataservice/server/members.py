@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -112,9 +112,14 @@ class Members:
                 del self._members[name]
                 self._write()
 
-    def infos(self) -> dict[str, ServerInfo]:
-        """Who they are."""
-        return {name: member.info for name, member in self._members.items()}
+    def infos(self, head: ServerInfo, rooms: Mapping[str, tuple[int, int]]) -> dict[str, ServerInfo]:
+        """Who they and their head are. rooms: the bytes of each that counts, and those that are free."""
+        infos = {head.name: head, **{name: member.info for name, member in self._members.items()}}
+        return {
+            name: msgspec.structs.replace(info, free=rooms[name][1])
+            for name, info in infos.items()
+            if name in rooms
+        }
 
     def states(self, identity: bytes) -> dict[str, SetState]:
         """What each has said of a set."""

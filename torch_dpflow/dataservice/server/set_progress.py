@@ -21,6 +21,7 @@ def with_progress(
 ) -> SetInfo:
     """What is known of a set, with counts over its servers.
 
+    info: `is_placed` where it is decided who has which stripe.
     owned: the stripes of each server that has some.
     states: what servers have said last; without those that have not heard of all of their stripes yet.
     """
@@ -33,6 +34,6 @@ def with_progress(
         placed=samples(sum(placed.values())),
         loaded=samples(sum(state.loaded for _, state in told)),
         failed=samples(sum(count if state.failed == ALL_FAILED else state.failed for count, state in told)),
-        is_placed=len(told) == len(placed) and all(state.is_placed for _, state in told),
+        is_placed=info.is_placed and len(told) == len(placed) and all(state.is_placed for _, state in told),
         error=next((state.error for _, state in told if state.error), ""),
     )
