@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from torch_dpflow.byte_sizes import parse_bytes
+from torch_dpflow.checks import check_seconds
 from torch_dpflow.cli.console import stdout_console
 from torch_dpflow.cli.dataset_options import Command
 from torch_dpflow.cli.dataset_printing import preload_progress, problem_line, verify_progress
@@ -185,6 +186,7 @@ def list_(address: PoolAddress) -> None:
 @_at_pool
 def top(interval_s: float, count: int | None, address: PoolAddress) -> None:
     """Show what the pool holds and how fast it is read, again and again."""
+    check_seconds("--interval-s", interval_s)
     with (
         suppress(KeyboardInterrupt),  # the usual way to end it
         PoolConnection(address) as connection,

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from torch_dpflow.checks import check_flag, check_tcp_address
 from torch_dpflow.dataservice.messages.protocol import ADDRESS_VARIABLE, find_directory
 from torch_dpflow.errors import OptionError
-from torch_dpflow.remote.access.connection_file import ConnectionFile, read_connection_file
+from torch_dpflow.remote.access.connection_file import ConnectionFile, read_key_file
 
 #: The environment variable with the default `connection` of clients and servers.
 CONNECTION_VARIABLE = "DPFLOW_POOL_CONNECTION"
@@ -46,7 +46,7 @@ class PoolAddress:
                 f"{self} is reached over a network, so both sides have to prove who they are; give the file that "
                 f"`dpflow keygen` has written: connection=, --connection or {CONNECTION_VARIABLE}"
             )
-        return read_connection_file(self.connection, advice="give the one that `dpflow keygen` has written")
+        return read_key_file(self.connection)
 
 
 #: What users give: a directory, tcp://HOST:PORT, or "auto".

@@ -164,7 +164,7 @@ def _connect_here(directory: Path, silence_s: float) -> socket.socket:
         connection.close()
         raise PeerLostError(
             f"no server of the pool answers at {directory} ({error.strerror or error}); start one: "
-            "dpflow pool serve --memory 8GiB"
+            f"dpflow pool serve --memory 8GiB --address {directory}"
         ) from None
     except BaseException:
         connection.close()

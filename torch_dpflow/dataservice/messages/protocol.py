@@ -300,6 +300,11 @@ def find_directory(address: str | os.PathLike[str] = "auto") -> Path:
         )
     if address == "auto":
         address = os.environ.get(ADDRESS_VARIABLE) or default_directory()
+    if os.fspath(address) == "" or os.fspath(address).startswith("tcp://"):
+        raise OptionError(
+            f'address={os.fspath(address)!r} is no directory, which a server of this host has; give "auto" or the path '
+            "of one, and what other hosts reach it at as --listen or listen="
+        )
     found = Path(address).absolute()
     if len(os.fsencode(found / _SOCKET)) > _LONGEST_PATH:
         raise OptionError(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from torch_dpflow.checks import check_int, check_seconds
 from torch_dpflow.dataservice.lanes.framing import Channel, PacketChannel, StreamChannel
+from torch_dpflow.dataservice.lanes.guards import check_keys
 from torch_dpflow.dataservice.lanes.pool_address import AddressLike, PoolAddress, find_address
 from torch_dpflow.dataservice.messages.ahead_messages import (
     AnnounceOrder,
@@ -62,6 +63,8 @@ from torch_dpflow.remote.transport.base import is_loopback
 
 #: Most memory for reading ahead where none is given.
 MOST_AHEAD = 1 << 30
+#: What no machine has: an exbibyte.
+_MOST_MEMORY = 1 << 60
 #: How long a signal that ends the process may wait for the thread that serves, seconds.
 _LOOK_S = 1.0
 
@@ -93,11 +96,11 @@ class DataServer:
         listen: PoolAddress | None = None,
         join: AddressLike | None = None,
     ) -> None:
-        check_int("memory_bytes", memory_bytes, minimum=1)
+        check_int("memory_bytes", memory_bytes, minimum=1, maximum=_MOST_MEMORY)
         check_seconds("idle_s", idle_s, zero=True)
         if ahead_bytes is None:
             ahead_bytes = min(memory_bytes // 8, MOST_AHEAD)
-        self._holdings = Holdings(check_int("ahead_bytes", ahead_bytes, minimum=0))
+        self._holdings = Holdings(check_int("ahead_bytes", ahead_bytes, minimum=0, maximum=_MOST_MEMORY))
         self._readers = itertools.count(1)
         self._connections: set[socket.socket] = set()
         self._stop = threading.Event()
@@ -109,6 +112,7 @@ class DataServer:
             )
         if head is not None and head.directory is None:
             _check_reach(listen, head)
+            check_keys(head)
         self._door = None if listen is None else StreamDoor(listen, self._talk_afar, self._holdings)
         #: Where other hosts reach it.
         self.address = None if self._door is None else self._door.address
@@ -308,9 +312,14 @@ def _check_reach(listen: PoolAddress | None, head: PoolAddress) -> None:
 def _listen(directory: os.PathLike[str], incarnation: str) -> tuple[socket.socket, int]:
     """The socket, and the lock that says that the address is taken, and by whom."""
     path = find_directory(directory)
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    check_private(path)
-    lock = os.open(path / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_private(path)
+        lock = os.open(path / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise OptionError(
+            f"{path} cannot be a server's directory: {error.strerror or error}; give another address"
+        ) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -40,6 +40,10 @@ class StreamDoor:
     def __init__(
         self, address: PoolAddress, talk: Callable[[socket.socket], None], holdings: Holdings
     ) -> None:
+        if address.directory is not None:
+            raise OptionError(
+                f"nobody can listen at {address}: other hosts reach a server at tcp://HOST:PORT; give that"
+            )
         self._guard = guard_of(address, serves=True)
         self._talk = talk
         self._strangers = threading.BoundedSemaphore(MOST_STRANGERS)
@@ -54,7 +58,7 @@ class StreamDoor:
             self._listener = socket.create_server(place, family=family, backlog=1024)
         except OSError as error:
             raise OptionError(
-                f"nobody can listen at {address}: {error.strerror or error}; give another port"
+                f"nobody can listen at {address}: {error.strerror or error}; give another address"
             ) from None
         self._lanes = LaneServer(holdings)
         #: Where clients find it.

@@ -1,0 +1,46 @@
+"""What a server of the pool and its commands are given and cannot be: said in a line, before anything is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from torch_dpflow.cli.main import root
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--address", "tcp://127.0.0.1:7400"], "is no directory"),
+        (["--address", ""], "is no directory"),
+        (["--address", "file"], "cannot be a server's directory: File exists"),
+        (["--address", "file/below"], "cannot be a server's directory: Not a directory"),
+        (["--memory", "999999999999TiB"], "is out of range"),
+        (["--ahead-memory", "999999999999TiB"], "is out of range"),
+        (["--listen", "7400"], "other hosts reach a server at tcp://HOST:PORT"),
+        (["--listen", "tcp://127.0.0.1:0", "--connection", "none"], "`dpflow keygen` has written"),
+        (["--join", ""], "is no directory"),
+        (["--join", "tcp://127.0.0.1:1", "--listen", "tcp://127.0.0.1:0"], "`dpflow keygen` has written"),
+    ],
+)
+def test_a_server_that_cannot_be_says_why(
+    given: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o700)
+    Path("file").touch()
+    done = CliRunner().invoke(root, ["pool", "serve", "--memory", "1MiB", "--address", "p", *given])
+    assert done.exit_code == 1
+    assert done.output.startswith("Error: ")
+    assert says in done.output
+    assert not [*tmp_path.glob("**/socket")]
+
+
+@pytest.mark.parametrize("seconds", ["nan", "1e300"])
+def test_tables_come_after_seconds_that_pass(seconds: str, tmp_path: Path) -> None:
+    words = ["pool", "top", "--interval-s", seconds, "--count", "2", "--address", str(tmp_path)]
+    done = CliRunner().invoke(root, words)
+    assert done.exit_code == 1
+    assert "give seconds" in done.output
