@@ -10,7 +10,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.datasets.samples_source import Numbered, numbers, publish
 from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow import DPFlowDataLoader, PooledDataset
 from torch_dpflow.cli.main import root
-from torch_dpflow.dataservice import DataClient, SetInfo
+from torch_dpflow.dataservice import DataClient, DataServer, SetInfo
 from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
 from torch_dpflow.dataservice.messages.protocol import (
     ELSEWHERE,
@@ -391,6 +391,14 @@ def test_memory_of_a_set_that_is_given_up_before_it_is_made_is_freed(stored: Sto
     held.fill([0])
     wait(lambda: held.is_placed, what="its thread")
     assert held.regions == []
+
+
+def test_many_readers_may_come_at_once(tmp_path: Path) -> None:
+    serving = DataServer(1 << 20, tmp_path / "p")  # it accepts nobody yet
+    with ExitStack() as stack:
+        stack.callback(serving.stop)
+        for _ in range(400):
+            stack.enter_context(closing(PoolConnection(tmp_path / "p")))
 
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:

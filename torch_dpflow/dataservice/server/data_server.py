@@ -333,7 +333,7 @@ def _listen(directory: os.PathLike[str], incarnation: str) -> tuple[socket.socke
         os.unlink(socket_path(path))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(socket_path(path))
-    listener.listen(128)
+    listener.listen(MOST_CONNECTIONS)  # a reader whose turn does not come is refused, and goes to storage
     # A signal that the kernel gives to another thread, as it may after SIGCONT, does not end `accept`.
     listener.settimeout(_LOOK_S)
     return listener, lock
