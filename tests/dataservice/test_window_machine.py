@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.staged_window import StagedWindow, Unbounded
-from torch_dpflow.dataservice.planning.window import LEAST, MOST, BatchWindow, MeasuredWindow
+from torch_dpflow.dataservice.planning.window import LEAST, MOST, BatchWindow, FixedWindow, MeasuredWindow
 from torch_dpflow.errors import OptionError
 
 
@@ -55,8 +55,19 @@ def test_ours_ends_every_batch_and_stays_within_its_bounds(
 def test_every_window_ends_every_batch(lengths: list[int], seed: int, record: int, stages: int) -> None:
     chance = random.Random(seed)
     staged = StagedWindow(bytes_per_s=1e7, latency_s=1e-3, record_bytes=record, stages=stages)
-    for window in (Unbounded(), MeasuredWindow(stages=stages), staged):
+    for window in (Unbounded(), FixedWindow(record, stages=stages), MeasuredWindow(stages=stages), staged):
         run(window, lengths, chance)
+
+
+def test_a_fixed_window_is_filled_by_stages() -> None:
+    window = FixedWindow(1_000, stages=4)
+    assert window.grant([400, 400, 400], 0.0) == 2
+    tokens = [window.asked(400, 0.0) for _ in range(2)]
+    assert window.grant([200], 0.0) == 0  # less than a stage is free
+    window.arrived(tokens.pop(), 0.0)
+    assert window.grant([600, 1], 0.0) == 1
+    window.given_up(tokens.pop())
+    assert window.grant([2_000, 1], 0.0) == 1  # never less than one record
 
 
 @given(

@@ -33,7 +33,7 @@ from torch_dpflow.datasets.importers.iterable import IterableImporter
 PATIENCE_S = 60.0
 _MEMORY = 64 << 20
 #: Bytes of the records, in turns: none, one, about a cache line, about what is sent in a turn and received at once.
-SIZES = (0, 1, 63, 64, 65, 5_000, 20_000, 262_144, 262_145, 1_100_000)
+SIZES = (0, 1, 63, 64, 65, 5_000, 20_000, 1_048_576, 1_048_577, 1_100_000)
 
 
 class _Contents(Sequence[tuple[bytes, dict[str, int]]]):

@@ -16,14 +16,16 @@ from torch_dpflow.dataservice.lanes.guards import StreamGuard, guard_of
 from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
 from torch_dpflow.dataservice.lanes.stream_lane import AskedRecord, StreamLane
 from torch_dpflow.dataservice.lanes.wire import GONE, LATER
-from torch_dpflow.dataservice.planning.window import BatchWindow, MeasuredWindow
+from torch_dpflow.dataservice.planning.window import BatchWindow, FixedWindow, MeasuredWindow
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.log import DATASETS
 
 #: Records that the window is asked about at a time.
 _LOOKED_AT = 64
-#: What one server is asked for before the next, bytes: about what it sends in a turn.
-_TOGETHER_BYTES = 256 << 10
+#: What one server is asked for before the next, bytes: half of what it sends in a turn.
+_TOGETHER_BYTES = 512 << 10
+#: What may be under way where all servers are of this host, bytes: enough that few answers carry much.
+_ON_HOST_BYTES = 2 << 20
 #: What a record is taken for whose length only the server knows, bytes.
 _GUESSED_BYTES = 64 << 10
 #: Between attempts to reach a server, seconds.
@@ -36,7 +38,8 @@ class LaneReader:
     Args:
         pool: one of its servers; the others have the same keys.
         silence_s: after how long without a byte that is due a server is left, seconds.
-        window: how much may be asked for that has not come; None: what this reader measures.
+        window: how much may be asked for that has not come; None: what this reader measures, or 2 MiB where all servers
+            are of this host.
 
     Raises OptionError: there are no keys.
     """
@@ -44,7 +47,8 @@ class LaneReader:
     def __init__(self, pool: PoolAddress, silence_s: float, window: BatchWindow | None = None) -> None:
         self._pool, self._silence_s = pool, silence_s
         self._guard: StreamGuard = guard_of(pool, serves=False)
-        self._window = MeasuredWindow() if window is None else window
+        self._windows = (MeasuredWindow(), FixedWindow(_ON_HOST_BYTES)) if window is None else (window, window)
+        self._window: BatchWindow = self._windows[0]
         self._lanes: dict[str, StreamLane] = {}
         #: Servers that have failed: until when they are left alone, and what says for how long the next time.
         self._left: dict[str, tuple[float, Backoff]] = {}
@@ -61,6 +65,8 @@ class LaneReader:
         lengths: of each; None: unknown.
         """
         batch = _LaneBatch(identity, owners, records, lengths)
+        lanes = [self._lane(owner) for owner in {*owners}]
+        self._window = self._windows[all(lane is not None and lane.is_on_host for lane in lanes)]
         try:
             while True:
                 self._ask(batch)

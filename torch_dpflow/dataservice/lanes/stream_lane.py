@@ -56,6 +56,8 @@ class StreamLane:
         self.asked: deque[tuple[bytes, AskedRecord]] = deque()
         #: What the server has answered LATER, by its record.
         self.later: dict[int, list[AskedRecord]] = {}
+        #: Whether no line is between the two: they have one address.
+        self.is_on_host = self._socket.getsockname()[0] == self._socket.getpeername()[0]
         if isinstance(self._socket, socket.socket):
             # One call then returns a whole record, in memory of its own.
             self._socket.settimeout(None)

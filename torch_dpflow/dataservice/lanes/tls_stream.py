@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import ssl
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 _PIECE_BYTES = 256 << 10
 T = TypeVar("T")
@@ -35,6 +35,12 @@ class TLSStream:
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    def getsockname(self) -> Any:
+        return self._socket.getsockname()
+
+    def getpeername(self) -> Any:
+        return self._socket.getpeername()
 
     def sendall(self, content: bytes) -> None:
         view = memoryview(content)

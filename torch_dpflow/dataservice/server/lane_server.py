@@ -30,7 +30,7 @@ from torch_dpflow.errors import DPFlowError, MessageError, UsageError
 from torch_dpflow.log import SERVICE
 
 #: Bytes that a lane sends before it is another's turn.
-TURN_BYTES = 256 << 10
+TURN_BYTES = 1 << 20
 #: Records of a lane that are asked for and not answered, above which nothing is read from it; or LATER and not READY.
 MOST_ASKED = 4 * MOST_RECORDS
 #: What is read from a lane at a time.
