@@ -8,6 +8,7 @@ import pickle
 import random
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,26 @@ def test_boxes_and_draws_are_torchvision_s(scale: tuple[float, float], ratio: tu
         torch.manual_seed(seed)
         assert random_resized_crop_params(height, width, scale, ratio) == tuple(theirs)
         assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_draws_go_on_outside_of_inference_mode() -> None:
+    def draw() -> None:
+        with torch.inference_mode():
+            random_resized_crop_params(30, 40)
+        random_resized_crop_params(30, 40)
+
+    with ThreadPoolExecutor(1) as thread:  # it has drawn nothing before
+        thread.submit(draw).result()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float32])
+def test_draws_are_torchvision_s_in_any_default_dtype(dtype: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        test_boxes_and_draws_are_torchvision_s((0.08, 1.0), (3 / 4, 4 / 3))
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("kind", [*JPEGS, "grey"])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
@@ -33,6 +34,35 @@ _TRIES = 10
 _GROUP = 32
 
 
+class _Drawn:
+    """A number and a place that a thread draws, and their memory as numpy sees it.
+
+    Between two images each call of torch's takes tens of microseconds, as the decoder's pixels have thrown its code out
+    of the processor's caches; making tensors and asking them for their items was half of these calls.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        with torch.inference_mode(False):  # what is made in it cannot be changed outside
+            self.number = torch.empty(1, dtype=dtype, device="cpu")
+            self.place = torch.empty(1, dtype=torch.int64, device="cpu")
+        # numpy has no bfloat16; a tensor gives its item too, only later.
+        in_numpy = dtype in (torch.float32, torch.float64)
+        self.number_here: Any = self.number.numpy() if in_numpy else self.number
+        self.place_here = self.place.numpy()
+
+
+_HERE = threading.local()
+
+
+def _drawn() -> _Drawn:
+    """The thread's own, in the default dtype, in which torchvision draws."""
+    dtype = torch.get_default_dtype()
+    drawn: _Drawn | None = getattr(_HERE, "drawn", None)
+    if drawn is None or drawn.number.dtype is not dtype:
+        drawn = _HERE.drawn = _Drawn(dtype)
+    return drawn
+
+
 def random_resized_crop_params(height: int, width: int, scale: Range = SCALE, ratio: Range = RATIO) -> Box:
     """The box that torchvision's `RandomResizedCrop` draws from torch's generator, bit for bit, with the same draws.
 
@@ -42,15 +72,20 @@ def random_resized_crop_params(height: int, width: int, scale: Range = SCALE, ra
         ratio: its width over its height, least and most.
     """
     area = height * width
-    log_ratio = _logarithms(ratio)
-    number, place = torch.empty(1), torch.empty(1, dtype=torch.int64)
+    drawn = _drawn()
+    log_ratio = _logarithms(ratio, drawn.number.dtype)
+    number, place, number_here, place_here = drawn.number, drawn.place, drawn.number_here, drawn.place_here
     for _ in range(_TRIES):
-        target = area * number.uniform_(*scale).item()
-        aspect = number.uniform_(*log_ratio).exp_().item()
+        number.uniform_(*scale)
+        target = area * float(number_here[0])
+        number.uniform_(*log_ratio).exp_()
+        aspect = float(number_here[0])
         w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
         if 0 < w <= width and 0 < h <= height:
-            top = int(place.random_(0, height - h + 1).item())
-            return top, int(place.random_(0, width - w + 1).item()), h, w
+            place.random_(0, height - h + 1)
+            top = int(place_here[0])
+            place.random_(0, width - w + 1)
+            return top, int(place_here[0]), h, w
     w, h = width, height
     if width / height < min(ratio):
         h = round(w / min(ratio))
@@ -175,8 +210,8 @@ class DecodeCenterCrop:
 
 
 @lru_cache(maxsize=16)
-def _logarithms(ratio: Range) -> list[float]:
-    logarithms: list[float] = torch.log(torch.tensor(ratio)).tolist()
+def _logarithms(ratio: Range, dtype: torch.dtype) -> list[float]:
+    logarithms: list[float] = torch.log(torch.tensor(ratio, dtype=dtype)).tolist()
     return logarithms
 
 
