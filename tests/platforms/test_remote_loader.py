@@ -324,7 +324,10 @@ def test_a_name_is_bound_by_its_address_and_all_addresses_are_told_one_by_one() 
     assert addresses_of(to_bind("tcp://localhost:70-71")) == ["tcp://127.0.0.1:70", "tcp://127.0.0.1:71"]
 
 
-def test_a_member_that_is_refused_while_it_imports_torch_ends(eventually: Callable[..., None]) -> None:
+@pytest.mark.parametrize("reason", ["it is not needed", ""])
+def test_a_member_that_is_refused_while_it_imports_torch_ends_and_says_why_if_there_is_a_reason(
+    reason: str, eventually: Callable[..., None]
+) -> None:
     public, secret = draw_key_pair()
     keys = DoorKeys(public=public, secret=secret)
     own_public, own_secret = draw_key_pair()
@@ -354,12 +357,17 @@ def test_a_member_that_is_refused_while_it_imports_torch_ends(eventually: Callab
         elif isinstance(decode(frames[0]), FetchPiece):
             break
     head.send(peer, [encode(Piece(digest, 0)), content])
-    head.send(peer, [encode(WorkerRefused("it is not needed"))])
+    head.send(peer, [encode(WorkerRefused(reason))])
+
+    ends: list[Ended] = []
 
     def ended() -> bool:
         platform.suspect(name)
-        return any(isinstance(outcome, Ended) for outcome in platform.take())
+        ends.extend(outcome for outcome in platform.take() if isinstance(outcome, Ended))
+        return bool(ends)
 
     eventually(ended, within_s=PATIENCE_S)
     platform.close()
     head.close()
+    said = f"{name} ends: the shard refuses it: {reason}" if reason else ""
+    assert [one.end.report for one in ends] == [said]

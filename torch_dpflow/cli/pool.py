@@ -147,7 +147,10 @@ def preload(stored: StoredDataset | ArraySource, part: bool, address: PoolAddres
         info = connection.preload(source, identity, whole=not part, progress=show)
     click.echo(f"{info.ref}: {info.loaded:,} of {info.records:,} samples in {info.reserved_bytes:,} bytes")
     if info.failed:
-        raise click.ClickException(f"{info.failed:,} samples could not be read: {info.error or 'no lengths'}")
+        raise click.ClickException(
+            f"{info.failed:,} samples could not be read: {info.error or 'no lengths'}; once they can be, unload "
+            f"{info.ref} and load it again"
+        )
 
 
 @pool.command()

@@ -287,11 +287,12 @@ class Line(threading.Thread):
     def _on_refused(self, reason: str) -> None:
         if self._is_awaited:
             raise RefusedMemberError(reason)
-        self._leave_at_once(f"the shard refuses it: {reason}", code=0)
+        self._leave_at_once(reason and f"the shard refuses it: {reason}", code=0)
 
     def _leave_at_once(self, why: str, code: int = 1) -> None:
         # The main thread may be in the user's code, for as long as that likes.
-        print(f"{self._order.name} ends: {why}", file=sys.stderr, flush=True)
+        if why:
+            print(f"{self._order.name} ends: {why}", file=sys.stderr, flush=True)
         if self.directory is not None:
             self.directory.remove()
         os._exit(code)

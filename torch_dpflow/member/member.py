@@ -31,7 +31,8 @@ def run(order: bytes) -> int:
     try:
         _work(told, line)
     except RefusedMemberError as error:
-        print(f"{told.name} is not wanted: {error}", file=sys.stderr)
+        if str(error):
+            print(f"{told.name} is not wanted: {error}", file=sys.stderr)
         return 0
     except BaseException as error:
         words = "".join(traceback.format_exception(error))

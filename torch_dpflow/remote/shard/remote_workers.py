@@ -211,7 +211,7 @@ class RemoteWorkers:
         self._leaving = True
         for member in self._members.values():
             if all_ or not member.is_working:
-                self._refuse(member, "its shard ends")
+                self._refuse(member, "")
 
     def close(self) -> None:
         """End all of them."""

@@ -169,7 +169,7 @@ class WorkerWelcome(_Header, tag=31):
 class WorkerRefused(_Header, tag=38):
     """Shard to worker: the process is no worker of this shard (any more), or of another release; it has to end."""
 
-    reason: Text
+    reason: Text  # empty: the shard ends, of which nobody need be told
 
 
 class WorkerReady(_Header, tag=36):
