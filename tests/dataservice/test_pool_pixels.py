@@ -81,6 +81,14 @@ def test_each_rank_decodes_its_part(
 def test_what_cannot_be_decoded_to_one_shape_is_refused(stored: StoredDataset, client: DataClient) -> None:
     with pytest.raises(OptionError, match="for the first; have it crop, resize or pad to one shape"):
         client.preload(stored, transform=lambda content: np.frombuffer(content, np.uint8))
+    [begun] = client.sets()
+    assert begun.loaded < COUNT
+    assert begun.pushed is not None
+    client.unload(begun.pushed)
+    client.preload(stored)  # samples of any length, decoded by who reads them
+    assert [one for one, _ in client.read_batch(stored, range(COUNT))] == [
+        content(one) for one in range(COUNT)
+    ]
     with pytest.raises(OptionError, match="rank=2 of world=2"):
         client.preload(stored, transform=Decode(), rank=2, world=2)
     with pytest.raises(OptionError, match="transform= is for datasets of a store"):

@@ -126,8 +126,12 @@ def up(
     from torch_dpflow.platforms.fork_server import end_fork_server
     from torch_dpflow.remote.services.local_cluster import ClusterOptions, LocalCluster
     from torch_dpflow.remote.services.node import stopped_by_signals
+    from torch_dpflow.remote.shm.headroom import check_memory
     from torch_dpflow.remote.wire.coordinator import ClusterLimits
 
+    if given["pool_memory"] is not None:
+        check_memory("--pool-memory", given["pool_memory"])
+        _pool_directory(given["pool_memory"])  # which may be none
     sys.path.insert(0, os.getcwd())  # as `python -m` does; a console script has its own directory there
     options = ClusterOptions(
         limits=ClusterLimits(workers=workers, memory_bytes=memory),
@@ -160,7 +164,7 @@ def _print_up(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) 
     if as_json:
         facts = {"address": cluster.address, "connection_file": str(options.path), "metrics": options.metrics}
         facts["web"] = options.web
-        facts["pool"] = _pool_directory(options)
+        facts["pool"] = _pool_directory(options.pool_memory)
         click.echo(to_json({**facts, "pid": os.getpid(), "most_workers": cluster.workers}))
         return
     click.echo(f"dpflow is up at {cluster.address}\njobs find it by {options.path}")
@@ -171,17 +175,19 @@ def _print_up(cluster: LocalCluster, options: ClusterOptions, *, as_json: bool) 
     if options.metrics:
         click.echo(f"metrics are at http://{options.metrics}/metrics")
     if options.pool_memory:
-        click.echo(f"the pool holds datasets in {options.pool_memory:,} bytes, at {_pool_directory(options)}")
+        click.echo(
+            f"the pool holds datasets in {options.pool_memory:,} bytes, at {_pool_directory(options.pool_memory)}"
+        )
     if options.web:
         token = "; it asks for the token, as a password" if options.web_token_file else ""
         click.echo(f"the live page is at http://{options.web}{token}")
 
 
-def _pool_directory(options: ClusterOptions) -> str | None:
+def _pool_directory(memory: int | None) -> str | None:
     """Where the server of the pool is that the cluster runs."""
     from torch_dpflow.dataservice.messages.protocol import find_directory
 
-    return None if options.pool_memory is None else str(find_directory())
+    return None if memory is None else str(find_directory())
 
 
 @click.command()

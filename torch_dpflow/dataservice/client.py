@@ -80,10 +80,14 @@ class DataClient:
 
         Raises:
             PoolFullError: there is no room for all of it.
-            OptionError: `fit` and `on_error` are not for transforms; or as its arrays differ in shape.
+            OptionError: a value is not allowed, as `fit` with a transform; or the arrays of this differ in shape.
             StorageError: a sample could not be read.
             PeerLostError: there is no server, or it has died.
         """
+        if fit not in ("all", "part") or on_error not in ("raise", "skip"):
+            raise OptionError(
+                f'fit={fit!r}, on_error={on_error!r}: give "all" or "part", and "raise" or "skip"'
+            )
         if transform is not None:
             if isinstance(stored, ArraySource) or (fit, on_error) != ("all", "raise"):
                 raise OptionError(

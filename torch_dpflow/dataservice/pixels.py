@@ -70,7 +70,8 @@ class _Decoding:
             if (one.dtype, one.shape) != (self.like.dtype, self.like.shape):
                 raise OptionError(
                     f"the transform gives {one.dtype}{one.shape} for sample {first + at} of {self._reader.stored.ref}, "
-                    f"and {self.like.dtype}{self.like.shape} for the first; have it crop, resize or pad to one shape"
+                    f"and {self.like.dtype}{self.like.shape} for the first; have it crop, resize or pad to one "
+                    "shape, or preload without transform=, since samples as they are may have any length"
                 )
             out[at] = one
         return out

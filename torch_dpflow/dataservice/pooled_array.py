@@ -111,12 +111,13 @@ class PooledArray(Dataset[Rows]):
         given = np.asarray(
             indices if isinstance(indices, np.ndarray) else [operator.index(one) for one in indices]
         )
-        if given.size and given.dtype.kind not in "iu":
-            raise TypeError(f"indices are of type {given.dtype}; give whole numbers")
-        numbers = given.astype(np.int64)
+        is_large = not isinstance(indices, np.ndarray) and given.dtype.kind == "O"  # numbers beyond 64 bits
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu" and not is_large):
+            raise TypeError(f"indices are {given.dtype} of shape {given.shape}; give whole numbers in a row")
         count = len(self)
-        for wrong in numbers[(numbers < -count) | (numbers >= count)][:1]:
+        for wrong in given[(given < -count) | (given >= count)][:1]:
             raise IndexError(f"row {wrong} is out of range; {self.source.ref} has {count} rows")
+        numbers = given.astype(np.int64)
         return np.where(numbers < 0, numbers + count, numbers)
 
     def _copy(self, numbers: _Numbers, out: npt.NDArray[Any]) -> _Numbers:

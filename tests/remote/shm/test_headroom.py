@@ -7,7 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from torch_dpflow.remote.shm.headroom import Headroom, of_machine
+from torch_dpflow.errors import OptionError
+from torch_dpflow.remote.shm.headroom import Headroom, check_memory, of_machine
 
 MIB = 1 << 20
 #: Of each version of control groups: its line, where its groups lie, its files, and what can be dropped.
@@ -53,6 +54,16 @@ def test_the_tightest_group_decides(machine: Machine) -> None:
     assert machine.headroom().available() == 7 * MIB
     machine.group("outer", 64 * MIB, 16 * MIB)
     assert machine.headroom().available() == 19 * MIB
+
+
+def test_nobody_has_more_than_the_tightest_group_allows(machine: Machine) -> None:
+    machine.group("outer", 64 * MIB, 60 * MIB)
+    machine.group("outer/inner", 32 * MIB, 16 * MIB)
+    assert machine.headroom().total() == 32 * MIB
+    assert Headroom(memberships=machine.root / "none").total() <= of_machine("MemTotal")
+    check_memory("x", 1)
+    with pytest.raises(OptionError, match=r"x=1,152,921,504,606,846,976 bytes: .* give fewer"):
+        check_memory("x", 1 << 60)
 
 
 def test_a_container_sees_its_own_group_only(machine: Machine) -> None:

@@ -9,6 +9,7 @@ the server has drawn, so that a stranger gets nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import secrets
@@ -170,7 +171,10 @@ def connect_stream(address: PoolAddress, guard: StreamGuard, purpose: int, silen
     try:
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = guard.approach(plain)
-        connection.sendall(hello(purpose))
+        with contextlib.suppress(
+            ConnectionError
+        ):  # why it refuses has come before its end, and is read below
+            connection.sendall(hello(purpose))
         purpose_of(receive_exactly(connection, HELLO_BYTES))
     except (OSError, MessageError, PeerLostError) as error:
         connection.close()

@@ -292,7 +292,7 @@ def default_directory() -> Path:
 def find_directory(address: str | os.PathLike[str] = "auto") -> Path:
     """The directory of a pool: "auto" for what `DPFLOW_POOL` names, or else this user's on this host.
 
-    Raises OptionTypeError, or OptionError where the path is too long for a socket.
+    Raises OptionTypeError, or OptionError where it is no path, or too long for a socket.
     """
     if not isinstance(address, str | os.PathLike):
         raise OptionTypeError(
@@ -300,7 +300,7 @@ def find_directory(address: str | os.PathLike[str] = "auto") -> Path:
         )
     if address == "auto":
         address = os.environ.get(ADDRESS_VARIABLE) or default_directory()
-    if os.fspath(address) == "" or os.fspath(address).startswith("tcp://"):
+    if os.fspath(address) == "" or "://" in os.fspath(address):
         raise OptionError(
             f'address={os.fspath(address)!r} is no directory, which a server of this host has; give "auto" or the path '
             "of one, and what other hosts reach it at as --listen or listen="

@@ -59,12 +59,11 @@ from torch_dpflow.dataservice.server.holdings import ANSWER_S, MOST_SETS, Holdin
 from torch_dpflow.dataservice.server.membership import PoolMember
 from torch_dpflow.errors import DPFlowError, MessageError, OptionError, PeerLostError, UsageError
 from torch_dpflow.log import SERVICE
+from torch_dpflow.remote.shm.headroom import check_memory
 from torch_dpflow.remote.transport.base import is_loopback
 
 #: Most memory for reading ahead where none is given.
 MOST_AHEAD = 1 << 30
-#: What no machine has: an exbibyte.
-_MOST_MEMORY = 1 << 60
 #: How long a signal that ends the process may wait for the thread that serves, seconds.
 _LOOK_S = 1.0
 
@@ -96,11 +95,13 @@ class DataServer:
         listen: PoolAddress | None = None,
         join: AddressLike | None = None,
     ) -> None:
-        check_int("memory_bytes", memory_bytes, minimum=1, maximum=_MOST_MEMORY)
+        check_int("memory_bytes", memory_bytes, minimum=1)
         check_seconds("idle_s", idle_s, zero=True)
         if ahead_bytes is None:
             ahead_bytes = min(memory_bytes // 8, MOST_AHEAD)
-        self._holdings = Holdings(check_int("ahead_bytes", ahead_bytes, minimum=0, maximum=_MOST_MEMORY))
+        check_int("ahead_bytes", ahead_bytes, minimum=0)
+        check_memory("memory_bytes and ahead_bytes", memory_bytes + ahead_bytes)
+        self._holdings = Holdings(ahead_bytes)
         self._readers = itertools.count(1)
         self._connections: set[socket.socket] = set()
         self._stop = threading.Event()

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from torch_dpflow.checks import check_type
 from torch_dpflow.dataservice.messages.protocol import AnySource, ArraySource, SetSource
 from torch_dpflow.dataservice.planning.sets import FileSet, identity
 from torch_dpflow.dataservice.sources.arrays import ArrayReader, array_identity, array_set
@@ -50,6 +51,7 @@ class OpenedSource(NamedTuple):
 
 def identity_of(stored: StoredDataset | ArraySource) -> bytes:
     """The name of the set of a variant, which never changes once it is published, or of an array."""
+    _check_kind(stored)
     if isinstance(stored, ArraySource):
         return array_identity(stored)
     return identity(
@@ -59,6 +61,7 @@ def identity_of(stored: StoredDataset | ArraySource) -> bytes:
 
 def source_of(stored: StoredDataset | ArraySource, data_options: Mapping[str, Any] | None) -> AnySource:
     """What a server needs to read it. Raises OptionTypeError: an option is not text, a number or a list of such."""
+    _check_kind(stored)
     source: AnySource = (
         stored
         if isinstance(stored, ArraySource)
@@ -99,6 +102,11 @@ def samples_in(source: AnySource, records: int) -> int:
     if isinstance(source, ArraySource):
         return min(records * array_set(source).per_block, source.shape[0])
     return records
+
+
+def _check_kind(stored: object) -> None:
+    allowed = "what DatasetStore.open, open_array or DataClient.push has returned"
+    check_type("stored", stored, (StoredDataset, ArraySource), allowed)
 
 
 def _check_name(found: bytes, wanted: bytes, what: str) -> None:

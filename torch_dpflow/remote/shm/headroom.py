@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from torch_dpflow.errors import OptionError
+
 
 def of_machine(name: str) -> int:
     """Bytes of the machine's memory, as in /proc/meminfo: "MemTotal", "MemAvailable" and so on."""
@@ -41,17 +43,29 @@ class Headroom:
     def __init__(
         self, *, memberships: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
     ) -> None:
-        total = of_machine("MemTotal")
+        self._machine = of_machine("MemTotal")
         self._groups = [
             (folder, files)
             for folder, files in _groups(memberships, mount)
-            if _number(folder / files.limit, total) < total
+            if _number(folder / files.limit, self._machine) < self._machine
         ]
+
+    def total(self) -> int:
+        """Bytes that this process could ever have: of the machine, or what its control groups allow."""
+        limits = (_number(folder / files.limit, self._machine) for folder, files in self._groups)
+        return min([self._machine, *limits])
 
     def available(self) -> int:
         """Available bytes. Raises OSError where the process has no descriptor left to read them."""
         machine = of_machine("MemAvailable")
         return min([machine, *(_left_in(folder, files) for folder, files in self._groups)])
+
+
+def check_memory(name: str, size: int) -> None:
+    """Raise OptionError if this process can never have so many bytes."""
+    total = Headroom().total()
+    if size > total:
+        raise OptionError(f"{name}={size:,} bytes: {total:,} are all that this process can have; give fewer")
 
 
 def _groups(memberships: Path, mount: Path) -> Iterator[tuple[Path, _Files]]:
