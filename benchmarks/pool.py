@@ -1,12 +1,14 @@
 """Several servers in one pool: how fast they load a dataset, what they read and take for it, and what a death costs.
 
     python -m benchmarks.pool [--json | --markdown] [--rounds N] [--part preload|loss] [--megabytes 1024]
-        [--latency-ms 10] [--quick]
+        [--latency-ms 10] [--connection-mb-s RATE] [--quick]
 
 preload: one server and four, each a process of its own on this host (`dpflow pool serve`, `--join`), load a dataset of
 records of 110 kB in packs from `benchmarks.oss_server`, which holds each answer back and is a process too. "storage" is
 what they read of the data, "memory" what their processes take (proportional set size), both by the dataset's bytes;
-"grown" leaves out what they took before. loss: a process reads an epoch in batches of 64, from storage without a pool,
+"idle" is what each took before, and "beside" what each takes in the end that is no record, MB. Servers and store share
+the processors here; with --connection-mb-s, which bounds what one connection to the store carries, as clouds do, the
+servers' own requests are what takes time. loss: a process reads an epoch in batches of 64, from storage without a pool,
 and from four servers of which one is killed in the midst; "stall" is the longest batch, "storage" the samples that it
 has read from there, by the dataset's samples.
 """
@@ -44,19 +46,20 @@ METRICS = [
     Metric(name="seconds", label="preload, s", higher_is_better=False, spec=".2f"),
     Metric(name="storage", label="storage", higher_is_better=False, spec=".3f"),
     Metric(name="memory", label="memory", higher_is_better=False, spec=".3f"),
-    Metric(name="grown", label="grown", higher_is_better=False, spec=".3f"),
+    Metric(name="idle_mb", label="idle, MB a server", higher_is_better=False, spec=".1f"),
+    Metric(name="beside_mb", label="beside, MB a server", higher_is_better=False, spec=".1f"),
     Metric(name="epoch_s", label="epoch, s", higher_is_better=False, spec=".2f"),
     Metric(name="stall_s", label="stall, s", higher_is_better=False, spec=".3f"),
     Metric(name="wrong", label="wrong or missing", higher_is_better=False, spec=".0f"),
 ]
 
 
-def serve_objects(latency_s: float, count: int, pipe: Connection) -> None:
+def serve_objects(latency_s: float, bytes_per_s: float | None, count: int, pipe: Connection) -> None:
     """The object store: publishes the dataset, says where, then how many bytes of data it was asked for since."""
     with OSSServer() as oss:
         oss.buckets.create("bucket")
         publish_records("oss://bucket/datasets", count, **oss.storage_options())
-        oss.latency_s = latency_s
+        oss.latency_s, oss.connection_bytes_per_s = latency_s, bytes_per_s
         pipe.send(oss.storage_options())
         while pipe.recv():
             pipe.send(sum(map(bytes_asked_for, oss.requests)))
@@ -132,7 +135,8 @@ def preload(count: int, servers_count: int, options: dict[str, object], pipe: Co
             "seconds": seconds,
             "storage": asked(pipe) / size,
             "memory": after / size,
-            "grown": (after - before) / size,
+            "idle_mb": before / servers_count / 1e6,
+            "beside_mb": (after - size) / servers_count / 1e6,
         }
 
 
@@ -180,11 +184,11 @@ def read_with_loss(stored: StoredDataset, is_killed: bool, numbers: Iterator[int
             return epoch(dataset, victim, np.random.default_rng(next(numbers)))
 
 
-def run(part: str, count: int, latency_s: float, rounds: int) -> Comparison:
+def run(part: str, count: int, latency_s: float, bytes_per_s: float | None, rounds: int) -> Comparison:
     """One workload."""
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
-    store = context.Process(target=serve_objects, args=(latency_s, count, other), daemon=True)
+    store = context.Process(target=serve_objects, args=(latency_s, bytes_per_s, count, other), daemon=True)
     store.start()
     with ExitStack() as stack:
         stack.callback(store.join)
@@ -204,6 +208,7 @@ def run(part: str, count: int, latency_s: float, rounds: int) -> Comparison:
                 "4 servers, 1 killed": partial(read_with_loss, stored, True, numbers),
             }
         size = f"{count * RECORD_BYTES / 1e6:,.0f} MB, {1e3 * latency_s:g} ms"
+        size += "" if bytes_per_s is None else f", {bytes_per_s / 1e6:g} MB/s a connection"
         return alternate("pool", f"{part} of {size}", sides, rounds=rounds)
 
 
@@ -216,11 +221,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--megabytes", type=int, default=1024, help="of the dataset (default: %(default)s)")
     parser.add_argument("--latency-ms", type=float, default=10.0, help="of the store (default: %(default)s)")
+    parser.add_argument(
+        "--connection-mb-s", type=float, help="what one connection to the store carries (default: any)"
+    )
     arguments = parser.parse_args(argv)
+    rate = arguments.connection_mb_s and arguments.connection_mb_s * 1e6
     count = 200 if arguments.quick else max(BATCH, arguments.megabytes * 10**6 // RECORD_BYTES)
     rounds = 1 if arguments.quick else arguments.rounds
     parts = arguments.part or ["preload", "loss"]
-    publish([run(one, count, arguments.latency_ms / 1e3, rounds) for one in parts], METRICS, arguments)
+    publish([run(one, count, arguments.latency_ms / 1e3, rate, rounds) for one in parts], METRICS, arguments)
     return 0
 
 

@@ -1,6 +1,6 @@
 """A local server that speaks the protocol of Alibaba Cloud OSS: a test double of a cloud API.
 
-It uses real sockets and injects faults. It has no TLS, no virtual-host addresses and no throttling, and its throughput
+It uses real sockets and injects faults. It has no TLS, no virtual-host addresses and no throttling but of one connection, and its throughput
 says nothing of the real service's.
 """
 

@@ -39,6 +39,8 @@ class OSSServer:
         key_id, secret: what requests must be signed with.
         token: the security token that requests must carry as well; None: none is looked at.
         latency_s: seconds that every answer is held back.
+        connection_bytes_per_s: an answer is held back for as long as it would take at this rate too, since clouds bound
+            what one connection carries; None: no longer.
     """
 
     def __init__(
@@ -48,11 +50,13 @@ class OSSServer:
         secret: str = "test-secret",
         token: str | None = None,
         latency_s: float = 0.0,
+        connection_bytes_per_s: float | None = None,
         port: int = 0,
     ) -> None:
         self.key_id, self.secret, self.token = key_id, secret, token
         #: Seconds that every answer is held back.
         self.latency_s = latency_s
+        self.connection_bytes_per_s = connection_bytes_per_s
         self.buckets = Buckets()
         self.faults = FaultPlan()
         #: Every request so far, in the order of their arrival.
@@ -155,6 +159,8 @@ class _Handler(BaseHTTPRequestHandler):
         error = fault.error() if fault is not None else None
         reply = owner.answer(request, request_id) if error is None else error.reply(request_id)
         whole = self._encode(reply, request_id)
+        if owner.connection_bytes_per_s:
+            self.server.closing.wait(len(whole) / owner.connection_bytes_per_s)
         if fault is None or error is not None:
             self.wfile.write(whole)
         else:
