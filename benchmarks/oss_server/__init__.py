@@ -1,7 +1,7 @@
 """A local server that speaks the protocol of Alibaba Cloud OSS: a test double of a cloud API.
 
-It uses real sockets and injects faults. It has no TLS, no virtual-host addresses and no throttling but of one connection, and its throughput
-says nothing of the real service's.
+It uses real sockets and injects faults. It has no TLS, no virtual-host addresses, and no throttling but of one
+connection; its throughput says nothing of the real service's.
 """
 
 from benchmarks.oss_server.buckets import StoredObject
