@@ -1,12 +1,13 @@
 """What `benchmarks.read_batch` compares lanes with: each side serves the same records from four processes of this host.
 
-python -m benchmarks.pool_sides raw|curve COUNT      serve records, and print where
+python -m benchmarks.pool_sides raw|curve|rpc|mooncake COUNT      serve records, and print where
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -28,8 +29,14 @@ from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
 from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
 from torch_dpflow.datasets import StoredDataset
 from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
+from torch_dpflow.remote.parcel.codec import decode, encode
+from torch_dpflow.remote.rpc import Result, RpcClient, RpcServer
+from torch_dpflow.remote.transport import listen
+from torch_dpflow.remote.wire.parcel_table import ParcelTable
 
 RECORD_BYTES, SERVERS = 110_000, 4
+#: What a server that prints other lines too says before its address.
+_READY = "READY "
 Read = Callable[[Sequence[int]], object]
 ServerT = TypeVar("ServerT")
 
@@ -140,6 +147,61 @@ def curve(stack: ExitStack, count: int) -> PoolSide:
     return PoolSide(read, servers)
 
 
+def rpc(stack: ExitStack, count: int) -> PoolSide:
+    """Our own calls with parcels, as a flow's shards answer jobs: one call to each server."""
+    clients, servers = list[RpcClient](), list[psutil.Process]()
+    for _ in range(SERVERS):
+        said, server = stack.enter_context(process(_own("rpc", count)))
+        clients.append(stack.enter_context(closing(RpcClient(said.strip()))))
+        servers.append(server)
+
+    def read(indices: Sequence[int]) -> list[bytes]:
+        found, places = [b""] * len(indices), by_server(clients, indices)
+        calls = [
+            (client.begin("read", [indices[place] for place in own], reply_type=ParcelTable), own)
+            for client, own in places
+        ]
+        for call, own in calls:
+            answer = call.result()
+            for place, content in zip(own, decode(answer.body, answer.frames)):
+                found[place] = content
+        return found
+
+    return PoolSide(read, servers)
+
+
+def mooncake(stack: ExitStack, count: int) -> PoolSide:
+    """Mooncake's transfer engine by tcp, in C++: records are read into memory that is registered once, and copied."""
+    engine: Any = _mooncake_engine()
+    buffer = np.zeros(count * RECORD_BYTES, dtype=np.uint8)
+    assert engine.register_memory(buffer.ctypes.data, buffer.nbytes) == 0
+    peers, servers = list[tuple[str, int]](), list[psutil.Process]()
+    for _ in range(SERVERS):
+        running = stack.enter_context(
+            subprocess.Popen(
+                _own("mooncake", count), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+        )
+        stack.callback(running.terminate)
+        assert running.stdout is not None
+        said = next(line for line in running.stdout if line.startswith(_READY))  # the engine prints there too
+        port, start = json.loads(said.removeprefix(_READY))
+        peers.append((f"127.0.0.1:{port}", start))
+        servers.append(psutil.Process(running.pid))
+
+    def read(indices: Sequence[int]) -> list[bytes]:
+        found = [b""] * len(indices)
+        for (peer, start), own in by_server(peers, indices):
+            into = [buffer.ctypes.data + place * RECORD_BYTES for place in own]
+            at = [start + indices[place] * RECORD_BYTES for place in own]
+            assert engine.batch_transfer_sync_read(peer, into, at, [RECORD_BYTES] * len(own)) == 0
+        for place in range(len(indices)):
+            found[place] = buffer[place * RECORD_BYTES : (place + 1) * RECORD_BYTES].tobytes()
+        return found
+
+    return PoolSide(read, servers)
+
+
 def redis_servers(stack: ExitStack, count: int) -> PoolSide:
     """redis-server, redis-py with hiredis: a MGET to each server before the first answer is read."""
     import redis
@@ -213,7 +275,13 @@ def missing(side: str) -> str:
     for command in {"Redis": ["redis-server"], "memcached": ["memcached"]}.get(side, []):
         if shutil.which(command) is None:
             return f"the command {command}"
-    for module in {"Redis": ["redis", "hiredis"], "memcached": ["pylibmc"], "Ray": ["ray"]}.get(side, []):
+    modules = {
+        "Redis": ["redis", "hiredis"],
+        "memcached": ["pylibmc"],
+        "Ray": ["ray"],
+        "Mooncake": ["mooncake.engine"],
+    }
+    for module in modules.get(side, []):
         try:
             __import__(module)
         except ImportError:
@@ -263,6 +331,31 @@ def _serve_curve(contents: Sequence[bytes]) -> None:
         server.send_multipart([peer, *[contents[index] for index in indices]], copy=False)
 
 
+def _serve_rpc(contents: Sequence[bytes]) -> None:
+    server = RpcServer(listen("tcp://127.0.0.1:0"))
+    server.register(
+        "read", lambda call: Result(*encode([contents[index] for index in call.body])), body_type=list[int]
+    )
+    print(server.address, flush=True)
+    server.serve()
+
+
+def _serve_mooncake(contents: Sequence[bytes]) -> None:
+    engine = _mooncake_engine()
+    memory = np.frombuffer(bytearray().join(contents), dtype=np.uint8)
+    assert engine.register_memory(memory.ctypes.data, memory.nbytes) == 0
+    print(_READY + json.dumps([engine.get_rpc_port(), memory.ctypes.data]), flush=True)
+    signal.pause()
+
+
+def _mooncake_engine() -> Any:
+    from mooncake.engine import TransferEngine
+
+    engine = TransferEngine()
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    return engine
+
+
 def _free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -280,4 +373,5 @@ def _await(answers: Callable[[], object]) -> None:
 
 if __name__ == "__main__":
     kind, count = sys.argv[1], int(sys.argv[2])
-    {"raw": _serve_raw, "curve": _serve_curve}[kind]([content_of(index) for index in range(count)])
+    serve = {"raw": _serve_raw, "curve": _serve_curve, "rpc": _serve_rpc, "mooncake": _serve_mooncake}[kind]
+    serve([content_of(index) for index in range(count)])

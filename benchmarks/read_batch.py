@@ -8,9 +8,9 @@ record, which is the least that anybody can do. The object store is `benchmarks.
 process, with 10 ms to each answer.
 
 The part `lanes` reads the same records from four servers of this host over tcp: by our lanes, in plain and with TLS, by
-bare sockets, by ZeroMQ with CURVE, from Redis and memcached, and from Ray's object store; and from one server whose
-memory is mapped. Each hands out `bytes`. Processor time there is that of reader and servers together. What is not
-installed is left out.
+bare sockets, by our own calls (`remote.rpc`) with parcels, by ZeroMQ with CURVE, from Redis and memcached, by
+Mooncake's transfer engine, and from Ray's object store; and from one server whose memory is mapped. Each hands out
+`bytes`. Processor time there is that of reader and servers together. What is not installed is left out.
 """
 
 from __future__ import annotations
@@ -40,10 +40,12 @@ from benchmarks.pool_sides import (
     lanes,
     memcached_servers,
     missing,
+    mooncake,
     process,
     raw_sockets,
     ray_objects,
     redis_servers,
+    rpc,
 )
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
 from torch_dpflow import PooledDataset
@@ -64,9 +66,11 @@ METRICS = [
 #: What each way of ours is compared with, in figures of the same rounds.
 AGAINST = {
     "bare sockets": ("tcp in plain", "tcp with TLS", "mapped"),
+    "calls with parcels": ("tcp in plain",),
     "ZeroMQ with CURVE": ("tcp with TLS",),
     "Redis": ("tcp in plain", "mapped"),
     "memcached": ("tcp in plain", "mapped"),
+    "Mooncake": ("tcp in plain",),
     "Ray": ("mapped",),
     "bare copies": ("mapped",),
 }
@@ -177,11 +181,13 @@ def run_lanes(count: int, batches: int, rounds: int) -> list[Comparison]:
             "mapped": _mapped(stack, stored, folder / "pool"),
             "bare copies": PoolSide(bare_copies(count), []),
             "bare sockets": raw_sockets(stack, count),
+            "calls with parcels": rpc(stack, count),
             "ZeroMQ with CURVE": curve(stack, count),
         }
         for name, make in {
             "Redis": redis_servers,
             "memcached": memcached_servers,
+            "Mooncake": mooncake,
             "Ray": ray_objects,
         }.items():
             if what := missing(name):
