@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 SITE := $(VENV)/.docs
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test docs lint types layers compiled unit test-slow cloud-test test-versions release-check bench clean help
+.PHONY: demo test docs lint types layers compiled unit test-slow test-gpu cloud-test test-versions release-check bench clean help
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -60,6 +60,9 @@ unit: $(STAMP)
 
 test-slow: $(STAMP)  ## the long tests: uniformity over 10,000 epochs, long soaks
 	$(BIN)/python -m pytest -m slow --timeout 3600
+
+test-gpu: $(STAMP)  ## what takes a GPU with CUDA, and a build of torch for it; without one it says so
+	$(BIN)/python -m pytest -n 0 -rs tests/gpu
 
 cloud-test: $(STAMP)  ## against real clouds, with your credentials: tests/platforms/cloud/account.py
 	$(BIN)/python -m pytest -n 0 -m cloud --timeout 1200 tests/platforms/cloud
