@@ -86,8 +86,10 @@ def pool() -> None:
 )
 @click.option(
     "--listen",
+    multiple=True,
     metavar="tcp://HOST:PORT",
-    help="Where other hosts of the cluster reach it; takes --connection. Without it, only this user on this host.",
+    help="Where other hosts of the cluster reach it, given once for each network card that they are to use; takes "
+    "--connection. Without it, only this user on this host.",
 )
 @_address
 @_connection
@@ -97,7 +99,7 @@ def serve(
     ahead_memory: str | None,
     idle_s: float,
     join: str | None,
-    listen: str | None,
+    listen: tuple[str, ...],
     address: str,
     connection: str | None,
     trust_network: bool,
@@ -105,11 +107,11 @@ def serve(
     """Run a server until it is stopped: by Ctrl-C or SIGTERM."""
     ahead_bytes = None if ahead_memory is None else parse_bytes("--ahead-memory", ahead_memory)
     memory_bytes = parse_bytes("--memory", memory)
-    door, head = (
-        None if one is None else find_address(one, connection, trust_network=trust_network)
-        for one in (listen, join)
+    doors = [find_address(one, connection, trust_network=trust_network) for one in listen]
+    head = None if join is None else find_address(join, connection, trust_network=trust_network)
+    server = DataServer(
+        memory_bytes, address, idle_s=idle_s, ahead_bytes=ahead_bytes, listen=doors, join=head
     )
-    server = DataServer(memory_bytes, address, idle_s=idle_s, ahead_bytes=ahead_bytes, listen=door, join=head)
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -117,8 +119,8 @@ def serve(
     try:
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
-        other = "" if server.address is None else f" and at {server.address}"
-        click.echo(f"the pool listens at {server.directory}{other}, with {memory}")
+        others = "".join(f" and at {one}" for one in server.addresses)
+        click.echo(f"the pool listens at {server.directory}{others}, with {memory}")
         server.serve()
     except KeyboardInterrupt:
         pass

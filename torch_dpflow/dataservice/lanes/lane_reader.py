@@ -78,6 +78,10 @@ class LaneReader:
             self.close()  # what comes late must not be taken for what is asked for next
             raise
 
+    def has_failed(self, owner: str) -> bool:
+        """Whether a server has failed, and it is too early to try again."""
+        return owner in self._left and time.monotonic() < self._left[owner][0]
+
     def close(self) -> None:
         """Close all lanes; they are opened again where they are needed."""
         for owner in [*self._lanes]:

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torch_dpflow.dataservice.lanes.lane_reader import LaneReader
 from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
 from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
+from torch_dpflow.dataservice.lanes.railed_reader import RailedReader
+from torch_dpflow.dataservice.lanes.rails import ServerRails, rails_to
 from torch_dpflow.dataservice.lanes.regions import UNLOADED, PoolRegion
 from torch_dpflow.dataservice.messages.server_messages import ServerInfo
 from torch_dpflow.dataservice.messages.set_source import AnySource
@@ -45,7 +46,7 @@ class SetReading:
         self._silence_s = silence_s
         self._address, self._ref, self._identity = address, source.ref, identity
         #: How servers on other hosts are read from, where there are keys for it.
-        self._lanes = None if address.connection is None else LaneReader(address, silence_s)
+        self._lanes = None if address.connection is None else RailedReader(address, silence_s)
         self._entry = PoolEntry(address, source, identity, silence_s)
         self._ahead = AheadReader(identity, silence_s)
         self._lock = threading.Lock()
@@ -53,8 +54,8 @@ class SetReading:
         self._table: SetTable | None = None
         #: Servers by name, those that are lost and whose memory is mapped too.
         self._servers: dict[str, NearServer] = {}
-        #: The owner of each stripe, where it is near; or the address of its lane.
-        self._owners: list[NearServer | str | None] = []
+        #: The owner of each stripe, where it is near; or where its lanes are.
+        self._owners: list[NearServer | ServerRails | None] = []
         #: Whether another host has not given what it should have.
         self._is_stale = False
         #: When the pool may be asked again.
@@ -167,7 +168,7 @@ class SetReading:
         server = self._server_of(record)
         return server.read(record, copy=copy) if isinstance(server, NearServer) else None
 
-    def _server_of(self, record: int) -> NearServer | str | None:
+    def _server_of(self, record: int) -> NearServer | ServerRails | None:
         """Who has a record's stripe mapped as a whole, or else its owner."""
         if self._table is None:
             return None
@@ -179,17 +180,18 @@ class SetReading:
 
     def _read_afar(
         self,
-        lanes: LaneReader,
+        lanes: RailedReader,
         records: Sequence[int],
         lengths: Sequence[int | None],
         found: list[Any],
     ) -> None:
         """Put what servers of other hosts hold into `found`."""
-        owners = [self._server_of(record) for record in records]
-        places = [place for place, owner in enumerate(owners) if isinstance(owner, str)]
+        owners = map(self._server_of, records)
+        afar = {place: owner for place, owner in enumerate(owners) if isinstance(owner, ServerRails)}
+        places = [*afar]
         contents = lanes.read(
             self._identity,
-            [str(owners[place]) for place in places],
+            [*afar.values()],
             [records[place] for place in places],
             [lengths[place] for place in places],
         )
@@ -266,16 +268,17 @@ class SetReading:
             if isinstance(server, NearServer):
                 server.refresh()
 
-    def _open(self, info: ServerInfo, table: SetTable) -> NearServer | str | None:
+    def _open(self, info: ServerInfo, table: SetTable) -> NearServer | ServerRails | None:
         """How to read from a server; None: it cannot be reached."""
         address = self._entry.address_of(info)
         if address is not None and address.directory is not None:
             server = NearServer(address.directory, self._identity, table.per_stripe, self._silence_s)
             self._servers[info.name] = server
             return server
-        if info.name == table.asked and self._address.directory is None:
-            return str(self._address)  # as it was given
-        return None if address is None else str(address)
+        is_asked = info.name == table.asked and self._address.directory is None
+        if is_asked and str(self._address) not in info.listen:
+            return ServerRails((str(self._address),))  # as it was given
+        return None if address is None else rails_to(info.listen)
 
     def _ask_servers(self, records: Sequence[int]) -> None:
         deadline = time.monotonic() + self._silence_s

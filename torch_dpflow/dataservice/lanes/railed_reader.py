@@ -1,0 +1,71 @@
+"""Reads batches from servers that are reached over several network cards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torch_dpflow.dataservice.lanes.lane_reader import LaneReader
+from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
+from torch_dpflow.dataservice.lanes.rails import ServerRails
+
+#: After how long without a byte another rail of a server is tried, seconds.
+_RAIL_SILENCE_S = 0.5
+
+
+class RailedReader:
+    """As `LaneReader`, from servers that have rails. What a rail that fails does not bring comes over another one.
+
+    Records are dealt over the rails of a server by their bytes. A server that has one address is waited for as long as
+    `LaneReader` waits; one that has more for half a second, as long as there is another way to it.
+
+    Args:
+        pool, silence_s: as for `LaneReader`.
+
+    Raises OptionError: there are no keys.
+    """
+
+    def __init__(self, pool: PoolAddress, silence_s: float) -> None:
+        self._patient = LaneReader(pool, silence_s)
+        self._hasty = LaneReader(pool, min(silence_s, _RAIL_SILENCE_S))
+        #: Sets that a server has given up.
+        self.gone = self._hasty.gone = self._patient.gone
+
+    def read(
+        self,
+        identity: bytes,
+        owners: Sequence[ServerRails],
+        records: Sequence[int],
+        lengths: Sequence[int | None],
+    ) -> list[bytes | None]:
+        """Records of one set; None for those that have to be read from storage. Arguments as of `LaneReader.read`."""
+        if all(len(one.together) + len(one.spare) == 1 for one in owners):
+            return self._patient.read(identity, [one.together[0] for one in owners], records, lengths)
+        found = self._hasty.read(identity, self._deal(owners, lengths), records, lengths)
+        cut = [
+            place
+            for place, one in enumerate(owners)
+            if found[place] is None and any(map(self._hasty.has_failed, (*one.together, *one.spare)))
+        ]
+        if cut:
+            rest = self._deal([owners[place] for place in cut], [lengths[place] for place in cut])
+            of, sizes = [records[place] for place in cut], [lengths[place] for place in cut]
+            for place, content in zip(cut, self._patient.read(identity, rest, of, sizes)):
+                found[place] = content
+        return found
+
+    def close(self) -> None:
+        """Close all lanes; they are opened again where they are needed."""
+        self._hasty.close()
+        self._patient.close()
+
+    def _deal(self, owners: Sequence[ServerRails], lengths: Sequence[int | None]) -> list[str]:
+        """An address for each record: of the rails that work, the one with the fewest bytes in this batch."""
+        dealt = Counter[str]()
+        chosen = list[str]()
+        for owner, length in zip(owners, lengths):
+            working = [one for one in owner.together if not self._hasty.has_failed(one)]
+            spare = [one for one in owner.spare if not self._hasty.has_failed(one)]
+            chosen.append(min(working or spare[:1] or owner.together, key=dealt.__getitem__))
+            dealt[chosen[-1]] += length or 1
+        return chosen
