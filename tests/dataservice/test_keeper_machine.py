@@ -318,3 +318,23 @@ def test_a_part_of_a_set_is_placed_as_the_whole_is() -> None:
     assert place(A, [1] * 30, weights, stripes=part).tolist() == whole[30:60].tolist()
     with pytest.raises(OptionError, match="leave out"):
         place(A, [1], {"a": 0})
+
+
+def test_what_a_set_shares_stays_as_long_as_it() -> None:
+    keeper = KeeperMachine(lease_s=LEASE_S, idle_s=IDLE_S)
+    servers = Servers(keeper)
+    servers.obey(keeper.renew("server 0", 1, 100, 0.0))
+    servers.obey(keeper.preload(A, [40, 20], 0.0, explicit=False, whole=True))
+    assert (keeper.rooms(), keeper.rooms(A)) == ([100], [40])
+    with pytest.raises(PoolFullError, match="takes 41 bytes, and the servers have room for 40"):
+        keeper.preload(B, [0, 41], 0.0, explicit=False, whole=True, base=A)
+    servers.obey(keeper.preload(B, [0, 40], 0.0, explicit=True, whole=True, base=A))
+    assert keeper.rooms() == [0]
+    for now in (IDLE_S, 2 * IDLE_S):
+        servers.obey(keeper.renew("server 0", 1, 100, now))
+        servers.obey(keeper.expire(now))
+        assert keeper.holds(A) == keeper.holds(B) == (now == IDLE_S)
+        if keeper.holds(B):
+            servers.obey(keeper.unload(B))
+            servers.obey(keeper.preload(C, [0], now, explicit=True, whole=True, base=A))
+            servers.obey(keeper.unload(C))

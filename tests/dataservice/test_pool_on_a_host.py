@@ -34,9 +34,9 @@ from torch_dpflow.dataservice.messages.protocol import (
     socket_path,
 )
 from torch_dpflow.dataservice.messages.set_source import SetSource
-from torch_dpflow.dataservice.server.filling import open_held
+from torch_dpflow.dataservice.server.filling import HeldSet
 from torch_dpflow.dataservice.server.known_set import KnownSet
-from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
+from torch_dpflow.dataservice.sources.set_names import identity_of, open_source, source_of
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import (
     OptionError,
@@ -72,6 +72,12 @@ def packs(stored: StoredDataset) -> list[Path]:
     """The files that its samples lie in."""
     urls = {stored.data_url(one) for one in stored.samples()}
     return [Path(url.removeprefix("file://")) for url in sorted(urls)]
+
+
+def opened_set(stored: StoredDataset) -> HeldSet:
+    """A set of which nothing is held yet."""
+    source = source_of(stored, None)
+    return HeldSet(source, open_source(source, identity_of(stored)))
 
 
 def info_of(stored: StoredDataset, address: Path) -> SetInfo | None:
@@ -368,7 +374,7 @@ def test_a_server_without_a_free_thread_serves_again_later(tmp_path: Path) -> No
 def test_a_set_whose_thread_cannot_start_is_refused_or_left_to_its_readers(
     stored: StoredDataset, tmp_path: Path
 ) -> None:
-    held = open_held(source_of(stored, None), identity_of(stored))
+    held = opened_set(stored)
     with inner_server(tmp_path / "p", 1 << 20), PoolConnection(tmp_path / "p") as connection:
         assert connection.contents().sets == []  # by now all of its threads run
         usual = threading.stack_size(1 << 48)
@@ -386,7 +392,7 @@ def test_a_set_whose_thread_cannot_start_is_refused_or_left_to_its_readers(
 
 
 def test_memory_of_a_set_that_is_given_up_before_it_is_made_is_freed(stored: StoredDataset) -> None:
-    held = open_held(source_of(stored, None), identity_of(stored))
+    held = opened_set(stored)
     held.close()
     held.fill([0])
     wait(lambda: held.is_placed, what="its thread")

@@ -62,11 +62,8 @@ class _Set:
     returns_until: float | None = None
     #: The only server that may have it; None: any.
     only: str | None = None
-
-    @property
-    def may_go(self) -> bool:
-        """Whether nobody misses it."""
-        return not self.is_explicit and not self.readers
+    #: The set whose memory it shares; empty: none.
+    base: bytes = b""
 
     def owned_by(self, server: str | None) -> list[int]:
         return [stripe for stripe, owner in enumerate(self.owners) if owner == server]
@@ -133,7 +130,7 @@ class KeeperMachine:
         """Time has passed: servers that were silent are lost, sets that nobody reads go."""
         out: list[KeeperInstruction] = []
         for identity, one in list(self._sets.items()):
-            if one.may_go and now - one.idle_since >= self._idle_s:
+            if self._may_go(identity) and now - one.idle_since >= self._idle_s:
                 out += self._drop(identity)
             if one.returns_until is not None and now >= one.returns_until:
                 one.returns_until = None
@@ -150,17 +147,19 @@ class KeeperMachine:
         explicit: bool,
         whole: bool,
         only: str | None = None,
+        base: bytes = b"",
     ) -> list[KeeperInstruction]:
         """Reserve room for a set, and have it read. Of one that is there, `whole` asks for what has no room yet.
 
         only: the one server that may have it; None: any.
+        base: the set whose memory it shares, which stays as long as this one; its stripes there take 0 bytes.
         whole: refuse a set that does not fit as a whole; else a part of it is held.
         Raises PoolFullError: there is not enough room; nothing has changed.
         """
         known = self._sets.get(identity)
         if known is None:
             sizes = np.asarray(stripe_bytes, dtype=np.int64)
-            known = _Set(sizes, explicit, [None] * len(sizes), idle_since=now, only=only)
+            known = _Set(sizes, explicit, [None] * len(sizes), idle_since=now, only=only, base=base)
         elif not whole or known.returns_until is not None:
             known.is_explicit |= explicit
             return []
@@ -169,9 +168,10 @@ class KeeperMachine:
         self._sets[identity] = known
         return out + self._place(identity)
 
-    def rooms(self) -> list[int]:
-        """Bytes that a further set may have of each server: free ones, and those of sets that may go."""
-        return [*self._room_without(one for one in self._sets if self._sets[one].may_go).values()]
+    def rooms(self, base: bytes = b"") -> list[int]:
+        """Bytes that a further set may have of each server: free ones, and those of sets that may go, but `base`."""
+        may_go = (one for one in self._sets if one != base and self._may_go(one))
+        return [*self._room_without(may_go).values()]
 
     def recover(
         self,
@@ -237,6 +237,12 @@ class KeeperMachine:
             raise UsageError(f"set {identity.hex()} is not in the pool (any more); preload it")
         return self._sets[identity]
 
+    def _may_go(self, identity: bytes) -> bool:
+        """Whether nobody misses a set, or has memory of it."""
+        one = self._sets[identity]
+        is_base = any(other.base == identity for other in self._sets.values())
+        return not (one.is_explicit or one.readers or is_base)
+
     def _adopt(self, server: str, identity: bytes, stripes: Sequence[int]) -> list[KeeperInstruction]:
         """What a server holds already is its own; Drop where it cannot be."""
         known = self._sets.get(identity)
@@ -259,7 +265,7 @@ class KeeperMachine:
         """
         stripes = known.without_owner()
         sizes = known.sizes[stripes]
-        may_go = [one for one in self._sets if self._sets[one].may_go and one != identity]
+        may_go = [one for one in self._sets if one not in (identity, known.base) and self._may_go(one)]
         idle = sorted(may_go, key=lambda one: self._sets[one].idle_since)
         capacity, room = self._open_to(known), self._room_without(idle)
         if whole and NOBODY in place(identity, sizes, capacity, room, stripes):

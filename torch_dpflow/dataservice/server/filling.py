@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import count
 
 from torch_dpflow.dataservice.lanes.regions import PoolRegion, check_pushed, create_region
 from torch_dpflow.dataservice.messages.protocol import (
@@ -19,7 +20,7 @@ from torch_dpflow.dataservice.messages.protocol import (
 )
 from torch_dpflow.dataservice.planning.residents import ALL, resident, resident_set
 from torch_dpflow.dataservice.server.ahead import AheadReading
-from torch_dpflow.dataservice.sources.set_names import OpenedSource, open_source
+from torch_dpflow.dataservice.sources.set_names import OpenedSource
 from torch_dpflow.datasets.sample_reader import Sample
 from torch_dpflow.errors import DamagedStoreError, DPFlowError, PoolFullError, UsageError
 from torch_dpflow.log import SERVICE
@@ -40,11 +41,6 @@ def start_thread(run: Callable[[], None], name: str) -> None:
         ) from error
 
 
-def open_held(source: AnySource, identity: bytes, cut: int = ALL) -> HeldSet:
-    """A set of which nothing is held yet; reads its metadata. Raises DatasetError, StorageError or OptionError."""
-    return HeldSet(source, open_source(source, identity), cut)
-
-
 class HeldSet:
     """The regions of a set, and their threads. Thread-safe.
 
@@ -57,25 +53,23 @@ class HeldSet:
 
     def __init__(self, source: AnySource, opened: OpenedSource, cut: int = ALL) -> None:
         #: Where its dataset lies.
-        self.url, records, known, self._reader = opened
+        self.url, records, known, self._reader, self.parts = opened
         self.source = source
         self.records = records
         self.cut, self.is_part = cut, cut != ALL
         stays = resident(records.identity, records.records, cut)
         #: Where those that have a place lie; the others take none.
         self._places = resident_set(records, cut)
-        self._has_place = known & stays
-        self._may_read_ahead = known & ~stays
-        self._stays = stays
+        self._has_place, self._may_read_ahead, self._stays = known & stays, known & ~stays, stays
         self.regions: list[PoolRegion] = []
         #: The first error of a sample, or of its memory.
         self.error = ""
         self._changed = threading.Condition()
         #: The state of each record.
         self._states = bytearray([ELSEWHERE]) * records.records
+        self._region_of: dict[int, PoolRegion] = {}
         #: Records that a thread reads or has read.
         self._taken = bytearray(records.records)
-        self._region_of: dict[int, PoolRegion] = {}
         #: Those that have memory, or are about to.
         self._stripes: set[int] = set()
         #: Records that are in `_wanted`.
@@ -123,6 +117,12 @@ class HeldSet:
         with self._changed:
             return sorted(self._stripes)
 
+    @property
+    def leading(self) -> int:
+        """How many stripes are in memory as a whole before the first that is not."""
+        with self._changed:
+            return next(one for one in count() if one not in self._region_of or self._left[one])
+
     def share(self, older: HeldSet, stripes: int) -> None:
         """Have the first stripes of an older version, whose memory lives as long as one of the two.
 
@@ -135,11 +135,13 @@ class HeldSet:
             self.regions += shared.values()
             self._region_of |= {one: shared[id(older._region_of[one])] for one in range(stripes)}
             self._stripes.update(range(stripes))
-            self._loaded = stripes * self.records.per_stripe
-            self._states[: self._loaded] = bytes([HERE]) * self._loaded
-            self._taken[: self._loaded] = bytes([True]) * self._loaded
-            self.shares = {name: min(of, stripes) for name, of in older.shares.items()}
-            self.shares[older.records.identity] = stripes
+            end = self.records.records_of(stripes - 1).stop if stripes else 0
+            self._states[:end] = older._states[:end]
+            self._taken[:end] = bytes([True]) * end
+            self._loaded = self._states.count(HERE)
+            self._failed = end - self._loaded
+            its = {name: min(of, stripes) for name, of in older.shares.items()}
+            self.shares = its | {older.records.identity: stripes}
 
     def push(self, stripe: int, fds: Sequence[int]) -> RecordStates:
         """Copy a stripe from sealed memory; one that is there already stays as it is.

@@ -12,12 +12,10 @@ import time
 from collections.abc import Iterable
 from functools import partial
 
-import msgspec
 import numpy as np
 
 from torch_dpflow.dataservice.lanes.regions import IDLE, UNLOADED
 from torch_dpflow.dataservice.messages.protocol import (
-    MOST_BYTES,
     CountReads,
     PoolRefusal,
     PreloadSet,
@@ -36,15 +34,16 @@ from torch_dpflow.dataservice.messages.server_messages import (
     TablePart,
 )
 from torch_dpflow.dataservice.planning.keeper_machine import Fill, KeeperInstruction, KeeperMachine
-from torch_dpflow.dataservice.planning.residents import resident_set
+from torch_dpflow.dataservice.planning.residents import ALL, resident_set
 from torch_dpflow.dataservice.planning.sets import FileSet
 from torch_dpflow.dataservice.server.filling import HeldSet, start_thread
 from torch_dpflow.dataservice.server.holdings import MOST_SETS, Holdings
 from torch_dpflow.dataservice.server.known_set import KnownSet, cut_in, request_of, stripe_bytes
 from torch_dpflow.dataservice.server.members import Members
-from torch_dpflow.dataservice.server.pushed_sets import check_pushed_set, droppable, share_with_base
+from torch_dpflow.dataservice.server.pushed_sets import check_pushed_set
 from torch_dpflow.dataservice.server.running_clock import RunningClock
-from torch_dpflow.dataservice.server.set_progress import with_progress
+from torch_dpflow.dataservice.server.set_progress import set_list, with_progress
+from torch_dpflow.dataservice.server.set_versions import droppable, find_base
 from torch_dpflow.dataservice.sources.set_names import open_source
 from torch_dpflow.errors import PoolFullError, UsageError
 from torch_dpflow.log import SERVICE
@@ -153,8 +152,7 @@ class PoolHead:
                 del self._sets[identity]
             else:
                 known.is_unloaded = True
-                while (free := droppable(self._sets)) is not None:
-                    self._obey(self._keeper.unload(free), UNLOADED)
+                self._drop_unloaded()
             return self._list(0)
 
     def contents(self, first: int) -> SetList:
@@ -230,6 +228,7 @@ class PoolHead:
         self._obey(self._keeper.renew(self._server.name, 0, self._server.memory, now))
         self._obey(self._keeper.expire(now))
         self._forget_lost()
+        self._drop_unloaded()
         for identity in [one for one, known in self._sets.items() if known.is_forgotten(now)]:
             del self._sets[identity]
 
@@ -253,11 +252,14 @@ class PoolHead:
                     if opened.reader is not None:
                         opened.reader.close()
                     return
-                cut = self._cut(known, opened.records)
+                base = find_base(known, opened, self._holdings, self._keeper)
+                cut = ALL if base is not None else self._cut(known, opened.records)
                 held = HeldSet(request.source, opened, cut)
-                shared = share_with_base(held, self._holdings)
                 sizes = stripe_bytes(resident_set(opened.records, cut))
-                instructions = self._place(known, [0] * shared + sizes[shared:])
+                if base is not None:
+                    held.share(*base)
+                    known.base, sizes[: base.stripes] = base.base, [0] * base.stripes
+                instructions = self._place(known, sizes)
                 known.held = held
                 self._holdings.add(identity, held, known.is_explicit)
                 self._obey(instructions)
@@ -291,7 +293,7 @@ class PoolHead:
             living = {name: stripes for name, stripes in known.returned.items() if name in self._members}
             return self._keeper.recover(identity, sizes, living, now, explicit=known.is_explicit)
         how = {"explicit": known.is_explicit, "whole": known.whole}
-        return self._keeper.preload(identity, sizes, now, only=only, **how)
+        return self._keeper.preload(identity, sizes, now, only=only, base=known.base, **how)
 
     def _obey(self, instructions: Iterable[KeeperInstruction], why: int = IDLE) -> None:
         if self._is_closed:
@@ -313,6 +315,10 @@ class PoolHead:
         elif isinstance(order, FillOrder):
             self._holdings.obey(order)
 
+    def _drop_unloaded(self) -> None:
+        while (free := droppable(self._sets)) is not None:
+            self._obey(self._keeper.unload(free), UNLOADED)
+
     def _tell(self, identity: bytes) -> None:
         """Tell who holds a set what has changed of it."""
         if self._sets[identity].held is not None:
@@ -331,12 +337,7 @@ class PoolHead:
 
     def _list(self, first: int) -> SetList:
         shown = [one for one in self._sets.values() if one.refusal is None and not one.is_unloaded]
-        sets = [self._info(known) for known in shown]
-        ends = itertools.accumulate(len(msgspec.msgpack.encode(one)) for one in sets[first:])
-        count = max(1, sum(end <= MOST_BYTES // 2 for end in ends))
-        rooms = self._keeper.servers().values()
-        capacity, free = sum(memory for memory, _ in rooms), sum(free for _, free in rooms)
-        return SetList(sets[first : first + count], free, capacity, len(sets))
+        return set_list([self._info(known) for known in shown], first, self._keeper.servers().values())
 
     def _info(self, known: KnownSet) -> SetInfo:
         held = known.held

@@ -23,7 +23,8 @@ from torch_dpflow.dataservice.messages.server_messages import (
     SetState,
 )
 from torch_dpflow.dataservice.server.ahead_memory import AheadMemory
-from torch_dpflow.dataservice.server.filling import HeldSet, open_held, start_thread
+from torch_dpflow.dataservice.server.filling import HeldSet, start_thread
+from torch_dpflow.dataservice.sources.set_names import open_source
 from torch_dpflow.errors import UsageError
 from torch_dpflow.log import SERVICE
 
@@ -111,6 +112,11 @@ class Holdings:
         if holding is None or holding.held is None:
             raise UsageError(f"set {identity.hex()} is not in the pool (any more); preload it")
         return holding.held
+
+    def all(self) -> list[HeldSet]:
+        """Every set whose metadata is here."""
+        with self._lock:
+            return [one.held for one in self._sets.values() if one.held is not None]
 
     def read(self, identity: bytes, reader: str) -> None:
         """A reader has begun to read a set. Raises UsageError: too many are read."""
@@ -207,7 +213,7 @@ class Holdings:
 
     def _open(self, order: FillOrder, holding: _Holding) -> None:
         try:
-            held = open_held(order.source, order.identity, order.cut)
+            held = HeldSet(order.source, open_source(order.source, order.identity), order.cut)
         except Exception as error:  # its readers have to go on, whatever it is
             SERVICE.warning("%s cannot be held: %s", order.source.ref, error)
             holding.error = f"{type(error).__name__}: {error}"

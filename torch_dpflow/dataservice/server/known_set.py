@@ -41,6 +41,12 @@ class KnownSet:
     misses: int = 0
     #: Whether it was unloaded, and stays for a further version that shares its memory.
     is_unloaded: bool = False
+    #: The older version whose memory this one shares; empty: none.
+    base: bytes = b""
+
+    def __post_init__(self) -> None:
+        if self.pushed is not None:
+            self.base = self.pushed.base
 
     @property
     def pushed(self) -> ArraySource | None:

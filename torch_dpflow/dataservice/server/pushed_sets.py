@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from torch_dpflow.dataservice.messages.protocol import ArraySource, PreloadSet
-from torch_dpflow.dataservice.server.filling import HeldSet
-from torch_dpflow.dataservice.server.holdings import Holdings
 from torch_dpflow.dataservice.server.known_set import KnownSet
-from torch_dpflow.dataservice.sources.arrays import array_set
 from torch_dpflow.errors import UsageError
 
 
@@ -26,30 +23,3 @@ def check_pushed_set(request: PreloadSet, others: Collection[KnownSet]) -> None:
         raise UsageError(
             f"{source.ref} is in the pool with another content; push or append under another version, or unload it"
         )
-
-
-def share_with_base(held: HeldSet, holdings: Holdings) -> int:
-    """Have a further version share memory with the one that it continues; returns how many stripes.
-
-    Raises UsageError: that is not here, not whole, or of another form.
-    """
-    source = held.source
-    if not isinstance(source, ArraySource) or not source.base:
-        return 0
-    older = holdings.get(source.base)
-    its = older.source
-    if (
-        not isinstance(its, ArraySource)
-        or (its.dtype, its.shape[1:]) != (source.dtype, source.shape[1:])
-        or source.shared > min(its.shape[0], source.shape[0]) // array_set(source).per_stripe
-    ):
-        raise UsageError(f"{source.ref} is no further version of {its.ref}; append to what it continues")
-    held.share(older, source.shared)
-    return source.shared
-
-
-def droppable(sets: Mapping[bytes, KnownSet]) -> bytes | None:
-    """A set that was unloaded, and whose memory no further version shares."""
-    bases = {one.pushed.base for one in sets.values() if one.pushed is not None}
-    free = (name for name, one in sets.items() if one.is_unloaded and one.held and name not in bases)
-    return next(free, None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
 
-from torch_dpflow.dataservice.messages.protocol import SetInfo
+from torch_dpflow.dataservice.messages.protocol import MOST_BYTES, SetInfo, SetList
 from torch_dpflow.dataservice.messages.server_messages import ALL_FAILED, SetState
 from torch_dpflow.dataservice.server.filling import HeldSet
 from torch_dpflow.dataservice.sources.set_names import samples_in
@@ -37,3 +38,14 @@ def with_progress(
         is_placed=info.is_placed and len(told) == len(placed) and all(state.is_placed for _, state in told),
         error=next((state.error for _, state in told if state.error), ""),
     )
+
+
+def set_list(sets: Sequence[SetInfo], first: int, rooms: Iterable[tuple[int, int]]) -> SetList:
+    """The sets from this number on, as many as one message has room for.
+
+    rooms: the bytes of each server, and those that are free.
+    """
+    ends = itertools.accumulate(len(msgspec.msgpack.encode(one)) for one in sets[first:])
+    count = max(1, sum(end <= MOST_BYTES // 2 for end in ends))
+    capacity, free = (sum(of) for of in zip(*rooms))
+    return SetList([*sets[first : first + count]], free, capacity, len(sets))

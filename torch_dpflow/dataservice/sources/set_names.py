@@ -15,7 +15,7 @@ from torch_dpflow.dataservice.messages.protocol import AnySource, ArraySource, S
 from torch_dpflow.dataservice.planning.sets import FileSet, identity
 from torch_dpflow.dataservice.sources.arrays import ArrayReader, array_identity, array_set
 from torch_dpflow.datasets.sample_reader import Sample, SampleReader
-from torch_dpflow.datasets.spec import SampleMeta
+from torch_dpflow.datasets.spec import SampleMeta, ShardEntry
 from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.datasets.store import DatasetStore, StoredDataset
 from torch_dpflow.datasets.urls import without_login
@@ -38,6 +38,14 @@ class RecordReader(Protocol):
         """Close what was opened."""
 
 
+class StripePart(NamedTuple):
+    """A stripe of a stored dataset: its metadata shard, and where the samples that this names lie."""
+
+    dataset: str
+    data: str
+    shard: ShardEntry
+
+
 class OpenedSource(NamedTuple):
     """What a server needs of a set."""
 
@@ -47,6 +55,8 @@ class OpenedSource(NamedTuple):
     known: npt.NDArray[np.bool_]
     #: None: clients push them.
     reader: RecordReader | None
+    #: What each stripe is made of, where versions may have some in common: equal ones hold the same objects.
+    parts: Sequence[StripePart] = ()
 
 
 def identity_of(stored: StoredDataset | ArraySource) -> bytes:
@@ -94,7 +104,9 @@ def open_source(source: AnySource, wanted: bytes) -> OpenedSource:
     reader = SampleReader(
         stored, storage_options=source.data_options, read_options=ReadOptions(concurrency=_CONCURRENCY)
     )
-    return OpenedSource(stored.url, records, known, reader)
+    variant = stored.variant
+    parts = [StripePart(stored.url, variant.data, one) for one in variant.shards]
+    return OpenedSource(stored.url, records, known, reader, parts)
 
 
 def samples_in(source: AnySource, records: int) -> int:
