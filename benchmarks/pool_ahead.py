@@ -1,6 +1,6 @@
 """Epochs of a dataset twice as large as the pool, on a storage of 30 ms: read ahead, not ahead, and without the pool.
 
-    python -m benchmarks.pool_ahead [--json | --markdown] [--rounds N] [--samples 2048] [--step-ms 40] [--quick]
+    python -m benchmarks.pool_ahead [--json | --markdown] [--rounds N] [--samples 2048] [--step-ms 25] [--quick]
 
 Each sample is an object of its own, of 20 kB. A training loop reads shuffled epochs by a `DPFlowDataLoader` with two
 workers, 32 samples a step, which takes as long as is said. The storage is `benchmarks.oss_server`, in a thread of this
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pool_ahead", description=__doc__)
     add_arguments(parser)
     parser.add_argument("--samples", type=int, default=2048, help="of the dataset (default: %(default)s)")
-    parser.add_argument("--step-ms", type=float, default=40.0, help="of training (default: %(default)s)")
+    parser.add_argument("--step-ms", type=float, default=25.0, help="of training (default: %(default)s)")
     parser.add_argument(
         "--storage-ms", type=float, default=30.0, help="to each answer (default: %(default)s)"
     )
