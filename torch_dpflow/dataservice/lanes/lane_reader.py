@@ -47,7 +47,9 @@ class LaneReader:
     def __init__(self, pool: PoolAddress, silence_s: float, window: BatchWindow | None = None) -> None:
         self._pool, self._silence_s = pool, silence_s
         self._guard: StreamGuard = guard_of(pool, serves=False)
-        self._windows = (MeasuredWindow(), FixedWindow(_ON_HOST_BYTES)) if window is None else (window, window)
+        self._windows = (
+            (MeasuredWindow(), FixedWindow(_ON_HOST_BYTES)) if window is None else (window, window)
+        )
         self._window: BatchWindow = self._windows[0]
         self._lanes: dict[str, StreamLane] = {}
         #: Servers that have failed: until when they are left alone, and what says for how long the next time.
