@@ -28,6 +28,7 @@ from torch.utils.data import Dataset
 from benchmarks.loader import IMAGES, SPECIFICATION
 from benchmarks.oss_server import OSSServer
 from benchmarks.peers import FEW
+from benchmarks.pool import PER_STRIPE
 from benchmarks.read_batch import pool_server
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
 from examples.natural_images import generate
@@ -76,7 +77,7 @@ def contents(images: Path) -> Iterator[tuple[bytes, dict[str, str]]]:
 
 def publish_images(store: DatasetStore, images: Path) -> StoredDataset:
     draft = Draft(store, "core/images", "v1")
-    draft.add("train", IterableImporter(contents(images), name="images"))
+    draft.add("train", IterableImporter(contents(images), name="images"), shard_size=PER_STRIPE)
     draft.publish()
     return store.open("core/images:v1:train")
 

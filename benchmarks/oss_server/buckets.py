@@ -7,6 +7,7 @@ import threading
 import uuid
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from functools import cached_property
 
 from benchmarks.oss_server.messages import OSSError
 
@@ -20,7 +21,7 @@ class StoredObject:
     kind: str = "Normal"
     modified: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
 
-    @property
+    @cached_property
     def etag(self) -> str:
         return f'"{hashlib.md5(self.data, usedforsecurity=False).hexdigest().upper()}"'
 
