@@ -71,14 +71,24 @@ class _Lane:
         try:
             while self.outgoing and self.turn > 0:
                 if self.is_tls:
-                    sent = self.socket.send(self.outgoing[0])
+                    self._send_sealed(self.outgoing[0])
                 else:
                     sent = self.socket.sendmsg(self._next_views())
-                self.turn -= sent
-                self._advance(sent)
+                    self.turn -= sent
+                    self._advance(sent)
         except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             return False
         return True
+
+    def _send_sealed(self, view: memoryview) -> None:
+        """Send all of this, if the turn allows: each call takes 16 KiB, the most that TLS seals at once."""
+        at = 0
+        try:
+            while at < len(view) and at < self.turn:
+                at += self.socket.send(view[at:])
+        finally:
+            self.turn -= at
+            self._advance(at)
 
     def _next_views(self) -> list[memoryview]:
         """What is sent next, of no more bytes than the turn has."""
