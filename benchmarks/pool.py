@@ -9,8 +9,9 @@ what they read of the data, "memory" what their processes take (proportional set
 "idle" is what each took before, and "beside" what each takes in the end that is no record, MB. Servers and store share
 the processors here; with --connection-mb-s, which bounds what one connection to the store carries, as clouds do, the
 servers' own requests are what takes time. loss: a process reads an epoch in batches of 64, from storage without a pool,
-and from four servers of which one is killed in the midst; "stall" is the longest batch, "storage" the samples that it
-has read from there, by the dataset's samples.
+and from four servers of which one is killed in the midst, the one that the process was given; "stall" is the longest
+batch, "storage" the samples that it has read from there, by the dataset's samples. Over lanes it reads as on another
+host, over TCP, so it has nothing of the server that is killed; else it has mapped the memory of all.
 """
 
 from __future__ import annotations
@@ -36,10 +37,13 @@ from benchmarks.read_batch import RECORD_BYTES, Records
 from benchmarks.report import Comparison, Figures, Metric, add_arguments, alternate, publish
 from torch_dpflow import PooledDataset
 from torch_dpflow.dataservice import DataClient
+from torch_dpflow.dataservice.lanes.pool_address import find_address
 from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
+from torch_dpflow.dataservice.messages.server_messages import ServerInfo
 from torch_dpflow.datasets import DatasetStore, Draft, StoredDataset
 from torch_dpflow.datasets.importers.iterable import IterableImporter
 from torch_dpflow.datasets.reader import DatasetReader
+from torch_dpflow.remote.access.connection_file import generate_keys, write_connection_file
 
 BATCH, PER_STRIPE = 64, 20
 METRICS = [
@@ -82,8 +86,8 @@ def publish_records(url: str, count: int, **options: object) -> None:
 
 
 @contextmanager
-def servers(folder: Path, count: int, memory_bytes: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """So many, once all have joined."""
+def servers(folder: Path, count: int, memory_bytes: int, *more: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """So many, once all have joined. more: further options of each."""
     processes = list[subprocess.Popen[str]]()
     command = [
         sys.executable,
@@ -93,6 +97,7 @@ def servers(folder: Path, count: int, memory_bytes: int) -> Iterator[list[subpro
         "serve",
         "--memory",
         f"{memory_bytes // count}B",
+        *more,
     ]
     try:
         for number in range(count):
@@ -175,13 +180,38 @@ def read_plainly(stored: StoredDataset, numbers: Iterator[int]) -> Figures:
         return epoch(dataset, None, np.random.default_rng(next(numbers)))
 
 
-def read_with_loss(stored: StoredDataset, is_killed: bool, numbers: Iterator[int]) -> Figures:
+def read_with_loss(stored: StoredDataset, is_killed: bool, is_far: bool, numbers: Iterator[int]) -> Figures:
     size = len(stored) * RECORD_BYTES
-    with tempfile.TemporaryDirectory() as folder, servers(Path(folder), 4, 2 * size) as processes:
-        DataClient(Path(folder, "1")).preload(stored)
-        with closing(PooledDataset(stored, Path(folder, "1"), check=True)) as dataset:
-            victim = processes[1] if is_killed else None
-            return epoch(dataset, victim, np.random.default_rng(next(numbers)))
+    with tempfile.TemporaryDirectory() as name:
+        folder, keys = Path(name), Path(name, "keys")
+        write_connection_file(keys, generate_keys("", certificates=True))
+        lanes = ("--listen", "tcp://127.0.0.1:0", "--connection", str(keys), "--trust-network")
+        with servers(folder, 4, 2 * size, *lanes) as processes, far(is_far):
+            DataClient(folder / "1").preload(stored)
+            address = find_address(
+                address_of(folder / "1") if is_far else folder / "1", keys, trust_network=True
+            )
+            with closing(PooledDataset(stored, address, check=True)) as dataset:
+                victim = processes[1] if is_killed else None
+                return epoch(dataset, victim, np.random.default_rng(next(numbers)))
+
+
+def address_of(directory: Path) -> str:
+    """Where other hosts reach a server."""
+    with PoolConnection(directory) as connection:
+        return next(one.listen for one in connection.servers() if one.directory == str(directory))
+
+
+@contextmanager
+def far(is_far: bool) -> Iterator[None]:
+    """Have readers of this process take servers for those of other hosts."""
+    before = ServerInfo.is_near
+    try:
+        if is_far:
+            ServerInfo.is_near = property(lambda self: False)  # type: ignore[method-assign,assignment]
+        yield
+    finally:
+        ServerInfo.is_near = before  # type: ignore[method-assign]
 
 
 def run(part: str, count: int, latency_s: float, bytes_per_s: float | None, rounds: int) -> Comparison:
@@ -204,8 +234,10 @@ def run(part: str, count: int, latency_s: float, bytes_per_s: float | None, roun
             stored = DatasetStore("oss://bucket/datasets", **options).open("core/records:v1:train")
             sides = {
                 "storage": partial(read_plainly, stored, numbers),
-                "4 servers": partial(read_with_loss, stored, False, numbers),
-                "4 servers, 1 killed": partial(read_with_loss, stored, True, numbers),
+                "mapped": partial(read_with_loss, stored, False, False, numbers),
+                "mapped, 1 killed": partial(read_with_loss, stored, True, False, numbers),
+                "lanes": partial(read_with_loss, stored, False, True, numbers),
+                "lanes, 1 killed": partial(read_with_loss, stored, True, True, numbers),
             }
         size = f"{count * RECORD_BYTES / 1e6:,.0f} MB, {1e3 * latency_s:g} ms"
         size += "" if bytes_per_s is None else f", {bytes_per_s / 1e6:g} MB/s a connection"
