@@ -49,12 +49,13 @@ class Servers:
 
     def check(self, alive: Iterable[str]) -> None:
         """Each stripe is where the table says, and nowhere else, but in servers that are away."""
+        tables = {one.identity: self.keeper.table(one.identity) for one in self.keeper.summaries()}
         owned = {
-            (table.servers[owner], one.identity, stripe)
-            for one in self.keeper.summaries()
-            for table in [self.keeper.table(one.identity)]
-            for stripe, owner in enumerate(table.owners)
-            if owner != NOBODY
+            (server, identity, stripe)
+            for identity, table in tables.items()
+            for found in (table.owned(), table.copies)
+            for server, stripes in found.items()
+            for stripe in stripes
         }
         assert owned == {
             (name, identity, stripe)
@@ -183,6 +184,25 @@ def test_a_server_that_comes_back_keeps_what_nobody_else_has_by_now() -> None:
     back = keeper.renew("server 0", 2, 100, 1.0, servers.held_by("server 0"))
     assert back == [Drop("server 0", A)]
     assert keeper.servers() == {"another": (40, 0), "server 0": (100, 70)}
+
+
+def test_a_server_that_comes_back_keeps_copies_beside_what_is_still_its_own() -> None:
+    keeper, servers = started(100)
+    servers.obey(keeper.preload(A, [10] * 8, 0.0, explicit=True, whole=True))
+    keeper.leave("server 0", 1, 1.0)
+    servers.obey(keeper.renew("another", 1, 30, 1.0))
+    mine = servers.held_by("server 0")
+    servers.obey(keeper.renew("server 0", 2, 100, 1.0, mine))
+    table = keeper.table(A)
+    assert table.copies == {"server 0": table.owned()["another"]}
+    assert len(table.owned()["server 0"]) == 5
+    assert keeper.servers() == {"another": (30, 0), "server 0": (100, 20)}  # copies take room
+    servers.lose("another")
+    assert keeper.leave("another", 1, 2.0) == []  # so nothing is read again
+    table = keeper.table(A)
+    assert (table.owned(), table.copies) == ({"server 0": [*range(8)]}, {"server 0": []})
+    assert keeper.unload(A) == [Drop("server 0", A)]
+    assert keeper.servers() == {"server 0": (100, 100)}
 
 
 def test_a_new_head_gives_nothing_away_before_servers_had_time_to_come_back() -> None:

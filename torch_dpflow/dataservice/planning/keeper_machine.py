@@ -4,7 +4,9 @@ A set is reserved before a byte of it is read, so no server fills up in the mids
 reads it from storage; one that nobody has room for stays there. An explicit set stays until it is unloaded. An
 implicit one goes when nobody has read it for `idle_s`, or at once where another set needs its room, the longest idle
 first. A server that is lost takes its stripes with it: others that have room get them and read them again, and what
-they hold stays where it is. Storage is the second copy, so a reader needs none of this to go on.
+they hold stays where it is. One that joins gets what nobody has room for, and nothing that another holds: memory that
+readers have mapped cannot move, so to deal it anew would be to read it from storage once more. Storage is the second
+copy, so a reader needs none of this to go on.
 
     preload -> Fill to each owner        unload, idle, lack of room -> Drop to each owner
     a server is lost -> Fill to the new owners of its stripes, under a new generation of the table
@@ -15,16 +17,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from torch_dpflow.checks import check_seconds
 from torch_dpflow.dataservice.planning.placement import NOBODY, place
-from torch_dpflow.dataservice.planning.stripe_table import SetSummary, StripeTable
+from torch_dpflow.dataservice.planning.stripe_table import KeptSet, SetSummary, StripeTable
 from torch_dpflow.errors import PoolFullError, UsageError
 from torch_dpflow.remote.control.leases import ExpireLeases, LeaseChange, Leases, Leave, Lost, RenewLease
 
@@ -47,35 +47,6 @@ class Drop(msgspec.Struct, frozen=True):
 KeeperInstruction: TypeAlias = Fill | Drop
 
 
-@dataclass(eq=False)
-class _Set:
-    sizes: npt.NDArray[np.int64]
-    is_explicit: bool
-    #: The name of each stripe's owner; None: nobody has room.
-    owners: list[str | None]
-    generation: int = 1
-    #: How many processes read it at each server.
-    readers: dict[str, int] = field(default_factory=dict)
-    #: Since when nobody reads it; seconds.
-    idle_since: float = 0.0
-    #: Until when servers may come back with what they hold of it, before that is given to others; None: it is over.
-    returns_until: float | None = None
-    #: The only server that may have it; None: any.
-    only: str | None = None
-    #: The set whose memory it shares; empty: none.
-    base: bytes = b""
-
-    def owned_by(self, server: str | None) -> list[int]:
-        return [stripe for stripe, owner in enumerate(self.owners) if owner == server]
-
-    @property
-    def placed_bytes(self) -> int:
-        return sum(size for size, owner in zip(self.sizes.tolist(), self.owners) if owner is not None)
-
-    def without_owner(self) -> npt.NDArray[np.int64]:
-        return np.array(self.owned_by(None), dtype=np.int64)
-
-
 class KeeperMachine:
     """Decides what is held where. One thread owns it.
 
@@ -91,7 +62,7 @@ class KeeperMachine:
         #: The bytes of each server, and those that are not reserved.
         self._capacity: dict[str, int] = {}
         self._room: dict[str, int] = {}
-        self._sets: dict[bytes, _Set] = {}
+        self._sets: dict[bytes, KeptSet] = {}
 
     # -- servers ---------------------------------------------------------------------------------------------
 
@@ -105,7 +76,8 @@ class KeeperMachine:
     ) -> list[KeeperInstruction]:
         """A server has begun, or lives on. A generation that was lost before is ignored.
 
-        held: stripes of sets that are in its memory already; it keeps a set's unless one has another owner by now.
+        held: stripes of sets that are in its memory already; it keeps a set's, those that others own by now as copies
+            that take room, unless these are most of it: a part of a region cannot be freed.
         """
         self._lose(self._leases.handle(RenewLease(server, generation, now)), now)
         if not self.lives(server, generation) or server in self._capacity:
@@ -159,7 +131,7 @@ class KeeperMachine:
         known = self._sets.get(identity)
         if known is None:
             sizes = np.asarray(stripe_bytes, dtype=np.int64)
-            known = _Set(sizes, explicit, [None] * len(sizes), idle_since=now, only=only, base=base)
+            known = KeptSet(sizes, explicit, [None] * len(sizes), idle_since=now, only=only, base=base)
         elif not whole or known.returns_until is not None:
             known.is_explicit |= explicit
             return []
@@ -185,7 +157,9 @@ class KeeperMachine:
         """Know a set that servers hold and this machine has not known; held: their stripes, as for `renew`."""
         sizes = np.asarray(stripe_bytes, dtype=np.int64)
         until = now + self._lease_s
-        self._sets[identity] = _Set(sizes, explicit, [None] * len(sizes), idle_since=now, returns_until=until)
+        self._sets[identity] = KeptSet(
+            sizes, explicit, [None] * len(sizes), idle_since=now, returns_until=until
+        )
         return [one for server, stripes in held.items() for one in self._adopt(server, identity, stripes)]
 
     def read_by(self, identity: bytes, server: str, readers: int, now: float) -> None:
@@ -208,7 +182,10 @@ class KeeperMachine:
         one = self._set(identity)
         names = sorted({owner for owner in one.owners if owner is not None})
         place_of: dict[str | None, int] = {name: number for number, name in enumerate(names)}
-        return StripeTable(one.generation, names, [place_of.get(owner, NOBODY) for owner in one.owners])
+        owners = [place_of.get(owner, NOBODY) for owner in one.owners]
+        return StripeTable(
+            one.generation, names, owners, {name: sorted(own) for name, own in one.copies.items()}
+        )
 
     def holds(self, identity: bytes) -> bool:
         """Whether there is such a set."""
@@ -232,7 +209,7 @@ class KeeperMachine:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _set(self, identity: bytes) -> _Set:
+    def _set(self, identity: bytes) -> KeptSet:
         if identity not in self._sets:
             raise UsageError(f"set {identity.hex()} is not in the pool (any more); preload it")
         return self._sets[identity]
@@ -244,21 +221,22 @@ class KeeperMachine:
         return not (one.is_explicit or one.readers or is_base)
 
     def _adopt(self, server: str, identity: bytes, stripes: Sequence[int]) -> list[KeeperInstruction]:
-        """What a server holds already is its own; Drop where it cannot be."""
+        """What a server holds already is its own, or a copy; Drop where most of it is others' by now."""
         known = self._sets.get(identity)
-        if known is not None and all(
-            0 <= one < len(known.sizes) and known.owners[one] is None for one in stripes
-        ):
-            size = int(known.sizes[[*stripes]].sum())
-            if size <= self._room[server]:
+        if known is not None and all(0 <= one < len(known.sizes) for one in stripes):
+            own = [one for one in {*stripes} if known.owners[one] is None]
+            size = int(known.sizes[[*{*stripes}]].sum())
+            if size <= min(self._room[server], 2 * int(known.sizes[own].sum())):
                 self._room[server] -= size
                 known.generation += 1
-                for one in stripes:
+                for one in own:
                     known.owners[one] = server
+                if copied := set(stripes).difference(own):
+                    known.copies[server] = copied
                 return []
         return [Drop(server, identity)]
 
-    def _make_room(self, identity: bytes, known: _Set, *, whole: bool) -> list[KeeperInstruction]:
+    def _make_room(self, identity: bytes, known: KeptSet, *, whole: bool) -> list[KeeperInstruction]:
         """Drop idle sets, the oldest first, until what has no owner of this one fits, or none is left.
 
         whole: raise PoolFullError, with nothing dropped, where it does not fit even so.
@@ -281,7 +259,7 @@ class KeeperMachine:
             out += self._drop(oldest)
         return out
 
-    def _open_to(self, one: _Set) -> dict[str, int]:
+    def _open_to(self, one: KeptSet) -> dict[str, int]:
         """The capacities of the servers that may have it."""
         return {name: size for name, size in self._capacity.items() if one.only in (None, name)}
 
@@ -292,18 +270,22 @@ class KeeperMachine:
             for size, owner in zip(one.sizes.tolist(), one.owners):
                 if owner is not None:
                     room[owner] += size
+            for server in one.copies:
+                room[server] += one.copied_bytes(server)
         return room
 
     def _drop(self, identity: bytes) -> list[KeeperInstruction]:
         self._room = self._room_without([identity])
-        owners = {owner for owner in self._sets.pop(identity).owners if owner is not None}
-        return [Drop(owner, identity) for owner in sorted(owners)]
+        gone = self._sets.pop(identity)
+        servers = {owner for owner in gone.owners if owner is not None} | gone.copies.keys()
+        return [Drop(server, identity) for server in sorted(servers)]
 
     def _lose(self, changes: Sequence[LeaseChange], now: float) -> None:
         for lost in (change.peer for change in changes if isinstance(change, Lost)):
             self._capacity.pop(lost, None)
             self._room.pop(lost, None)
             for one in self._sets.values():
+                one.copies.pop(lost, None)
                 if one.readers.pop(lost, None) is not None:
                     one.idle_since = now
                 for stripe in one.owned_by(lost):
@@ -320,6 +302,7 @@ class KeeperMachine:
     def _place(self, identity: bytes) -> list[KeeperInstruction]:
         """Give the stripes that nobody has to servers that have room."""
         one = self._sets[identity]
+        one.own_copies()
         if one.returns_until is not None:
             return []
         homeless = one.without_owner()
@@ -339,9 +322,13 @@ class KeeperMachine:
         self._leases.validate()
         assert self._capacity.keys() == self._room.keys() == self._leases.members.keys()
         for server, capacity in self._capacity.items():
-            held = sum(int(one.sizes[one.owned_by(server)].sum()) for one in self._sets.values())
+            held = sum(
+                int(one.sizes[one.owned_by(server)].sum()) + one.copied_bytes(server)
+                for one in self._sets.values()
+            )
             assert held + self._room[server] == capacity
             assert self._room[server] >= 0
         for one in self._sets.values():
             assert all(owner is None or owner in self._capacity for owner in one.owners)
-            assert one.readers.keys() <= self._capacity.keys()
+            assert one.readers.keys() | one.copies.keys() <= self._capacity.keys()
+            assert all(one.copies[name].isdisjoint(one.owned_by(name)) for name in one.copies)

@@ -346,4 +346,4 @@ class PoolHead:
         identity = known.request.identity
         summary, table = self._keeper.summary(identity), self._keeper.table(identity)
         states = self._members.states(identity) | {self._server.name: self._holdings.state(identity)}
-        return with_progress(known.placed_info(summary), held, table.owned(), states)
+        return with_progress(known.placed_info(summary), held, table.owned(), states, table.copies)

@@ -229,7 +229,7 @@ class PoolMember:
             readers=state.readers,
             is_placed=True,
         )
-        return with_progress(info, held, {self._server.name: held.stripes}, {self._server.name: state})
+        return with_progress(info, held, {self._server.name: held.stripes}, {self._server.name: state}, {})
 
     def _own_table(self, identity: bytes, first: int) -> TablePart:
         held = self._holdings.get(identity)

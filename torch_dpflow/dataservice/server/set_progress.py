@@ -19,21 +19,26 @@ def with_progress(
     held: HeldSet,
     owned: Mapping[str, Sequence[int]],
     states: Mapping[str, SetState],
+    copies: Mapping[str, Sequence[int]],
 ) -> SetInfo:
     """What is known of a set, with counts over its servers.
 
     info: `is_placed` where it is decided who has which stripe.
     owned: the stripes of each server that has some.
-    states: what servers have said last; without those that have not heard of all of their stripes yet.
+    states: what servers have said last, of their copies too; without those that have not heard of all of their stripes
+        yet.
+    copies: stripes that servers hold beside these.
     """
     records, samples = held.records, partial(samples_in, held.source)
     placed = {name: held.placed_in(stripes) for name, stripes in owned.items()}
+    copied = {name: held.placed_in(copies.get(name, ())) for name in owned}
     told = [(count, states[name]) for name, count in placed.items() if name in states]
+    loaded = sum(max(0, states[name].loaded - copied[name]) for name in owned if name in states)
     return msgspec.structs.replace(
         info,
         records=samples(records.records),
         placed=samples(sum(placed.values())),
-        loaded=samples(sum(state.loaded for _, state in told)),
+        loaded=samples(loaded),
         failed=samples(sum(count if state.failed == ALL_FAILED else state.failed for count, state in told)),
         is_placed=info.is_placed and len(told) == len(placed) and all(state.is_placed for _, state in told),
         error=next((state.error for _, state in told if state.error), ""),
