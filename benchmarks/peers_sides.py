@@ -122,7 +122,14 @@ def torchdata_nodes(images: Path) -> Iterator[Read]:
     dataset = folder(images, fast=False)
     node: Any = nodes.SamplerWrapper(RandomSampler(dataset))  # type: ignore[arg-type]
     node = nodes.Batcher(node, batch_size=BATCH, drop_last=False)
-    node = nodes.ParallelMapper(node, map_fn=LoadBatch(dataset), num_workers=WORKERS, method="process")
+    # Forked from a process with threads one may wait for ever for a lock that a thread had.
+    node = nodes.ParallelMapper(
+        node,
+        map_fn=LoadBatch(dataset),
+        num_workers=WORKERS,
+        method="process",
+        multiprocessing_context="forkserver",
+    )
     loader: Any = nodes.Loader(nodes.Prefetcher(node, prefetch_factor=WORKERS * 2))
     yield lambda: loader
 
