@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,9 +21,6 @@ def check_layout(records: RecordSet) -> None:
         seen[slot.stripe] = slot.offset + slot.length
         assert seen[slot.stripe] <= records.stripe_bytes(slot.stripe)
         assert records.locate(index - records.records) == slot
-    assert records.stripe_of(np.arange(records.records)).tolist() == [
-        records.locate(index).stripe for index in range(records.records)
-    ]
     assert [one for stripe in range(records.stripes) for one in records.records_of(stripe)] == [
         *range(records.records)
     ]

@@ -32,21 +32,19 @@ def run(window: BatchWindow, lengths: list[int], chance: random.Random) -> None:
 lengths = st.lists(st.integers(0, 1 << 20), max_size=40)
 
 
-@given(lengths=lengths, seed=st.integers(0, 1 << 30), readers=st.integers(1, 8))
-def test_ours_ends_every_batch_and_stays_within_its_bounds(
-    lengths: list[int], seed: int, readers: int
-) -> None:
-    window, chance = MeasuredWindow(readers=readers), random.Random(seed)
+@given(lengths=lengths, seed=st.integers(0, 1 << 30))
+def test_ours_ends_every_batch_and_stays_within_its_bounds(lengths: list[int], seed: int) -> None:
+    window, chance = MeasuredWindow(), random.Random(seed)
     for _ in range(3):
         waiting, under_way, now = deque(lengths), deque[object](), 0.0
         while waiting or under_way:
             for _ in range(window.grant(list(waiting), now)):
                 under_way.append(window.asked(waiting.popleft(), now))
-            assert window.bytes_out <= max(MOST // readers, 1 << 20)
+            assert window.bytes_out <= max(MOST, 1 << 20)
             assert under_way
             now += chance.random() / 100
             window.arrived(under_way.popleft(), now)
-            assert LEAST // readers <= window.size(now) <= MOST // readers
+            assert LEAST <= window.size(now) <= MOST
 
 
 @given(
@@ -123,10 +121,6 @@ def test_what_does_not_come_says_nothing_of_the_line() -> None:
     assert (window.bytes_out, window.size(2.0)) == (0, LEAST)
 
 
-def test_ours_is_shared_by_the_readers_of_a_host() -> None:
-    assert MeasuredWindow(readers=2).size(0.0) == LEAST // 2
-
-
 def test_ours_halves_once_for_a_slow_round_trip() -> None:
     window = MeasuredWindow()
     window.arrived(window.asked(1_000_000, 0.0) if window.grant([1], 0.0) else None, 0.1)
@@ -143,5 +137,3 @@ def test_ours_halves_once_for_a_slow_round_trip() -> None:
 def test_numbers_that_are_none() -> None:
     with pytest.raises(OptionError, match="latency_s"):
         StagedWindow(bytes_per_s=1.0, latency_s=0.0, record_bytes=1)
-    with pytest.raises(OptionError, match="readers"):
-        MeasuredWindow(readers=0)

@@ -73,10 +73,6 @@ class RecordSet(ABC):
         """How many stripes there are."""
         return -(-self.records // self.per_stripe)
 
-    def stripe_of(self, indices: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
-        """The stripe of each record."""
-        return indices // self.per_stripe
-
     def records_of(self, stripe: int) -> range:
         """The records in a stripe."""
         first = stripe * self.per_stripe

@@ -103,13 +103,10 @@ class MeasuredWindow(BatchWindow):
     After a round trip of `CONGESTED` times the least one it is halved, and grows by one record for each window that
     has come. At the beginning, and when no round trip has been measured for `MEMORY_S`, one record is asked for
     alone.
-
-    readers: how many readers share this host's line; may be changed at any time.
     """
 
-    def __init__(self, *, readers: int = 1, stages: int = 4) -> None:
+    def __init__(self, *, stages: int = 4) -> None:
         super().__init__(stages)
-        self.readers = check_int("readers", readers, minimum=1)
         #: Bytes that have come since the last measurement, and when that was.
         self._came, self._since = 0, 0.0
         #: When a record has come last.
@@ -126,7 +123,7 @@ class MeasuredWindow(BatchWindow):
         """Bytes that may be out."""
         rate, round_trip = self._rate.value(now), self._round_trip.value(now)
         needed = LEAST if rate is None or round_trip is None else SURPLUS * rate * round_trip
-        return int(min(max(needed, LEAST), MOST, self._cap) / self.readers)
+        return int(min(max(needed, LEAST), MOST, self._cap))
 
     def grant(self, lengths: Sequence[int], now: float) -> int:
         if self._probing or not lengths:
@@ -167,7 +164,7 @@ class MeasuredWindow(BatchWindow):
     def _adapt(self, token: _OutRecord, took: float, now: float) -> None:
         least = self._round_trip.value(now)
         if least is not None and took > CONGESTED * least and token.at >= self._halved_at:
-            self._cap = max(float(LEAST), min(self._cap, self.size(now) * self.readers) / 2)
+            self._cap = max(float(LEAST), min(self._cap, self.size(now)) / 2)
             self._halved_at, self._since_growth = now, 0
             return
         self._since_growth += token.length
