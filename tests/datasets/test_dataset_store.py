@@ -287,3 +287,22 @@ def test_writers_outlive_whoever_removes_empty_directories(tmp_path: Path) -> No
     finally:
         over.set()
         remover.join()
+
+
+class _Interrupted(MemoryFileSystem):
+    protocol = "interrupted"
+
+    def info(self, path: str, **kwargs: object) -> dict[str, object]:
+        raise KeyboardInterrupt
+
+
+def test_a_file_that_cannot_be_looked_at_is_not_missing(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(StorageError, match="loop: OSError"):
+        Files(str(tmp_path)).exists("loop")
+
+
+def test_control_c_is_no_missing_file() -> None:
+    fsspec.register_implementation("interrupted", _Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Files("interrupted://store").exists("file")

@@ -10,6 +10,7 @@ from typing import IO, Any, NamedTuple
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractFileSystem
 
 from torch_dpflow.checks import check_path
 from torch_dpflow.datasets.storage import ByteRange, ObjectReader, ReadOptions
@@ -129,7 +130,7 @@ class Files:
         fs, full = self.filesystem, self._full(path)
         fs.invalidate_cache()
         with suppress(FileNotFoundError), self._storage_errors(path):  # there is no such bucket
-            return bool(call_with_deadline(fs, self.read_options.deadline_s, lambda: fs.exists(full)))
+            return call_with_deadline(fs, self.read_options.deadline_s, lambda: _is_there(fs, full))
         return False
 
     def write(self, path: str, data: bytes) -> None:
@@ -183,7 +184,7 @@ class Files:
     def _put(self, path: str, data: bytes, *, new: bool = False, **options: Any) -> None:
         fs, full = self.filesystem, self._full(path)
         with exclusive(fs):
-            if new and not is_thread_safe(fs) and fs.exists(full):
+            if new and not is_thread_safe(fs) and _is_there(fs, full):
                 raise FileExistsError(f"{self._url(path)} exists already")
             if needs_host(type(fs)):
                 fs.makedirs(full.rpartition("/")[0], exist_ok=True)
@@ -290,6 +291,17 @@ def _trimmed(url: str) -> str:
     """Without a slash at the end of its path."""
     inner, outer = split_chain(url)
     return (inner if inner.endswith("://") else inner.rstrip("/")) + outer
+
+
+def _is_there(fs: Any, path: str) -> bool:
+    """As `exists`, whose default takes every exception for a missing file, Control-C among them."""
+    if getattr(fs.exists, "__func__", None) is not AbstractFileSystem.exists:
+        return bool(fs.exists(path))
+    try:
+        fs.info(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _is_directory(fs: Any, entry: Mapping[str, Any]) -> bool:
