@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tests.dataservice.pool_servers import inner_server
 from tests.datasets.samples_source import Numbered, numbers, publish
-from tests.shared_cluster import PATIENCE_S
+from tests.shared_cluster import PATIENCE_S, wait
 from torch_dpflow.dataservice import DataClient
+from torch_dpflow.dataservice.lanes import lane_reader, railed_reader
 from torch_dpflow.dataservice.lanes.pool_address import PoolAddress, find_address
 from torch_dpflow.dataservice.lanes.railed_reader import RailedReader
 from torch_dpflow.dataservice.lanes.rails import (
@@ -186,20 +187,26 @@ class Counting(RailedReader):
         super().__init__(pool, PATIENCE_S)
         self.asked: list[set[str]] = []
 
-    def _deal(self, owners, lengths):  # type: ignore[no-untyped-def]
-        dealt = super()._deal(owners, lengths)
+    def _deal(self, *arguments):  # type: ignore[no-untyped-def]
+        dealt = super()._deal(*arguments)
         self.asked.append(set(dealt))
         return dealt
 
 
-def test_records_come_over_all_rails_and_over_the_other_when_one_is_cut(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pause_s", [0.0, 60.0])
+def test_records_come_over_all_rails_and_over_the_other_when_one_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause_s: float
+) -> None:
+    """Also where the one that is cut may be tried again at once."""
+    monkeypatch.setattr(lane_reader, "_FIRST_PAUSE_S", pause_s)
+    monkeypatch.setattr(railed_reader, "_RAIL_SILENCE_S", PATIENCE_S)  # a slow machine is no silent rail
     keys, count = tmp_path / "keys", 40
     write_connection_file(keys, KEYS)
     stored = publish(DatasetStore.create(str(tmp_path / "datasets")), Numbered(count))
     doors = [find_address(f"tcp://127.0.0.{last}:0", keys, trust_network=True) for last in (1, 2)]
     with inner_server(tmp_path / "p", 1 << 20, listen=doors) as serving:
         address = find_address(serving.addresses[0], keys, trust_network=True)
-        DataClient(address).preload(stored)
+        DataClient(address, silence_s=PATIENCE_S).preload(stored)
         both, expected = ServerRails(serving.addresses), [content for content, _ in numbers(count)]
         with closing(Counting(address)) as reader:
 
@@ -210,6 +217,7 @@ def test_records_come_over_all_rails_and_over_the_other_when_one_is_cut(tmp_path
             assert read() == expected
             assert reader.asked == [set(serving.addresses)]
             serving._doors[1].close()
+            wait(lambda: not len(serving._doors[1]._lanes), what="the end of its lanes")
             assert read() == expected
             assert reader.asked[-1] == {serving.addresses[0]}
             assert read() == expected

@@ -55,6 +55,8 @@ class LaneReader:
         #: Servers that have failed: until when they are left alone, and what says for how long the next time.
         self._left: dict[str, tuple[float, Backoff]] = {}
         self._poll = select.poll()
+        #: Servers that have failed while the latest batch was read, or that were left alone then.
+        self.failed: set[str] = set()
         #: Sets that a server has given up.
         self.gone: set[bytes] = set()
 
@@ -67,6 +69,7 @@ class LaneReader:
         lengths: of each; None: unknown.
         """
         batch = _LaneBatch(identity, owners, records, lengths)
+        self.failed = set()
         lanes = [self._lane(owner) for owner in {*owners}]
         self._window = self._windows[all(lane is not None and lane.is_on_host for lane in lanes)]
         try:
@@ -160,6 +163,7 @@ class LaneReader:
             return lane
         until, backoff = self._left.get(owner) or (-math.inf, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S))
         if time.monotonic() < until:
+            self.failed.add(owner)
             return None
         try:
             lane = StreamLane(self._pool.at(owner), self._guard, self._silence_s)
@@ -180,6 +184,7 @@ class LaneReader:
 
     def _leave(self, owner: str, why: object, backoff: Backoff) -> None:
         self._left[owner] = time.monotonic() + backoff.pause_s(), backoff
+        self.failed.add(owner)
         DATASETS.info("samples of %s are read from storage for now: %s", owner, why)
 
     def _close(self, owner: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from torch_dpflow.dataservice.lanes.lane_reader import LaneReader
 from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
@@ -42,13 +42,14 @@ class RailedReader:
         if all(len(one.together) + len(one.spare) == 1 for one in owners):
             return self._patient.read(identity, [one.together[0] for one in owners], records, lengths)
         found = self._hasty.read(identity, self._deal(owners, lengths), records, lengths)
+        failed = self._hasty.failed
         cut = [
             place
             for place, one in enumerate(owners)
-            if found[place] is None and any(map(self._hasty.has_failed, (*one.together, *one.spare)))
+            if found[place] is None and not failed.isdisjoint((*one.together, *one.spare))
         ]
         if cut:
-            rest = self._deal([owners[place] for place in cut], [lengths[place] for place in cut])
+            rest = self._deal([owners[place] for place in cut], [lengths[place] for place in cut], failed)
             of, sizes = [records[place] for place in cut], [lengths[place] for place in cut]
             for place, content in zip(cut, self._patient.read(identity, rest, of, sizes)):
                 found[place] = content
@@ -59,13 +60,20 @@ class RailedReader:
         self._hasty.close()
         self._patient.close()
 
-    def _deal(self, owners: Sequence[ServerRails], lengths: Sequence[int | None]) -> list[str]:
-        """An address for each record: of the rails that work, the one with the fewest bytes in this batch."""
+    def _deal(
+        self, owners: Sequence[ServerRails], lengths: Sequence[int | None], failed: Set[str] = frozenset()
+    ) -> list[str]:
+        """An address for each record: of the rails that work, the one with the fewest bytes in this batch.
+
+        failed: rails that do not work, though some of them may be tried again by now.
+        """
         dealt = Counter[str]()
         chosen = list[str]()
         for owner, length in zip(owners, lengths):
-            working = [one for one in owner.together if not self._hasty.has_failed(one)]
-            spare = [one for one in owner.spare if not self._hasty.has_failed(one)]
+            working, spare = (
+                [one for one in rails if one not in failed and not self._hasty.has_failed(one)]
+                for rails in (owner.together, owner.spare)
+            )
             chosen.append(min(working or spare[:1] or owner.together, key=dealt.__getitem__))
             dealt[chosen[-1]] += length or 1
         return chosen
