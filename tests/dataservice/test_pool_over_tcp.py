@@ -246,6 +246,22 @@ def test_a_lane_that_is_cut_at_any_byte_costs_no_sample(
                     assert dataset.read_each(range(COUNT)) == numbers(COUNT)
 
 
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_lane_that_is_cut_in_a_large_record_costs_no_sample(keys: Path, tmp_path: Path, copy: bool) -> None:
+    large = [(bytes([one]) * 40_000, {"number": one}) for one in range(6)]
+    stored = publish(DatasetStore.create(str(tmp_path / "datasets")), large)
+    with tcp_server(tmp_path, keys, trust_network=True) as address:
+        DataClient(address, silence_s=PATIENCE_S).preload(stored)
+        for after in range(30_000, 240_000, 35_000):
+            with (
+                closing(Relay(address, after, "cut")) as relay,
+                closing(PooledDataset(stored, relay.address, silence_s=PATIENCE_S, copy=copy)) as dataset,
+            ):
+                held = [dataset.read_each(range(6)) for _ in range(2)]
+                assert held == [large, large]
+                assert dataset.misses
+
+
 @pytest.mark.parametrize("after", [400, pytest.param(1200, marks=pytest.mark.slow)])
 def test_a_server_that_falls_silent_costs_a_wait_and_no_sample(
     stored: StoredDataset, keys: Path, tmp_path: Path, after: int

@@ -108,6 +108,22 @@ class LaneContract:
             assert lane.hits == 2 * len(sizes) + 50
             assert lane.misses == 0
 
+    def test_records_that_are_not_copied_stay_as_they_are_while_more_are_read(
+        self, address: PoolAddress, publish: Callable[[Sequence[int]], StoredDataset]
+    ) -> None:
+        sizes = SIZES * 3
+        stored = publish(sizes)
+        preload(address, stored)
+        expected = [content_of(index, size) for index, size in enumerate(sizes)]
+        held: list[list[bytes | memoryview]] = []
+        with closing(reading(address, stored)) as lane:
+            for _ in range(5):  # memory of the first is used again
+                held = [*held[-1:], lane.read(range(len(sizes)), sizes, copy=False)]
+                assert all(memoryview(one).readonly for one in held[-1])
+                assert all([*map(bytes, found)] == expected for found in held)
+            assert lane.misses == 0
+        assert [*map(bytes, held[-1])] == expected
+
     def test_records_that_are_not_there_yet_are_waited_for(
         self, address: PoolAddress, publish: Callable[[Sequence[int]], StoredDataset]
     ) -> None:

@@ -10,16 +10,20 @@ import select
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from torch_dpflow.backoff import Backoff
 from torch_dpflow.dataservice.lanes.guards import StreamGuard, guard_of
 from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
+from torch_dpflow.dataservice.lanes.receive_memory import ReceiveMemory
 from torch_dpflow.dataservice.lanes.stream_lane import AskedRecord, StreamLane
 from torch_dpflow.dataservice.lanes.wire import GONE, LATER
 from torch_dpflow.dataservice.planning.window import BatchWindow, FixedWindow, MeasuredWindow
 from torch_dpflow.errors import DPFlowError
 from torch_dpflow.log import DATASETS
 
+#: What a record comes as.
+Content: TypeAlias = bytes | memoryview
 #: Records that the window is asked about at a time.
 _LOOKED_AT = 64
 #: What one server is asked for before the next, bytes: half of what it sends in a turn.
@@ -52,6 +56,7 @@ class LaneReader:
         )
         self._window: BatchWindow = self._windows[0]
         self._lanes: dict[str, StreamLane] = {}
+        self._memory = ReceiveMemory()
         #: Servers that have failed: until when they are left alone, and what says for how long the next time.
         self._left: dict[str, tuple[float, Backoff]] = {}
         self._poll = select.poll()
@@ -61,14 +66,22 @@ class LaneReader:
         self.gone: set[bytes] = set()
 
     def read(
-        self, identity: bytes, owners: Sequence[str], records: Sequence[int], lengths: Sequence[int | None]
-    ) -> list[bytes | None]:
+        self,
+        identity: bytes,
+        owners: Sequence[str],
+        records: Sequence[int],
+        lengths: Sequence[int | None],
+        *,
+        copy: bool = True,
+    ) -> list[Content | None]:
         """Records of one set; None for those that have to be read from storage.
 
         owners: the server of each, tcp://HOST:PORT.
         lengths: of each; None: unknown.
+        copy: False gives large ones as memoryviews that nobody can write to; their memory is used again when they are
+            gone.
         """
-        batch = _LaneBatch(identity, owners, records, lengths)
+        batch = _LaneBatch(identity, owners, records, lengths, copy=copy)
         self.failed = set()
         lanes = [self._lane(owner) for owner in {*owners}]
         self._window = self._windows[all(lane is not None and lane.is_on_host for lane in lanes)]
@@ -123,22 +136,22 @@ class LaneReader:
         """Take an answer of each lane that has one; leave those that have been silent for too long."""
         for owner, lane in self._having(busy):
             try:
-                for one, content in lane.take():
+                for one, content in lane.take(copy=batch.copy):
                     self._settle(batch, lane, one, content)
             except (OSError, DPFlowError) as error:
                 self._lose(owner, error)
 
-    def _settle(self, batch: _LaneBatch, lane: StreamLane, one: AskedRecord, content: bytes | int) -> None:
+    def _settle(self, batch: _LaneBatch, lane: StreamLane, one: AskedRecord, content: Content | int) -> None:
         if content == 0:  # it was LATER, and is there
             batch.again(one.place)
             return
-        if isinstance(content, bytes):
+        if not isinstance(content, int):
             self._window.arrived(one.token, time.monotonic())
         elif one.token is not None:
             self._window.given_up(one.token)
         if content == LATER:
             lane.later.setdefault(one.record, []).append(one._replace(token=None))
-        elif isinstance(content, bytes):
+        elif not isinstance(content, int):
             batch.contents[one.place] = content
         elif content == GONE:
             self.gone.add(batch.identity)
@@ -166,7 +179,7 @@ class LaneReader:
             self.failed.add(owner)
             return None
         try:
-            lane = StreamLane(self._pool.at(owner), self._guard, self._silence_s)
+            lane = StreamLane(self._pool.at(owner), self._guard, self._silence_s, self._memory)
         except DPFlowError as error:
             self._leave(owner, error, backoff)
             return None
@@ -199,10 +212,17 @@ class _LaneBatch:
     """What one call reads."""
 
     def __init__(
-        self, identity: bytes, owners: Sequence[str], records: Sequence[int], lengths: Sequence[int | None]
+        self,
+        identity: bytes,
+        owners: Sequence[str],
+        records: Sequence[int],
+        lengths: Sequence[int | None],
+        *,
+        copy: bool,
     ) -> None:
         self.identity, self.owners, self.records, self.lengths = identity, owners, records, lengths
-        self.contents: list[bytes | None] = [None] * len(records)
+        self.copy = copy
+        self.contents: list[Content | None] = [None] * len(records)
         sizes = [_GUESSED_BYTES if length is None else length for length in lengths]
         #: Places of the records in the order in which they are asked for, and the bytes of each.
         self.order = _in_turns(owners, sizes)

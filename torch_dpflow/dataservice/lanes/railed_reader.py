@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence, Set
 
-from torch_dpflow.dataservice.lanes.lane_reader import LaneReader
+from torch_dpflow.dataservice.lanes.lane_reader import Content, LaneReader
 from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
 from torch_dpflow.dataservice.lanes.rails import ServerRails
 
@@ -37,11 +37,15 @@ class RailedReader:
         owners: Sequence[ServerRails],
         records: Sequence[int],
         lengths: Sequence[int | None],
-    ) -> list[bytes | None]:
+        *,
+        copy: bool = True,
+    ) -> list[Content | None]:
         """Records of one set; None for those that have to be read from storage. Arguments as of `LaneReader.read`."""
         if all(len(one.together) + len(one.spare) == 1 for one in owners):
-            return self._patient.read(identity, [one.together[0] for one in owners], records, lengths)
-        found = self._hasty.read(identity, self._deal(owners, lengths), records, lengths)
+            return self._patient.read(
+                identity, [one.together[0] for one in owners], records, lengths, copy=copy
+            )
+        found = self._hasty.read(identity, self._deal(owners, lengths), records, lengths, copy=copy)
         failed = self._hasty.failed
         cut = [
             place
@@ -51,7 +55,7 @@ class RailedReader:
         if cut:
             rest = self._deal([owners[place] for place in cut], [lengths[place] for place in cut], failed)
             of, sizes = [records[place] for place in cut], [lengths[place] for place in cut]
-            for place, content in zip(cut, self._patient.read(identity, rest, of, sizes)):
+            for place, content in zip(cut, self._patient.read(identity, rest, of, sizes, copy=copy)):
                 found[place] = content
         return found
 

@@ -66,10 +66,13 @@ class PoolRegion:
         places = np.asarray(self._index)[2 * (self.stripes[stripe] + numbers)[:, None] + [0, 1]]
         return np.where(places[:, 1] == UNKNOWN, -1, places[:, 0])
 
-    def read(self, stripe: int, number: int) -> bytes:
-        """A copy of a record that is there."""
-        offset, length = self.place(stripe, number)
-        return self.memory[offset : offset + length]
+    def read(self, stripe: int, number: int, *, copy: bool) -> bytes | memoryview | None:
+        """A record that is there, or its memory, readable while somebody has it; None: its length is unknown."""
+        index, at = self._index, 2 * (self.stripes[stripe] + number)
+        offset, length = index[at], index[at + 1]
+        if length == UNKNOWN:
+            return None
+        return (self.memory if copy else self._view)[offset : offset + length]
 
     def view(self, stripe: int, number: int) -> memoryview:
         """The memory of a record that is there; it stays readable for as long as somebody has it."""

@@ -6,12 +6,13 @@ import io
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from torch_dpflow.dataservice.lanes.guards import StreamGuard, connect_stream
 from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
+from torch_dpflow.dataservice.lanes.receive_memory import ReceiveMemory
 from torch_dpflow.dataservice.lanes.tls_stream import TLSStream
 from torch_dpflow.dataservice.lanes.wire import (
     ANSWER_BYTES,
@@ -28,6 +29,8 @@ from torch_dpflow.errors import MessageError, PeerLostError
 _SMALL_BYTES = 16 << 10
 #: What one call receives, at most.
 _PIECE_BYTES = 1 << 20
+#: Most pieces of memory that one call receives into (IOV_MAX).
+_MOST_VIEWS = 1024
 
 
 class AskedRecord(NamedTuple):
@@ -45,13 +48,16 @@ class StreamLane:
     """A connection over which records of sets are asked for, and come in the order in which they were.
 
     silence_s: after how long without a byte that is due the server is given up, seconds.
+    memory: where records are received that are not copied.
 
     Raises PeerLostError: there is no server, or it does not prove that it is of the cluster.
     """
 
-    def __init__(self, address: PoolAddress, guard: StreamGuard, silence_s: float) -> None:
+    def __init__(
+        self, address: PoolAddress, guard: StreamGuard, silence_s: float, memory: ReceiveMemory
+    ) -> None:
         self._socket = connect_stream(address, guard, LANE, silence_s)
-        self._silence_s = silence_s
+        self._memory = memory
         #: What was asked for and has not been answered.
         self.asked: deque[tuple[bytes, AskedRecord]] = deque()
         #: What the server has answered LATER, by its record.
@@ -84,8 +90,10 @@ class StreamLane:
         self.asked.extend((identity, one) for one in records)
         self._socket.sendall(RecordRequest(identity, [one.record for one in records]).pack())
 
-    def take(self) -> list[tuple[AskedRecord, bytes | int]]:
+    def take(self, *, copy: bool) -> list[tuple[AskedRecord, bytes | memoryview | int]]:
         """The next answer: each record, or why it does not come, as in `wire`; those that were LATER, with 0 or ABSENT.
+
+        copy: False gives large records where they were received, as views that nobody can write to.
 
         Raises:
             PeerLostError: the connection has ended, or nothing comes.
@@ -98,7 +106,7 @@ class StreamLane:
             named = zip(records, lengths)
             return [(one, state) for record, state in named for one in self.later.pop(record, ())]
         asked = self._check(identity, records, lengths)
-        return list(zip(asked, self._contents(lengths)))
+        return list(zip(asked, self._contents(lengths, copy=copy)))
 
     def close(self) -> None:
         """Close it; what was asked for does not come."""
@@ -122,15 +130,28 @@ class StreamLane:
             self.asked.popleft()
         return [one for _, one in asked]
 
-    def _contents(self, lengths: list[int]) -> Sequence[bytes | int]:
+    def _contents(self, lengths: list[int], *, copy: bool) -> Sequence[bytes | memoryview | int]:
         total = sum(length for length in lengths if length > 0)
-        if not len(lengths) < total < len(lengths) * _SMALL_BYTES:
+        if len(lengths) < total < len(lengths) * _SMALL_BYTES:
+            return self._cut(lengths, total)
+        if copy:
             return [
                 self._bytes(length) if length > 0 else b"" if length == 0 else length for length in lengths
             ]
-        joined, at, contents = self._bytes(total), 0, list[bytes | int]()
+        views = [self._memory.lend(length) for length in lengths if length > 0]
+        self._fill(views)
+        received = iter(views)
+        return [
+            next(received).toreadonly() if length > 0 else memoryview(b"") if length == 0 else length
+            for length in lengths
+        ]
+
+    def _cut(self, lengths: list[int], total: int) -> list[bytes | int]:
+        """Small records, received together."""
+        joined, at, contents = self._memory.lend(total), 0, list[bytes | int]()
+        self._fill([joined])
         for length in lengths:
-            contents.append(joined[at : at + length] if length >= 0 else length)
+            contents.append(bytes(joined[at : at + length]) if length >= 0 else length)
             at += max(0, length)
         return contents
 
@@ -147,10 +168,29 @@ class StreamLane:
         buffer = io.BytesIO(bytes(count))  # hands out its memory as it is
         with buffer.getbuffer() as view:
             view[: len(content)] = content
-            at = len(content)
-            while at < count:
-                came = self._socket.recv_into(view[at : at + _PIECE_BYTES])
-                if not came:
-                    raise PeerLostError("it has closed the connection")
-                at += came
+            self._fill([view[len(content) :]])
         return buffer.getvalue()
+
+    def _fill(self, views: Sequence[memoryview]) -> None:
+        """Receive what comes into these, one behind the other."""
+        rest = deque(views)
+        while rest:
+            came = self._receive_into(rest)
+            if not came:
+                raise PeerLostError("it has closed the connection")
+            while rest and came >= len(rest[0]):
+                came -= len(rest.popleft())
+            if came:
+                rest[0] = rest[0][came:]
+
+    def _receive_into(self, views: Iterable[memoryview]) -> int:
+        """Fill the first of these, or several; returns how many bytes came."""
+        wanted, room = list[memoryview](), _PIECE_BYTES
+        for view in islice(views, _MOST_VIEWS):
+            wanted.append(view[:room])
+            room -= len(wanted[-1])
+            if not room or not isinstance(self._socket, socket.socket):
+                break
+        if isinstance(self._socket, socket.socket):
+            return self._socket.recvmsg_into(wanted, 0, socket.MSG_WAITALL)[0]
+        return self._socket.recv_into(wanted[0])

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
-from torch_dpflow.dataservice.lanes.regions import UNKNOWN, PoolRegion, map_region
+from torch_dpflow.dataservice.lanes.regions import PoolRegion, map_region
 from torch_dpflow.dataservice.messages.protocol import (
     ELSEWHERE,
     HERE,
@@ -39,9 +39,17 @@ class NearServer:
 
     directory: of its socket.
     silence_s: after how long without an answer it is left, seconds.
+    ready: stripes that are in memory as a whole, and where, also of other servers and earlier ones; this adds its own.
     """
 
-    def __init__(self, directory: Path, identity: bytes, per_stripe: int, silence_s: float) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        identity: bytes,
+        per_stripe: int,
+        silence_s: float,
+        ready: dict[int, PoolRegion],
+    ) -> None:
         self._directory, self._identity = directory, identity
         self._per_stripe, self._silence_s = per_stripe, silence_s
         self._connection: PoolConnection | None = None
@@ -49,36 +57,29 @@ class NearServer:
         #: Regions in the order in which the server has them, and each stripe's.
         self._mapped: list[PoolRegion] = []
         self._regions: dict[int, PoolRegion] = {}
-        #: Stripes that are in memory as a whole, and where, also of an earlier server.
-        self._ready: dict[int, PoolRegion] = {}
+        self._ready = ready
+        #: What it has mapped and some of which is still read.
+        self._known: set[PoolRegion] = set()
         #: What the server has said of records in other stripes, where that is final.
         self._states: dict[int, int] = {}
 
     @property
     def retired(self) -> set[int]:
         """Why the server has given up what is mapped, if it has."""
-        return {why for region in self._all() if (why := region.retired) is not None}
+        return {why for region in self._known if (why := region.retired) is not None}
 
     @property
     def is_there(self) -> bool:
         """Whether the server can be asked, as far as is known."""
         return self._connection is not None or time.monotonic() >= self._retry_at
 
-    def holds(self, stripe: int) -> bool:
-        """Whether all of a stripe is mapped."""
-        return stripe in self._ready
-
     def read(self, record: int, *, copy: bool) -> bytes | memoryview | None:
         """A record, if it is known to be there: a copy, or its memory."""
         stripe, number = divmod(record, self._per_stripe)
         region = self._ready.get(stripe)
-        if region is None:
-            if self._states.get(record) != HERE:
-                return None
+        if region is None and self._states.get(record) == HERE:
             region = self._regions[stripe]
-        if region.place(stripe, number)[1] == UNKNOWN:
-            return None
-        return region.read(stripe, number) if copy else region.view(stripe, number)
+        return None if region is None else region.read(stripe, number, copy=copy)
 
     def offsets(
         self, stripe: int, records: npt.NDArray[np.int64]
@@ -157,13 +158,11 @@ class NearServer:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _all(self) -> Iterable[PoolRegion]:
-        return {id(one): one for one in (*self._mapped, *self._ready.values())}.values()
-
     def _connect(self) -> None:
         self._connection = PoolConnection(self._directory, silence_s=self._silence_s)
         # What an earlier server has said of single records holds for its regions alone; whole stripes stay mapped.
         self._states, self._mapped, self._regions = {}, [], {}
+        self._known &= {*self._ready.values()}
         self._map_more()
         self._pause_s = FIRST_PAUSE_S
 
@@ -174,6 +173,7 @@ class NearServer:
             assert isinstance(opened, SetOpened)
             for region in _map_all(fds, [self._identity, *opened.shares]):
                 self._mapped.append(region)
+                self._known.add(region)
                 shared = opened.shares.get(region.identity, math.inf)
                 self._regions |= {stripe: region for stripe in region.stripes if stripe < shared}
             if not fds or len(self._mapped) >= opened.total:

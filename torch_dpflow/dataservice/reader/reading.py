@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torch_dpflow.dataservice.lanes.lane_reader import Content
 from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
 from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
 from torch_dpflow.dataservice.lanes.railed_reader import RailedReader
@@ -52,6 +53,8 @@ class SetReading:
         self._lock = threading.Lock()
         self._is_closed = False
         self._table: SetTable | None = None
+        #: Stripes that are mapped as a whole, and where.
+        self._ready: dict[int, PoolRegion] = {}
         #: Servers by name, those that are lost and whose memory is mapped too.
         self._servers: dict[str, NearServer] = {}
         #: The owner of each stripe, where it is near; or where its lanes are.
@@ -88,16 +91,21 @@ class SetReading:
     ) -> list[Any]:
         """A copy of each record that is in memory; None for those that have to be read from storage.
 
-        copy: False gives mapped memory where that is on this host, as memoryviews that nobody can write to.
+        copy: False gives memoryviews that nobody can write to: mapped memory, and where large records of other hosts
+            were received, which is used again when nobody has a view of it.
         lengths: of each; None: unknown. What has another one is not taken from another host.
         order: the name of what was announced, in this process or its parent.
         """
         with self._lock:
-            if not self._is_closed:
-                self._look(records)
-            found = [self._read(record, copy=copy) for record in records]
-            if self._lanes is not None:
-                self._read_afar(self._lanes, records, lengths or [None] * len(records), found)
+            self._see_what_is_given_up()
+            found = self._mapped(records, copy=copy)
+            left = [place for place, content in enumerate(found) if content is None]
+            if left and not self._is_closed:
+                self._look([records[place] for place in left])
+            for place in left:
+                found[place] = self._read(records[place], copy=copy)
+            if self._lanes is not None and left:
+                self._read_afar(self._lanes, records, lengths or [None] * len(records), found, copy=copy)
             if order is not None and None in found:
                 found = self._read_ahead(order, records, found)
             self.misses += found.count(None)
@@ -123,12 +131,12 @@ class SetReading:
                     found.append((place[0], begins))
         return found
 
-    def fetch(self, records: Sequence[int], lengths: Sequence[int]) -> list[bytes | None]:
-        """A copy of each record that a server of another host holds, and has looked up by `places`; else None."""
-        found: list[bytes | None] = [None] * len(records)
+    def fetch(self, records: Sequence[int], lengths: Sequence[int]) -> list[Content | None]:
+        """Each record that a server of another host holds, and has looked up by `places`, as with `copy=False`."""
+        found: list[Content | None] = [None] * len(records)
         with self._lock:
             if self._lanes is not None and self._table is not None:
-                self._read_afar(self._lanes, records, lengths, found)
+                self._read_afar(self._lanes, records, lengths, found, copy=False)
         return found
 
     def count(self, hits: int, misses: int) -> None:
@@ -164,6 +172,17 @@ class SetReading:
                 ]
         return [*found]
 
+    def _mapped(self, records: Sequence[int], *, copy: bool) -> list[Any]:
+        """Each record of a stripe that is mapped as a whole; None for the others."""
+        if self._table is None:
+            return [None] * len(records)
+        ready, size, found = self._ready, self._table.per_stripe, []
+        for record in records:
+            stripe = record // size
+            region = ready.get(stripe)
+            found.append(None if region is None else region.read(stripe, record - stripe * size, copy=copy))
+        return found
+
     def _read(self, record: int, *, copy: bool) -> Any:
         server = self._server_of(record)
         return server.read(record, copy=copy) if isinstance(server, NearServer) else None
@@ -174,9 +193,9 @@ class SetReading:
             return None
         stripe = record // self._table.per_stripe
         owner = self._owners[stripe]
-        if isinstance(owner, NearServer) and owner.holds(stripe):
-            return owner
-        return next((one for one in self._servers.values() if one.holds(stripe)), owner)
+        if stripe in self._ready and not isinstance(owner, NearServer):
+            return next(iter(self._servers.values()))
+        return owner
 
     def _read_afar(
         self,
@@ -184,6 +203,8 @@ class SetReading:
         records: Sequence[int],
         lengths: Sequence[int | None],
         found: list[Any],
+        *,
+        copy: bool,
     ) -> None:
         """Put what servers of other hosts hold into `found`."""
         owners = map(self._server_of, records)
@@ -194,6 +215,7 @@ class SetReading:
             [*afar.values()],
             [records[place] for place in places],
             [lengths[place] for place in places],
+            copy=copy,
         )
         for place, content in zip(places, contents):
             found[place] = content
@@ -272,7 +294,9 @@ class SetReading:
         """How to read from a server; None: it cannot be reached."""
         address = self._entry.address_of(info)
         if address is not None and address.directory is not None:
-            server = NearServer(address.directory, self._identity, table.per_stripe, self._silence_s)
+            server = NearServer(
+                address.directory, self._identity, table.per_stripe, self._silence_s, self._ready
+            )
             self._servers[info.name] = server
             return server
         is_asked = info.name == table.asked and self._address.directory is None
@@ -304,4 +328,4 @@ class SetReading:
             self._lanes.close()
         for server in self._servers.values():
             server.disconnect()
-        self._table, self._servers, self._owners = None, {}, []
+        self._table, self._servers, self._owners, self._ready = None, {}, [], {}
