@@ -32,7 +32,7 @@ class PooledDataset(DatasetReader):
         silence_s: after how long without an answer of the server, or a sample that it is to read, samples are read
             from storage, seconds.
         copy: False gives the memory of the pool itself where it is on this host, and large samples of other hosts where
-            they were received: a `memoryview`, which nobody can write to and which stays as long as somebody has it, for
+            they were received: a `memoryview`, which nobody can write to and which stays while somebody has it, for
             decoders that take one, as `torch_dpflow.vision` does. Other samples are bytes.
         storage_options, read_options, metadata_cache, check, on_error: as for `DatasetReader`.
 
