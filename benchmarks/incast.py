@@ -31,7 +31,7 @@ from benchmarks.report import Comparison, Figures, Metric, add_arguments, altern
 from benchmarks.staged_window import StagedWindow, Unbounded
 from torch_dpflow.dataservice import DataClient
 from torch_dpflow.dataservice.planning.placement import place
-from torch_dpflow.dataservice.planning.sets import ArraySet, FileSet, RecordSet, identity
+from torch_dpflow.dataservice.planning.sets import FileSet, identity
 from torch_dpflow.dataservice.planning.window import BatchWindow, MeasuredWindow
 from torch_dpflow.dataservice.sources.set_names import identity_of
 from torch_dpflow.datasets import DatasetStore, Draft
@@ -63,10 +63,8 @@ SIDES: Mapping[str, Make] = {
     "Algorithm 1, repaired": _staged,
     "ours": lambda line, record_bytes: MeasuredWindow(),
 }
-SETS: Mapping[str, RecordSet] = {
-    "rows of 4 kB": ArraySet(
-        identity("array", {"rows": 4_000}), RECORDS, "float32", (1000,), PER_STRIPE * 4_000
-    ),
+SETS: Mapping[str, FileSet] = {
+    "rows of 4 kB": FileSet(identity("array", {"rows": 4_000}), np.full(RECORDS, 4_000), PER_STRIPE),
     "files of 16 kB": FileSet(identity("files", {"bytes": 16_000}), np.full(RECORDS, 16_000), PER_STRIPE),
     "files of 110 kB": FileSet(identity("files", {"bytes": 110_000}), np.full(RECORDS, 110_000), PER_STRIPE),
 }
@@ -75,7 +73,7 @@ SETS: Mapping[str, RecordSet] = {
 class BatchReader:
     """A client that reads batches, one after the other, as its window grants."""
 
-    def __init__(self, network: Network, records: RecordSet, window: BatchWindow) -> None:
+    def __init__(self, network: Network, records: FileSet, window: BatchWindow) -> None:
         self._network = network
         self._records = records
         self._window = window
@@ -94,12 +92,12 @@ class BatchReader:
         return self._network.now - begun
 
     def _ask(self) -> None:
-        lengths = [self._records.locate(index).length for index in self._waiting]
-        for _ in range(self._window.grant(lengths, self._network.now)):
-            slot = self._records.locate(self._waiting.popleft())
-            token = self._window.asked(slot.length, self._network.now)
-            connection = self._network.connections[self._owners[slot.stripe]]
-            connection.request(slot.length, lambda token=token: self._take(token))
+        lengths = self._records.lengths[[*self._waiting]].tolist()
+        for length in lengths[: self._window.grant(lengths, self._network.now)]:
+            stripe = self._waiting.popleft() // self._records.per_stripe
+            token = self._window.asked(length, self._network.now)
+            connection = self._network.connections[self._owners[stripe]]
+            connection.request(length, lambda token=token: self._take(token))
 
     def _take(self, token: object) -> None:
         self._window.arrived(token, self._network.now)
@@ -107,11 +105,11 @@ class BatchReader:
         self._ask()
 
 
-def measure(records: RecordSet, servers: int, make: Make, batches: int, seed: int) -> Figures:
+def measure(records: FileSet, servers: int, make: Make, batches: int, seed: int) -> Figures:
     """One client reads so many batches; shares of the line's rate."""
     line = Line()
     network = Network(line, servers)
-    length = records.locate(0).length
+    length = int(records.lengths[0])
     reader = BatchReader(network, records, make(line, length))
     indices = np.random.default_rng(seed).permutation(records.records)[: batches * BATCH]
     seconds = [reader.read(batch.tolist()) for batch in np.split(indices, batches)]

@@ -26,7 +26,7 @@ from benchmarks.report import Comparison, Figures, Metric, add_arguments, publis
 from benchmarks.sliding_space import SlidingSpace
 from torch_dpflow.dataservice.planning.node_lists import by_modulo
 from torch_dpflow.dataservice.planning.read_ahead import NodeRequest, ReadAhead, ReadAheadInstruction
-from torch_dpflow.dataservice.planning.spaces import BlockSpace, Space
+from torch_dpflow.dataservice.planning.spaces import BlockSpace
 from torch_dpflow.remote.pool.objects import Arrival, Serve
 
 SAMPLE_BYTES = 110_000
@@ -55,7 +55,7 @@ class Reading:
     k: int
     #: Reads by which a request comes before its first sample is needed.
     lead: int
-    space: Callable[[], Space]
+    space: Callable[[], BlockSpace | SlidingSpace]
     #: Samples that may be held or on their way.
     room: int = 1 << 20
 
@@ -73,6 +73,8 @@ class Epoch:
         )
         self._order = np.random.default_rng(seed).permutation(reading.samples)
         self._space = reading.space()
+        #: The samples in it.
+        self._stored: set[int] = set()
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._now = 0.0
@@ -100,7 +102,7 @@ class Epoch:
             "mean_held": statistics.fmean(self._held),
             "peak_held": max(self._held),
             "peak_room": self._peak_room / SAMPLE_BYTES,
-            "moves": self._space.moved / samples,
+            "moves": self._space.moved / samples if isinstance(self._space, SlidingSpace) else 0.0,
         }
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
@@ -123,11 +125,12 @@ class Epoch:
         due = int(self._order[self._position])
         # The sample that is due goes to the reader and not into the space. One that had to go for it, as there was no
         # room, comes once more.
-        kept = [one.key for one in fetch.loads if one.key != due and not self._space.holds(one.key)]
-        if self._space.store([(key, SAMPLE_BYTES) for key in kept]) is None:
+        kept = [one.key for one in fetch.loads if one.key != due and one.key not in self._stored]
+        if not self._space.store([(key, SAMPLE_BYTES) for key in kept]):
             raise RuntimeError(
                 f"{self._space.used} bytes are in use: the space is too small for this reading"
             )
+        self._stored.update(kept)
         self._peak_room = max(self._peak_room, self._space.used)
         self._do(self._machine.arrived([Arrival(load.load, load.key, SAMPLE_BYTES) for load in fetch.loads]))
 
@@ -135,12 +138,13 @@ class Epoch:
         self._asked_at = self._now
         if self._position == self._reading.k:
             self._hits_before = self._machine.hits
-        self._held.append(self._space.live // SAMPLE_BYTES)
+        self._held.append(len(self._stored))
         self._do(self._machine.read(READER, self._position))
 
     def _serve(self, key: int) -> None:
         self._waited += self._now - self._asked_at
-        if self._space.holds(key):
+        if key in self._stored:
+            self._stored.remove(key)
             self._space.spend(key)
         self._after(STEP_S, self._next)
 
@@ -164,10 +168,10 @@ def sides(samples: int, nodes: int, k: int) -> dict[str, Reading]:
     # What the patent's way holds at most in one shuffle: it has no bound of its own.
     capacity = 8 * (mean + lead) * SAMPLE_BYTES
 
-    def line(times: int) -> Callable[[], Space]:
+    def line(times: int) -> Callable[[], SlidingSpace]:
         return lambda: SlidingSpace(capacity, times * mean * SAMPLE_BYTES)
 
-    def blocks() -> Space:
+    def blocks() -> BlockSpace:
         return BlockSpace(capacity)
 
     patent = Reading(samples=samples, nodes=nodes, k=k, lead=0, space=line(2))

@@ -7,13 +7,34 @@ used up to a threshold, what was read goes, and what was not moves towards the s
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch_dpflow.checks import check_int
-from torch_dpflow.dataservice.planning.spaces import Move, Space, SpaceEntry, Stored
 from torch_dpflow.errors import OptionError
 
 
-class SlidingSpace(Space):
+class Move(NamedTuple):
+    """Copy these bytes towards the start; source and target may overlap."""
+
+    source: int
+    target: int
+    length: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    offset: int
+    length: int
+    #: Whether it was read, which frees it.
+    spent: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+class SlidingSpace:
     """One line, compacted once it is used up to `threshold`.
 
     With L bytes live in the mean, each compaction moves L and frees the threshold less L, so of each byte stored L /
@@ -26,31 +47,41 @@ class SlidingSpace(Space):
     """
 
     def __init__(self, capacity: int, threshold: int | None = None) -> None:
-        super().__init__(capacity)
+        self.capacity = check_int("capacity", capacity, minimum=1)
         self.threshold = capacity if threshold is None else check_int("threshold", threshold, minimum=1)
         if self.threshold > capacity:
             raise OptionError(f"threshold={threshold} is above capacity={capacity}; give at most that")
         #: By offset, read ones too until they are evicted.
-        self._line: list[SpaceEntry] = []
+        self._line: list[_Entry] = []
+        self._entries: dict[Hashable, _Entry] = {}
+        #: What the last `store` has moved, in order; and samples that were moved in all.
+        self.moves: list[Move] = []
+        self.moved = 0
 
     @property
     def used(self) -> int:
+        """Bytes that cannot be given out now."""
         return self._line[-1].end if self._line else 0
 
-    def store(self, samples: Sequence[tuple[Hashable, int]]) -> Stored | None:
-        size = self._check(samples)
-        if size > self.capacity - self.live:
-            return None
-        moves = self._compact() if self.used + size > self.threshold else []
-        offset, offsets = self.used, []
+    def store(self, samples: Sequence[tuple[Hashable, int]]) -> bool:
+        """Make `moves`, in order, then place samples, (key, length) each; False: no room, and nothing has changed."""
+        size, live = sum(length for _, length in samples), sum(one.length for one in self._entries.values())
+        if size > self.capacity - live:
+            return False
+        self.moves = self._compact() if self.used + size > self.threshold else []
         for key, length in samples:
-            self._line.append(self._add(key, offset, length))
-            offsets.append(offset)
-            offset += length
-        return Stored(moves, offsets)
+            entry = self._entries[key] = _Entry(self.used, length)
+            self._line.append(entry)
+        return True
+
+    def locate(self, key: Hashable) -> tuple[int, int]:
+        """Offset and length of a sample, valid until the next `store`."""
+        entry = self._entries[key]
+        return entry.offset, entry.length
 
     def spend(self, key: Hashable) -> None:
-        self._remove(key).spent = True
+        """A sample was read."""
+        self._entries.pop(key).spent = True
 
     def _compact(self) -> list[Move]:
         """Evict what was read; move what was not, neighbours at once."""

@@ -104,14 +104,16 @@ def test_blocks_of_rows_lie_in_stripes_of_whole_rows(
     blocks = rows.blocks()
     assert int(blocks.lengths.sum()) == records * rows.record_bytes
     assert blocks.stripes == rows.stripes
-    for row in range(records):
-        block = blocks.locate(row // rows.per_block)
-        assert block.stripe == rows.locate(row).stripe
-        assert (row % rows.per_block + 1) * rows.record_bytes <= block.length
-    if rows.per_block > 1 and rows.per_block * rows.record_bytes % 64 == 0:
-        for row in range(records):  # without space between blocks
-            block = blocks.locate(row // rows.per_block)
-            assert block.offset + row % rows.per_block * rows.record_bytes == rows.locate(row).offset
+    for stripe in range(rows.stripes):
+        own, offsets = blocks.records_of(stripe), blocks.offsets(stripe).tolist()
+        assert int(blocks.lengths[own].sum()) <= stripe_bytes
+        assert [row // rows.per_block for row in rows.records_of(stripe)[:: rows.per_block]] == [*own]
+        for row in rows.records_of(stripe):
+            block = row // rows.per_block
+            assert (row % rows.per_block + 1) * rows.record_bytes <= blocks.lengths[block]
+            if rows.per_block > 1 and rows.per_block * rows.record_bytes % 64 == 0:  # no space between blocks
+                offset = offsets[block - own.start] + row % rows.per_block * rows.record_bytes
+                assert offset == (row - rows.records_of(stripe).start) * rows.record_bytes
 
 
 def test_loaders_and_processes_get_the_same_rows(tmp_path: Path, client: DataClient) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,15 +31,6 @@ ARRAY_BLOCK_BYTES, _MOST_BLOCKS = 256 << 10, 1 << 24
 IDENTITY_BYTES = 16
 
 
-class Slot(NamedTuple):
-    """Where a record lies."""
-
-    stripe: int
-    #: Bytes from the stripe's start.
-    offset: int
-    length: int
-
-
 def identity(kind: str, facts: dict[str, Any]) -> bytes:
     """The name of a set: equal for equal facts alone, whoever makes it and wherever.
 
@@ -51,8 +41,8 @@ def identity(kind: str, facts: dict[str, Any]) -> bytes:
     return hashlib.blake2b(encoded, digest_size=IDENTITY_BYTES).digest()
 
 
-class RecordSet(ABC):
-    """The layout of one set.
+class RecordSet:
+    """How the records of one set are dealt to stripes.
 
     Args:
         identity: its name.
@@ -78,22 +68,6 @@ class RecordSet(ABC):
         first = stripe * self.per_stripe
         return range(first, min(first + self.per_stripe, self.records))
 
-    def check_index(self, index: int) -> int:
-        """`index` from the front, of one that may count from the end. Raises IndexError."""
-        if not -self.records <= index < self.records:
-            raise IndexError(
-                f"record {index} of a set of {self.records}; give one from 0 to {self.records - 1}"
-            )
-        return index + self.records if index < 0 else index
-
-    @abstractmethod
-    def locate(self, index: int) -> Slot:
-        """Where a record lies. Raises IndexError."""
-
-    @abstractmethod
-    def stripe_bytes(self, stripe: int) -> int:
-        """The bytes that a stripe takes."""
-
 
 class FileSet(RecordSet):
     """Records of any length, one behind the other, each at a multiple of `ALIGNMENT`.
@@ -111,12 +85,6 @@ class FileSet(RecordSet):
         #: Where each record would end if all stripes were one.
         self._ends = np.cumsum(padded)
 
-    def locate(self, index: int) -> Slot:
-        index = self.check_index(index)
-        stripe = index // self.per_stripe
-        before = int(self._ends[index - 1]) if index else 0
-        return Slot(stripe, before - self._start(stripe), int(self.lengths[index]))
-
     def offsets(self, stripe: int) -> npt.NDArray[np.int64]:
         """Where each record of a stripe begins in it."""
         own = self.records_of(stripe)
@@ -124,6 +92,7 @@ class FileSet(RecordSet):
         return np.concatenate([[self._start(stripe)], ends[:-1]]) - self._start(stripe)
 
     def stripe_bytes(self, stripe: int) -> int:
+        """The bytes that a stripe takes."""
         return int(self._ends[self.records_of(stripe)[-1]]) - self._start(stripe)
 
     def _start(self, stripe: int) -> int:
@@ -182,13 +151,6 @@ class ArraySet(RecordSet):
             raise OptionError(
                 f"{records:,} records of {self.record_bytes:,} bytes are too many; split the array"
             )
-
-    def locate(self, index: int) -> Slot:
-        stripe, place = divmod(self.check_index(index), self.per_stripe)
-        return Slot(stripe, place * self.record_bytes, self.record_bytes)
-
-    def stripe_bytes(self, stripe: int) -> int:
-        return len(self.records_of(stripe)) * self.record_bytes
 
     def blocks(self) -> FileSet:
         """The blocks of rows, as a server holds them."""

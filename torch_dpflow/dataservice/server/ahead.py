@@ -312,12 +312,12 @@ class AheadReading:
         """Put these into memory together, or where there is no such room, each by itself."""
         keys = [object() for _ in contents]
         sized = [(key, len(one)) for key, one in zip(keys, contents) if isinstance(one, bytes)]
-        is_together = self._space.store(sized) is not None
+        is_together = self._space.store(sized)
         out: list[AheadPlace | DPFlowError] = []
         for key, one in zip(keys, contents):
             if isinstance(one, DPFlowError):
                 out.append(one)
-            elif is_together or self._space.store([(key, len(one))]) is not None:
+            elif is_together or self._space.store([(key, len(one))]):
                 offset, length = self._space.locate(key)
                 self._memory[offset : offset + length] = one
                 out.append(AheadPlace(offset, length, partial(self._free, key)))
