@@ -24,7 +24,7 @@ import numpy as np
 
 from torch_dpflow.checks import check_seconds
 from torch_dpflow.dataservice.planning.placement import NOBODY, place
-from torch_dpflow.dataservice.planning.stripe_table import KeptSet, SetSummary, StripeTable
+from torch_dpflow.dataservice.planning.stripe_table import KeptSet, StripeTable
 from torch_dpflow.errors import PoolFullError, UsageError
 from torch_dpflow.remote.control.leases import ExpireLeases, LeaseChange, Leases, Leave, Lost, RenewLease
 
@@ -184,28 +184,18 @@ class KeeperMachine:
         place_of: dict[str | None, int] = {name: number for number, name in enumerate(names)}
         owners = [place_of.get(owner, NOBODY) for owner in one.owners]
         return StripeTable(
-            one.generation, names, owners, {name: sorted(own) for name, own in one.copies.items()}
+            generation=one.generation,
+            servers=names,
+            owners=owners,
+            copies={name: sorted(own) for name, own in one.copies.items()},
+            placed_bytes=sum(size for size, owner in zip(one.sizes.tolist(), owners) if owner != NOBODY),
+            readers=sum(one.readers.values()),
+            is_settled=one.returns_until is None,
         )
 
     def holds(self, identity: bytes) -> bool:
         """Whether there is such a set."""
         return identity in self._sets
-
-    def summary(self, identity: bytes) -> SetSummary:
-        """One set. Raises UsageError: there is no such set."""
-        one = self._set(identity)
-        return SetSummary(
-            identity=identity,
-            is_explicit=one.is_explicit,
-            readers=sum(one.readers.values()),
-            placed=sum(owner is not None for owner in one.owners),
-            placed_bytes=one.placed_bytes,
-            is_settled=one.returns_until is None,
-        )
-
-    def summaries(self) -> list[SetSummary]:
-        """Every set."""
-        return [*map(self.summary, self._sets)]
 
     # -- inside ----------------------------------------------------------------------------------------------
 

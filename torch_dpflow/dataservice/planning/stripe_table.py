@@ -37,11 +37,6 @@ class KeptSet:
         """The stripes of a server; None: those of nobody."""
         return [stripe for stripe, owner in enumerate(self.owners) if owner == server]
 
-    @property
-    def placed_bytes(self) -> int:
-        """What has an owner."""
-        return sum(size for size, owner in zip(self.sizes.tolist(), self.owners) if owner is not None)
-
     def copied_bytes(self, server: str) -> int:
         """What a server holds beside its own."""
         return int(self.sizes[[*self.copies.get(server, ())]].sum())
@@ -59,7 +54,7 @@ class KeptSet:
         return np.array(self.owned_by(None), dtype=np.int64)
 
 
-class StripeTable(msgspec.Struct, frozen=True):
+class StripeTable(msgspec.Struct, frozen=True, kw_only=True):
     """Who owns each stripe: places in `servers`, or `NOBODY`. A later table has a higher generation."""
 
     generation: int
@@ -67,6 +62,12 @@ class StripeTable(msgspec.Struct, frozen=True):
     owners: list[int]
     #: Stripes that servers hold beside their owners.
     copies: dict[str, list[int]]
+    #: Bytes of the stripes that have an owner.
+    placed_bytes: int
+    #: Processes that read the set.
+    readers: int
+    #: Whether what has no owner waits for no server to come back with it.
+    is_settled: bool
 
     def owned(self) -> dict[str, list[int]]:
         """The stripes of each server."""
@@ -75,18 +76,3 @@ class StripeTable(msgspec.Struct, frozen=True):
             if owner != NOBODY:
                 of_each[owner].append(stripe)
         return dict(zip(self.servers, of_each))
-
-
-class SetSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One set, as people are told of it.
-
-    placed: stripes that have an owner, and their bytes.
-    is_settled: whether what has no owner waits for no server to come back with it.
-    """
-
-    identity: bytes
-    is_explicit: bool
-    readers: int
-    placed: int
-    placed_bytes: int
-    is_settled: bool

@@ -344,6 +344,6 @@ class PoolHead:
         if held is None:
             return known.info()
         identity = known.request.identity
-        summary, table = self._keeper.summary(identity), self._keeper.table(identity)
+        table = self._keeper.table(identity)
         states = self._members.states(identity) | {self._server.name: self._holdings.state(identity)}
-        return with_progress(known.placed_info(summary), held, table.owned(), states, table.copies)
+        return with_progress(known.placed_info(table), held, table.owned(), states, table.copies)

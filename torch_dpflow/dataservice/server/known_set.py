@@ -10,7 +10,7 @@ from torch_dpflow.dataservice.messages.protocol import ArraySource, PoolRefusal,
 from torch_dpflow.dataservice.messages.server_messages import FillOrder, ReportSet
 from torch_dpflow.dataservice.planning.residents import ALL, cut_that_fits
 from torch_dpflow.dataservice.planning.sets import FileSet
-from torch_dpflow.dataservice.planning.stripe_table import SetSummary
+from torch_dpflow.dataservice.planning.stripe_table import StripeTable
 from torch_dpflow.dataservice.server.filling import HeldSet
 
 #: What the index of a region has for each stripe and each record.
@@ -81,13 +81,13 @@ class KnownSet:
             pushed=self.pushed,
         )
 
-    def placed_info(self, summary: SetSummary) -> SetInfo:
+    def placed_info(self, table: StripeTable) -> SetInfo:
         """What is known of one that has places, without its counts."""
         return msgspec.structs.replace(
             self.info(),
-            reserved_bytes=summary.placed_bytes,
-            readers=summary.readers,
-            is_placed=summary.is_settled,
+            reserved_bytes=table.placed_bytes,
+            readers=table.readers,
+            is_placed=table.is_settled,
         )
 
     def is_forgotten(self, now: float) -> bool:
