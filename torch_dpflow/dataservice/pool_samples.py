@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch_dpflow.announcing import Order
@@ -32,12 +33,12 @@ class PoolSamples:
         *,
         copy: bool = True,
     ) -> None:
-        self._address, self._silence_s, self._copy = address, silence_s, copy
-        self._source, self._identity = source_of(stored, storage_options), identity_of(stored)
+        self._copy = copy
+        source, identity = source_of(stored, storage_options), identity_of(stored)
+        self._reading = PerProcess(partial(SetReading, address, source, identity, silence_s))
         #: The name of the order that was announced, and the process that has announced it.
         self._order: str | None = None
         self._announcer = 0
-        self._prepare()
 
     @property
     def hits(self) -> int:
@@ -66,14 +67,3 @@ class PoolSamples:
         reading = self._reading.drop()
         if reading is not None:
             reading.close()
-
-    def _prepare(self) -> None:
-        source, identity = self._source, self._identity
-        self._reading = PerProcess(lambda: SetReading(self._address, source, identity, self._silence_s))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_reading"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._prepare()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -57,11 +58,13 @@ class PooledArray(Dataset[Rows]):
     ) -> None:
         check_type("source", source, ArraySource, "what open_array has returned")
         self.source = source
-        self._address = find_address(address, connection, trust_network=trust_network)
-        check_keys(self._address)
-        self._silence_s = check_seconds("silence_s", silence_s)
-        self._read_options = read_options
-        self._prepare()
+        pool = find_address(address, connection, trust_network=trust_network)
+        check_keys(pool)
+        check_seconds("silence_s", silence_s)
+        self._rows = array_set(source)
+        name, plain = array_identity(source), source_of(source, None)  # as its options have to reach a server
+        self._reading = PerProcess(partial(SetReading, pool, plain, name, silence_s))
+        self._storage = PerProcess(partial(ArrayReader, source, read_options))
 
     def __len__(self) -> int:
         return self._rows.records
@@ -166,22 +169,6 @@ class PooledArray(Dataset[Rows]):
             if isinstance(content, DPFlowError):
                 raise content
             out[at] = np.frombuffer(content, self._rows.dtype).reshape(self._rows.shape)
-
-    def _prepare(self) -> None:
-        source, name = self.source, array_identity(self.source)
-        source_of(source, None)  # before anything is read: its options have to reach a server
-        self._rows = array_set(source)
-        self._reading = PerProcess(lambda: SetReading(self._address, source, name, self._silence_s))
-        self._storage = PerProcess(lambda: ArrayReader(source, self._read_options))
-
-    def __getstate__(self) -> Mapping[str, Any]:
-        return {
-            name: one for name, one in self.__dict__.items() if name not in ("_rows", "_reading", "_storage")
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._prepare()
 
     def __iter__(self) -> Iterator[Rows]:
         return (self[index] for index in range(len(self)))

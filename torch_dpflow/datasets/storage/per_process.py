@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -13,7 +13,8 @@ class PerProcess(Generic[T]):
     """Makes its value on first use in every process; a forked child does not touch its parent's.
 
     Sockets, threads and held locks do not survive a fork, so a child must not use those of its parent, not
-    even to close them. Thread-safe: at first use two threads may both call `make`; one result is kept.
+    even to close them. Thread-safe: at first use two threads may both call `make`; one result is kept. A pickle has
+    `make` alone.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -27,6 +28,9 @@ class PerProcess(Generic[T]):
             return self._values[process]
         except KeyError:
             return self._values.setdefault(process, self._make())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PerProcess, (self._make,)
 
     def drop(self) -> T | None:
         """Forget this process's value and return it, if there is one."""
