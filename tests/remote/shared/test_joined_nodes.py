@@ -55,6 +55,11 @@ def places(cluster: TestCluster, flow: str, role: str) -> set[str]:
     return {view.node for view in cluster.processes(f"{flow}@1/") if view.role == role}
 
 
+def workers_at(cluster: TestCluster, flow: str) -> list[str]:
+    """The node of each of a flow's workers."""
+    return [view.node for view in cluster.processes(f"{flow}@1/") if view.role == "worker"]
+
+
 def pids(cluster: TestCluster, flow: str) -> dict[str, int]:
     return {view.id: view.pid for view in cluster.processes(f"{flow}@1/shard")}
 
@@ -69,7 +74,7 @@ def test_shards_run_on_a_node_until_that_leaves(cluster: TestCluster, flow: str,
         node = StartedNode(cluster, "a", tmp_path / "a", folder=tmp_path)
         with started(node):
             wait(lambda: places(cluster, flow, "shard") == {"a"}, what="its shard on the node")
-            wait(lambda: places(cluster, flow, "worker") == {"a"}, what="its workers beside it")
+            wait(lambda: workers_at(cluster, flow) == ["a", "a"], what="its workers beside it")
             assert places(cluster, flow, "router") == {""}
             seen += keys(islice(batches, 5))
             told = CliRunner().invoke(root, ["status", "--address", cluster.address, "--json"])

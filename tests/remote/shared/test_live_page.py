@@ -108,10 +108,12 @@ def test_who_was_frozen_is_not_said_to_have_run_out_of_memory(cluster: Commanded
 def test_it_shows_a_flow_with_its_job_and_workers(cluster: CommandedCluster, job: SharedJob) -> None:
     told = await_state(
         cluster,
-        "all samples of the job on the page",
+        "all samples of the job, and both workers, on the page",
         lambda told: (
             any(row["samples"] == 2 * SAMPLES for row in told["jobs"])
-            and any(row["flow"] == f"{FLOW}@1" and row["decodes"] for row in told["flows"])
+            and any(
+                row["flow"] == f"{FLOW}@1" and row["decodes"] and row["workers"] == 2 for row in told["flows"]
+            )
         ),
     )
     (line,) = [row for row in told["flows"] if row["flow"] == f"{FLOW}@1"]

@@ -108,7 +108,8 @@ def test_a_job_hears_what_its_flows_workers_have_taken_and_its_own_part(
         for batches in reading:
             next(batches)
     one, other = (loader.stats() for loader in loaders)
-    assert one.worker_s + other.worker_s <= other.flow_worker_s + 0.01
+    # Each is told once a second, at a time of its own.
+    assert one.worker_s + other.worker_s <= max(one.flow_worker_s, other.flow_worker_s) + 0.01
     assert "s that the flow's workers have taken" in str(other)
     view = figures_of_flow(cluster, flow)
     assert view["worker_seconds"] >= other.flow_worker_s
