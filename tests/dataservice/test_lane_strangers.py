@@ -6,6 +6,7 @@ import random
 import socket
 import ssl
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -33,6 +34,8 @@ from torch_dpflow.dataservice.lanes.wire import (
     take_request,
 )
 from torch_dpflow.dataservice.messages.protocol import MOST_RECORDS
+from torch_dpflow.dataservice.server.holdings import Holdings
+from torch_dpflow.dataservice.server.lane_server import LaneServer
 from torch_dpflow.dataservice.sources.set_names import identity_of
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import MessageError
@@ -174,6 +177,23 @@ def test_lanes_that_speak_nonsense_disturb_no_other(
                     assert dataset.read_each(range(COUNT)) == numbers(COUNT)
             assert dataset.misses == 0
             assert process.memory_info().rss < before + SLACK_BYTES
+
+
+def test_a_lane_that_comes_before_the_thread_of_lanes_is_answered_and_one_after_it_is_closed() -> None:
+    lanes, identity = LaneServer(Holdings(0)), bytes(16)
+    (early, its_end), (late, the_other) = socket.socketpair(), socket.socketpair()
+    with early, late:
+        lanes.adopt(its_end)
+        thread = threading.Thread(target=lanes.run)
+        thread.start()
+        early.settimeout(PATIENCE_S)
+        early.sendall(RecordRequest(identity, [0]).pack())
+        assert read_header(receive_exactly(early, ANSWER_BYTES))[1:] == (1, identity)
+        lanes.close()
+        lanes.adopt(the_other)
+        thread.join()
+        late.settimeout(PATIENCE_S)
+        assert late.recv(1) == b""
 
 
 def test_a_lane_that_asks_and_takes_nothing_is_not_read_from(stored: StoredDataset, tmp_path: Path) -> None:

@@ -146,20 +146,26 @@ class LaneServer:
 
     def adopt(self, connection: socket.socket) -> None:
         """Answer what comes here from now on, and close it at the end."""
-        self._call(partial(self._adopt, connection))
+        with self._lock:
+            if self._is_closed:
+                connection.close()
+                return
+            self._calls.append(partial(self._adopt, connection))
+            self._wake_up()
 
     def close(self) -> None:
         """End `run`, and all lanes."""
         with self._lock:
             self._is_closed = True
+            self._wake_up()
             if not self._is_running:
                 self._release()
-        self._call(lambda: None)
 
     def run(self) -> None:
         """Answer until `close`."""
         with self._lock:
             self._is_running = not self._is_closed
+            self._wake_up()  # lanes may have come before
         while self._is_running and not self._is_closed:
             may_go_on = len(self._turns) and self._turns.has_room(time.monotonic())
             self._handle(0 if may_go_on else _HELD_UP_S if len(self._turns) else None)
@@ -169,6 +175,8 @@ class LaneServer:
                     break
                 lane.turn = TURN_BYTES
                 self._go_on(lane)
+        if self._is_running:
+            self._make_calls()  # what was adopted meanwhile is closed too
         for lane in list(self._lanes.values()):
             self._drop(lane)
         with self._lock:
@@ -180,8 +188,15 @@ class LaneServer:
     def _call(self, call: Callable[[], None]) -> None:
         self._calls.append(call)
         with self._lock:
-            if self._is_running:
-                os.eventfd_write(self._wake, 1)
+            self._wake_up()
+
+    def _wake_up(self) -> None:
+        if self._is_running:
+            os.eventfd_write(self._wake, 1)
+
+    def _make_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
 
     def _release(self) -> None:
         if not self._epoll.closed:
@@ -200,8 +215,7 @@ class LaneServer:
         for fd, events in self._epoll.poll(timeout):
             if fd == self._wake:
                 os.eventfd_read(self._wake)
-                while self._calls:
-                    self._calls.popleft()()
+                self._make_calls()
             elif (lane := self._lanes.get(fd)) is not None:
                 if events & ~select.EPOLLOUT:
                     self._guarded(lane, self._receive)
