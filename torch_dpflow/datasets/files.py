@@ -18,7 +18,9 @@ from torch_dpflow.datasets.storage.credentials import to_pickle
 from torch_dpflow.datasets.storage.deadlines import call_with_deadline, exclusive, is_thread_safe
 from torch_dpflow.datasets.storage.failures import storage_error
 from torch_dpflow.datasets.storage.file_systems import needs_host, open_file_system
-from torch_dpflow.datasets.urls import join_url, split_chain, split_login
+from torch_dpflow.datasets.storage.object_reader import service_of
+from torch_dpflow.datasets.storage.per_process import PerProcess
+from torch_dpflow.datasets.urls import file_system_of, join_url, split_chain, split_login
 from torch_dpflow.errors import DPFlowError, ObjectMissingError, OptionError, OptionTypeError, StorageError
 
 #: Options with which a put fails if the object exists, by protocol.
@@ -74,31 +76,33 @@ class Files:
             raise OptionTypeError(f"read_options={read_options!r}: give ReadOptions(...) or None")
         self.read_options = read_options or ReadOptions()
         self._reader = ObjectReader(self.options, options=self.read_options)
-        self._pid = -1
-        self._connect(address)
-        local = isinstance(self._fs, LocalFileSystem)
-        #: the directory's URL, absolute, without a slash at the end
-        self.url: str = self._fs.unstrip_protocol(self._root) if local else _trimmed(address)
-
-    def _connect(self, url: str) -> None:
-        if not url or url.endswith("://"):
+        if not address or address.endswith("://"):
             raise OptionError(
-                f"{url!r} names no directory; give a path, or a URL such as s3://bucket/datasets"
+                f"{address!r} names no directory; give a path, or a URL such as s3://bucket/datasets"
             )
-        if "://" in url:
-            seconds = self.read_options.deadline_s
-            self._fs, self._root = open_file_system(url, self.options, seconds)
-        else:
-            self._fs = fsspec.filesystem("file", **self.options)
-            self._root = self._fs._strip_protocol(url)
-        self._pid = os.getpid()
+        self._opened = PerProcess(self._open)
+        #: the directory's URL, absolute, without a slash at the end
+        self.url: str = address
+        # A vendor's client takes 28 MB, and who only reads needs none.
+        is_needed = "://" not in address or service_of(file_system_of(address), self.options) is None
+        self._is_local = is_needed and isinstance(self.filesystem, LocalFileSystem)
+        self.url = self.filesystem.unstrip_protocol(self._root) if self._is_local else _trimmed(address)
+
+    def _open(self) -> tuple[Any, str]:
+        if "://" in self.url:
+            return open_file_system(self.url, self.options, self.read_options.deadline_s)
+        files = fsspec.filesystem("file", **self.options)
+        return files, files._strip_protocol(self.url)
 
     @property
     def filesystem(self) -> Any:
-        """The fsspec file system; a forked child opens its own."""
-        if self._pid != os.getpid():
-            self._connect(self.url)
-        return self._fs
+        """The fsspec file system; a forked child opens its own. Raises MissingExtraError."""
+        return self._opened.get()[0]
+
+    @property
+    def _root(self) -> str:
+        """The path of the directory in it."""
+        return self._opened.get()[1]
 
     def at(self, path: str) -> Files:
         """The directory `path` below this one."""
@@ -119,7 +123,7 @@ class Files:
 
     def check_regular(self, path: str) -> None:
         """Raise StorageError for a pipe, socket or device on a local disk: opening a pipe would wait for a writer."""
-        if not isinstance(self.filesystem, LocalFileSystem):
+        if not self._is_local:
             return
         full = self._full(path)
         if os.path.exists(full) and not (os.path.isfile(full) or os.path.isdir(full)):
@@ -136,9 +140,9 @@ class Files:
     def write(self, path: str, data: bytes) -> None:
         """Write a file, replacing one that exists."""
         self._check_writable(path)
-        fs, full = self.filesystem, self._full(path)
+        full = self._full(path)
         with self._storage_errors(path), self._missing_place(path):
-            if isinstance(fs, LocalFileSystem):
+            if self._is_local:
                 os.replace(_written_beside(full, data), full)
             else:
                 self._put(path, data)
@@ -152,9 +156,9 @@ class Files:
         self._check_writable(path)
         if self.exists(path):
             raise FileExistsError(f"{self._url(path)} exists already")
-        fs, full = self.filesystem, self._full(path)
+        full = self._full(path)
         with self._storage_errors(path), self._missing_place(path):
-            if isinstance(fs, LocalFileSystem):
+            if self._is_local:
                 _link_into_place(_written_beside(full, data), full)
             else:
                 self._put_exclusively(path, data)
@@ -210,7 +214,7 @@ class Files:
     def real(self, path: str) -> str:
         """The path of a directory with all links resolved, on a local disk; elsewhere the path itself."""
         full = self._full(path)
-        return os.path.realpath(full) if isinstance(self.filesystem, LocalFileSystem) else full
+        return os.path.realpath(full) if self._is_local else full
 
     def remove(self, path: str) -> None:
         """Remove a file or a directory with everything in it, if it exists."""
@@ -220,15 +224,15 @@ class Files:
 
     def sweep(self, path: str) -> None:
         """Remove the unfinished files of killed writers from a directory."""
-        fs, full = self.filesystem, self._full(path)
-        if isinstance(fs, LocalFileSystem) and os.path.isdir(full):
+        full = self._full(path)
+        if self._is_local and os.path.isdir(full):
             for name in os.listdir(full):
                 if name.startswith(".") and name.endswith(_UNFINISHED):
                     os.unlink(os.path.join(full, name))
 
     def remove_empty(self, path: str) -> None:
         """Remove a directory if it is empty, on a local disk; object stores have no empty ones."""
-        if isinstance(self.filesystem, LocalFileSystem):
+        if self._is_local:
             with suppress(OSError):
                 os.rmdir(self._full(path))
 
@@ -252,7 +256,7 @@ class Files:
             raise
         except Exception as error:
             url = self._url(path)
-            if isinstance(self._fs, LocalFileSystem) and not isinstance(error, PermissionError):
+            if self._is_local and not isinstance(error, PermissionError):
                 raise StorageError(f"{url}: {type(error).__name__}: {error}") from error
             raise storage_error(ByteRange(url), error) from error
 
@@ -271,9 +275,8 @@ class Files:
         return join_url(self.url, path) if path else self.url
 
     def _full(self, path: str) -> str:
-        if not path or not self._root:
-            return path or self._root
-        return f"{self._root.rstrip('/')}/{path}"
+        root = self._root
+        return f"{root.rstrip('/')}/{path}" if path and root else path or root
 
     def __getstate__(self) -> dict[str, Any]:
         return {"url": self.url, "options": to_pickle(self.options), "read_options": self.read_options}

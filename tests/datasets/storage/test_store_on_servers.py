@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.registry import _registry
 
 from benchmarks.oss_server import Fault, OSSServer
-from tests.datasets.samples_source import Numbered, contents, numbers, publish
+from tests.datasets.samples_source import Numbered, content, contents, numbers, publish
 from tests.datasets.storage.servers import BUCKET, S3_KEYS
 from torch_dpflow.datasets import DatasetStore, Draft, verify
 from torch_dpflow.datasets.copying import copy
@@ -24,6 +26,7 @@ from torch_dpflow.datasets.storage.fsspec_options import fsspec_options
 from torch_dpflow.errors import (
     AccessDeniedError,
     DatasetNotFoundError,
+    MissingExtraError,
     OptionError,
     PublishedError,
     StorageError,
@@ -62,7 +65,9 @@ def oss_address(s3_endpoint: str, oss: OSSServer) -> Iterator[Address]:
 
 
 def _close_oss(options: dict[str, Any]) -> None:
-    fsspec.filesystem("oss", **options)._session.session.close()
+    files = fsspec.filesystem("oss", **options)
+    files._session.session.close()
+    type(files).clear_instance_cache()  # those of other threads
 
 
 @pytest.fixture(params=["s3_address", "oss_address"])
@@ -149,6 +154,20 @@ def test_of_many_who_create_an_object_at_once_one_succeeds(address: Address) -> 
         thread.join()
     assert files.read("race") == b"%d" % won[0]
     assert len(won) == 1
+
+
+def test_who_only_reads_needs_no_client_of_the_vendors(
+    address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, options = address
+    publish(DatasetStore.create(url, **options), Numbered(3))
+    scheme = url.partition(":")[0]
+    monkeypatch.setitem(sys.modules, {"s3": "s3fs", "oss": "ossfs"}[scheme], None)
+    monkeypatch.delitem(_registry, scheme)
+    stored = DatasetStore(url, **options).open("core/numbers:v1")
+    assert [data for data, _ in contents(stored)] == [content(number) for number in range(3)]
+    with pytest.raises(MissingExtraError, match=rf"torch_dpflow\[{scheme}\]"):
+        stored.files.write("more", b"")
 
 
 def test_wrong_credentials_are_told(oss_address: Address) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch_dpflow.datasets.storage.base import ByteRange, Storage
 from torch_dpflow.datasets.storage.batch_deadline import BatchDeadline
 from torch_dpflow.datasets.storage.credentials import to_pickle
+from torch_dpflow.datasets.storage.exchanges import Service
 from torch_dpflow.datasets.storage.fsspec_storage import FsspecStorage
 from torch_dpflow.datasets.storage.http_storage import HttpStorage
 from torch_dpflow.datasets.storage.local import LocalStorage
@@ -219,12 +220,26 @@ def open_storage(address: str, storage_options: Mapping[str, Any], options: Read
     scheme = address.partition("://")[0]
     if scheme in ("file", "local"):
         return LocalStorage(options.longest)
+    if scheme in ("http", "https"):
+        storage_options = {**storage_options, **split_login(address)[1]}
+    service = service_of(address, storage_options)
+    if service is not None:
+        return HttpStorage(service, options)
+    return FsspecStorage(address, storage_options, options)
+
+
+def service_of(address: str, storage_options: Mapping[str, Any]) -> Service | None:
+    """The service of a result of `file_system_of` that `HttpStorage` reads; None: fsspec reads it.
+
+    Raises OptionError: it has no such options.
+    """
+    scheme = address.partition("://")[0]
     is_direct = not urllib.request.getproxies().keys() & {"http", "https", "all"}
     if scheme in ("s3", "s3a") and is_direct and storage_options.keys() <= S3_OPTIONS:
-        return HttpStorage(S3Service(storage_options), options)
+        return S3Service(storage_options)
     if scheme == "oss" and is_direct and storage_options.keys() <= OSS_OPTIONS:
-        return HttpStorage(OSSService(storage_options), options)
+        return OSSService(storage_options)
     if scheme in ("http", "https"):
         # Always: fsspec's own does not check that a response has the requested range.
-        return HttpStorage(WebService({**storage_options, **split_login(address)[1]}), options)
-    return FsspecStorage(address, storage_options, options)
+        return WebService(storage_options)
+    return None
