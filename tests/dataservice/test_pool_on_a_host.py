@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.oss_server import OSSServer
+from benchmarks.oss_server import Fault, OSSServer
 from tests.dataservice.pool_servers import inner_server, server
 from tests.datasets.samples_source import Numbered, numbers, publish
 from tests.shared_cluster import PATIENCE_S, wait
@@ -27,6 +27,7 @@ from torch_dpflow.dataservice import DataClient, DataServer, SetInfo
 from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
 from torch_dpflow.dataservice.messages.protocol import (
     ELSEWHERE,
+    HERE,
     PreloadSet,
     RecordStates,
     WantRecords,
@@ -38,6 +39,8 @@ from torch_dpflow.dataservice.server.filling import HeldSet
 from torch_dpflow.dataservice.server.known_set import KnownSet
 from torch_dpflow.dataservice.sources.set_names import identity_of, open_source, source_of
 from torch_dpflow.datasets import DatasetStore, StoredDataset
+from torch_dpflow.datasets.sample_reader import SampleReader
+from torch_dpflow.datasets.storage import ReadOptions
 from torch_dpflow.errors import (
     OptionError,
     PeerLostError,
@@ -304,6 +307,55 @@ def test_samples_that_cannot_be_read_are_told_and_fail_as_without_the_pool(
             sample for sample, one in zip(numbers(COUNT), results) if isinstance(one, tuple)
         ]
     client.unload(stored)
+
+
+def test_samples_whose_storage_was_gone_come_once_it_is_back(tmp_path: Path) -> None:
+    with OSSServer() as oss:
+        oss.buckets.create("bucket")
+        stored = publish(
+            DatasetStore.create("oss://bucket/datasets", **oss.storage_options()), Numbered(COUNT)
+        )
+        opened, hasty = open_source(source_of(stored, None), identity_of(stored)), ReadOptions(attempts=1)
+        reader = SampleReader(stored, read_options=hasty)
+        with closing(HeldSet(source_of(stored, None), opened._replace(reader=reader))) as held:
+            for one in {stored.data_url(one).removeprefix("oss://bucket/") for one in stored.samples()}:
+                oss.faults.add(Fault.BROKEN, key=one)
+            held.fill(range(opened.records.stripes))
+            wait(lambda: held.counts == (0, COUNT), what="all that failed")
+            assert held.want([0], 0.0).states == bytes([ELSEWHERE])
+            assert "StorageUnavailableError" in held.error
+            oss.faults.clear()
+            wait(lambda: held.counts == (COUNT, 0), what="what is read again")
+            assert held.want([0], 0.0).states == bytes([HERE])
+            assert held.error == ""
+        stored.files.close()
+        stored.files.filesystem._session.session.close()
+
+
+@pytest.mark.slow
+def test_readers_find_in_memory_what_came_after_its_storage_was_gone(pool: Path) -> None:
+    with OSSServer() as oss:
+        oss.buckets.create("gone")
+        store = DatasetStore.create("oss://gone/datasets", **oss.storage_options())
+        stored = publish(store, Numbered(COUNT))
+        client = DataClient(pool, silence_s=PATIENCE_S)
+        for one in {stored.data_url(one).removeprefix("oss://gone/") for one in stored.samples()}:
+            oss.faults.add(Fault.BROKEN, key=one)
+        assert client.preload(stored, on_error="skip").failed == COUNT
+        with closing(PooledDataset(stored, pool, silence_s=PATIENCE_S)) as dataset:
+            assert all(isinstance(one, StorageError) for one in dataset.read_each(range(COUNT)))
+            oss.faults.clear()
+            assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+            wait(lambda: is_loaded(stored, pool), what="what is read again")
+
+            def are_in_memory() -> bool:
+                misses = dataset.misses
+                return dataset.read_each(range(COUNT)) == numbers(COUNT) and dataset.misses == misses
+
+            wait(are_in_memory, what="a look at the server")
+        client.unload(stored)
+        stored.files.close()
+        stored.files.filesystem._session.session.close()
 
 
 def test_commands(stored: StoredDataset, store: DatasetStore, pool: Path) -> None:

@@ -150,8 +150,8 @@ def preload(stored: StoredDataset | ArraySource, part: bool, address: PoolAddres
     click.echo(f"{info.ref}: {info.loaded:,} of {info.records:,} samples in {info.reserved_bytes:,} bytes")
     if info.failed:
         raise click.ClickException(
-            f"{info.failed:,} samples could not be read: {info.error or 'no lengths'}; once they can be, unload "
-            f"{info.ref} and load it again"
+            f"{info.failed:,} samples could not be read: {info.error or 'no lengths'}; those whose storage did not "
+            f"answer are read again until they are there, for others unload {info.ref} and load it again"
         )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
 
+from torch_dpflow.backoff import Backoff
 from torch_dpflow.dataservice.lanes.regions import PoolRegion, check_pushed, create_region
 from torch_dpflow.dataservice.messages.protocol import (
     ELSEWHERE,
@@ -20,31 +21,27 @@ from torch_dpflow.dataservice.messages.protocol import (
 )
 from torch_dpflow.dataservice.planning.residents import ALL, resident, resident_set
 from torch_dpflow.dataservice.server.ahead import AheadReading
+from torch_dpflow.dataservice.server.threads import start_thread
+from torch_dpflow.dataservice.server.wanted_records import WantedRecords
 from torch_dpflow.dataservice.sources.set_names import OpenedSource
 from torch_dpflow.datasets.sample_reader import Sample
-from torch_dpflow.errors import DamagedStoreError, DPFlowError, PoolFullError, UsageError
+from torch_dpflow.datasets.storage.failures import is_transient
+from torch_dpflow.errors import DamagedStoreError, DPFlowError, PoolFullError, StorageError, UsageError
 from torch_dpflow.log import SERVICE
 
 #: Samples that are read at the same time, by the thread that reads everything.
 _AT_ONCE = 64
 #: Least bytes to read ahead into: some samples.
 _LEAST_AHEAD = 64 << 10
-
-
-def start_thread(run: Callable[[], None], name: str) -> None:
-    """Start a daemon thread. Raises PoolFullError: this process may have no more."""
-    try:
-        threading.Thread(target=run, name=name, daemon=True).start()
-    except RuntimeError as error:
-        raise PoolFullError(
-            f"the server of the pool: {error}; let it have more threads (ulimit -u)"
-        ) from error
+#: Before what is read again whose storage did not answer, at first and later, at most: seconds.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
 
 class HeldSet:
     """The regions of a set, and their threads. Thread-safe.
 
-    A record that somebody waits for is read before all others; one that cannot be read is left to its readers.
+    A record that somebody waits for is read before all others; one that cannot be read is left to its readers, and read
+    again later where its storage did not answer.
 
     Args:
         opened: of this source; its reader is closed with this.
@@ -54,8 +51,7 @@ class HeldSet:
     def __init__(self, source: AnySource, opened: OpenedSource, cut: int = ALL) -> None:
         #: Where its dataset lies.
         self.url, records, known, self._reader, self.parts = opened
-        self.source = source
-        self.records = records
+        self.source, self.records = source, records
         self.cut, self.is_part = cut, cut != ALL
         stays = resident(records.identity, records.records, cut)
         #: Where those that have a place lie; the others take none.
@@ -72,13 +68,9 @@ class HeldSet:
         self._taken = bytearray(records.records)
         #: Those that have memory, or are about to.
         self._stripes: set[int] = set()
-        #: Records that are in `_wanted`.
-        self._is_wanted = bytearray(records.records)
+        self._wanted = WantedRecords(records.records)
         #: Records of each stripe that are not in memory.
         self._left: Counter[int] = Counter()
-        self._wanted: deque[int] = deque()
-        #: Who is told when a record is there, or could not be read.
-        self._watchers: dict[int, list[Callable[[bool], None]]] = {}
         #: Fills whose memory is not there yet.
         self._making = 0
         self._loaded = self._failed = 0
@@ -167,7 +159,7 @@ class HeldSet:
                 self._loaded += len(own)
                 self._changed.notify_all()
                 for one in own:
-                    self._tell(one, is_here=True)
+                    self._wanted.tell(one, is_here=True)
             ready = [] if self._left[stripe] else [stripe]
             return RecordStates(bytes(self._states[own.start : own.stop]), ready)
 
@@ -212,7 +204,7 @@ class HeldSet:
                 if self._states[record] == PENDING and not self._is_closed:
                     tell = watch(record)
                     if tell is not None:
-                        self._watchers.setdefault(record, []).append(tell)
+                        self._wanted.watch(record, tell)
                     self._want(record)
                     self._changed.notify_all()
                     return PENDING
@@ -226,8 +218,7 @@ class HeldSet:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-            for one in [*self._watchers]:
-                self._tell(one, is_here=False)
+            self._wanted.give_up()
         for region in self.regions:
             if why is not None:
                 region.retire(why)
@@ -239,11 +230,8 @@ class HeldSet:
 
     def _want(self, record: int) -> None:
         """Have it read before others, if nobody reads it or has asked for it."""
-        if self._reader is None:
-            return
-        if self._states[record] == PENDING and not self._taken[record] and not self._is_wanted[record]:
-            self._is_wanted[record] = True
-            self._wanted.append(record)
+        if self._reader is not None and self._states[record] == PENDING and not self._taken[record]:
+            self._wanted.add(record)
 
     def _fill(self, stripes: Sequence[int]) -> None:
         own = [one for stripe in stripes for one in self.records.records_of(stripe)]
@@ -270,7 +258,9 @@ class HeldSet:
             if self._demand is None and self._reader is not None:
                 self._demand = threading.Thread(target=self._serve_demand, name="dpflow-demand", daemon=True)
                 self._demand.start()
-        self._read_all(own)
+        if self._reader is not None:
+            self._read_all(own)
+            self._read_again(own)
 
     def _leave(self, stripes: Sequence[int], error: Exception) -> None:
         """They get no memory."""
@@ -283,21 +273,29 @@ class HeldSet:
                 self._states[one] = IN_STORAGE
 
     def _read_all(self, records: Sequence[int]) -> None:
-        for start in range(0, len(records) if self._reader is not None else 0, _AT_ONCE):
+        for start in range(0, len(records), _AT_ONCE):
             if self._is_closed:
                 return
             self._read(records[start : start + _AT_ONCE])
 
+    def _read_again(self, records: Sequence[int]) -> None:
+        """Read those again whose storage was gone, until all are there; nobody waits for them meanwhile."""
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        while records := [one for one in records if self._states[one] in (PENDING, ELSEWHERE)]:
+            before = self._loaded
+            self._load([one for one in records if self._states[one] == ELSEWHERE][:_AT_ONCE])
+            pause_s = 0.0 if self._loaded > before else backoff.pause_s()
+            with self._changed:
+                if self._changed.wait_for(lambda: self._is_closed, pause_s):
+                    return
+
     def _serve_demand(self) -> None:
         while True:
             with self._changed:
-                while not self._wanted and not self._is_closed:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._wanted or self._is_closed)
                 if self._is_closed:
                     return
-                wanted = [self._wanted.popleft() for _ in range(min(_AT_ONCE, len(self._wanted)))]
-                for one in wanted:
-                    self._is_wanted[one] = False
+                wanted = self._wanted.take(_AT_ONCE)
             self._read(wanted)
 
     def _read(self, records: Iterable[int]) -> None:
@@ -308,6 +306,9 @@ class HeldSet:
             ]
             for one in own:
                 self._taken[one] = True
+        self._load(own)
+
+    def _load(self, own: Sequence[int]) -> None:
         assert self._reader is not None
         try:
             samples: Sequence[Sample | DPFlowError] = self._reader.read_each(own)
@@ -318,19 +319,18 @@ class HeldSet:
             problem = sample if isinstance(sample, DPFlowError) else self._put(one, sample[0])
             if problem is not None:
                 self._note(problem)
-            states.append((one, HERE if problem is None else IN_STORAGE))
+            # A reader asks again for what is elsewhere, and takes the rest as final.
+            gone = ELSEWHERE if isinstance(problem, StorageError) and is_transient(problem) else IN_STORAGE
+            states.append((one, HERE if problem is None else gone))
         with self._changed:
             for one, state in states:
+                self._failed += (state != HERE) - (self._states[one] != PENDING)
                 self._states[one] = state
                 self._left[one // self.records.per_stripe] -= state == HERE
                 self._loaded += state == HERE
-                self._failed += state != HERE
-                self._tell(one, is_here=state == HERE)
+                self._wanted.tell(one, is_here=state == HERE)
+            self.error = self.error if self._failed else ""
             self._changed.notify_all()
-
-    def _tell(self, record: int, *, is_here: bool) -> None:
-        for tell in self._watchers.pop(record, ()):
-            tell(is_here)
 
     def _put(self, record: int, content: bytes) -> DPFlowError | None:
         """Put it into its place; what is wrong with it instead."""

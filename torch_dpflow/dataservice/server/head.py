@@ -36,7 +36,7 @@ from torch_dpflow.dataservice.messages.server_messages import (
 from torch_dpflow.dataservice.planning.keeper_machine import Fill, KeeperInstruction, KeeperMachine
 from torch_dpflow.dataservice.planning.residents import ALL, resident_set
 from torch_dpflow.dataservice.planning.sets import FileSet
-from torch_dpflow.dataservice.server.filling import HeldSet, start_thread
+from torch_dpflow.dataservice.server.filling import HeldSet
 from torch_dpflow.dataservice.server.holdings import MOST_SETS, Holdings
 from torch_dpflow.dataservice.server.known_set import KnownSet, cut_in, request_of, stripe_bytes
 from torch_dpflow.dataservice.server.members import Members
@@ -44,6 +44,7 @@ from torch_dpflow.dataservice.server.pushed_sets import check_pushed_set
 from torch_dpflow.dataservice.server.running_clock import RunningClock
 from torch_dpflow.dataservice.server.set_progress import set_list, with_progress
 from torch_dpflow.dataservice.server.set_versions import droppable, find_base
+from torch_dpflow.dataservice.server.threads import start_thread
 from torch_dpflow.dataservice.sources.set_names import open_source
 from torch_dpflow.errors import PoolFullError, UsageError
 from torch_dpflow.log import SERVICE

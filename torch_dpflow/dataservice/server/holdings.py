@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from torch_dpflow.backoff import Backoff
 from torch_dpflow.dataservice.messages.protocol import (
     ELSEWHERE,
     MOST_RECORDS,
@@ -23,9 +25,11 @@ from torch_dpflow.dataservice.messages.server_messages import (
     SetState,
 )
 from torch_dpflow.dataservice.server.ahead_memory import AheadMemory
-from torch_dpflow.dataservice.server.filling import HeldSet, start_thread
+from torch_dpflow.dataservice.server.filling import FIRST_PAUSE_S, LONGEST_PAUSE_S, HeldSet
+from torch_dpflow.dataservice.server.threads import start_thread
 from torch_dpflow.dataservice.sources.set_names import open_source
-from torch_dpflow.errors import UsageError
+from torch_dpflow.datasets.storage.failures import is_transient
+from torch_dpflow.errors import StorageError, UsageError
 from torch_dpflow.log import SERVICE
 
 #: How long an answer to `WantRecords` waits for what is on its way at most, seconds.
@@ -43,8 +47,9 @@ class _Holding:
     held: HeldSet | None = None
     #: Stripes that are to be read once its metadata is there.
     waiting: list[list[int]] = field(default_factory=list)
-    #: Why its metadata could not be read.
+    #: Why its metadata could not be read, and whether that may pass.
     error: str = ""
+    is_gone: bool = False
 
 
 class Holdings:
@@ -212,11 +217,13 @@ class Holdings:
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _open(self, order: FillOrder, holding: _Holding) -> None:
-        try:
-            held = HeldSet(order.source, open_source(order.source, order.identity), order.cut)
-        except Exception as error:  # its readers have to go on, whatever it is
-            SERVICE.warning("%s cannot be held: %s", order.source.ref, error)
-            holding.error = f"{type(error).__name__}: {error}"
+        """Read its metadata, again and again where its storage does not answer; then hold it."""
+        backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        while (held := self._opened(order, holding)) is None and holding.is_gone:
+            time.sleep(backoff.pause_s())
+            if self._sets.get(order.identity) is not holding:
+                return
+        if held is None:
             return
         with self._lock:
             if self._sets.get(order.identity) is holding:
@@ -226,3 +233,15 @@ class Holdings:
                         held.fill(stripes)
                 return
         held.close()  # it was given up meanwhile
+
+    def _opened(self, order: FillOrder, holding: _Holding) -> HeldSet | None:
+        try:
+            held = HeldSet(order.source, open_source(order.source, order.identity), order.cut)
+        except Exception as error:  # its readers have to go on, whatever it is
+            if not holding.error:
+                SERVICE.warning("%s cannot be held: %s", order.source.ref, error)
+            holding.error = f"{type(error).__name__}: {error}"
+            holding.is_gone = isinstance(error, StorageError) and is_transient(error)
+            return None
+        holding.error = ""
+        return held

@@ -1,0 +1,18 @@
+"""Threads of a server, of which a process may have no more."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from torch_dpflow.errors import PoolFullError
+
+
+def start_thread(run: Callable[[], None], name: str) -> None:
+    """Start a daemon thread. Raises PoolFullError: this process may have no more."""
+    try:
+        threading.Thread(target=run, name=name, daemon=True).start()
+    except RuntimeError as error:
+        raise PoolFullError(
+            f"the server of the pool: {error}; let it have more threads (ulimit -u)"
+        ) from error
