@@ -139,7 +139,7 @@ def up(
         **given,
     )
     cluster = LocalCluster(options)
-    with stopped_by_signals(cluster.node):
+    with stopped_by_signals(cluster):
         try:
             cluster.serve(ready=lambda: _announce(cluster, options, as_json=as_json))
         finally:

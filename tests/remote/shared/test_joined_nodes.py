@@ -297,6 +297,20 @@ def test_nodes_find_a_cluster_that_is_started_anew(flow: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nodes_are_told_of_a_signal_that_ends_their_cluster(tmp_path: Path, number: signal.Signals) -> None:
+    cluster = TestCluster.start_over_tcp(tmp_path)
+    node = StartedNode(cluster, "a", tmp_path / "a", folder=tmp_path)
+    with started(node):
+        await_nodes(cluster, "a")
+        os.kill(cluster.pid, number)
+        assert node.process.wait() == 0, node
+        assert "the cluster ends" in node.log.read_text()
+        assert "is asked again" not in node.log.read_text()
+        wait(lambda: has_ended(cluster.pid), what="the cluster's end")
+
+
+@pytest.mark.slow
 def test_a_node_ends_with_its_cluster_or_without_it(tmp_path: Path) -> None:
     cluster = TestCluster.start_over_tcp(tmp_path)
     nodes = [StartedNode(cluster, name, tmp_path / name, folder=tmp_path) for name in "ab"]

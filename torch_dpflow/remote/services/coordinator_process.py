@@ -21,12 +21,11 @@ from torch_dpflow.remote.services.state_store import open_store
 from torch_dpflow.remote.services.write_behind_store import WriteBehindStore
 from torch_dpflow.remote.wire.coordinator import CoordinatorArguments
 from torch_dpflow.remote.wire.errors import OverloadedError
+from torch_dpflow.remote.wire.joined_node import TELL_S
 from torch_dpflow.remote.wire.node import WAITING
 
 #: How long it waits for a message when nothing else is due, and while it loads its state, seconds.
 IDLE_POLL_S, LOADING_POLL_S = 0.5, 0.02
-#: How long it waits until all joined nodes know that the cluster ends, seconds: they report twice a second.
-TELL_S = 2.0
 
 
 def run(service: ServiceSpec) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -16,14 +17,14 @@ from urllib.parse import urlsplit
 import msgspec
 
 from torch_dpflow.descriptors import raise_limit
-from torch_dpflow.errors import OptionError, StateError, UsageError
+from torch_dpflow.errors import DPFlowError, OptionError, StateError, UsageError
 from torch_dpflow.log import LogOptions, write_lines
 from torch_dpflow.platforms import registry
 from torch_dpflow.platforms.members import PlatformSpec
 from torch_dpflow.platforms.reachability import check_reachable
 from torch_dpflow.platforms.registry import resolve
 from torch_dpflow.remote.access.announcement import Announcement, check_vacant, lock_file
-from torch_dpflow.remote.access.cluster_address import default_connection_file
+from torch_dpflow.remote.access.cluster_address import default_connection_file, find_cluster
 from torch_dpflow.remote.access.connection_file import generate_keys, read_key_file
 from torch_dpflow.remote.observe.metrics_server import check_metrics_address
 from torch_dpflow.remote.observe.page_access import PagePlace, check_page
@@ -40,6 +41,7 @@ from torch_dpflow.remote.services.state_store import open_store
 from torch_dpflow.remote.shard.reachable import check_ports
 from torch_dpflow.remote.wire.coordinator import AutoscaleLimits, ClusterLimits, CoordinatorArguments
 from torch_dpflow.remote.wire.flow_spec import MAX_WORKERS
+from torch_dpflow.remote.wire.joined_node import TELL_S
 from torch_dpflow.remote.wire.node import Launch
 
 
@@ -181,6 +183,9 @@ class LocalCluster:
         self._owner = secrets.token_hex(16)
         self._state_lock = None if options.state is None else _hold_state(options.state, self._owner)
         self._directory = private_directory()
+        #: Has the coordinator tell nodes of other hosts, where there can be some, that the cluster ends; None: not yet.
+        self._ending: threading.Thread | None = None
+        self._may_have_nodes, self._has_ended = options.listen is not None, threading.Event()
         try:
             self.node = self._prepare(options)
         except BaseException:
@@ -198,7 +203,29 @@ class LocalCluster:
         try:
             self.node.serve(ready)
         finally:
+            self._has_ended.set()
+            if self._ending is not None:
+                self._ending.join()
             self._clean_up()
+
+    def stop(self) -> None:
+        """End it as `dpflow down` does: nodes of other hosts are told. Called again: at once.
+
+        Any thread may call, and signal handlers.
+        """
+        if self._may_have_nodes and self._ending is None:
+            self._ending = threading.Thread(target=self._end, name="dpflow-end", daemon=True)
+            self._ending.start()
+        else:
+            self.node.stop()
+
+    def _end(self) -> None:
+        """Have the coordinator end the cluster; where it does not, end it without."""
+        with suppress(DPFlowError):
+            with find_cluster(self._path).connect(timeout_s=TELL_S) as coordinator:
+                coordinator.call("stop")
+            self._has_ended.wait(2 * TELL_S)
+        self.node.stop()
 
     def _prepare(self, options: ClusterOptions) -> Node:
         folder = self._directory.path

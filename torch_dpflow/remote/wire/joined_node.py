@@ -12,6 +12,8 @@ from torch_dpflow.remote.wire.node import MAX_PROCESSES, Launch, ProcessView
 
 #: Most nodes that join one cluster.
 MAX_NODES = 256
+#: How long a cluster that ends waits until all joined nodes know, seconds: they report twice a second.
+TELL_S = 2.0
 #: A node's name; it is a part of the ids of its shards.
 NODE_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
