@@ -27,10 +27,14 @@ from torch_dpflow.dataservice.messages.server_messages import (
     Beat,
     DropOrder,
     Enlist,
+    FillOrder,
     Orders,
     ReportSet,
     ServerInfo,
 )
+from torch_dpflow.dataservice.messages.set_source import SetSource
+from torch_dpflow.dataservice.planning.residents import ALL
+from torch_dpflow.dataservice.server.holdings import Holdings
 from torch_dpflow.dataservice.sources.set_names import identity_of, source_of
 from torch_dpflow.datasets import DatasetStore, StoredDataset
 from torch_dpflow.errors import OptionError, UsageError
@@ -304,6 +308,18 @@ def test_a_member_that_begins_anew_at_its_address_is_empty(stored: StoredDataset
             wait_for_servers(tmp_path / "s0", 1)
         wait(lambda: is_loaded(stored, tmp_path / "s0"), what="the set")
         assert dataset.read_each(range(COUNT)) == numbers(COUNT)
+
+
+def test_a_server_ends_at_once_though_a_storage_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread ends, which the check after each test awaits."""
+    monkeypatch.setattr("torch_dpflow.dataservice.server.holdings.FIRST_PAUSE_S", 1e6)
+    monkeypatch.setattr("torch_dpflow.dataservice.server.holdings.LONGEST_PAUSE_S", 1e6)
+    options = {"endpoint": "http://127.0.0.1:9", "key": "k", "secret": "s"}
+    source = SetSource(store="oss://bucket/datasets", options=options, ref="core/numbers:v1:train")
+    holdings, identity = Holdings(0), bytes(16)
+    holdings.obey(FillOrder(source=source, identity=identity, is_explicit=False, cut=ALL, stripes=[0]))
+    wait(lambda: holdings.state(identity).error, what="that its metadata cannot be read")
+    holdings.close()
 
 
 def test_who_is_no_head_takes_no_members(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +60,8 @@ class Holdings:
     def __init__(self, ahead_bytes: int) -> None:
         self.ahead = AheadMemory(ahead_bytes)
         self._lock = threading.Lock()
+        #: Sets were given up.
+        self._changed = threading.Condition(self._lock)
         self._sets: dict[bytes, _Holding] = {}
         self._readers: dict[bytes, set[str]] = {}
         self._is_closed = False
@@ -95,6 +96,7 @@ class Holdings:
         """Give a set up, and tell its readers why."""
         with self._lock:
             holding = self._sets.pop(identity, None)
+            self._changed.notify_all()
         self.ahead.drop(identity)
         if holding is not None and holding.held is not None:
             holding.held.close(why)
@@ -105,6 +107,7 @@ class Holdings:
         with self._lock:
             self._is_closed = True
             sets, self._sets = self._sets, {}
+            self._changed.notify_all()
         for holding in sets.values():
             if holding.held is not None:
                 holding.held.close()
@@ -220,9 +223,11 @@ class Holdings:
         """Read its metadata, again and again where its storage does not answer; then hold it."""
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while (held := self._opened(order, holding)) is None and holding.is_gone:
-            time.sleep(backoff.pause_s())
-            if self._sets.get(order.identity) is not holding:
-                return
+            with self._changed:
+                if self._changed.wait_for(
+                    lambda: self._sets.get(order.identity) is not holding, backoff.pause_s()
+                ):
+                    return
         if held is None:
             return
         with self._lock:
