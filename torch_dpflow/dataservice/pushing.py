@@ -95,15 +95,13 @@ def push(
         head = connection.servers()[0]  # which has it, whomever this process asks
         if head.is_near:
             connection = opened.enter_context(PoolConnection(head.directory))
-        info = _ask(connection, request)
-        while not info.is_placed:
+        while not (info := connection.get(request, SetInfo)).is_placed:
             time.sleep(_POLL_S)
-            info = _ask(connection, request)
         for stripe in range(source.shared, rows.stripes) if stripes is None else stripes:
             if info.error:
                 raise PoolFullError(f"{source.ref}: {info.error}")
-            asked, _ = connection.ask(WantRecords(rows.identity, [stripe * rows.blocks_per_stripe], 0.0))
-            if isinstance(asked, RecordStates) and stripe in asked.stripes:
+            asked = WantRecords(rows.identity, [stripe * rows.blocks_per_stripe], 0.0)
+            if stripe in connection.get(asked, RecordStates).stripes:
                 continue
             own = rows.records_of(stripe)
             content = rows_of(own.start, own.stop)
@@ -112,14 +110,8 @@ def push(
                     f"rows of {content.dtype}{content.shape} for {source.ref}, of {rows.dtype}{(len(own), *rows.shape)}"
                 )
             _push_stripe(connection, rows.identity, stripe, content)
-            info = _ask(connection, request)
+            info = connection.get(request, SetInfo)
             progress(info)
-    return info
-
-
-def _ask(connection: PoolConnection, request: PreloadSet) -> SetInfo:
-    info, _ = connection.ask(request)
-    assert isinstance(info, SetInfo)
     return info
 
 

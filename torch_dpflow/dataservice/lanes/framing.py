@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import struct
 from abc import ABC, abstractmethod
+from typing import TypeVar
 
 import msgspec
 
 from torch_dpflow.dataservice.lanes.guards import Stream, receive_exactly
-from torch_dpflow.dataservice.messages.protocol import (
-    MOST_BYTES,
-    CountReads,
-    PoolAnswer,
-    PoolRequest,
-    T,
-    encode,
-    receive,
-    send,
-)
-from torch_dpflow.errors import MessageError, UsageError
+from torch_dpflow.dataservice.messages.protocol import MOST_BYTES, CountReads, PoolMessage, encode
+from torch_dpflow.errors import MessageError, PeerLostError, UsageError
 
+T = TypeVar("T")
 _LENGTH = struct.Struct("<I")
 
 
@@ -32,7 +26,7 @@ class Channel(ABC):
     carries_regions: bool
 
     @abstractmethod
-    def send(self, message: PoolRequest | PoolAnswer | CountReads, fds: list[int] | None = None) -> None:
+    def send(self, message: PoolMessage, fds: list[int] | None = None) -> None:
         """Send one message. Raises OSError where the peer is gone, OptionError where it is too long."""
 
     @abstractmethod
@@ -61,11 +55,21 @@ class PacketChannel(Channel):
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
 
-    def send(self, message: PoolRequest | PoolAnswer | CountReads, fds: list[int] | None = None) -> None:
-        send(self._socket, message, fds)
+    def send(self, message: PoolMessage, fds: list[int] | None = None) -> None:
+        socket.send_fds(self._socket, [encode(message)], fds or [])
 
     def receive(self, decoder: msgspec.msgpack.Decoder[T], regions: int = 0) -> tuple[T, list[int]]:
-        return receive(self._socket, decoder, regions)
+        packet, fds, flags, _ = socket.recv_fds(self._socket, MOST_BYTES + 1, regions)
+        try:
+            if not packet:
+                raise PeerLostError("the pool's other side has closed the connection")
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(packet) > MOST_BYTES:
+                raise MessageError(f"a message to or from the pool has more than {MOST_BYTES} bytes")
+            return _decoded(decoder, packet), fds
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
 
     def tell(self, message: CountReads) -> bool:
         try:
@@ -86,7 +90,7 @@ class StreamChannel(Channel):
     def __init__(self, connection: Stream) -> None:
         self._socket = connection
 
-    def send(self, message: PoolRequest | PoolAnswer | CountReads, fds: list[int] | None = None) -> None:
+    def send(self, message: PoolMessage, fds: list[int] | None = None) -> None:
         if fds:
             raise UsageError(
                 "memory is pushed to servers of this host alone; give the directory of one as address"
@@ -98,10 +102,7 @@ class StreamChannel(Channel):
         (length,) = _LENGTH.unpack(receive_exactly(self._socket, _LENGTH.size))
         if not 1 <= length <= MOST_BYTES:
             raise MessageError(f"a message of {length} bytes; at most {MOST_BYTES} are allowed")
-        try:
-            return decoder.decode(receive_exactly(self._socket, length)), []
-        except msgspec.MsgspecError as error:
-            raise MessageError(f"a message to or from the pool cannot be read: {error}") from error
+        return _decoded(decoder, receive_exactly(self._socket, length)), []
 
     def tell(self, message: CountReads) -> bool:
         if not select.select([], [self._socket], [], 0)[1]:
@@ -114,3 +115,10 @@ class StreamChannel(Channel):
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], content: bytes) -> T:
+    try:
+        return decoder.decode(content)
+    except msgspec.MsgspecError as error:
+        raise MessageError(f"a message to or from the pool cannot be read: {error}") from error

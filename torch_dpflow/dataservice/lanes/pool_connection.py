@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -36,6 +37,7 @@ from torch_dpflow.errors import MessageError, PeerLostError
 #: A server that does not answer for so long is taken for dead: by commands, seconds.
 _SILENCE_S = 60.0
 _POLL_S = 0.1
+AnswerT = TypeVar("AnswerT", bound=PoolAnswer)
 
 
 class PoolConnection:
@@ -71,6 +73,12 @@ class PoolConnection:
             self.send(request, fds)
             return self.hear()
 
+    def get(self, request: PoolRequest, kind: type[AnswerT]) -> AnswerT:
+        """The server's answer, which is of this kind and comes without descriptors. Raises as `ask`."""
+        answer, _ = self.ask(request)
+        assert isinstance(answer, kind)
+        return answer
+
     def send(self, request: PoolRequest, fds: list[int] | None = None) -> None:
         """The first half of `ask`; nobody else may ask before `hear`. Raises PeerLostError."""
         try:
@@ -103,8 +111,7 @@ class PoolConnection:
         found: dict[bytes, SetInfo] = {}
         first = 0
         while True:
-            answer, _ = self.ask(ListSets(first))
-            assert isinstance(answer, SetList)
+            answer = self.get(ListSets(first), SetList)
             first += len(answer.sets)
             found |= {one.identity: one for one in answer.sets}
             if not answer.sets or first >= answer.total:
@@ -112,9 +119,7 @@ class PoolConnection:
 
     def servers(self) -> list[ServerInfo]:
         """The servers of the pool, its head first."""
-        answer, _ = self.ask(ListServers())
-        assert isinstance(answer, ServerList)
-        return answer.servers
+        return self.get(ListServers(), ServerList).servers
 
     def preload(
         self,
@@ -130,8 +135,7 @@ class PoolConnection:
         """
         request = PreloadSet(source=source, identity=identity, is_explicit=True, whole=whole)
         while True:
-            info, _ = self.ask(request)
-            assert isinstance(info, SetInfo)
+            info = self.get(request, SetInfo)
             progress(info)
             if info.is_placed and info.loaded + info.failed >= info.placed:
                 return info
@@ -139,9 +143,7 @@ class PoolConnection:
 
     def unload(self, identity: bytes) -> SetList:
         """Give a set up. Raises UsageError: it is not there."""
-        answer, _ = self.ask(UnloadSet(identity))
-        assert isinstance(answer, SetList)
-        return answer
+        return self.get(UnloadSet(identity), SetList)
 
     def close(self) -> None:
         """Close it; the server then knows that this reader has ended."""

@@ -12,7 +12,7 @@ import stat
 import struct
 import tempfile
 from pathlib import Path
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias
 
 import msgspec
 
@@ -40,7 +40,7 @@ from torch_dpflow.dataservice.messages.server_messages import (
 from torch_dpflow.dataservice.messages.set_source import AnySource as AnySource
 from torch_dpflow.dataservice.messages.set_source import ArraySource as ArraySource
 from torch_dpflow.dataservice.messages.set_source import SetSource as SetSource
-from torch_dpflow.errors import DPFlowError, MessageError, OptionError, OptionTypeError, PeerLostError
+from torch_dpflow.errors import DPFlowError, OptionError, OptionTypeError
 
 #: The environment variable with the default `address` of clients and servers.
 ADDRESS_VARIABLE = "DPFLOW_POOL"
@@ -230,14 +230,14 @@ PoolAnswer: TypeAlias = (
     | Enlisted
     | Orders
 )
+PoolMessage: TypeAlias = PoolRequest | PoolAnswer | CountReads
 REQUESTS: msgspec.msgpack.Decoder[PoolRequest | CountReads] = msgspec.msgpack.Decoder(
     PoolRequest | CountReads
 )
 ANSWERS: msgspec.msgpack.Decoder[PoolAnswer] = msgspec.msgpack.Decoder(PoolAnswer)
-T = TypeVar("T")
 
 
-def encode(message: PoolRequest | PoolAnswer | CountReads) -> bytes:
+def encode(message: PoolMessage) -> bytes:
     """A message as it is sent. Raises OptionError: it is too long."""
     packet = msgspec.msgpack.encode(message)
     if len(packet) > MOST_BYTES:
@@ -245,37 +245,6 @@ def encode(message: PoolRequest | PoolAnswer | CountReads) -> bytes:
             f"a message of {len(packet)} bytes; at most {MOST_BYTES} are allowed: shorten options"
         )
     return packet
-
-
-def send(
-    connection: socket.socket, message: PoolRequest | PoolAnswer | CountReads, fds: list[int] | None = None
-) -> None:
-    """Send one message. Raises OSError where the peer is gone, OptionError where it is too long."""
-    socket.send_fds(connection, [encode(message)], fds or [])
-
-
-def receive(
-    connection: socket.socket, decoder: msgspec.msgpack.Decoder[T], regions: int = 0
-) -> tuple[T, list[int]]:
-    """The next message, and descriptors that came with it, at most so many.
-
-    Raises:
-        PeerLostError: the peer has closed the connection.
-        MessageError: the message is none, or too long.
-    """
-    packet, fds, flags, _ = socket.recv_fds(connection, MOST_BYTES + 1, regions)
-    try:
-        if not packet:
-            raise PeerLostError("the pool's other side has closed the connection")
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(packet) > MOST_BYTES:
-            raise MessageError(f"a message to or from the pool has more than {MOST_BYTES} bytes")
-        return decoder.decode(packet), fds
-    except msgspec.MsgspecError as error:
-        _close(fds)
-        raise MessageError(f"a message to or from the pool cannot be read: {error}") from error
-    except BaseException:
-        _close(fds)
-        raise
 
 
 def peer_uid(connection: socket.socket) -> int:
@@ -327,8 +296,3 @@ def check_private(directory: Path) -> None:
             f"{directory} must be a directory of this user that nobody else may enter (mode 0700); remove it, or give "
             "another address"
         )
-
-
-def _close(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)

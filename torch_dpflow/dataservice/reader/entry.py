@@ -104,15 +104,14 @@ class PoolEntry:
 
     def _table(self, connection: PoolConnection) -> SetTable | None:
         request = PreloadSet(source=self._source, identity=self._identity, is_explicit=False, whole=False)
-        info, _ = connection.ask(request)
-        assert isinstance(info, SetInfo)
+        info = connection.get(request, SetInfo)
         if not info.records:
             return None
         connection.ask(ReadSet(self._identity))
         try:
-            parts = [self._part(connection, 0)]
+            parts = [connection.get(AskTable(self._identity), TablePart)]
             while (known := sum(len(one.owners) // 2 for one in parts)) < parts[0].stripes:
-                parts.append(self._part(connection, known))
+                parts.append(connection.get(AskTable(self._identity, known), TablePart))
                 if parts[-1].generation != parts[0].generation or not parts[-1].owners:
                     return None
         except UsageError:  # it has been given up since
@@ -131,8 +130,3 @@ class PoolEntry:
             table.asked,
             table.is_part,
         )
-
-    def _part(self, connection: PoolConnection, first: int) -> TablePart:
-        part, _ = connection.ask(AskTable(self._identity, first))
-        assert isinstance(part, TablePart)
-        return part

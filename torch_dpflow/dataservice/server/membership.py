@@ -10,11 +10,10 @@ import msgspec
 import numpy as np
 
 from torch_dpflow.dataservice.lanes.pool_address import PoolAddress
-from torch_dpflow.dataservice.lanes.pool_connection import PoolConnection
+from torch_dpflow.dataservice.lanes.pool_connection import AnswerT, PoolConnection
 from torch_dpflow.dataservice.messages.protocol import (
     CountReads,
     ListSets,
-    PoolAnswer,
     PoolRequest,
     PreloadSet,
     SetInfo,
@@ -73,24 +72,21 @@ class PoolMember:
     def preload(self, request: PreloadSet) -> SetInfo:
         """As the head does; without it, what is held here can be read."""
         try:
-            answer = self._pass_on(request)
+            return self._pass_on(request, SetInfo)
         except PeerLostError:
             if request.is_explicit or not (held := self._own(request.identity)):
                 raise
             return held
-        assert isinstance(answer, SetInfo)
-        return answer
 
     def table(self, identity: bytes, first: int) -> TablePart:
         """As the head does; without it, as it has said last, or what is held here."""
         try:
-            answer = self._pass_on(AskTable(identity, first))
+            answer = self._pass_on(AskTable(identity, first), TablePart)
         except PeerLostError:
             return self._tables.get((identity, first)) or self._own_table(identity, first)
         except UsageError:
             self._tables.pop((identity, first), None)
             raise
-        assert isinstance(answer, TablePart)
         answer = msgspec.structs.replace(answer, asked=self._server.name)
         if len(self._tables) >= MOST_SETS:
             self._tables.clear()
@@ -99,21 +95,15 @@ class PoolMember:
 
     def unload(self, identity: bytes) -> SetList:
         """As the head does. Raises PeerLostError: it does not answer."""
-        answer = self._pass_on(UnloadSet(identity))
-        assert isinstance(answer, SetList)
-        return answer
+        return self._pass_on(UnloadSet(identity), SetList)
 
     def contents(self, first: int) -> SetList:
         """As the head does. Raises PeerLostError: it does not answer."""
-        answer = self._pass_on(ListSets(first))
-        assert isinstance(answer, SetList)
-        return answer
+        return self._pass_on(ListSets(first), SetList)
 
     def servers(self) -> ServerList:
         """As the head does. Raises PeerLostError: it does not answer."""
-        answer = self._pass_on(ListServers())
-        assert isinstance(answer, ServerList)
-        return answer
+        return self._pass_on(ListServers(), ServerList)
 
     def count(self, reads: CountReads) -> None:
         """Tell the head how much was read, if it is there."""
@@ -171,8 +161,7 @@ class PoolMember:
             for first in range(0, len(report.stripes), MOST_STRIPES):
                 part = report.stripes[first : first + MOST_STRIPES]
                 connection.ask(msgspec.structs.replace(report, stripes=part))
-        answer, _ = connection.ask(Enlist(self._server))
-        assert isinstance(answer, Enlisted)
+        connection.get(Enlist(self._server), Enlisted)
 
     def _serve(self, connection: PoolConnection) -> None:
         told, obeyed = dict[bytes, SetState](), 0
@@ -182,8 +171,7 @@ class PoolMember:
             states += [self._holdings.state(identity) for identity in left]
             changed = [one for one in states if told.get(one.identity) != one][:_MOST_STATES]
             patience_s = _CALM_S if all(one.is_placed for one in states) and not changed else _BUSY_S
-            answer, _ = connection.ask(Beat(obeyed=obeyed, states=changed, patience_s=patience_s))
-            assert isinstance(answer, Orders)
+            answer = connection.get(Beat(obeyed=obeyed, states=changed, patience_s=patience_s), Orders)
             told |= {one.identity: one for one in changed}
             told = {identity: one for identity, one in told.items() if identity not in left}
             for order in answer.orders:
@@ -191,14 +179,14 @@ class PoolMember:
                 told.pop(order.identity, None)
             obeyed = answer.last
 
-    def _pass_on(self, request: PoolRequest) -> PoolAnswer:
+    def _pass_on(self, request: PoolRequest, kind: type[AnswerT]) -> AnswerT:
         with self._lock:
             if time.monotonic() < self._retry_at:
                 raise PeerLostError(f"the head of the pool at {self._head} does not answer; start it anew")
             try:
                 if self._connection is None:
                     self._connection = PoolConnection(self._head, silence_s=_PASSED_ON_S)
-                return self._connection.ask(request)[0]
+                return self._connection.get(request, kind)
             except PeerLostError:
                 self._disconnect()
                 self._retry_at = time.monotonic() + _RETRY_S
