@@ -29,8 +29,8 @@ from torch_dpflow.dataservice.messages.server_messages import (
     Enlist,
     FillOrder,
     Orders,
-    ReportSet,
     ServerInfo,
+    SetPart,
 )
 from torch_dpflow.dataservice.messages.set_source import SetSource
 from torch_dpflow.dataservice.planning.residents import ALL
@@ -238,7 +238,7 @@ def test_a_member_that_comes_back_with_another_part_gives_it_up(
     with inner_server(tmp_path / "s0", 1 << 20), PoolConnection(tmp_path / "s0") as connection:
         DataClient(tmp_path / "s0", silence_s=PATIENCE_S).preload(stored)
         source = source_of(stored, None)
-        connection.ask(ReportSet(source=source, identity=identity, is_explicit=True, cut=7, stripes=[0]))
+        connection.ask(SetPart(source=source, identity=identity, is_explicit=True, cut=7, stripes=[0]))
         (head,) = connection.servers()
         connection.ask(Enlist(msgspec.structs.replace(head, directory=str(tmp_path / "s1"))))
         orders, _ = connection.ask(Beat(obeyed=0, states=[], patience_s=0.0))

@@ -33,8 +33,8 @@ from torch_dpflow.dataservice.messages.server_messages import (
     ListServers,
     Noted,
     Orders,
-    ReportSet,
     ServerList,
+    SetPart,
     TablePart,
 )
 from torch_dpflow.dataservice.messages.set_source import AnySource as AnySource
@@ -131,7 +131,7 @@ PoolRequest: TypeAlias = (
     | TookAhead
     | AskTable
     | ListServers
-    | ReportSet
+    | SetPart
     | Enlist
     | Beat
 )

@@ -1,6 +1,6 @@
 """What servers of a pool say to each other, and where a reader finds what it reads.
 
-a member -> ReportSet for each set that it holds, Enlist, then Beat about once a second, and soon again after orders
+a member -> SetPart for each set that it holds, Enlist, then Beat about once a second, and soon again after orders
 its head -> Noted, Enlisted, then Orders
 """
 
@@ -63,8 +63,12 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
             return False
 
 
-class ReportSet(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A member holds these stripes of a set, at most `MOST_STRIPES`; of all, before it enlists. Answered by Noted."""
+class SetPart(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Stripes of a set, at most `MOST_STRIPES`: of a member those that it holds, of its head what it is to hold too.
+
+    A member says so of all of its sets before it enlists; answered by Noted. An order with no stripes: the set's other
+    facts have changed.
+    """
 
     source: AnySource
     identity: bytes
@@ -72,6 +76,14 @@ class ReportSet(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     #: Of the records that have a place; see `residents`.
     cut: int
     stripes: list[int]
+
+    def split(self) -> list[SetPart]:
+        """The same, of any number of stripes, in parts that may be sent."""
+        firsts = range(0, max(1, len(self.stripes)), MOST_STRIPES)
+        return [
+            msgspec.structs.replace(self, stripes=self.stripes[first : first + MOST_STRIPES])
+            for first in firsts
+        ]
 
 
 class Noted(msgspec.Struct, frozen=True, tag=True):
@@ -117,17 +129,6 @@ class Beat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     patience_s: float
 
 
-class FillOrder(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Hold these stripes too, at most `MOST_STRIPES`; none: the set's other facts have changed."""
-
-    source: AnySource
-    identity: bytes
-    is_explicit: bool
-    #: Of the records that have a place; see `residents`.
-    cut: int
-    stripes: list[int]
-
-
 class DropOrder(msgspec.Struct, frozen=True, tag=True):
     """Give up a set; readers are told why."""
 
@@ -138,7 +139,7 @@ class DropOrder(msgspec.Struct, frozen=True, tag=True):
 class Orders(msgspec.Struct, frozen=True, tag=True):
     """What a member has to do, in order, and the number of the last of them."""
 
-    orders: list[FillOrder | DropOrder]
+    orders: list[SetPart | DropOrder]
     last: int
 
 

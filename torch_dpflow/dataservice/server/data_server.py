@@ -50,8 +50,8 @@ from torch_dpflow.dataservice.messages.server_messages import (
     Enlisted,
     ListServers,
     Noted,
-    ReportSet,
     ServerInfo,
+    SetPart,
     boot_id,
 )
 from torch_dpflow.dataservice.server.door import MOST_CONNECTIONS, StreamDoor
@@ -266,12 +266,12 @@ class DataServer:
                 return self._pool.contents(max(0, first)), []
             case ListServers():
                 return self._pool.servers(), []
-            case ReportSet() | Enlist() | Beat():
+            case SetPart() | Enlist() | Beat():
                 return self._answer_member(request, client), []
 
-    def _answer_member(self, request: ReportSet | Enlist | Beat, client: _PoolClient) -> PoolAnswer:
+    def _answer_member(self, request: SetPart | Enlist | Beat, client: _PoolClient) -> PoolAnswer:
         match request:
-            case ReportSet():
+            case SetPart():
                 if len(client.reports) >= MOST_SETS:
                     raise UsageError(f"{MOST_SETS} parts of sets were reported; more are not allowed")
                 client.reports.append(request)
@@ -295,7 +295,7 @@ class _PoolClient:
     maps: bool
     reads: bool = False
     #: What a server has said that it holds, before it enlists.
-    reports: list[ReportSet] = field(default_factory=list)
+    reports: list[SetPart] = field(default_factory=list)
     #: The member that speaks over it, and its generation.
     member: tuple[str, int] | None = None
 

@@ -26,11 +26,10 @@ from torch_dpflow.dataservice.messages.server_messages import (
     MOST_STRIPES,
     Beat,
     DropOrder,
-    FillOrder,
     Orders,
-    ReportSet,
     ServerInfo,
     ServerList,
+    SetPart,
     TablePart,
 )
 from torch_dpflow.dataservice.planning.keeper_machine import Fill, KeeperInstruction, KeeperMachine
@@ -38,7 +37,7 @@ from torch_dpflow.dataservice.planning.residents import ALL, resident_set
 from torch_dpflow.dataservice.planning.sets import FileSet
 from torch_dpflow.dataservice.server.filling import HeldSet
 from torch_dpflow.dataservice.server.holdings import MOST_SETS, Holdings
-from torch_dpflow.dataservice.server.known_set import KnownSet, cut_in, request_of, stripe_bytes
+from torch_dpflow.dataservice.server.known_set import KnownSet, cut_in, stripe_bytes
 from torch_dpflow.dataservice.server.members import Members
 from torch_dpflow.dataservice.server.pushed_sets import check_pushed_set
 from torch_dpflow.dataservice.server.running_clock import RunningClock
@@ -168,7 +167,7 @@ class PoolHead:
 
     # -- what members say ------------------------------------------------------------------------------------
 
-    def enlist(self, server: ServerInfo, reports: Iterable[ReportSet]) -> int:
+    def enlist(self, server: ServerInfo, reports: Iterable[SetPart]) -> int:
         """A server joins, with what it holds; returns its generation. Raises UsageError: there are too many."""
         with self._changed:
             generation, held = next(self._generations), dict[bytes, list[int]]()
@@ -176,7 +175,13 @@ class PoolHead:
             for report in reports:
                 known = self._sets.get(report.identity)
                 if known is None:
-                    known = self._begin(request_of(report))
+                    request = PreloadSet(
+                        source=report.source,
+                        identity=report.identity,
+                        is_explicit=report.is_explicit,
+                        whole=False,
+                    )
+                    known = self._begin(request)
                 known.is_explicit |= report.is_explicit
                 if not known.take_back(server.name, report):
                     self._members.order(server.name, DropOrder(report.identity, IDLE))
@@ -309,11 +314,11 @@ class PoolHead:
                 self._holdings.drop(identity, why)
                 del self._sets[identity]
 
-    def _order(self, server: str, order: FillOrder | DropOrder) -> None:
+    def _order(self, server: str, order: SetPart | DropOrder) -> None:
         if server != self._server.name:
             self._members.order(server, order)
             self._changed.notify_all()
-        elif isinstance(order, FillOrder):
+        elif isinstance(order, SetPart):
             self._holdings.obey(order)
 
     def _drop_unloaded(self) -> None:

@@ -19,8 +19,7 @@ from torch_dpflow.dataservice.messages.protocol import (
 from torch_dpflow.dataservice.messages.server_messages import (
     ALL_FAILED,
     DropOrder,
-    FillOrder,
-    ReportSet,
+    SetPart,
     SetState,
 )
 from torch_dpflow.dataservice.server.ahead_memory import AheadMemory
@@ -73,7 +72,7 @@ class Holdings:
         with self._lock:
             self._sets[identity] = _Holding(is_explicit, held)
 
-    def obey(self, order: FillOrder | DropOrder) -> None:
+    def obey(self, order: SetPart | DropOrder) -> None:
         """Hold more, or less. Raises PoolFullError: no thread can start."""
         if isinstance(order, DropOrder):
             self.drop(order.identity, order.why)
@@ -176,7 +175,7 @@ class Holdings:
 
     # -- what its head is told -------------------------------------------------------------------------------
 
-    def reports(self) -> list[ReportSet]:
+    def reports(self) -> list[SetPart]:
         """What is in memory."""
         with self._lock:
             held = [
@@ -185,7 +184,7 @@ class Holdings:
                 if one.held is not None
             ]
         return [
-            ReportSet(
+            SetPart(
                 source=one.source,
                 identity=identity,
                 is_explicit=is_explicit,
@@ -219,7 +218,7 @@ class Holdings:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _open(self, order: FillOrder, holding: _Holding) -> None:
+    def _open(self, order: SetPart, holding: _Holding) -> None:
         """Read its metadata, again and again where its storage does not answer; then hold it."""
         backoff = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while (held := self._opened(order, holding)) is None and holding.is_gone:
@@ -239,7 +238,7 @@ class Holdings:
                 return
         held.close()  # it was given up meanwhile
 
-    def _opened(self, order: FillOrder, holding: _Holding) -> HeldSet | None:
+    def _opened(self, order: SetPart, holding: _Holding) -> HeldSet | None:
         try:
             held = HeldSet(order.source, open_source(order.source, order.identity), order.cut)
         except Exception as error:  # its readers have to go on, whatever it is

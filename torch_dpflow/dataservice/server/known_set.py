@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from torch_dpflow.dataservice.messages.protocol import ArraySource, PoolRefusal, PreloadSet, SetInfo
-from torch_dpflow.dataservice.messages.server_messages import FillOrder, ReportSet
+from torch_dpflow.dataservice.messages.server_messages import SetPart
 from torch_dpflow.dataservice.planning.residents import ALL, cut_that_fits
 from torch_dpflow.dataservice.planning.sets import FileSet
 from torch_dpflow.dataservice.planning.stripe_table import StripeTable
@@ -54,7 +54,7 @@ class KnownSet:
         source = self.request.source
         return source if isinstance(source, ArraySource) and source.is_pushed else None
 
-    def take_back(self, server: str, report: ReportSet) -> bool:
+    def take_back(self, server: str, report: SetPart) -> bool:
         """A member has come back with a part of it; whether that is of the part that is held."""
         cut = self.held.cut if self.held is not None else self.cut if self.returned else report.cut
         if report.cut == cut and self.held is None:
@@ -94,23 +94,16 @@ class KnownSet:
         """Whether it was refused, and whoever asks now asks anew."""
         return self.refusal is not None and now - self.refused_at > _REFUSAL_S
 
-    def order(self, stripes: list[int]) -> FillOrder:
+    def order(self, stripes: list[int]) -> SetPart:
         """What has a server hold these."""
         request = self.request
-        return FillOrder(
+        return SetPart(
             source=request.source,
             identity=request.identity,
             is_explicit=self.is_explicit,
             cut=ALL if self.held is None else self.held.cut,
             stripes=stripes,
         )
-
-
-def request_of(report: ReportSet) -> PreloadSet:
-    """What would have made it hold what a member holds."""
-    return PreloadSet(
-        source=report.source, identity=report.identity, is_explicit=report.is_explicit, whole=False
-    )
 
 
 def cut_in(records: FileSet, rooms: list[int]) -> int:

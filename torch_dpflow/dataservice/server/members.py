@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,12 +12,11 @@ import msgspec
 from torch_dpflow.dataservice.messages.protocol import MOST_BYTES
 from torch_dpflow.dataservice.messages.server_messages import (
     MOST_SERVERS,
-    MOST_STRIPES,
     Beat,
     DropOrder,
-    FillOrder,
     Orders,
     ServerInfo,
+    SetPart,
     SetState,
 )
 from torch_dpflow.errors import PeerLostError, UsageError
@@ -34,17 +33,17 @@ class EnlistedServer:
     info: ServerInfo
     generation: int
     #: Orders that it has not got, and how many there were in all.
-    orders: deque[FillOrder | DropOrder] = field(default_factory=deque)
+    orders: deque[SetPart | DropOrder] = field(default_factory=deque)
     ordered: int = 0
     #: The number of the last order about each set, and the last word on it that tells of that.
     last_orders: dict[bytes, int] = field(default_factory=dict)
     states: dict[bytes, SetState] = field(default_factory=dict)
 
-    def order(self, order: FillOrder | DropOrder) -> None:
+    def order(self, order: SetPart | DropOrder) -> None:
         """Have it do this."""
-        for part in _parts(order):
-            self.orders.append(part)
-            self.ordered += 1
+        parts = [order] if isinstance(order, DropOrder) else order.split()
+        self.orders.extend(parts)
+        self.ordered += len(parts)
         self.last_orders[order.identity] = self.ordered
         self.states.pop(order.identity, None)
         if isinstance(order, DropOrder):
@@ -59,7 +58,7 @@ class EnlistedServer:
 
     def next_orders(self) -> Orders:
         """As many orders as one message has room for."""
-        orders, room = list[FillOrder | DropOrder](), MOST_BYTES // 2
+        orders, room = list[SetPart | DropOrder](), MOST_BYTES // 2
         while self.orders:
             room -= len(msgspec.msgpack.encode(self.orders[0]))
             if room < 0 and orders:
@@ -100,7 +99,7 @@ class Members:
             )
         return member
 
-    def order(self, name: str, order: FillOrder | DropOrder) -> None:
+    def order(self, name: str, order: SetPart | DropOrder) -> None:
         """Have a member do this."""
         self._members[name].order(order)
 
@@ -134,12 +133,3 @@ class Members:
             self._file.write_text("".join(f"{name}\n" for name in self._members))
         else:
             self._file.unlink(missing_ok=True)
-
-
-def _parts(order: FillOrder | DropOrder) -> Iterable[FillOrder | DropOrder]:
-    if isinstance(order, DropOrder) or len(order.stripes) <= MOST_STRIPES:
-        return [order]
-    return [
-        msgspec.structs.replace(order, stripes=order.stripes[first : first + MOST_STRIPES])
-        for first in range(0, len(order.stripes), MOST_STRIPES)
-    ]

@@ -28,13 +28,14 @@ from torch_dpflow.dataservice.messages.server_messages import (
     Enlisted,
     ListServers,
     Orders,
-    ReportSet,
     ServerInfo,
     ServerList,
+    SetPart,
     SetState,
     TablePart,
 )
 from torch_dpflow.dataservice.server.holdings import MOST_SETS, Holdings
+from torch_dpflow.dataservice.server.known_set import KnownSet
 from torch_dpflow.dataservice.server.set_progress import with_progress
 from torch_dpflow.errors import DPFlowError, PeerLostError, UsageError
 from torch_dpflow.log import SERVICE
@@ -74,7 +75,7 @@ class PoolMember:
         try:
             return self._pass_on(request, SetInfo)
         except PeerLostError:
-            if request.is_explicit or not (held := self._own(request.identity)):
+            if request.is_explicit or not (held := self._own(request)):
                 raise
             return held
 
@@ -117,7 +118,7 @@ class PoolMember:
     def leave(self) -> None:
         """Somebody reads sets here no longer; the next beat tells."""
 
-    def enlist(self, server: ServerInfo, reports: Iterable[ReportSet]) -> int:
+    def enlist(self, server: ServerInfo, reports: Iterable[SetPart]) -> int:
         """Raises UsageError: only the head takes members."""
         raise UsageError(
             f"this server is a member itself; have {server.directory} join its head, at {self._head}"
@@ -158,9 +159,8 @@ class PoolMember:
 
     def _enlist(self, connection: PoolConnection) -> None:
         for report in self._holdings.reports():
-            for first in range(0, len(report.stripes), MOST_STRIPES):
-                part = report.stripes[first : first + MOST_STRIPES]
-                connection.ask(msgspec.structs.replace(report, stripes=part))
+            for part in report.split() if report.stripes else ():
+                connection.ask(part)
         connection.get(Enlist(self._server), Enlisted)
 
     def _serve(self, connection: PoolConnection) -> None:
@@ -197,27 +197,20 @@ class PoolMember:
         if connection is not None:
             connection.close()
 
-    def _own(self, identity: bytes) -> SetInfo | None:
+    def _own(self, request: PreloadSet) -> SetInfo | None:
         """A set that is held here, as this server knows it."""
         try:
-            held = self._holdings.get(identity)
+            held = self._holdings.get(request.identity)
         except UsageError:
             return None
-        state = self._holdings.state(identity)
-        info = SetInfo(
-            identity=identity,
-            ref=held.source.ref,
-            url=held.url,
-            records=0,
-            placed=0,
-            loaded=0,
-            failed=0,
+        name, state = self._server.name, self._holdings.state(request.identity)
+        info = msgspec.structs.replace(
+            KnownSet(request, is_explicit=False, whole=False, held=held).info(),
             reserved_bytes=sum(held.records.stripe_bytes(one) for one in held.stripes),
-            is_explicit=False,
             readers=state.readers,
             is_placed=True,
         )
-        return with_progress(info, held, {self._server.name: held.stripes}, {self._server.name: state}, {})
+        return with_progress(info, held, {name: held.stripes}, {name: state}, {})
 
     def _own_table(self, identity: bytes, first: int) -> TablePart:
         held = self._holdings.get(identity)
