@@ -33,13 +33,11 @@ from torch_dpflow.dataservice.messages.server_messages import (
     TablePart,
 )
 from torch_dpflow.dataservice.planning.keeper_machine import Fill, KeeperInstruction, KeeperMachine
-from torch_dpflow.dataservice.planning.residents import ALL, resident_set
-from torch_dpflow.dataservice.planning.sets import FileSet
+from torch_dpflow.dataservice.planning.residents import resident_set
 from torch_dpflow.dataservice.server.filling import HeldSet
 from torch_dpflow.dataservice.server.holdings import MOST_SETS, Holdings
-from torch_dpflow.dataservice.server.known_set import KnownSet, cut_in, stripe_bytes
+from torch_dpflow.dataservice.server.known_set import KnownSet, check_pushed_set, cut_in, stripe_bytes
 from torch_dpflow.dataservice.server.members import Members
-from torch_dpflow.dataservice.server.pushed_sets import check_pushed_set
 from torch_dpflow.dataservice.server.running_clock import RunningClock
 from torch_dpflow.dataservice.server.set_progress import set_list, with_progress
 from torch_dpflow.dataservice.server.set_versions import droppable, find_base
@@ -175,11 +173,9 @@ class PoolHead:
             for report in reports:
                 known = self._sets.get(report.identity)
                 if known is None:
+                    source, is_explicit = report.source, report.is_explicit
                     request = PreloadSet(
-                        source=report.source,
-                        identity=report.identity,
-                        is_explicit=report.is_explicit,
-                        whole=False,
+                        source=source, identity=report.identity, is_explicit=is_explicit, whole=False
                     )
                     known = self._begin(request)
                 known.is_explicit |= report.is_explicit
@@ -259,7 +255,9 @@ class PoolHead:
                         opened.reader.close()
                     return
                 base = find_base(known, opened, self._holdings, self._keeper)
-                cut = ALL if base is not None else self._cut(known, opened.records)
+                cut = known.cut
+                if base is None and not (known.whole or known.returned):
+                    cut = cut_in(opened.records, self._keeper.rooms())
                 held = HeldSet(request.source, opened, cut)
                 sizes = stripe_bytes(resident_set(opened.records, cut))
                 if base is not None:
@@ -286,11 +284,6 @@ class PoolHead:
             if left_s <= 0:
                 return
             self._changed.wait(left_s)
-
-    def _cut(self, known: KnownSet, records: FileSet) -> int:
-        if known.whole or known.returned:
-            return known.cut
-        return cut_in(records, self._keeper.rooms())
 
     def _place(self, known: KnownSet, sizes: list[int]) -> list[KeeperInstruction]:
         identity, now = known.request.identity, self._clock()

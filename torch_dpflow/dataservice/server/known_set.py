@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,6 +13,7 @@ from torch_dpflow.dataservice.planning.residents import ALL, cut_that_fits
 from torch_dpflow.dataservice.planning.sets import FileSet
 from torch_dpflow.dataservice.planning.stripe_table import StripeTable
 from torch_dpflow.dataservice.server.filling import HeldSet
+from torch_dpflow.errors import UsageError
 
 #: What the index of a region has for each stripe and each record.
 _INDEX_BYTES = 16
@@ -103,6 +105,22 @@ class KnownSet:
             is_explicit=self.is_explicit,
             cut=ALL if self.held is None else self.held.cut,
             stripes=stripes,
+        )
+
+
+def check_pushed_set(request: PreloadSet, others: Iterable[KnownSet]) -> None:
+    """Raises UsageError: a set that nobody has pushed is asked for, or another has its name."""
+    source = request.source
+    if not isinstance(source, ArraySource) or not source.is_pushed:
+        return
+    if not request.is_explicit:
+        raise UsageError(
+            f"{source.ref} is not in this pool: its server was lost, or it was unloaded; push it again"
+        )
+    pushed = [one.pushed for one in others if not one.is_unloaded]
+    if any(one is not None and one.ref == source.ref for one in pushed):
+        raise UsageError(
+            f"{source.ref} is in the pool with another content; push or append under another version, or unload it"
         )
 
 
